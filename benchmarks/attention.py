@@ -14,10 +14,8 @@ python benchmarks/attention.py --quick --out out/bench  # seconds; the numbers m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -134,25 +132,15 @@ def timings(shapes: Shapes, length: int, repeats: int) -> dict[str, dict[str, li
     return times
 
 
-def memory_mib(name: str, which: str, length: int, quick: bool) -> float:
-    """Peak memory of a fresh process beyond its inputs, mask included."""
-    command = [sys.executable, __file__, "--measure", name, which, str(length), *["--quick"] * quick]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"The memory of {name} was not measured:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def measure(name: str, which: str, shapes: Shapes, length: int) -> None:
-    """Prints the peak memory of this process, in MiB above its memory before the mask is made."""
+def memory_mib(name: str, which: str, shapes: Shapes, length: int) -> float:
+    """Peak memory of this process, in MiB above its memory before the mask is made."""
     tiny = Shapes(lengths=(64,), sample_tokens=(20, 40), image_tokens=8, text_tokens=(4, 4))
     run(contestant(name, packed_words(tiny, 64)), which, draw(tiny, 64))  # libraries load and threads start
     words, inputs = packed_words(shapes, length), draw(shapes, length)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status_kib("VmRSS")
     run(contestant(name, words), which, inputs)
-    print(json.dumps(round((_status_kib("VmHWM") - before) / 1024, 1)))
+    return round((_status_kib("VmHWM") - before) / 1024, 1)
 
 
 def _status_kib(field: str) -> int:
@@ -160,11 +148,11 @@ def _status_kib(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def compare(shapes: Shapes, length: int, repeats: int, quick: bool) -> list[dict[str, Any]]:
+def compare(shapes: Shapes, length: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each pass at one length."""
     rows = []
     for which, times in timings(shapes, length, repeats).items():
-        memory = {name: memory_mib(name, which, length, quick) for name in times}
+        memory = {name: common.in_processes(memory_mib, [name], [which], [shapes], [length])[0] for name in times}
         spreads = {name: common.spread(values) for name, values in times.items()}
         rows.append(
             {
@@ -206,7 +194,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed turns of each pass")
     parser.add_argument("--cpu", action="store_true", help="the CPU part although there is a CUDA device")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
     if torch.cuda.is_available() and not options.cpu:
         import attention_gpu
@@ -216,13 +203,9 @@ def main() -> None:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     shapes = QUICK if options.quick else Shapes()
     torch.manual_seed(0)
-    if options.measure:
-        name, which, length = options.measure
-        measure(name, which, shapes, int(length))
-        return
     load = os.getloadavg()
     check(shapes)
-    rows = [row for length in shapes.lengths for row in compare(shapes, length, options.repeats, options.quick)]
+    rows = [row for length in shapes.lengths for row in compare(shapes, length, options.repeats)]
     result = {"rows": rows, "goals": GOALS, "threads": torch.get_num_threads(), **common.machine(shapes, load)}
     common.report("attention", [as_table(rows)], notes(rows), result, options.out)
 

@@ -246,7 +246,7 @@ def brute_force(problem: PlanningProblem, limit_s: float = float("inf")) -> Brut
         best_ms = min(best_ms, prediction.step_ms)
         times.append((prediction.step_ms, candidate))
     times.sort(key=lambda pair: pair[0])
-    best, step_ms = _over_batches(problem, [own for _, own in times])
+    best, step_ms = _over_batches(problem, times)
     close = tuple(own for own_ms, own in times if own_ms <= CLOSE * best_ms)
     seconds = time.process_time() - start
     return BruteForce(best, step_ms, len(listed), num_simulated, least_ratio, is_complete, seconds, close)
@@ -294,17 +294,19 @@ def brute_orders(problem: PlanningProblem, layouts: Sequence[Candidate], limit_s
         if prediction is not None:
             times.append((prediction.step_ms, candidate))
     times.sort(key=lambda pair: pair[0])
-    best, step_ms = _over_batches(problem, [own for _, own in times])
+    best, step_ms = _over_batches(problem, times)
     seconds = time.process_time() - start
     return BruteOrders(best, step_ms, num_simulated, num_simulated == len(all_orders), seconds)
 
 
-def _over_batches(problem: PlanningProblem, candidates: list[Candidate]) -> tuple[Candidate | None, float]:
-    """The best over all batches of the fastest that fit them."""
+def _over_batches(
+    problem: PlanningProblem, times: Sequence[tuple[float, Candidate]]
+) -> tuple[Candidate | None, float]:
+    """The best over all batches of the fastest that fit them; `times` are those on the first batch."""
     fitting: list[tuple[float, Candidate]] = []
-    for candidate in candidates:
-        found = [simulated(problem, candidate, number) for number in range(NUM_BATCHES)]
-        steps = [own.step_ms for own in found if own is not None]
+    for first_ms, candidate in times:
+        others = [simulated(problem, candidate, number) for number in range(1, NUM_BATCHES)]
+        steps = [first_ms, *(own.step_ms for own in others if own is not None)]
         if len(steps) == NUM_BATCHES:
             fitting.append((float(np.mean(steps)), candidate))
         if len(fitting) == CHECKED:

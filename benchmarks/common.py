@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -182,9 +184,23 @@ def launch(script: str, world_size: int, arguments: Sequence[str] = (), timeout_
         return json.loads(file.read_text())
 
 
+def in_processes(function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    """
+    Results of the calls with the n-th of all `arguments`, each in a process of its own, one for each core at a time.
+
+    Processes are forked from the server of the ranks.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    workers = min(len(arguments[0]), len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        return list(pool.map(function, *arguments))
+
+
 def _run_script(script: str, arguments: Sequence[str], timeout_s: int) -> None:
     """Body of a rank: runs a benchmark as a command does, for `timeout_s` seconds at most."""
     signal.alarm(timeout_s)
+    gc.freeze()  # else each collection walks, and so copies, all that the server has imported
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.chdir(folder):

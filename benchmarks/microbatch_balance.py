@@ -27,10 +27,8 @@ import functools
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +48,7 @@ from hf_mmparallel.arrange.entrain import entrain
 from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
-from hf_mmparallel.data.fingerprint import fingerprint
+from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
@@ -324,8 +322,8 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
     program = build_program(plan, step, engine.sync_groups, times)
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale / TP_SIZE * times(task) for task in tasks}
-    batch = StepDataset(Reader(tiny_samples(sizes.slept, [VISION]), collate), engine.keys, 0).read(step)
-    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(step, program, batch.shardings)
+    data = StepDataset(Reader(tiny_samples(sizes.slept, [VISION]), collate), engine.inputs, 0).read(step)
+    batch = StepBatch.of(data, program, engine.rank)
     sleep_instead(engine, costs)
     measured, deviations = [], []
     for index in range(1 + sizes.repeats):
@@ -454,12 +452,6 @@ def notes_of(results: Sequence[dict[str, Any]]) -> list[str]:
     return [*notes, goals]
 
 
-def simulated_in_processes(function: Callable, names: Sequence[tuple[str, str]], sizes: Sizes) -> list:
-    """Results of a function of a dataset, a model and sizes for each of `names`."""
-    with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
-        return list(pool.map(function, *zip(*names, strict=True), [sizes] * len(names)))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few small batches, to try the script itself")
@@ -475,7 +467,8 @@ def main() -> None:
     names = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
     names = names[:1] if options.quick else names
     # Nothing simulated depends on the machine or its load.
-    modes = [row for rows in simulated_in_processes(compare_dataset, names, sizes) for row in rows]
+    arguments = (*zip(*names, strict=True), [sizes] * len(names))
+    modes = [row for rows in common.in_processes(compare_dataset, *arguments) for row in rows]
     result = {
         "modes": modes,
         "summary": summary(modes),
@@ -486,7 +479,7 @@ def main() -> None:
     if options.modes:
         return
     slept = common.launch(__file__, 8, ["--quick"] * options.quick)
-    results = simulated_in_processes(simulate_dataset, names, sizes)
+    results = common.in_processes(simulate_dataset, *arguments)
     unlike = unlike_replicas()
     tables = [*map(dataset_table, results), unlike_table(unlike), slept_table(slept)]
     result = {

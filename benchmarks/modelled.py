@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import common
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperModel
 
 from hf_mmparallel import MultimodalModel
-from hf_mmparallel.data.step_dataset import StepBatch
+from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.transport import DistributedTransport
 from hf_mmparallel.schedule import Task
@@ -47,7 +48,7 @@ def timed_step(engine: ParallelEngine, batch: StepBatch, index: int) -> float:
     engine.train_step(batch, index)
     ends = [(start, time.perf_counter())] * dist.get_world_size()
     dist.all_gather_object(ends, (start, time.perf_counter()))
-    engine.module.zero_grad()
+    engine.model.zero_grad()
     return 1e3 * (max(end for _, end in ends) - min(begin for begin, _ in ends))
 
 
@@ -121,8 +122,11 @@ def sleep_instead(engine: ParallelEngine, costs: Mapping[Task, float]) -> None:
     """
     current: list[Task] = []
     engine._first_step = None  # what sleeping stages give is no loss of the model
-    engine.executor.before_forward = lambda task: current.__setitem__(slice(None), [task])
-    engine.executor.loss_function = lambda logits, *_: (logits.sum(), torch.tensor(1))
+    engine.executor.functions = replace(
+        engine.executor.functions,
+        loss=lambda logits, *_: (logits.sum(), torch.tensor(1)),
+        before_forward=lambda task: current.__setitem__(slice(None), [task]),
+    )
     engine.executor.stages = {
         key: SleepingStage(stage.stage if isinstance(stage, SleepingStage) else stage, engine, costs, current)
         for key, stage in engine.executor.stages.items()

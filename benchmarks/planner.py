@@ -22,8 +22,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -269,17 +267,10 @@ def plans_note(name: str, result: dict[str, Any]) -> str:
     )
 
 
-def profiled(arguments: list[str], folder: str) -> Path:
+def profiled(shapes: common.Shapes, sizes: plans.Sizes, folder: str) -> Path:
     """A profile of the layers, made by two processes side by side, as two ranks compute."""
     paths = [Path(folder) / f"profile{number}.json" for number in range(2)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(common.ROOT)}
-    runs = [
-        subprocess.Popen([sys.executable, __file__, "--profile", str(path), *arguments], env=environment)
-        for path in paths
-    ]
-    for run in runs:
-        if run.wait(600):
-            raise RuntimeError("The layers could not be profiled; see above.")
+    common.in_processes(plans.write_profile, [shapes] * 2, [sizes] * 2, paths)
     return paths[0]
 
 
@@ -297,14 +288,14 @@ def run_ranks(options: argparse.Namespace, sizes: plans.Sizes, shapes: common.Sh
 # The script
 
 
-def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_part(name: str, options: argparse.Namespace, sizes: plans.Sizes, shapes: common.Shapes) -> dict[str, Any]:
     """The result of a part."""
     arguments = ["--quick"] * options.quick
     if name == "frozen":
         return frozen_models(["SSS"] if options.quick else list(ROWS))
     if name == "real":
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            profile = profiled(arguments, folder)
+            profile = profiled(shapes, sizes, folder)
             return common.launch(__file__, 2, ["--profile", str(profile), *arguments])
     if name == "slept":
         return {str(world): common.launch(__file__, world, arguments) for world in ((4,) if options.quick else (4, 8))}
@@ -350,15 +341,11 @@ def main() -> None:
     if options.ranks is not None:
         run_ranks(options, sizes, shapes)
         return
-    if options.profile is not None:
-        torch.set_num_threads(1)
-        plans.write_profile(shapes, sizes, options.profile)
-        return
     kept = options.out / "planner.json"
     parts = json.loads(kept.read_text())["parts"] if options.only and kept.exists() else {}
     for name in options.only or PARTS:
         load = os.getloadavg()
-        found = run_part(name, options)
+        found = run_part(name, options, sizes, shapes)
         machine = common.machine(shapes, load)
         parts[name] = {**found, "run": {key: machine[key] for key in ("date", "commit", "load_before", "load_after")}}
     tables, notes = reported({name: parts[name] for name in PARTS if name in parts})

@@ -22,9 +22,9 @@ from scipy.stats import rankdata
 
 from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, batch_workloads, find_device, layer_table
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
-from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.step_dataset import Reader, StepBatch, StepDataset
+from hf_mmparallel.data.step_batch import StepBatch
+from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, sync_groups
 from hf_mmparallel.plan.resolve import check_plan
@@ -143,7 +143,8 @@ def freeze(model: Any, what: Sequence[str]) -> None:
 
 
 def write_profile(shapes: common.Shapes, sizes: Sizes, path: Path) -> None:
-    """Times the layers of the model on this process alone, whole and in halves."""
+    """Times the layers of the model on one thread of this process alone, whole and in halves."""
+    torch.set_num_threads(1)
     settings = ProfileSettings(tp_sizes=(1, 2), lengths=(64, 256, 1024), budget_s=sizes.budget_s)
     profile_layers(common.build_model(shapes).config, settings).save(path)
 
@@ -218,10 +219,8 @@ class Prepared:
 def prepare(model: Any, planner: StepPlanner, step: PlannedStep, samples: Any, collator: Any) -> Prepared:
     """The engine of a plan with the samples and the program of a step."""
     engine = ParallelEngine(model, planner.costs.spec, planner.plan, World())
-    batch = StepDataset(Reader(samples, collator), engine.keys, 0).read(step.step)
-    batch.program = step.program.of_rank(engine.rank)
-    batch.fingerprint = fingerprint(step.step, step.program, batch.shardings)
-    return Prepared(engine, batch)
+    data = StepDataset(Reader(samples, collator), engine.inputs, 0).read(step.step)
+    return Prepared(engine, StepBatch.of(data, step.program, engine.rank))
 
 
 class Probe:

@@ -22,7 +22,6 @@ python benchmarks/sampler_overhead.py --quick --out out/bench  # seconds; the nu
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import statistics
 import sys
@@ -43,7 +42,7 @@ from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.media import readers
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
 
@@ -180,8 +179,7 @@ def hiding(sizes: Sizes) -> list[dict[str, Any]]:
     batch, results = sizes.batches[0], []
     for method in ARRANGEMENTS:
         planner = make_planner(batch, method)
-        keys = functools.partial(keys_of_rank, planner.plan, rank=0)
-        dataset = StepDataset(Reader(Numbers(), nothing), keys, 0, planner=planner)
+        dataset = StepDataset(Reader(Numbers(), nothing), RankInputs(planner.plan, 0), 0, planner)
         draws: Any = [GlobalBatch(tuple(range(batch.num_samples)))] * sizes.num_steps
         for workers in (0, 1):
             loader = iter(DataLoader(dataset, batch_sampler=draws, collate_fn=as_is, num_workers=workers))
@@ -222,8 +220,8 @@ class Charts:
             analytic_costs(spec, find_device("cpu")), plan, sync_groups(spec, plan), MICROBATCH, "contiguous"
         )
         made = readers(self.dataset, self.collator, spec, {VISION: IMAGE_INPUTS})
-        keys = functools.partial(keys_of_rank, plan, rank=rank)
-        dataset = StepDataset(made, keys, 0, {LANGUAGE_MODEL: IMAGE_INPUTS}, planner=planner, rank=rank)
+        inputs = RankInputs(plan, rank, {LANGUAGE_MODEL: IMAGE_INPUTS})
+        dataset = StepDataset(made, inputs, 0, planner)
         order = range(len(self.dataset))
         draws: Any = [GlobalBatch(tuple(order[start : start + batch_size])) for start in order[::batch_size]]
         return DataLoader(

@@ -34,7 +34,7 @@ from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.step_dataset import keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Program
 from hf_mmparallel.steps.step_planner import StepPlanner
@@ -103,7 +103,7 @@ def measure(
         return planner.program(replace(step), sizes, RANK)  # a copy, which remembers nothing
 
     def rest(step: StepPlan, program: Program) -> Any:
-        return fingerprint(step, program, {}), keys_of_rank(plan, step, RANK)
+        return fingerprint(step, program, {}), RankInputs(plan, RANK).chunks(step)
 
     def whole() -> Any:
         planned = planner(draw, RANK)

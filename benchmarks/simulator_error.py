@@ -32,12 +32,12 @@ from modelled import collate, gathered, message_ms, sleep_instead, timed_step, t
 from rich.table import Table
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.fingerprint import fingerprint
-from hf_mmparallel.data.step_dataset import Reader, StepBatch, StepDataset
+from hf_mmparallel.data.step_batch import StepBatch
+from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.schedule import Program, Task, build_program, simulate
+from hf_mmparallel.schedule import Task, build_program, simulate
 from hf_mmparallel.world import World
 
 REAL, MODELLED = "real", "modelled"
@@ -137,17 +137,17 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
     engine = ParallelEngine(model, spec, plan, World())
     size = MICROBATCH * NUM_MICROBATCHES
     count = 2 + num_calibration + num_steps
-    reader = StepDataset(Reader(common.make_dataset(shapes, size * count), common.collate), engine.keys, 0)
+    reader = StepDataset(Reader(common.make_dataset(shapes, size * count), common.collate), engine.inputs, 0)
     travel_ms = message_ms(MICROBATCH * shapes.max_images * shapes.image_tokens // 2 * shapes.width)
     steps: list[tuple[StepBatch, list[MeasuredTask], float, float]] = []
     for index in range(count):
-        batch = reader.read(contiguous_step(plan, range(index * size, (index + 1) * size), MICROBATCH))
-        _add_program(engine, batch)
+        step = contiguous_step(plan, range(index * size, (index + 1) * size), MICROBATCH)
+        batch = StepBatch.of(reader.read(step), build_program(plan, step, engine.sync_groups), engine.rank)
         again_ms = timed_step(engine, batch, index)
         time_ms = timed_step(engine, batch, index)
         assert engine.last_result is not None
         mine = {
-            t.task: MeasuredTask(t.task, rows_of(t.task, batch.batches[_batch_key(t.task)]), t.end_ms - t.start_ms)
+            t.task: MeasuredTask(t.task, rows_of(t.task, batch.batches[_chunk_key(t.task)]), t.end_ms - t.start_ms)
             for t in engine.last_result.timeline
         }
         steps.append((batch, list(gathered(mine).values()), time_ms, again_ms))
@@ -170,14 +170,7 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
     return {"message_ms": travel_ms, "steps": rows}
 
 
-def _add_program(engine: ParallelEngine, batch: StepBatch) -> Program:
-    """Gives a batch the program of its step, and returns that of all ranks."""
-    program = build_program(engine.plan, batch.step, engine.sync_groups)
-    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(batch.step, program, batch.shardings)
-    return program
-
-
-def _batch_key(task: Task) -> tuple[str, int, int, int]:
+def _chunk_key(task: Task) -> tuple[str, int, int, int]:
     return task.module, task.replica, task.microbatch, task.chunk
 
 
@@ -193,8 +186,9 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     engine = ParallelEngine(model, spec, plan, World())
     size = 6 * num_microbatches * plan.modules["language_model"].dp_size
     step: StepPlan = contiguous_step(plan, range(size), 6)
-    batch = StepDataset(Reader(tiny_samples(size), collate), engine.keys, 0).read(step)
-    program = _add_program(engine, batch)
+    program = build_program(plan, step, engine.sync_groups)
+    data = StepDataset(Reader(tiny_samples(size), collate), engine.inputs, 0).read(step)
+    batch = StepBatch.of(data, program, engine.rank)
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale * cost_ms for task, cost_ms in case.costs(tasks).items()}
     sleep_instead(engine, costs)

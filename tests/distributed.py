@@ -181,11 +181,11 @@ def _report(first: _Outcome, outcomes: list[_Outcome], tails: list[str], timeout
 
 def start_server() -> None:
     """Starts the server of ranks, which goes on importing when this returns, and lives as long as this process."""
-    _context()
+    server_context()
     multiprocessing.forkserver.ensure_running()
 
 
-def _context() -> Any:
+def server_context() -> Any:
     """The forkserver context; without [`start_server`] the server starts with the first launch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -202,7 +202,7 @@ def _launch(
     backend: str,
 ) -> tuple[list[_Outcome], list[str]]:
     """Starts the ranks, waits for them, kills what is left; the outcome and the last output of each rank."""
-    context = _context()
+    context = server_context()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = _Job(
             payload=pickle.dumps((fn, args, kwargs)),

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from hf_mmparallel.data.fingerprint import fingerprint
-from hf_mmparallel.data.step_dataset import StepBatch
+from hf_mmparallel.data.step_batch import StepBatch, StepData
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import build_program
 
 
-def with_program(engine: ParallelEngine, batch: StepBatch) -> StepBatch:
-    """The batch with this rank's program of a training step."""
-    program = build_program(engine.plan, batch.step, engine.sync_groups)
-    mark = fingerprint(batch.step, program, batch.shardings)
-    return replace(batch, program=program.of_rank(engine.rank), fingerprint=mark)
+def with_program(engine: ParallelEngine, data: StepData) -> StepBatch:
+    """The data with this rank's program of a training step."""
+    return StepBatch.of(data, build_program(engine.plan, data.step, engine.sync_groups), engine.rank)

@@ -5,22 +5,32 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.scripts import run_script
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def _quick(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """The JSON line of a quick run, which is also the file that it leaves."""
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=380)
+def _run_command(script: Path, arguments: list[str]) -> str:
+    """Runs a script by the command of its docstring; its standard output."""
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
+
+
+def _quick(
+    name: str, folder: Path, *arguments: str, run: Callable[[Path, list[str]], str] = run_script
+) -> dict[str, Any]:
+    """The JSON line of a quick run, which is also the file that it leaves."""
+    output = run(BENCHMARKS / f"{name}.py", ["--quick", "--out", str(folder), *arguments])
+    result = json.loads(output.splitlines()[-1])
     assert result == json.loads((folder / f"{name}.json").read_text())
     for key in ("cores", "load_before", "load_after", "torch", "transformers", "accelerate", "commit", "shapes"):
         assert result[key], key
@@ -38,7 +48,7 @@ def test_trainer_overhead_compares_each_variant_with_stock(tmp_path):
 
 
 def test_simulator_error_has_a_prediction_for_each_measured_step(tmp_path):
-    result = _quick("simulator_error", tmp_path)
+    result = _quick("simulator_error", tmp_path, run=_run_command)  # that it runs as a command, with ranks
     assert result["real"]["measured ms"]["min"] > 0 < result["real"]["predicted ms"]["min"]
     cases = result["modelled"]["cases"]
     assert len({case["case"] for case in cases}) == len(cases) >= 7

@@ -1,10 +1,8 @@
-"""Two hosts: separate networks, time limits, no traces, and a launch over both."""
+"""Two hosts: separate networks, time limits, no traces; `trainer/test_hosts_parity.py` has a launch over both."""
 
-import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -12,21 +10,6 @@ from tests.hosts import TwoHosts, available
 
 _REASON = available()
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(_REASON is not None, reason=_REASON or "")]
-
-CONFIGS = Path(__file__).parent.parent / "examples" / "accelerate_configs"
-
-_ALL_REDUCE = """
-import torch
-import torch.distributed as dist
-from transformers import TrainingArguments
-
-args = TrainingArguments(output_dir="unused")
-value = torch.tensor([10.0 ** args.process_index])
-dist.all_reduce(value)
-place = f"rank {args.process_index} of {args.world_size}, local {args.local_process_index}"
-print(f"{place}: sum {value.item():g}\\n", end="", flush=True)  # one write: the ranks share the stream
-dist.destroy_process_group()  # a rank that exits with an open gloo group may abort
-"""
 
 _LISTEN = "import socket; s = socket.create_server(('127.0.0.1', 4321)); s.settimeout(3); s.accept()"
 _CONNECT = """
@@ -84,18 +67,3 @@ def test_nothing_stays_behind_when_the_body_raises():
         assert hosts.names[0] in _names()
         raise KeyError
     assert hosts.names[0] not in _names()
-
-
-def test_accelerate_launches_over_both_hosts(tmp_path):
-    script = tmp_path / "all_reduce.py"
-    script.write_text(_ALL_REDUCE)
-    config = str(CONFIGS / "two_hosts_4cpu.yaml")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
-    cpu = {"ACCELERATE_USE_CPU": "true"}
-    with TwoHosts() as hosts:
-        launch += ["--main_process_ip", hosts.addresses[0], "--machine_rank"]
-        done = hosts.run([[*launch, str(host), str(script)] for host in range(2)], timeout=90, env=cpu)
-    for host, result in enumerate(done):
-        assert result.returncode == 0, result.output
-        lines = sorted(re.findall(r"rank \d.*", result.output))
-        assert lines == [f"rank {2 * host + local} of 4, local {local}: sum 1111" for local in range(2)]

@@ -76,6 +76,8 @@ def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None)
             stops.append(position)
         return stops if position == count else None
 
+    if count <= len(wanted):
+        return stops_for(0.0) or []  # every cost suffices: the search for the smallest would halve it down to 0
     high = sum(costs) / sum(wanted)
     best, low = stops_for(high), 0.0  # the minimum is below the mean, unless single samples are above it
     while best is None:

@@ -97,7 +97,7 @@ def forward_metrics(balance: Balance) -> dict[str, float]:
 def measure(steps: Sequence[RanStep], world: World) -> list[Balance]:
     """The forwards of some steps, summed over the stages of each replica. Collective."""
     summed = torch.from_numpy(np.concatenate([ran.forward_ms for ran in steps]))
-    total = world.all_reduce(summed, what="metrics of the ranks").numpy()
+    total = world.all_reduce(summed, activity="metrics of the ranks").numpy()
     every = np.split(total, np.cumsum([len(ran.forward_ms) for ran in steps])[:-1])
     return [_balance_of(times, ran.counts) for times, ran in zip(every, steps, strict=True)]
 

@@ -21,7 +21,7 @@ _MEDIA = ["image", "video", "audio"]
 class _Text:
     """A conversation as text with expanded placeholders, and the image processor's entries for its images."""
 
-    place: int
+    position: int
     text: str
     entries: Mapping[str, Any]
 
@@ -49,10 +49,10 @@ def encode_together(
         return result
     settings: dict[bool, dict[str, Any]] = {}
     waiting: dict[bool, list[_Text]] = {}
-    for place, index in enumerate(indices):
+    for position, index in enumerate(indices):
         try:
-            messages, images = collator.messages_and_images(read(index), place)
-            text, _ = collator.text_and_answers(messages, place)
+            messages, images = collator.messages_and_images(read(index), position)
+            text, _ = collator.text_and_answers(messages, position)
             options = collator.text_options(text)
             kind = "add_special_tokens" in options
             if kind not in settings:
@@ -61,12 +61,12 @@ def encode_together(
         except Exception as error:  # encoding it alone raises the error again
             logger.debug("Sample %d is encoded alone: %s", index, error)
             continue
-        waiting.setdefault(kind, []).append(_Text(place, *expanded))
+        waiting.setdefault(kind, []).append(_Text(position, *expanded))
     for kind, texts in waiting.items():
         encoded = _input_ids(processor, [entry.text for entry in texts], settings[kind])
         for entry, ids in zip(texts, encoded or (), strict=encoded is not None):
             if collator.max_length is None or len(ids) <= collator.max_length:
-                result[entry.place] = {"input_ids": ids, **entry.entries}
+                result[entry.position] = {"input_ids": ids, **entry.entries}
     return result
 
 

@@ -18,7 +18,7 @@ from ..kernels.bitfield_attention.intervals import row_bounds
 from ..modeling.loss import IGNORE_INDEX
 from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
 
-BatchKey = tuple[str, int, int, int]
+ChunkKey = tuple[str, int, int, int]
 WORDS = "attention_words"
 
 
@@ -113,7 +113,7 @@ class ContextSharder:
     def settings(self) -> ContextSettings:
         return self.plan.modules[LANGUAGE_MODEL].context
 
-    def keys(self, step: StepPlan) -> dict[BatchKey, tuple[int, ...]]:
+    def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
         """
         (module, replica, microbatch, chunk) -> batch indices, for each microbatch whose distribution this rank needs:
         its own, and those for which its encoders compute features.
@@ -181,10 +181,10 @@ class ContextSharder:
 def _owners_of(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """For each wanted token of a row its cp rank, and its index among the wanted tokens on that rank."""
     present = wanted[order.clamp_min(0)] & (order >= 0)
-    owners, places = (torch.empty(len(wanted), dtype=torch.int64) for _ in range(2))
+    owners, indices = (torch.empty(len(wanted), dtype=torch.int64) for _ in range(2))
     owners[order[present]] = torch.arange(len(order))[:, None].expand_as(order)[present]
-    places[order[present]] = (present.cumsum(1) - 1)[present]
-    return owners[wanted], places[wanted]
+    indices[order[present]] = (present.cumsum(1) - 1)[present]
+    return owners[wanted], indices[wanted]
 
 
 def _token_dim(value: Tensor, shape: torch.Size) -> int | None:

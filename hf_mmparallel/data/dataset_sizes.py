@@ -113,24 +113,24 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
         )
     try:
         if path.is_file():
-            found: Any = load_dataset(FORMATS[path.suffix], data_files=str(path))
+            loaded: Any = load_dataset(FORMATS[path.suffix], data_files=str(path))
         elif any((path / name).is_file() for name in _SAVED):
-            found = load_from_disk(str(path))
+            loaded = load_from_disk(str(path))
         else:
-            found = load_dataset(str(path) if path.exists() else source)
+            loaded = load_dataset(str(path) if path.exists() else source)
     except (OSError, ValueError, IndexError, DatasetsError) as error:
         raise ValueError(_unreadable(source, path, error)) from error
-    if isinstance(found, Dataset):
-        name = str(found.split or "train")
+    if isinstance(loaded, Dataset):
+        name = str(loaded.split or "train")
         if split not in (None, name):
             raise ValueError(f"Dataset `{source}` is one split, `{name}`, and has no `{split}`. Leave the split out.")
-        return found, name
-    if split is None and "train" not in found and len(found) > 1:
-        raise ValueError(f"Dataset `{source}` has the splits {list(found)}. Choose one of them.")
-    name = split or ("train" if "train" in found else next(iter(found)))
-    if name not in found:
-        raise ValueError(f"Dataset `{source}` has no split `{name}`; it has {list(found)}. Choose one of these.")
-    return found[name], name
+        return loaded, name
+    if split is None and "train" not in loaded and len(loaded) > 1:
+        raise ValueError(f"Dataset `{source}` has the splits {list(loaded)}. Choose one of them.")
+    name = split or ("train" if "train" in loaded else next(iter(loaded)))
+    if name not in loaded:
+        raise ValueError(f"Dataset `{source}` has no split `{name}`; it has {list(loaded)}. Choose one of these.")
+    return loaded[name], name
 
 
 def _unreadable(source: str, path: Path, error: Exception) -> str:

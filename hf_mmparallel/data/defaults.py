@@ -55,19 +55,19 @@ class DefaultCollator(PretokenizedCollator):
         Raises:
             `Exception`: Any error of the stock collator, which collates samples without a label for each token.
         """
-        kept = [_without(sample, self._left_out) for sample in samples]
-        names = [{name for name, value in sample.items() if value is not None} for sample in kept]
-        if not _has_token_labels(kept):
-            return self.stock(kept)
+        samples = [_without(sample, self._left_out) for sample in samples]
+        names = [{name for name, value in sample.items() if value is not None} for sample in samples]
+        if not _has_token_labels(samples):
+            return self.stock(samples)
         if all(own == names[0] for own in names) and not names[0] & self.form.listed:
             try:
-                batch = dict(self.stock(kept))
+                batch = dict(self.stock(samples))
             except Exception:  # it says in many ways that samples differ in size
-                return super().__call__(kept)
+                return super().__call__(samples)
             if self.marks_tokens and "attention_mask" not in batch:
                 batch["attention_mask"] = torch.ones_like(batch["input_ids"])
             return batch
-        return super().__call__(kept)
+        return super().__call__(samples)
 
 
 def default_collator(dataset: Any, processor: Any, model: Any = None) -> tuple[Callable | None, bool]:
@@ -114,14 +114,14 @@ def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
     if is_stream(dataset):
         dataset = StreamWindow(dataset)
         with seeded(0):
-            places = list(dataset.fetch(GlobalBatch(tuple(range(_NUM_FIRST)))).samples)
+            indices = list(dataset.fetch(GlobalBatch(tuple(range(_NUM_FIRST)))).samples)
     else:
         spread = np.linspace(0, max(0, len(dataset) - 1), _NUM_SPREAD).astype(int).tolist()
-        places = list(dict.fromkeys([*range(min(_NUM_FIRST, len(dataset))), *(spread if len(dataset) else ())]))
-    for place in places:
+        indices = list(dict.fromkeys([*range(min(_NUM_FIRST, len(dataset))), *(spread if len(dataset) else ())]))
+    for index in indices:
         try:
-            with seeded(place):
-                sample = dataset[place]
+            with seeded(index):
+                sample = dataset[index]
         except Exception:  # the loader reports it later
             continue
         if hasattr(sample, "keys"):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, StepPlan
 from ..schedule import Program
-from .context_tokens import BatchKey, ContextSharding
+from .context_tokens import ChunkKey, ContextSharding
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class StepFingerprint:
     shardings: Mapping[int, int] = field(default_factory=dict)
 
 
-def fingerprint(step: StepPlan, program: Program, shardings: Mapping[BatchKey, ContextSharding]) -> StepFingerprint:
+def fingerprint(step: StepPlan, program: Program, shardings: Mapping[ChunkKey, ContextSharding]) -> StepFingerprint:
     """
     The fingerprint of a step.
 
     Args:
         step ([`StepPlan`]): The arrangement.
         program ([`Program`]): The actions of all ranks, or of those in the part of one.
-        shardings (`Mapping[BatchKey, ContextSharding]`): Distribution of the tokens of this rank's microbatches.
+        shardings (`Mapping[ChunkKey, ContextSharding]`): Distribution of the tokens of this rank's microbatches.
     """
     starts = list(accumulate(map(len, step.microbatches[LANGUAGE_MODEL]), initial=0))
     return StepFingerprint(

@@ -37,13 +37,16 @@ class GlobalBatch:
 
     def without(self, batch_indices: Collection[int]) -> GlobalBatch:
         """The global batch without the samples at some batch indices, which still count as drawn."""
-        kept = [batch_index for batch_index in range(len(self.samples)) if batch_index not in batch_indices]
+        remaining = [batch_index for batch_index in range(len(self.samples)) if batch_index not in batch_indices]
         return replace(
             self,
-            samples=tuple(self.samples[batch_index] for batch_index in kept),
-            sizes=None if self.sizes is None else self.sizes.take(kept),
-            bad={new: self.bad[batch_index] for new, batch_index in enumerate(kept) if batch_index in self.bad},
+            samples=tuple(self.samples[batch_index] for batch_index in remaining),
+            sizes=None if self.sizes is None else self.sizes.take(remaining),
+            bad={new: self.bad[batch_index] for new, batch_index in enumerate(remaining) if batch_index in self.bad},
         )
+
+
+LimitFunction = Callable[[GlobalBatch], Mapping[str, int] | None]
 
 
 class GlobalBatchSampler:
@@ -53,17 +56,20 @@ class GlobalBatchSampler:
     Args:
         sampler (`Iterable[int]`):
             Dataset indices of an epoch, the same on all ranks. Its `set_epoch`, if any, sets the epoch.
-        batch_size (`int`): Samples per global batch.
+        global_batch_size (`int`): Samples per global batch.
         drop_last (`bool`, *optional*, defaults to `False`): Whether an incomplete last global batch is dropped.
+        limits_of (`Callable[[GlobalBatch], Mapping[str, int] | None]`, *optional*):
+            Global batch -> its limits, which override the planner's; called when the global batch is yielded.
     """
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False):
+    def __init__(
+        self, sampler: Any, global_batch_size: int, drop_last: bool = False, limits_of: LimitFunction | None = None
+    ):
         self.sampler = sampler
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.drop_last = drop_last
         self.epoch = 0
-        self.limits_of: Callable[[GlobalBatch], Mapping[str, int] | None] | None = None
-        """GlobalBatch -> limits that override the planner's; called when a global batch is yielded."""
+        self.limits_of = limits_of
         self._resumed: tuple[int, int, int] | None = None
 
     @property
@@ -76,7 +82,7 @@ class GlobalBatchSampler:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def resume(self, epoch: int, position: int, num_batches: int, batch_size: int | None = None) -> None:
+    def resume(self, epoch: int, position: int, num_batches: int, global_batch_size: int | None = None) -> None:
         """
         Continues an epoch after some of its samples; the size of global batches may have changed.
 
@@ -84,16 +90,16 @@ class GlobalBatchSampler:
             epoch (`int`): The epoch.
             position (`int`): Number of its samples that were drawn.
             num_batches (`int`): Number of empty global batches in their place, which the Trainer skips.
-            batch_size (`int`, *optional*):
+            global_batch_size (`int`, *optional*):
                 Size of global batches at the start of the epoch, on which its order depends.
         """
         self._resumed = epoch, position, num_batches
-        if batch_size is not None and isinstance(self.sampler, LengthGroups):
-            self.sampler.batch_sizes[epoch] = batch_size
+        if global_batch_size is not None and isinstance(self.sampler, LengthGroups):
+            self.sampler.global_batch_sizes[epoch] = global_batch_size
 
     def num_batches(self, num_samples: int) -> int:
         """Number of global batches for a number of samples."""
-        return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
+        return num_samples // self.global_batch_size if self.drop_last else -(-num_samples // self.global_batch_size)
 
     def __len__(self) -> int:
         return self.num_batches(len(self.sampler))
@@ -113,8 +119,8 @@ class GlobalBatchSampler:
             _, position, num_batches = self._resumed
             yield from [GlobalBatch((), self.epoch, position)] * num_batches
         indices = itertools.islice(self.sampler, position, None)
-        while samples := tuple(itertools.islice(indices, self.batch_size)):
-            if self.drop_last and len(samples) < self.batch_size:
+        while samples := tuple(itertools.islice(indices, self.global_batch_size)):
+            if self.drop_last and len(samples) < self.global_batch_size:
                 return
             position += len(samples)
             yield GlobalBatch(samples, self.epoch, position)
@@ -126,16 +132,16 @@ class LengthGroups:
 
     Args:
         sampler (`LengthGroupedSampler`): Computes the order of an epoch from its `batch_size` and `generator`.
-        batch_size (`int`): Samples per global batch.
+        global_batch_size (`int`): Samples per global batch.
         seed (`int`): Base of the seed of each epoch.
     """
 
-    def __init__(self, sampler: Any, batch_size: int, seed: int):
+    def __init__(self, sampler: Any, global_batch_size: int, seed: int):
         self.sampler = sampler
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.seed = seed
         self.epoch = 0
-        self.batch_sizes: dict[int, int] = {}
+        self.global_batch_sizes: dict[int, int] = {}
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -144,6 +150,6 @@ class LengthGroups:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        self.sampler.batch_size = self.batch_sizes.get(self.epoch, self.batch_size)
+        self.sampler.batch_size = self.global_batch_sizes.get(self.epoch, self.global_batch_size)
         self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return iter(self.sampler)

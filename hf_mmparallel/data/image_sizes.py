@@ -125,7 +125,7 @@ def _upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:
 
 def _orientation_may_follow(file: Any) -> bool:
     """Whether a PNG has chunks after its pixels that can turn it."""
-    place = file.tell()
+    offset = file.tell()
     file.seek(8)
     after_pixels = found = False
     while not found and len(head := file.read(8)) == 8:
@@ -134,5 +134,5 @@ def _orientation_may_follow(file: Any) -> bool:
         found = after_pixels and (kind == b"eXIf" or start.startswith(PNG_ORIENTATION))
         after_pixels |= kind == b"IDAT"
         file.seek(length - len(start) + 4, io.SEEK_CUR)
-    file.seek(place)
+    file.seek(offset)
     return found

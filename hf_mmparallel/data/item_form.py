@@ -51,13 +51,13 @@ def item_form(model: Any, samples: Iterable[Mapping[str, Any]]) -> ItemForm:
     skeleton, stacked, listed = None, set(), set()
     for sample in samples if pending else ():
         for (name, modality), names in list(pending.items()):
-            found = _arrays(sample, names)
-            if names[0] not in found:
+            arrays = _arrays(sample, names)
+            if names[0] not in arrays:
                 continue
             if skeleton is None:
                 whole = _whole(model)
                 skeleton = make_skeleton(whole, [find_stack(whole, part.tower) for part in parts.values()])
-            batch = {entry: torch.stack([value, value]) for entry, value in found.items()}
+            batch = {entry: torch.stack([value, value]) for entry, value in arrays.items()}
             (stacked if _takes(skeleton, name, modality, batch) else listed).update(names)
             del pending[name, modality]
         if not pending:
@@ -89,8 +89,8 @@ def _encoders(model: Any) -> Mapping[str, ModulePart]:
 
 def _arrays(sample: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
     """The entries of a sample that are arrays, by their names."""
-    found = {name: as_array(sample[name]) for name in names if name in sample}
-    return {name: array for name, array in found.items() if array is not None}
+    arrays = {name: as_array(sample[name]) for name in names if name in sample}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _takes(skeleton: Any, module: str, modality: str, batch: Mapping[str, Tensor]) -> bool:

@@ -96,10 +96,10 @@ def _measurable(source: SizeSource, candidates: np.ndarray) -> np.ndarray:
 
 
 def _first_of_stream(window: StreamWindow, source: StreamSizes) -> tuple[StreamWindow, StreamSizes, np.ndarray]:
-    """A window of its own on the first samples of a stream, their sizes, and their places."""
+    """A window of its own on the first samples of a stream, their sizes, and their positions."""
     window = copy.copy(window)
-    kept = window.fetch(GlobalBatch(tuple(range(NUM_STREAMED)))).samples
-    return window, StreamSizes(window, source.choose, source.modules), np.array(kept, dtype=np.int64)
+    positions = window.fetch(GlobalBatch(tuple(range(NUM_STREAMED)))).samples
+    return window, StreamSizes(window, source.choose, source.modules), np.array(positions, dtype=np.int64)
 
 
 @dataclass

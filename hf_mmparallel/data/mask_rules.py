@@ -67,17 +67,17 @@ def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
         return model.config, type(model)
     config = config_or_model
     for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if inspect.isclass(found) and isinstance(config, getattr(found, "config_class", None) or ()):
-            return config, found
+        listed = getattr(transformers, name, None)
+        if inspect.isclass(listed) and isinstance(config, getattr(listed, "config_class", None) or ()):
+            return config, listed
     for mapping in (
         modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     ):
-        found = mapping.get(type(config), None)
-        if found is not None:
-            return config, found[0] if isinstance(found, tuple) else found
+        listed = mapping.get(type(config), None)
+        if listed is not None:
+            return config, listed[0] if isinstance(listed, tuple) else listed
     return config, None
 
 
@@ -127,11 +127,11 @@ class MaskRule:
         """
         real = real_tokens(batch)
         masks = self._masks(batch)
-        rows, places = real.nonzero().unbind(-1)
-        runs = self._runs(masks, rows, places)
+        rows, positions = real.nonzero().unbind(-1)
+        runs = self._runs(masks, rows, positions)
         spans = torch.zeros_like(real, dtype=torch.int64)
         if len(runs) and int(runs[-1]) + 1 < len(runs):
-            groups = self._groups(masks, rows, places, runs)
+            groups = self._groups(masks, rows, positions, runs)
             spans[real] = _span_ids(groups, runs, rows, self._items(batch, real)[real])
         return encode_words(real.to(torch.int64), spans)
 
@@ -173,20 +173,20 @@ class MaskRule:
                 "without packing."
             )
 
-    def _runs(self, masks: list[_ProbedMask], rows: Tensor, places: Tensor) -> Tensor:
+    def _runs(self, masks: list[_ProbedMask], rows: Tensor, positions: Tensor) -> Tensor:
         """The number, from 0 over the whole batch, of each real token's run: tokens that each see the next."""
         follows = rows[1:] == rows[:-1]
-        row, before, after = rows[1:][follows], places[:-1][follows], places[1:][follows]
+        row, before, after = rows[1:][follows], positions[:-1][follows], positions[1:][follows]
         self._require(bool(self._sees(masks, row, after, before).all()), "are not causal")
         starts = torch.ones_like(rows, dtype=torch.bool)
         starts[1:][follows] = ~self._sees(masks, row, before, after)
         return starts.cumsum(0) - 1
 
-    def _groups(self, masks: list[_ProbedMask], rows: Tensor, places: Tensor, runs: Tensor) -> Tensor:
+    def _groups(self, masks: list[_ProbedMask], rows: Tensor, positions: Tensor, runs: Tensor) -> Tensor:
         """For each run, the first run of its group; runs of a group see each other both ways."""
         lengths = runs.bincount()
         ends = lengths.cumsum(0)
-        row, firsts, lasts = rows[ends - 1], places[ends - lengths], places[ends - 1]
+        row, firsts, lasts = rows[ends - 1], positions[ends - lengths], positions[ends - 1]
         self._require(bool(self._sees(masks, row, firsts, lasts).all()), "have windows that look ahead")
         num_runs = row.bincount()
         begins = num_runs.cumsum(0) - num_runs

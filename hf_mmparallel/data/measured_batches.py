@@ -1,4 +1,4 @@
-"""Sizes of samples, measured batch by batch: each rank measures a part of each global batch, and all exchange them."""
+"""Sizes of samples, measured batch by batch: each rank measures a share of a global batch, and all exchange them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _GROWTH = 8  # the cache file grows by at least an eighth of its samples at a ti
 class Exchange(Protocol):
     """Gives every rank the values of all ranks. Collective."""
 
-    def __call__(self, value: MeasuredPart) -> list[MeasuredPart]: ...
+    def __call__(self, value: MeasuredShare) -> list[MeasuredShare]: ...
 
 
 @dataclass(frozen=True)
-class BatchPart:
+class BatchShare:
     """
-    The part of a global batch that one rank measures.
+    The share of a global batch that one rank measures.
 
     Args:
         global_batch (`GlobalBatch`): The global batch.
@@ -46,7 +46,7 @@ class BatchPart:
 
 
 @dataclass(frozen=True)
-class MeasuredPart:
+class MeasuredShare:
     """
     The measurements of one rank.
 
@@ -68,9 +68,9 @@ class MeasuredPart:
     checksum: int = 0
 
 
-class PartReader(Dataset):
+class ShareReader(Dataset):
     """
-    Measures parts of global batches.
+    Measures shares of global batches.
 
     Args:
         source (`Callable[[Sequence[int]], SampleSizes]`): The size source.
@@ -81,40 +81,55 @@ class PartReader(Dataset):
         self.source = source
         self.dataset = dataset
 
-    def __getitems__(self, part: BatchPart) -> MeasuredPart:
+    def __getitems__(self, share: BatchShare) -> MeasuredShare:
         unknown, bad = [], {}
-        errors = measure_samples(self.source, part.indices)
+        errors = measure_samples(self.source, share.indices)
         for index, error in errors.items():
             if isinstance(error, (UnknownSizeError, OSError)):
                 logger.debug("Nothing says the size of sample %d: %s", index, error)
                 unknown.append(index)
             else:
                 bad[index] = BadSample.of(index, error, stored_row(self.dataset, index))
-        measured = [index for index in part.indices if index not in errors]
+        measured = [index for index in share.indices if index not in errors]
         sizes = self.source(measured) if measured else None
-        return MeasuredPart(part.global_batch, tuple(measured), sizes, tuple(unknown), bad)
+        return MeasuredShare(share.global_batch, tuple(measured), sizes, tuple(unknown), bad)
+
+
+@dataclass(frozen=True)
+class MeasuringRanks:
+    """
+    The ranks that measure together, as one of them sees them.
+
+    Args:
+        rank (`int`): This rank.
+        world_size (`int`): Number of ranks.
+        exchange ([`Exchange`]): All-gather of values over the ranks.
+        keeps (`bool`, *optional*, defaults to `False`):
+            Whether this rank writes the sizes measured by all ranks to the cache of their source, for later runs.
+    """
+
+    rank: int
+    world_size: int
+    exchange: Exchange
+    keeps: bool = False
 
 
 class MeasuredBatchSampler(GlobalBatchSampler):
     """
     Global batches with the sizes of their samples, the same on all ranks.
 
-    Each rank measures an equal part of the samples of a global batch whose sizes are unknown, ahead in worker
-    processes if the loader has some. The parts are exchanged when the global batch is yielded. Sizes are stored for
-    later epochs, 16 bytes per sample and module.
+    Each rank measures an equal share of the samples of a global batch whose sizes are unknown, ahead in worker
+    processes if the loader has some. The measurements are exchanged when the global batch is yielded. Sizes are
+    stored for later epochs, 16 bytes per sample and module.
 
     Args:
         global_batches ([`GlobalBatchSampler`]): The global batches.
         source (`Callable[[Sequence[int]], SampleSizes]`): The size source, the same on all ranks.
         dataset: The dataset.
         unknown (`SampleSizes`): The size of one sample, used for samples of unknown size.
-        exchange ([`Exchange`]): All-gather of values over the ranks.
-        rank (`int`): This rank.
-        world_size (`int`): Number of ranks.
+        ranks ([`MeasuringRanks`]): The ranks that measure, as this one sees them.
         num_workers (`int`, *optional*, defaults to 0): Number of workers of the loader of steps.
         context (*optional*): Start method of processes, see `multiprocessing_context` of a `DataLoader`.
-        keeps (`bool`, *optional*, defaults to `False`):
-            Whether this rank writes the sizes measured by all ranks to the cache of `source`, for later runs.
     """
 
     def __init__(
@@ -123,25 +138,25 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         source: Any,
         dataset: Any,
         unknown: SampleSizes,
-        exchange: Exchange,
-        rank: int,
-        world_size: int,
+        ranks: MeasuringRanks,
         num_workers: int = 0,
         context: Any = None,
-        keeps: bool = False,
     ):
-        super().__init__(global_batches.sampler, global_batches.batch_size, global_batches.drop_last)
+        super().__init__(
+            global_batches.sampler,
+            global_batches.global_batch_size,
+            global_batches.drop_last,
+            global_batches.limits_of,
+        )
         self.known = KnownSizes(len(source), list(unknown.tokens))
         self.unknown = unknown
-        self.exchange = exchange
-        self.rank = rank
-        self.world_size = world_size
+        self.ranks = ranks
         self._source = source
         self._kept = 0
-        self._unsaved: list[np.ndarray] | None = [] if keeps and hasattr(source, "keep") else None
+        self._unsaved: list[np.ndarray] | None = [] if ranks.keeps and hasattr(source, "keep") else None
         self._loader: Any = DataLoader(
-            PartReader(source, dataset),
-            batch_sampler=_Parts(self),  # type: ignore[arg-type]
+            ShareReader(source, dataset),
+            batch_sampler=_Shares(self),  # type: ignore[arg-type]
             collate_fn=_as_is,
             num_workers=min(num_workers, _WORKERS),
             prefetch_factor=_AHEAD if num_workers else None,
@@ -153,47 +168,47 @@ class MeasuredBatchSampler(GlobalBatchSampler):
     def __iter__(self) -> Iterator[GlobalBatch]:
         # Lazy until the first global batch: loaders create iterators that they do not use, and samplers count epochs.
         try:
-            for part in self._loader:
-                yield self.with_limits(self._sized(part))
+            for share in self._loader:
+                yield self.with_limits(self._sized(share))
         finally:
             self._keep(1)
 
-    def parts(self) -> Iterator[BatchPart]:
-        """This rank's part of each global batch."""
+    def shares(self) -> Iterator[BatchShare]:
+        """This rank's share of each global batch."""
         for global_batch in self.global_batches():
-            mine = np.asarray(global_batch.samples, dtype=np.int64)[self.rank :: self.world_size]
-            yield BatchPart(global_batch, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
+            mine = np.asarray(global_batch.samples, dtype=np.int64)[self.ranks.rank :: self.ranks.world_size]
+            yield BatchShare(global_batch, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
 
-    def _sized(self, part: MeasuredPart) -> GlobalBatch:
+    def _sized(self, share: MeasuredShare) -> GlobalBatch:
         """
         Exchanges the measurements of a global batch; returns the global batch with the sizes of its samples.
 
         Raises:
             `RuntimeError`: On all ranks, if they drew different samples.
         """
-        global_batch, bad = part.global_batch, {}
+        global_batch, bad = share.global_batch, {}
         if not global_batch.samples:  # a step that a resumed run skips
             return global_batch
         checksum = zlib.crc32(np.asarray(global_batch.samples, dtype=np.int64).tobytes())
-        parts = self.exchange(replace(part, global_batch=GlobalBatch(()), checksum=checksum))
-        if len({part.checksum for part in parts}) > 1:
-            table = ", ".join(f"rank {rank}: {part.checksum:08x}" for rank, part in enumerate(parts))
+        measured = self.ranks.exchange(replace(share, global_batch=GlobalBatch(()), checksum=checksum))
+        if len({share.checksum for share in measured}) > 1:
+            table = ", ".join(f"rank {rank}: {share.checksum:08x}" for rank, share in enumerate(measured))
             raise RuntimeError(
                 f"The ranks drew different global batches ({table}). The dataset must have the same length and order "
                 "on all ranks, and `data_seed` the same value."
             )
-        for part in parts:
-            if part.sizes is not None:
-                self.known.put(part.indices, part.sizes)
+        for share in measured:
+            if share.sizes is not None:
+                self.known.put(share.indices, share.sizes)
                 if self._unsaved is not None:
-                    self._unsaved.append(np.array(part.indices, dtype=np.int64))
-            if part.unknown:
+                    self._unsaved.append(np.array(share.indices, dtype=np.int64))
+            if share.unknown:
                 logger.warning_once(
                     "Samples of unknown size count like the median of the samples measured at the start. Their images "
                     "have to be fetched or decoded, or their files can't be read."
                 )
-                self.known.put(part.unknown, self.unknown.take(np.zeros(len(part.unknown), np.int64)))
-            bad |= part.bad
+                self.known.put(share.unknown, self.unknown.take(np.zeros(len(share.unknown), np.int64)))
+            bad |= share.bad
         self._keep(max(_MIN_SAVED, self._kept // _GROWTH))
         batch_indices = {
             batch_index: bad[index] for batch_index, index in enumerate(global_batch.samples) if index in bad
@@ -210,7 +225,7 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         self._unsaved = [] if done else None  # after a failed write no further one is tried
 
 
-class _Parts:
+class _Shares:
     """The batch sampler of the loader that measures."""
 
     def __init__(self, global_batches: MeasuredBatchSampler):
@@ -219,12 +234,12 @@ class _Parts:
     def __len__(self) -> int:
         return len(self.global_batches)
 
-    def __iter__(self) -> Iterator[BatchPart]:
-        return self.global_batches.parts()
+    def __iter__(self) -> Iterator[BatchShare]:
+        return self.global_batches.shares()
 
 
-def _as_is(part: Any) -> Any:
-    return part
+def _as_is(share: Any) -> Any:
+    return share
 
 
 def median_of(sizes: SampleSizes, module: str) -> SampleSizes:

@@ -124,10 +124,10 @@ class PackingCollator:
         if fields.get("position_ids") is None:
             fields["position_ids"] = self.position_rule(batch)
         fields["attention_words"] = _words_by_sample(self.mask_rule(batch))
-        places = real.flatten().nonzero()[:, 0]
+        positions = real.flatten().nonzero()[:, 0]
         names = {*self.token_fields, "attention_words"}
         packed = {
-            name: self._one_row(name, value, real, places) if name in names and isinstance(value, Tensor) else value
+            name: self._one_row(name, value, real, positions) if name in names and isinstance(value, Tensor) else value
             for name, value in fields.items()
         }
         if isinstance(packed.get("labels"), Tensor):
@@ -137,7 +137,7 @@ class PackingCollator:
             )
         return packed
 
-    def _one_row(self, name: str, value: Tensor, real: Tensor, places: Tensor) -> Tensor:
+    def _one_row(self, name: str, value: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """A field of tokens `(batch, length, ...)`, or `(axes, batch, length)`, as one row."""
         first = 1 if name == "position_ids" and value.dim() == 3 else 0
         if value.shape[first : first + 2] != real.shape:
@@ -147,8 +147,8 @@ class PackingCollator:
                     "value a token."
                 )
             value = value.expand(*value.shape[:first], *real.shape)  # one row of ids for all samples
-        row = value.flatten(first, first + 1).index_select(first, places).unsqueeze(first)
-        missing = self._padded(len(places)) - len(places)
+        row = value.flatten(first, first + 1).index_select(first, positions).unsqueeze(first)
+        missing = self._padded(len(positions)) - len(positions)
         if not missing:
             return row
         fill = {"input_ids": self._pad_token(), "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}.get(name, 0)

@@ -50,13 +50,13 @@ class DataPosition:
         """Writes the position into a checkpoint."""
         (Path(folder) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
-    def after(self, global_batch: GlobalBatch, batch_size: int) -> DataPosition:
+    def after(self, global_batch: GlobalBatch, global_batch_size: int) -> DataPosition:
         """
         The position after one more step.
 
         Args:
             global_batch (`GlobalBatch`): The global batch of the step.
-            batch_size (`int`): The size of a full global batch.
+            global_batch_size (`int`): The size of a full global batch.
         """
         goes_on = global_batch.epoch == self.epoch and self.num_steps > 0
         return dataclasses.replace(
@@ -64,7 +64,7 @@ class DataPosition:
             epoch=global_batch.epoch,
             num_samples=global_batch.position,
             num_steps=self.num_steps + 1 if goes_on else 1,
-            batch_size=self.batch_size if goes_on else batch_size,
+            batch_size=self.batch_size if goes_on else global_batch_size,
         )
 
     def resume(self, global_batches: GlobalBatchSampler, num_samples: int | None) -> tuple[int, int]:

@@ -195,7 +195,7 @@ class _TableMeasure:
             together = token_lengths(table, self.measure)
             if together is not None:
                 return _as_table({name: together[name] for name in self.modules})
-        found = self.measure.together(lambda place: table.slice(place, 1).to_pylist()[0], range(len(table)))
+        found = self.measure.together(lambda index: table.slice(index, 1).to_pylist()[0], range(len(table)))
         rows = [_known(lengths) for lengths in found]
         return {name: [lengths.get(name) for lengths in rows] for name in self.modules}
 

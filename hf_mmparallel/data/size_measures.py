@@ -144,15 +144,15 @@ class FunctionMeasure(_OneByOne):
         return list(present)
 
     def __call__(self, sample: Any) -> Lengths:
-        found = self.function(sample)
+        tokens = self.function(sample)
         name = getattr(self.function, "__name__", repr(self.function))
-        if not isinstance(found, Mapping) or LANGUAGE_MODEL not in found:
+        if not isinstance(tokens, Mapping) or LANGUAGE_MODEL not in tokens:
             raise ValueError(
-                f"`{name}` gave {found!r} for the sizes of a sample. Return a dict with the tokens of each module, "
+                f"`{name}` gave {tokens!r} for the sizes of a sample. Return a dict with the tokens of each module, "
                 f"such as `{{'{LANGUAGE_MODEL}': 120}}`."
             )
-        reject_unknown_keys("The model", list(found), self.modules)
-        return {module: as_lengths(found.get(module), f"`{name}`") for module in self.modules}
+        reject_unknown_keys("The model", list(tokens), self.modules)
+        return {module: as_lengths(tokens.get(module), f"`{name}`") for module in self.modules}
 
 
 @dataclass(frozen=True)

@@ -10,98 +10,15 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, Workloads
-from ..schedule import Program
+from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan
 from ..steps.step_planner import StepPlanner
 from .bad_samples import BadSample, stored_row
-from .context_tokens import BatchKey, ContextSharder, ContextSharding
+from .context_tokens import ChunkKey, ContextSharder
 from .digests import text_digest
-from .fingerprint import StepFingerprint, fingerprint
 from .global_batches import GlobalBatch
 from .randomness import seeded, stable_seed
+from .step_batch import StepBatch, StepData, StreamRows, UnreadableBatch
 from .streams import StreamWindow
-from .transfer import pack, unpack
-
-
-@dataclass
-class StepBatch:
-    """
-    This rank's part of a global batch.
-
-    Args:
-        step (`StepPlan`): The assignment of samples to microbatches.
-        batches (`dict[BatchKey, dict[str, Any]]`):
-            (module, replica, microbatch, chunk) -> the collated samples, for each chunk of this rank.
-        shardings (`dict[BatchKey, ContextSharding]`):
-            Distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs
-            it.
-        program (`Program`, *optional*): This rank's actions, which an engine needs.
-        sizes (`SampleSizes`, *optional*): Sizes of the samples, if known.
-        workloads (`Workloads`, *optional*): The workloads by which samples were assigned.
-        global_batch (`GlobalBatch`, *optional*): The global batch of the step.
-        bad (`dict[int, BadSample]`):
-            Batch index -> its sample, if this rank can't read it. A batch with bad samples has no inputs.
-        rows (`torch.Tensor`, *optional*): Packed rows of a stream, needed to plan the step again.
-        digest (`int`, *optional*, defaults to 0): Checksum of the rows of a stream, compared by the ranks.
-        fingerprint (`StepFingerprint`, *optional*): Checksums that ranks compare before they run the step.
-    """
-
-    step: StepPlan
-    batches: dict[BatchKey, dict[str, Any]] = field(default_factory=dict)
-    shardings: dict[BatchKey, ContextSharding] = field(default_factory=dict)
-    program: Program | None = None
-    sizes: SampleSizes | None = None
-    workloads: Workloads | None = None
-    global_batch: GlobalBatch | None = None
-    bad: dict[int, BadSample] = field(default_factory=dict)
-    rows: torch.Tensor | None = None
-    digest: int = 0
-    fingerprint: StepFingerprint | None = None
-
-    def __getitem__(self, name: Any) -> Any:
-        raise TypeError(
-            f"A step under a plan has no entry {name!r}: its inputs are split into chunks, in `StepBatch.batches`. "
-            "Change inputs in the `data_collator`."
-        )
-
-    @property
-    def planned_for(self) -> GlobalBatch:
-        """The global batch; always present in batches of a loader."""
-        assert self.global_batch is not None
-        return self.global_batch
-
-    def pin_memory(self) -> StepBatch:
-        """Called by the data loader's pinning thread. Tensors that share a storage, as from a worker, still do."""
-        pinned: dict[int, torch.Tensor] = {}
-        for batch in self.batches.values():
-            for name, value in batch.items():
-                if torch.is_tensor(value):
-                    storage = value.untyped_storage()
-                    if storage.data_ptr() not in pinned:
-                        pinned[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).pin_memory()
-                    copied = pinned[storage.data_ptr()].untyped_storage()
-                    place = value.storage_offset(), value.size(), value.stride()
-                    batch[name] = torch.empty(0, dtype=value.dtype).set_(copied, *place)
-        return self
-
-    def __reduce__(self) -> tuple:
-        return _unpacked, pack(self.__dict__)
-
-
-def _unpacked(*packed: Any) -> StepBatch:
-    """Unpickles a batch."""
-    return StepBatch(**unpack(packed))
-
-
-def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey, tuple[int, ...]]:
-    """(module, replica, microbatch, chunk) -> batch indices, for every chunk of `rank`."""
-    mine = dict.fromkeys((module, replica) for module, replica, _ in plan.stages_of_rank(rank))
-    return {
-        (module, replica, index, chunk): batch_indices
-        for module, replica in mine
-        for index in range(len(step.microbatches[module][replica]))
-        for chunk, batch_indices in enumerate(step.chunks[module, replica, index])
-    }
 
 
 @dataclass(frozen=True)
@@ -118,44 +35,71 @@ class Reader:
     collator: Callable[[list], Mapping[str, Any]]
 
 
+@dataclass(frozen=True)
+class RankInputs:
+    """
+    The inputs that one rank reads of a step. It can be pickled, for the workers of a data loader.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        rank (`int`): The rank.
+        unused (`Mapping[str, frozenset[str]]`, *optional*):
+            Module -> floating-point entries of a collated batch that it does not need, such as pixels in the language
+            model. They are dropped.
+        sharder ([`ContextSharder`], *optional*): Distributes the language model's microbatches over cp ranks.
+    """
+
+    plan: ParallelPlan
+    rank: int
+    unused: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    sharder: ContextSharder | None = None
+
+    def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
+        """(module, replica, microbatch, chunk) -> batch indices, for every chunk of the rank."""
+        own = dict.fromkeys((module, replica) for module, replica, _ in self.plan.stages_of_rank(self.rank))
+        return {
+            (module, replica, index, chunk): batch_indices
+            for module, replica in own
+            for index in range(len(step.microbatches[module][replica]))
+            for chunk, batch_indices in enumerate(step.chunks[module, replica, index])
+        }
+
+
+class _BadSamplesError(Exception):
+    """Raised if samples of a step can't be read; `bad` has them by batch index."""
+
+    def __init__(self, bad: Mapping[int, BadSample]):
+        super().__init__(*bad.values())
+        self.bad = bad
+
+
 class StepDataset(Dataset):
     """
-    A dataset of [`StepBatch`]es: reads each sample once for each [`Reader`] of this rank, and collates every chunk.
+    A dataset of steps: reads each sample once for each [`Reader`] of this rank, and collates every chunk.
 
     Random generators are seeded by epoch and dataset index while a sample is read or collated, so that all ranks get
     the same sample, and a resumed run repeats it.
 
     Args:
         readers (`Mapping[str, Reader]` or `Reader`): Module -> its reader, or one reader for all modules.
-        keys (`Callable[[StepPlan], Mapping[BatchKey, tuple[int, ...]]]`): The chunks of this rank.
+        inputs ([`RankInputs`]): What this rank reads.
         seed (`int`): Base of all seeds.
-        unused (`Mapping[str, frozenset[str]]`, *optional*):
-            Module -> floating-point entries of a collated batch that it does not need, such as pixels in the language
-            model. They are dropped.
-        sharder ([`ContextSharder`], *optional*): Distributes the language model's microbatches over cp ranks.
         planner ([`StepPlanner`], *optional*): Plans the steps of global batches; not used by [`~StepDataset.read`].
-        rank (`int`, *optional*, defaults to 0): This rank, whose program a batch contains.
         window ([`StreamWindow`], *optional*): The window of the stream that the readers read from, if any.
     """
 
     def __init__(
         self,
         readers: Mapping[str, Reader] | Reader,
-        keys: Callable[[StepPlan], Mapping[BatchKey, tuple[int, ...]]],
+        inputs: RankInputs,
         seed: int,
-        unused: Mapping[str, frozenset[str]] | None = None,
-        sharder: ContextSharder | None = None,
         planner: StepPlanner | None = None,
-        rank: int = 0,
         window: StreamWindow | None = None,
     ):
         self.readers = readers
-        self.keys = keys
+        self.inputs = inputs
         self.seed = seed
-        self.unused = unused or {}
-        self.sharder = sharder
         self.planner = planner
-        self.rank = rank
         self.window = window
 
     def reader(self, module: str) -> Reader:
@@ -163,30 +107,26 @@ class StepDataset(Dataset):
         return self.readers if isinstance(self.readers, Reader) else self.readers[module]
 
     def __len__(self) -> int:
-        """Number of samples, although an item is the step of a global batch: the batch sampler is not asked by it."""
+        """
+        Number of samples, although an item is a step: `Trainer.num_examples` reads it. The number of steps is the
+        length of the batch sampler.
+        """
         return len(self.reader(LANGUAGE_MODEL).dataset)
 
-    def __getitems__(self, global_batch: GlobalBatch) -> StepBatch | None:
-        """
-        Plans the step of a global batch and reads its samples; `None` after the end of a stream. Samples that can't be
-        read are listed in the batch, so that the ranks can agree on how to handle them.
-        """
+    def __getitems__(self, global_batch: GlobalBatch) -> StepBatch | UnreadableBatch | None:
+        """Plans the step of a global batch and reads its samples; `None` after the end of a stream."""
         if self.window is None:
             return self._planned(global_batch)
         global_batch = self.window.fetch(global_batch)
         if not global_batch.samples:
             return None
-        batch = self._planned(global_batch)
-        batch.rows, batch.digest = self.window.packed_rows(), self.window.digest()
-        return batch
+        return self._planned(global_batch, StreamRows(self.window.digest(), self.window.packed_rows()))
 
-    def again(self, batch: StepBatch, batch_indices: Collection[int]) -> StepBatch:
+    def again(self, batch: StepBatch | UnreadableBatch, batch_indices: Collection[int]) -> StepBatch | UnreadableBatch:
         """Plans and reads the step of a batch again, without some of its samples."""
-        if self.window is not None and batch.rows is not None:
-            self.window.restore(batch.planned_for, batch.rows)
-        result = self._planned(batch.planned_for.without(batch_indices))
-        result.rows, result.digest = batch.rows, batch.digest
-        return result
+        if self.window is not None and batch.stream is not None and batch.stream.packed is not None:
+            self.window.restore(batch.global_batch, batch.stream.packed)
+        return self._planned(batch.global_batch.without(batch_indices), batch.stream)
 
     def digests(self, global_batch: GlobalBatch, count: int) -> list[int | None]:
         """
@@ -204,27 +144,24 @@ class StepDataset(Dataset):
                 result.append(None)
         return result
 
-    def _planned(self, global_batch: GlobalBatch) -> StepBatch:
-        """Plans and reads the step of a global batch whose samples are available."""
+    def _planned(self, global_batch: GlobalBatch, stream: StreamRows | None = None) -> StepBatch | UnreadableBatch:
+        """Plans and reads the step of a global batch, of a stream that has been read up to it."""
         assert self.planner is not None
         if global_batch.bad:
-            return StepBatch(
-                StepPlan((), {}, {}, global_batch.epoch), global_batch=global_batch, bad=dict(global_batch.bad)
-            )
+            return UnreadableBatch(global_batch, dict(global_batch.bad), stream)
         try:
-            planned = self.planner(global_batch, self.rank)
+            planned = self.planner(global_batch, self.inputs.rank)
         except Exception:
             bad = self._unmeasurable(global_batch)
             if not bad:
                 raise
-            return StepBatch(StepPlan((), {}, {}, global_batch.epoch), global_batch=global_batch, bad=bad)
-        batch = self.read(planned.step)
-        batch.program = planned.program.of_rank(self.rank)
-        batch.fingerprint = fingerprint(planned.step, planned.program, batch.shardings)
-        batch.sizes = planned.sizes
-        batch.workloads = planned.workloads
-        batch.global_batch = global_batch
-        return batch
+            return UnreadableBatch(global_batch, bad, stream)
+        try:
+            data = self.read(planned.step)
+        except _BadSamplesError as error:
+            return UnreadableBatch(global_batch, error.bad, stream)
+        known = {"sizes": planned.sizes, "workloads": planned.workloads, "stream": stream}
+        return StepBatch.of(data, planned.program, self.inputs.rank, global_batch, **known)
 
     def _unmeasurable(self, global_batch: GlobalBatch) -> dict[int, BadSample]:
         """Batch index -> its sample, if its size can't be measured."""
@@ -239,25 +176,28 @@ class StepDataset(Dataset):
             ),
         )
 
-    def read(self, step: StepPlan) -> StepBatch:
-        """Reads the inputs of this rank for a step, or lists its bad samples."""
+    def read(self, step: StepPlan) -> StepData:
+        """Reads the inputs of this rank for a step."""
         collated = _Collated(self, step)
         batches = {}
-        for key, batch_indices in self.keys(step).items():
-            unused = self.unused.get(key[0], frozenset())
+        for key, batch_indices in self.inputs.chunks(step).items():
+            unused = self.inputs.unused.get(key[0], frozenset())
             batches[key] = {
                 name: value
                 for name, value in collated.batch(self.reader(key[0]), batch_indices).items()
                 if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
             }
         shardings = {}
-        if self.sharder is not None:
+        sharder = self.inputs.sharder
+        if sharder is not None:
             reader = self.reader(LANGUAGE_MODEL)
-            for key, batch_indices in self.sharder.keys(step).items():
-                row = collated.batch(reader, batch_indices)
-                if row:
-                    shardings[key] = self.sharder(row)
-        return StepBatch(step, bad=collated.bad) if collated.bad else StepBatch(step, batches, shardings)
+            for key, batch_indices in sharder.chunks(step).items():
+                packed_row = collated.batch(reader, batch_indices)
+                if packed_row:
+                    shardings[key] = sharder(packed_row)
+        if collated.bad:
+            raise _BadSamplesError(collated.bad)
+        return StepData(step, batches, shardings)
 
 
 class _Collated:

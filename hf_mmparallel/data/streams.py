@@ -25,7 +25,7 @@ from .size_sources import LayerTokens, Ragged, sizes_of
 
 class StreamWindow:
     """
-    The samples of one global batch of a stream, by their places in it.
+    The samples of one global batch of a stream, by their positions in it.
 
     Every rank, and on it every worker of a data loader, goes through the same stream by itself, keeps the rows of the
     global batch that it serves, and drops all others. Media of a `datasets.IterableDataset` stay undecoded until a
@@ -66,11 +66,11 @@ class StreamWindow:
         return True  # also where the stream does not tell its length
 
     def __getitem__(self, position: int) -> Any:
-        """The sample at a place of the window, with its media decoded."""
+        """The sample at a position of the window, with its media decoded."""
         return self.decoded(self.rows[position], self.features)
 
     def stored(self, position: int) -> Any:
-        """The sample at a place of the window as it is stored."""
+        """The sample at a position of the window as it is stored."""
         return self.rows[position]
 
     def decoded(self, row: Any, features: Any) -> Any:
@@ -88,7 +88,7 @@ class StreamWindow:
         Moves the window to a global batch.
 
         Args:
-            global_batch (`GlobalBatch`): Its samples are places in the stream, in order.
+            global_batch (`GlobalBatch`): Its samples are positions in the stream, in order.
 
         Returns:
             `GlobalBatch`: The part of it that the stream has; without samples behind its end.
@@ -103,13 +103,13 @@ class StreamWindow:
             self._start(global_batch.epoch, wanted[0])
         with _outside_worker(), self._generators():
             self.rows = dict(self._read(wanted[0], wanted[-1] + 1))
-        kept = tuple(position for position in wanted if position in self.rows)
-        if not kept or (self.drop_last and len(kept) < len(wanted)):
+        available = tuple(position for position in wanted if position in self.rows)
+        if not available or (self.drop_last and len(available) < len(wanted)):
             return replace(global_batch, samples=())
-        return replace(global_batch, samples=kept, position=kept[-1] + 1)
+        return replace(global_batch, samples=available, position=available[-1] + 1)
 
     def _start(self, epoch: int, position: int) -> None:
-        """Starts the stream of an epoch, at a place if it can skip there in the same order."""
+        """Starts the stream of an epoch, at a position if it can skip there in the same order."""
         stream, self.epoch, self._next = self.stream, epoch, 0
         self._generators = OwnGenerators(stable_seed(self.seed, "stream", epoch))
         with _outside_worker(), self._generators():
@@ -173,13 +173,13 @@ class StreamView:
         return self.window.decoded({name: row[name] for name in row if name in self.features}, self.features)
 
     def stored(self, position: int) -> Any:
-        """The sample at a place of the window as it is stored."""
+        """The sample at a position of the window as it is stored."""
         return self.window.stored(position)
 
 
 class StreamSampler:
     """
-    The places of a stream in order, without an end.
+    The positions of a stream in order, without an end.
 
     Args:
         window ([`StreamWindow`]): The stream; its length, if it tells one, is that of an epoch.
@@ -238,11 +238,11 @@ class StreamSizes:
             self._measure = self.choose(names)
         if self._measure is None:
             return SampleSizes.uniform(dict.fromkeys(self.modules, 1), len(rows))
-        found = list(self._measure.together(rows.__getitem__, range(len(rows))))
-        for error in found:
+        lengths_or_errors = list(self._measure.together(rows.__getitem__, range(len(rows))))
+        for error in lengths_or_errors:
             if isinstance(error, Exception):
                 raise error
-        lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.modules}
+        lengths = {name: Ragged.of([sample[name] for sample in lengths_or_errors]) for name in self.modules}
         return sizes_of(lengths, self.layers)
 
     def of_window(self, window: StreamWindow) -> StreamSizes:

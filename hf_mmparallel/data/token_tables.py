@@ -88,8 +88,8 @@ def _num_values(array: Any) -> np.ndarray:
 
 def _items(table: Any, ids: _Lists, modality: str, token: int) -> _Lists:
     """Rows of features of each item of one modality: shared out by the items' extents, else runs of placeholders."""
-    places = np.flatnonzero(ids.values == token)
-    num_rows = np.diff(np.searchsorted(places, ids.ends), prepend=0)
+    positions = np.flatnonzero(ids.values == token)
+    num_rows = np.diff(np.searchsorted(positions, ids.ends), prepend=0)
     row_of = np.repeat(np.arange(len(num_rows)), num_rows)
     is_open = num_rows > 0
     parts = []
@@ -99,10 +99,10 @@ def _items(table: Any, ids: _Lists, modality: str, token: int) -> _Lists:
             fits &= is_open
             parts.append(shares.where(fits[shares.rows]))
             is_open &= ~fits
-    is_new = np.ones(len(places), dtype=bool)
-    is_new[1:] = (np.diff(places) != 1) | (np.diff(row_of) != 0)
+    is_new = np.ones(len(positions), dtype=bool)
+    is_new[1:] = (np.diff(positions) != 1) | (np.diff(row_of) != 0)
     starts = np.flatnonzero(is_new)
-    runs = _Lists(np.diff(np.append(starts, len(places))), np.bincount(row_of[starts], minlength=len(ids.counts)))
+    runs = _Lists(np.diff(np.append(starts, len(positions))), np.bincount(row_of[starts], minlength=len(ids.counts)))
     whole = _side_by_side([*parts, runs.where(is_open[runs.rows])], len(ids.counts))
     return _Lists(whole.lengths, whole.counts)
 
@@ -125,10 +125,10 @@ def _shares(array: Any, num_rows: np.ndarray) -> tuple[_Lists, np.ndarray]:
     row_of = np.repeat(np.arange(len(counts)), counts)
     bad = (dims < 2) | (dims > 3)
     bad |= np.bincount(np.repeat(np.arange(len(dims)), dims), numbers < 1, len(dims)) > 0
-    most, least = np.zeros(len(counts), np.int64), np.full(len(counts), 3)
-    np.maximum.at(most, row_of, dims)
-    np.minimum.at(least, row_of, dims)
-    fits = (counts > 0) & (most == least) & (np.bincount(row_of, bad, len(counts)) == 0)
+    max_dims, min_dims = np.zeros(len(counts), np.int64), np.full(len(counts), 3)
+    np.maximum.at(max_dims, row_of, dims)
+    np.minimum.at(min_dims, row_of, dims)
+    fits = (counts > 0) & (max_dims == min_dims) & (np.bincount(row_of, bad, len(counts)) == 0)
     ends = np.cumsum(dims)
     some = fits[row_of]
     last, first = ends[some] - 1, (ends - dims)[some]

@@ -14,7 +14,14 @@ from .spec import ModulePart
 
 
 def _merges_outputs(model: PreTrainedModel, modality: str) -> bool:
-    """Whether the model's forward merges the entry of `mm_encoder_outputs` for a modality."""
+    """
+    Whether the model's forward merges the entry of `mm_encoder_outputs` for a modality.
+
+    The argument says nothing of the modalities that it is read for: Qwen2.5-Omni reads images and videos from it, and
+    calls `get_audio_features` nevertheless. A forward that reads an entry has the modality as a string constant, so
+    these decide. Trying it out would take a forward with inputs of the modality, which differ by family.
+    `tests/modeling/test_stages.py` compares every family, of which some have either kind and one has both.
+    """
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         return False
     forward = inspect.unwrap(type(model.base_model).forward)
@@ -28,8 +35,10 @@ def inject_features(
     """
     Yields keyword arguments with which the model's forward merges these encoder outputs.
 
-    A forward that does not read a modality from `mm_encoder_outputs` calls the model's feature method. In this context
-    the method returns the output, and an empty input tensor makes the forward call it.
+    Most families merge what is in `mm_encoder_outputs`. A forward that does not read a modality from there (Voxtral,
+    audio of Qwen2.5-Omni) calls the model's feature method. In this context the method returns the output, and an
+    empty input tensor makes the forward call it. An attribute of this model hides the method, so that other models
+    of the class keep theirs.
     """
     direct = {modality: output for modality, output in outputs.items() if _merges_outputs(model, modality)}
     kwargs: dict[str, Any] = {"mm_encoder_outputs": direct} if direct else {}

@@ -59,7 +59,7 @@ class LayerInterceptor:
         return layers.__dict__["interceptor"]
 
     def _before(self, index: int):
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
             run = self.run
             if run is None:
                 return None
@@ -75,7 +75,7 @@ class LayerInterceptor:
             assert run.hidden is not None
             args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
             if not self.checked:
-                _check_arguments(module, args[1:], kwargs, run.hidden)
+                _check_arguments(layer, args[1:], kwargs, run.hidden)
                 self.checked = True
             run.entered = True
             return args, kwargs
@@ -84,11 +84,16 @@ class LayerInterceptor:
 
     def _after(self, index: int):
         """
-        Gives the hidden state that entered also as the output of the layer before, for models that select outputs of
-        layers as features.
+        Gives the received hidden state also as the output of layer `first - 1`.
+
+        `_before` replaces the input of layer `first`, since models compute between layers (DeepStack adds features
+        there), which the stage before has done. That alone is not enough for encoders that select outputs of layers
+        (`vision_feature_layer=-2`): transformers records them behind each layer, and the last stage would find the
+        output of an identity layer. `test_stages_equal_the_whole_model` fails without this hook for `llava` and
+        `llava_next` with `vision` cut at 3, where the selected layer is the last one before the cut.
         """
 
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any):
+        def hook(layer: nn.Module, args: tuple[Any, ...], output: Any):
             run = self.run
             if run is None or run.hidden is None or index != run.first - 1:
                 return None
@@ -108,7 +113,7 @@ class LayerInterceptor:
             self.run = outer
 
 
-def _check_arguments(module: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
+def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
     """Raises `ValueError` if a layer's argument depends on parameters of other stages, whose values are NaN here."""
     pending = [args, *((value,) for value in kwargs.values() if value is not hidden)]
     while pending:
@@ -119,6 +124,6 @@ def _check_arguments(module: nn.Module, args: Any, kwargs: Any, hidden: Tensor) 
             pending += value
         elif isinstance(value, Tensor) and value.is_floating_point() and value is not hidden and value.isnan().any():
             raise ValueError(
-                f"The layers of `{type(module).__name__}` have an argument of shape {tuple(value.shape)} that depends "
+                f"The layers of `{type(layer).__name__}` have an argument of shape {tuple(value.shape)} that depends "
                 f"on weights of an earlier stage, so the module can't be split. Use `pp_size=1` for it."
             )

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..plan import ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
-from .checkpointing import enable_checkpointing
+from .checkpointing import Recomputation, enable_checkpointing
 from .spec import module_parts
 from .stages import ModuleStage
 from .unowned import drop_unowned_parameters, replace_layers
@@ -18,6 +18,7 @@ def prepare_stages(
     plan: ParallelPlan,
     rank: int,
     device: torch.device | str | None = None,
+    recomputation: Recomputation | None = None,
 ) -> dict[tuple[str, int, int], ModuleStage]:
     """
     Prunes a model in place to the parameters that one rank owns.
@@ -32,6 +33,8 @@ def prepare_stages(
         rank (`int`): This process's global rank.
         device (`torch.device` or `str`, *optional*):
             Device of unowned parameters; that of each original parameter by default (`"cpu"` for `meta`).
+        recomputation ([`Recomputation`], *optional*):
+            How the modules that the plan gives activation checkpointing recompute; by default every layer.
 
     Returns:
         `dict[tuple[str, int, int], ModuleStage]`: (module, replica, stage) -> stage, for the stages of this rank.
@@ -53,8 +56,8 @@ def prepare_stages(
     for name, module in spec.modules.items():
         keep = {layer for (owner, _, _), stage in owned.items() if owner == name for layer in range(*stage.layers)}
         replace_layers(model, module.stack, keep)
-        if keep and plan.modules[name].activation_checkpointing:  # of all layers; the Trainer's settings come later
-            enable_checkpointing(model, module.tower, module.stack)
+        if keep and plan.modules[name].activation_checkpointing:
+            enable_checkpointing(model, module.tower, module.stack, recomputation)
     return {key: ModuleStage(model, spec, key[0], stage.layers, parts) for key, stage in owned.items()}
 
 

@@ -189,14 +189,14 @@ def find_stack(model: nn.Module, tower: str) -> str:
     Raises:
         `ValueError`: If there is no `ModuleList`.
     """
-    best, most, outer = None, (-1, -1), []
+    best, largest, outer = None, (-1, -1), []
     for name, module in model.get_submodule(tower).named_modules():
         if not isinstance(module, nn.ModuleList) or any(inside(name, prefix) for prefix in outer):
             continue
         outer.append(name)
         size = (len(module), sum(parameter.numel() for parameter in module.parameters()))
-        if size > most:
-            best, most = name, size
+        if size > largest:
+            best, largest = name, size
     if best is None:
         raise ValueError(f"`{tower}` has no list of layers (`nn.ModuleList`). Use a model whose modules have one.")
     return ".".join(filter(None, (tower, best)))
@@ -223,10 +223,10 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     """
     parts = module_parts(model)
     stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
-    places = _parameter_places(model, parts, stacks)
+    locations = _parameter_locations(model, parts, stacks)
     by_module: dict[str, list[ParameterSpec]] = {name: [] for name in parts}
     for name, parameter in model.named_parameters():
-        module, layer = places[name]
+        module, layer = locations[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(parameter.shape)
         share = active_share(model, name, shape)
@@ -235,7 +235,7 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
     }
     placeholders = {modality: token for part in parts.values() for modality, token in part.placeholders.items()}
-    return with_tp_dims(model, ModelSpec(modules, _tied(model, places), placeholders))
+    return with_tp_dims(model, ModelSpec(modules, _tied(model, locations), placeholders))
 
 
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
@@ -249,7 +249,7 @@ def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> f
     return min(1.0, num_active / num_experts)
 
 
-def _parameter_places(
+def _parameter_locations(
     model: PreTrainedModel, parts: Mapping[str, ModulePart], stacks: Mapping[str, str]
 ) -> dict[str, tuple[str, int]]:
     """Every name, including tied ones, of every parameter -> (module, layer) of that use."""
@@ -257,7 +257,7 @@ def _parameter_places(
     base = next((name for name, module in model.named_modules() if module is model.base_model), "")
     owners = [(prefix, name) for name, part in parts.items() for prefix in (part.tower, *part.prefixes)]
     owners.sort(key=lambda entry: -len(entry[0]))
-    places: dict[str, tuple[str, int]] = {}
+    locations: dict[str, tuple[str, int]] = {}
     passed: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         module = next((module for prefix, module in owners if inside(name, prefix)), LANGUAGE_MODEL)
@@ -271,12 +271,12 @@ def _parameter_places(
             layer = -1
         else:
             layer = lengths[module]
-        places[name] = (module, layer)
+        locations[name] = (module, layer)
     for module, part in parts.items():
-        early = [name for name, place in places.items() if place == (module, -1) and inside(name, part.tower)]
+        early = [name for name, location in locations.items() if location == (module, -1) and inside(name, part.tower)]
         for name in _used_after(model, part.tower, stacks[module], early):
-            places[name] = (module, lengths[module])
-    return places
+            locations[name] = (module, lengths[module])
+    return locations
 
 
 def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[str]) -> list[str]:
@@ -302,19 +302,19 @@ def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[
     return [name for name, owner in unsure.items() if owner in called[start:] and owner not in called[:start]]
 
 
-def _tied(model: PreTrainedModel, places: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
+def _tied(model: PreTrainedModel, locations: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
     """First name of each parameter with a second use -> (module, layer) of that use."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner = first[id(parameter)]
-        if places[name] == places[owner]:
+        if locations[name] == locations[owner]:
             continue
-        if tied.get(owner, places[name]) != places[name]:
+        if tied.get(owner, locations[name]) != locations[name]:
             raise ValueError(
                 f"`{owner}` is used at three places in the model, the last of which is `{name}`. Untie one of them."
             )
-        tied[owner] = places[name]
+        tied[owner] = locations[name]
     return tied
 
 

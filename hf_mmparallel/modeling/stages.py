@@ -46,6 +46,20 @@ class OwnLoss:
     of_batch: bool
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """
+    The result of an encoder's layers for one modality.
+
+    Args:
+        output (`ModelOutput` or `torch.Tensor`, *optional*): The output of the encoder, if its last layer was run.
+        hidden (`torch.Tensor`, *optional*): Otherwise the hidden state that leaves the layers.
+    """
+
+    output: Any = None
+    hidden: Tensor | None = None
+
+
 class ModuleStage:
     """
     Consecutive layers of one module, run by the model's own forward. Created by [`prepare_stages`].
@@ -53,7 +67,7 @@ class ModuleStage:
     Args:
         model ([`~transformers.PreTrainedModel`]): The pruned model of this rank.
         spec ([`ModelSpec`]): Description of the whole model.
-        module (`str`): Name of the module.
+        module_name (`str`): Name of the module.
         layers (`tuple[int, int]`): First layer, and one past the last layer.
         parts (`dict[str, ModulePart]`, *optional*): The parts of the model, see [`module_parts`].
 
@@ -66,13 +80,13 @@ class ModuleStage:
         self,
         model: PreTrainedModel,
         spec: ModelSpec,
-        module: str,
+        module_name: str,
         layers: tuple[int, int],
         parts: dict[str, ModulePart] | None = None,
     ):
         self.model = model
         self.spec = spec
-        self.module = module
+        self.module_name = module_name
         self.layers = layers
         self.parts = module_parts(model) if parts is None else parts
         is_whole = self.is_first and self.is_last
@@ -84,7 +98,7 @@ class ModuleStage:
 
     @property
     def module_spec(self) -> ModuleSpec:
-        return self.spec.modules[self.module]
+        return self.spec.modules[self.module_name]
 
     @property
     def is_first(self) -> bool:
@@ -97,7 +111,7 @@ class ModuleStage:
     @cached_property
     def input_dtype(self) -> torch.dtype:
         """Dtype of the hidden states that are sent between the stages of this module."""
-        return hidden_dtype(self.spec, self.module)
+        return hidden_dtype(self.spec, self.module_name)
 
     def widen(self, dtype: torch.dtype) -> None:
         """Makes `input_dtype` also represent the values of `dtype`, to which the model was cast."""
@@ -115,7 +129,7 @@ class ModuleStage:
         num_layers = self.module_spec.num_layers
         for name, used_at in self.spec.used_at.items():
             if name in owned and any(
-                module == self.module and stage_holds(self.layers, num_layers, layer) for module, layer in used_at
+                module == self.module_name and stage_holds(self.layers, num_layers, layer) for module, layer in used_at
             ):
                 yield name, owned[name]
 
@@ -132,15 +146,15 @@ class ModuleStage:
         """
         if self.is_first:
             return []
-        if self.module == LANGUAGE_MODEL:
+        if self.module_name == LANGUAGE_MODEL:
             batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
             return [torch.Size((batch, length, self.module_spec.hidden_size))]
         shapes = []
         with torch.no_grad():
             for modality in self.present(inputs):
-                exit_ = self._encode(modality, inputs, StageRun(*self.layers, probe=True))
-                assert isinstance(exit_, StageExit)
-                shapes.append(exit_.hidden.shape)
+                encoded = self._encode(modality, inputs, StageRun(*self.layers, probe=True))
+                assert encoded.hidden is not None
+                shapes.append(encoded.hidden.shape)
         return shapes
 
     def __call__(
@@ -167,13 +181,13 @@ class ModuleStage:
         Raises:
             `ValueError`: If features that enter at this stage are missing.
         """
-        if self.module == LANGUAGE_MODEL:
+        if self.module_name == LANGUAGE_MODEL:
             return self._run_language_model(inputs, hidden, features or {})
         return self._run_encoder(inputs, hidden or [])
 
     def present(self, inputs: Mapping[str, Any]) -> list[str]:
         """Modalities of this encoder for which a batch has inputs."""
-        part = self.parts[self.module]
+        part = self.parts[self.module_name]
         result = []
         for modality in part.modalities:
             value = inputs.get(part.input_names(modality)[0])
@@ -181,31 +195,34 @@ class ModuleStage:
                 result.append(modality)
         return result
 
-    def _encode(self, modality: str, inputs: Mapping[str, Any], run: StageRun) -> Any:
-        """The encoder's output for one modality, or the exception that left its stack of layers."""
-        part = self.parts[self.module]
+    def _encode(self, modality: str, inputs: Mapping[str, Any], run: StageRun) -> _Encoded:
+        """Runs the layers of a range on one modality of a batch."""
+        part = self.parts[self.module_name]
         names = part.input_names(modality)
         kwargs = {name: inputs[name] for name in names if inputs.get(name) is not None}
         if self._interceptor is None:
-            return part.features[modality](**kwargs)
+            return _Encoded(output=part.features[modality](**kwargs))
         with self._interceptor.running(run):
             try:
                 output = part.features[modality](**kwargs)
             except StageExit as exit_:
-                return exit_
-        assert run.entered or self.is_first, f"{self.module} never reached layer {run.first}"
-        return output
+                return _Encoded(hidden=exit_.hidden)
+        assert run.entered or self.is_first, f"{self.module_name} never reached layer {run.first}"
+        return _Encoded(output=output)
 
     def _run_encoder(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor]) -> list[Tensor]:
         outputs: dict[str, Any] = {}
+        sent: list[Tensor] = []
         for number, modality in enumerate(self.present(inputs)):
             received = None if self.is_first else hidden[number]
             run = StageRun(*self.layers, hidden=received)
-            outputs[modality] = self._encode(modality, inputs, run)
-            if not self.is_last:
-                outputs[modality] = self._to_wire_dtype(outputs[modality].hidden, run.dtype)
+            encoded = self._encode(modality, inputs, run)
+            if encoded.hidden is None:
+                outputs[modality] = encoded.output
+            else:
+                sent.append(self._to_wire_dtype(encoded.hidden, run.dtype))
         if not self.is_last:
-            return self._checked_once(list(outputs.values()), hidden)
+            return self._checked_once(sent, hidden)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
         return self._checked_once(features, hidden) if outputs else features
 
@@ -224,9 +241,9 @@ class ModuleStage:
             wrong = any(t.isnan().all() for t in outputs if t.numel())
         if wrong:
             raise ValueError(
-                f"The output of layers {self.layers} of `{self.module}` depends on parameters of other stages, for "
-                f"example a hidden state selected by index or a norm registered before the layers. Use `pp_size=1` "
-                f"or, for a hidden state, `layers_per_stage` with a longer last stage."
+                f"The output of layers {self.layers} of `{self.module_name}` depends on parameters of other stages, "
+                f"for example a hidden state selected by index or a norm registered before the layers. Use "
+                f"`pp_size=1` or, for a hidden state, `layers_per_stage` with a longer last stage."
             )
         return outputs
 
@@ -237,14 +254,14 @@ class ModuleStage:
         """
         if torch.promote_types(hidden.dtype, self.input_dtype) != self.input_dtype:
             raise ValueError(
-                f"The hidden states between the layers of `{self.module}` are {hidden.dtype}, which does not fit in "
-                f"the {self.input_dtype} of its weights. Use `pp_size=1` for it."
+                f"The hidden states between the layers of `{self.module_name}` are {hidden.dtype}, which does not fit "
+                f"in the {self.input_dtype} of its weights. Use `pp_size=1` for it."
             )
         if hidden.dtype != entry_dtype:
             raise ValueError(
-                f"The hidden states of `{self.module}` are {entry_dtype} before its layers and {hidden.dtype} between "
-                f"them, so that the next stage would cast them. Give its embeddings and norms one dtype, or use "
-                f"`pp_size=1` for it."
+                f"The hidden states of `{self.module_name}` are {entry_dtype} before its layers and {hidden.dtype} "
+                f"between them, so that the next stage would cast them. Give its embeddings and norms one dtype, or "
+                f"use `pp_size=1` for it."
             )
         return hidden.to(self.input_dtype)
 

@@ -293,9 +293,7 @@ class MultimodalParallelPlugin:
             for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
                 if getattr(module, key) != getattr(default, key):
                     cause = "is chosen by the search" if key in CHOSEN_BY_SEARCH else "is not known to the search yet"
-                    raise ValueError(
-                        f"`{key}={getattr(module, key)}` of `{name}` {cause}. Leave it out, or {remedy}."
-                    )
+                    raise ValueError(f"`{key}={getattr(module, key)}` of `{name}` {cause}. Leave it out, or {remedy}.")
 
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:

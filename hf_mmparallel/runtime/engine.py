@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..adapters.adapter import Adapter
 from ..cost import CostModel, analytic_costs, find_device
 from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
 from ..data.randomness import stable_seed
-from ..data.step_dataset import StepBatch, keys_of_rank
+from ..data.step_batch import StepBatch
+from ..data.step_dataset import RankInputs
 from ..modeling import module_parts, prepare_stages, token_loss
+from ..modeling.checkpointing import Recomputation
 from ..modeling.dtypes import cast_values
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
 from ..plan import (
@@ -30,12 +34,18 @@ from ..plan import (
     Workloads,
     sync_groups,
 )
-from ..schedule import Program, Task
+from ..schedule import Task
 from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, doing
-from .executor import Executor
+from .executor import Executor, LogitsFunction, StepFunctions
 from .first_step import FirstStepCheck
-from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
+from .gradients import (
+    GradientSync,
+    accumulate_in_float32,
+    clip_gradients,
+    gradient_norm,
+    scale_gradients,
+)
 from .groups import ProcessGroups
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
@@ -68,6 +78,33 @@ class StepTotals:
         return self.loss / max(self.num_targets, 1)
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """
+    Settings of an engine beside the plan.
+
+    Args:
+        label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
+        seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
+        load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
+        costs (`CostModel`, *optional*):
+            Costs of layers, the same on all ranks; context parallelism cuts tokens by them.
+        adapter ([`Adapter`], *optional*): The adapters of the model, which are saved and loaded in place of it.
+        recomputation ([`Recomputation`], *optional*): How modules with activation checkpointing recompute.
+        forward_context (`Callable[[], AbstractContextManager]`, *optional*): Context of forwards, such as autocast.
+        module_settings (`Mapping[str, ModulePlugin]`, *optional*): Module -> its settings, saved with the plan.
+    """
+
+    label_smoothing: float = 0.0
+    seed: int = 0
+    load: Callable[[PreTrainedModel], None] | None = None
+    costs: CostModel | None = None
+    adapter: Adapter | None = None
+    recomputation: Recomputation = Recomputation()
+    forward_context: Callable[[], AbstractContextManager] = nullcontext
+    module_settings: Mapping[str, ModulePlugin] = field(default_factory=dict)
+
+
 class ParallelEngine(nn.Module):
     """
     Prepares this rank's part of a model and runs steps on it.
@@ -75,15 +112,24 @@ class ParallelEngine(nn.Module):
     The model is pruned in place: parameters of other ranks lose their memory, names stay those of the whole model.
 
     Args:
-        model (`PreTrainedModel`): The whole model; owned weights may still be on the meta device when `load` is given.
+        model (`PreTrainedModel`):
+            The whole model; owned weights may still be on the meta device if the options have a `load`.
         spec (`ModelSpec`): Its description.
         plan (`ParallelPlan`): The plan.
         world ([`World`]): The ranks of the plan.
-        label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
-        seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
-        load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
-        costs (`CostModel`, *optional*):
-            Costs of layers, the same on all ranks; context parallelism cuts tokens by them.
+        options ([`EngineOptions`], *optional*): Settings beside the plan.
+
+    Attributes:
+        model (`PreTrainedModel`): This rank's part of the model.
+        sync_groups (`list[SyncGroup]`): The gradient sums of all ranks, as the plan has them.
+        process_groups ([`ProcessGroups`]): The groups of this rank, by which it communicates.
+        gradient_sync ([`GradientSync`]): Runs the sums of this rank.
+        inputs ([`RankInputs`]): What this rank reads of a step.
+        planner ([`StepPlanner`], *optional*): Planner of the training steps, see [`~ParallelEngine.plan_steps_with`].
+        cast_to (`torch.dtype`, *optional*): The dtype of the last [`~ParallelEngine.cast`].
+        asked_s, data_ms (`float`): When the last training step was asked for, and how long this rank waited for it.
+        last_result ([`StepResult`], *optional*): Of the last training step.
+        account ([`MemoryAccount`], *optional*): The facts about memory in the last step.
     """
 
     def __init__(
@@ -92,42 +138,37 @@ class ParallelEngine(nn.Module):
         spec: ModelSpec,
         plan: ParallelPlan,
         world: World,
-        label_smoothing: float = 0.0,
-        seed: int = 0,
-        load: Callable[[PreTrainedModel], None] | None = None,
-        costs: CostModel | None = None,
+        options: EngineOptions | None = None,
     ):
         super().__init__()
+        self.options = options or EngineOptions()
         self.spec = with_tp_dims(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
         self.plan = plan
         self.world = world
         self.device = world.device
         self.rank = world.rank
-        self.seed = seed
-        self.label_smoothing = label_smoothing
-        self.costs = costs or analytic_costs(self.spec, find_device("cpu"))
+        self.costs = self.options.costs or analytic_costs(self.spec, find_device("cpu"))
         # Of the whole model, which the next lines take apart.
         self.encoder_inputs = _encoder_inputs(model)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
-        self.sharder = self._context_sharder(model)
+        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)
-        self.sharded = ShardedModel(model, self.spec, plan, world)
+        self.sharded = ShardedModel(model, self.spec, plan, world, self.options.adapter)
         self.shards = self.sharded.shards
-        self.groups = ProcessGroups(plan, self.sync_groups, world)
-        self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device)
-        self.module: Any = model
+        self.process_groups = ProcessGroups(plan, self.sync_groups, world)
+        self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device, self.options.recomputation)
+        self.model: Any = model
         self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
-        self._load(load)
+        self._load()
         self._prepare_steps()
-        self.settings: Mapping[str, ModulePlugin] = {}  # module -> its settings, saved with the plan
-        self.cast_to: torch.dtype | None = None  # see `cast`
-        self.planner: StepPlanner | None = None  # of the training steps
+        self.planner: StepPlanner | None = None
+        self.cast_to: torch.dtype | None = None
         # Of the last step, for callbacks.
         self.step_index = 0
         self.last_result: StepResult | None = None
-        self.asked_s = 0.0  # when the Trainer asked for its batch
-        self.data_ms = 0.0  # how long this rank waited for it
+        self.asked_s = 0.0
+        self.data_ms = 0.0
         self.account: MemoryAccount | None = None
         self.current_step: StepPlan | None = None
         self.current_sizes: SampleSizes | None = None
@@ -142,48 +183,50 @@ class ParallelEngine(nn.Module):
         costs = layer_costs(self.costs, self.plan)
         return ContextSharder(self.plan, self.rank, self.spec.placeholders, media, costs, windows)
 
-    def _load(self, load: Callable[[PreTrainedModel], None] | None) -> None:
+    def _unused_inputs(self) -> dict[str, frozenset[str]]:
+        """Module -> names of entries of a batch that only other modules' encoders read."""
+        every = frozenset().union(*self.encoder_inputs.values())
+        return {name: every - own for name, own in self.encoder_inputs.items()}
+
+    def _load(self) -> None:
         """Moves this rank's weights to its device, each sharded over its tp group."""
-        if load is None:
-            self.module.to(self.device)
+        if self.options.load is None:
+            self.model.to(self.device)
             self._shard_layers()
         else:
             self._shard_layers()  # on the meta device, so that a rank reads its shards only
-            load(self.module)
-            self.module.to(self.device)
+            self.options.load(self.model)
+            self.model.to(self.device)
 
     def _prepare_steps(self) -> None:
         """The executor, the gradient sums and the checks of steps, for parameters that stay the same objects."""
-        self.executor = Executor(
-            self.plan,
-            self.spec,
-            self.stages,
-            DistributedTransport(self.world, self.groups.channels),
-            self.groups.by_ranks,
-            lambda logits, labels, shifted: token_loss(self.module, logits, labels, self.label_smoothing, shifted),
-            self.device,
-        )
-        named = dict(self.module.named_parameters())
+        named = dict(self.model.named_parameters())
         self.trained = [p for p in named.values() if p.requires_grad]
-        self.slices = OptimizerSlices(self.sync_groups, named, self.rank, self.groups.by_ranks)
+        by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
+        self.slices = OptimizerSlices(self.sync_groups, named, self.rank, by_ranks)
         self.updated = [self.slices.updated(p) for p in self.trained]
         self.counted = [
             self.slices.updated(named[name])
             for name, shards in self.shards.items()
             if shards.owned_by(self.rank) and named[name].requires_grad
         ]
-        replicated = replicated_parameters(self.sharded, self.stages, self.groups, self.partial)
+        replicated = replicated_parameters(self.sharded, self.stages, self.process_groups, self.partial)
         self._equal_gradients = EqualGradients(replicated)
         self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named)
-        self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks, self.slices)
-        self.executor.before_forward = self._seed_task
-        self.executor.on_sync = self.sync.start
-        self.sync.before_sum = self._before_sum
+        self.gradient_sync = GradientSync(self.sync_groups, named, self.rank, by_ranks, self.slices, self._before_sum)
+        functions = StepFunctions(
+            lambda logits, labels, shifted: token_loss(self.model, logits, labels, smoothing, shifted),
+            self.gradient_sync.start,
+            self._seed_task,
+            self.options.forward_context,
+        )
+        transport = DistributedTransport(self.world, self.process_groups.channels)
+        self.executor = Executor(self.plan, self.spec, self.stages, transport, by_ranks, functions, self.device)
         self._check_step = StepCheck(
             self.world,
             num_replicas=self.plan.modules[LANGUAGE_MODEL].dp_size,
             sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
-            has_shardings=self.sharder is not None,
+            has_shardings=self.inputs.sharder is not None,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
@@ -194,7 +237,7 @@ class ParallelEngine(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> None:
         """Casts this rank's part of the model for good, and widens the dtypes in which tensors are sent if needed."""
-        cast_values(self.module, dtype)
+        cast_values(self.model, dtype)
         self.cast_to = dtype
         self.executor.payloads.widen(dtype)
         for stage in self.stages.values():
@@ -204,10 +247,21 @@ class ParallelEngine(nn.Module):
         """Applies tensor parallelism to the stages of this rank."""
         for module, replica, index in self.stages:
             stage = self.plan.stage(module, replica, index)
-            mesh = self.groups.tp_mesh(stage.mesh[stage.cp_rank_of(self.rank)])
+            mesh = self.process_groups.tp_mesh(stage.mesh[stage.cp_rank_of(self.rank)])
             if mesh is not None:
                 owned = {name for name, shards in self.shards.items() if (module, replica, index) in shards.stages}
-                self.partial |= apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
+                self.partial |= apply_module_tp(self.model, self.spec.modules[module], mesh, owned)
+
+    def plan_steps_with(self, planner: StepPlanner) -> None:
+        """Names the planner of the training steps that follow, for callbacks and errors."""
+        self.planner = planner
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """A block in which the next training step is read, whose duration callbacks compare with the step's."""
+        self.asked_s = time.perf_counter()
+        yield
+        self.data_ms = 1e3 * (time.perf_counter() - self.asked_s)
 
     @property
     def holds_all_trained(self) -> bool:
@@ -221,7 +275,7 @@ class ParallelEngine(nn.Module):
     ) -> FirstStepCheck:
         """What compares copies of parameters, their gradients and the loss with the model's own in the first step."""
         copies = [
-            (group.ranks, self.groups.by_ranks[group.ranks], {name: named[name] for name in group.parameters})
+            (group.ranks, self.process_groups.by_ranks[group.ranks], {name: named[name] for name in group.parameters})
             for group in self.sync_groups
             if self.rank in group.ranks
         ]
@@ -230,13 +284,13 @@ class ParallelEngine(nn.Module):
             for shard in shards.on_rank(self.rank):
                 if len(shard.holders) > 1 and not self.spec.parameters[name].trainable:
                     frozen.setdefault(shard.holders, {})[name] = named[name]
-        has_loss = "labels" in inspect.signature(self.module.forward).parameters
+        has_loss = "labels" in inspect.signature(self.model.forward).parameters
         stages = {
             key: stage
             for key, stage in self.stages.items()
-            if has_loss and stage.module == LANGUAGE_MODEL and stage.is_last
+            if has_loss and stage.module_name == LANGUAGE_MODEL and stage.is_last
         }
-        return FirstStepCheck(replicated, copies, frozen, stages, bool(self.label_smoothing), self.world)
+        return FirstStepCheck(replicated, copies, frozen, stages, bool(self.options.label_smoothing), self.world)
 
     def _before_sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes the gradients of this rank ready to be added to those of others."""
@@ -252,20 +306,10 @@ class ParallelEngine(nn.Module):
 
     def _seed_task(self, task: Task) -> None:
         """Gives dropout a seed that depends on the step, the task and the tokens, equal in a tp group."""
-        if self.module.training:
+        if self.model.training:
             cp_rank = self.plan.stage(*task.stage_key).cp_rank_of(self.rank)
-            seed = stable_seed(self.seed, self.step_index, task.key, *([cp_rank] if cp_rank else []))
+            seed = stable_seed(self.options.seed, self.step_index, task.key, *([cp_rank] if cp_rank else []))
             torch.manual_seed(seed)
-
-    @property
-    def unused_inputs(self) -> dict[str, frozenset[str]]:
-        """Module -> names of entries of a batch that only other modules' encoders read."""
-        every = frozenset().union(*self.encoder_inputs.values())
-        return {name: every - own for name, own in self.encoder_inputs.items()}
-
-    def keys(self, step: StepPlan) -> Mapping[tuple[str, int, int, int], tuple[int, ...]]:
-        """(module, replica, microbatch, chunk) -> batch indices, for the chunks of this rank."""
-        return keys_of_rank(self.plan, step, self.rank)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
         """The samples of a task of the step that ran last."""
@@ -287,23 +331,22 @@ class ParallelEngine(nn.Module):
         float32 where parameters are narrower.
 
         Args:
-            batch (`StepBatch`): The inputs of this rank, on its device.
+            batch ([`StepBatch`]): The step, with the inputs of this rank on its device.
             step_index (`int`): Number of the optimizer step.
         """
         self.step_index = step_index
         ACTIVITY.step = step_index + 1
         self.current_step, self.current_sizes = batch.step, batch.sizes
         self.current_workloads = batch.workloads
-        self._account(batch, self.planner)
-        program = self._agreed_program(batch)
-        self.module.train()
+        self._compare_steps(batch)
+        self.model.train()
         accumulate_in_float32(self.trained)
         if self._first_step is not None:
             self._first_step.start()
         with self._own_randomness():
-            result = self.executor.run(program, batch)
+            result = self._run(batch, self.planner)
         with doing("sums of gradients", waits=True):
-            self.sync.finish()
+            self.gradient_sync.finish()
         result.step_ms = self.executor.elapsed_ms()
         if self._first_step is not None:
             with doing("comparing the copies of parameters", waits=True):
@@ -315,30 +358,38 @@ class ParallelEngine(nn.Module):
         return totals
 
     @torch.no_grad()
-    def evaluate_step(self, batch: StepBatch) -> StepResult:
-        """Runs the forwards of a batch."""
+    def evaluate_step(self, batch: StepBatch, on_logits: LogitsFunction | None = None) -> StepResult:
+        """
+        Runs the forwards of a batch.
+
+        Args:
+            batch ([`StepBatch`]): The step, with the inputs of this rank on its device.
+            on_logits (`Callable[[Task, torch.Tensor, Mapping[str, Any]], None]`, *optional*):
+                Called with each microbatch that gets logits on this rank, see [`Executor.run`].
+        """
         self.current_step = batch.step
-        self._account(batch, None)
-        program = self._agreed_program(batch)
-        self.module.eval()
-        return self.executor.run(program, batch)
+        self._compare_steps(batch)
+        self.model.eval()
+        return self._run(batch, None, on_logits)
 
-    def _account(self, batch: StepBatch, planner: StepPlanner | None) -> None:
-        """Lets the executor say what was predicted for a step that does not fit into memory."""
-        self.account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
-        self.executor.out_of_memory = functools.partial(self.account.sentence, device=self.device)
-
-    def _agreed_program(self, batch: StepBatch) -> Program:
-        """The program of a batch, after all ranks have compared what they are about to run. Collective."""
-        assert batch.program is not None and batch.fingerprint is not None
+    def _compare_steps(self, batch: StepBatch) -> None:
+        """Raises on all ranks unless they are about to run the same step. Collective."""
         with doing("comparing the step", waits=True):
             self._check_step(batch.fingerprint, sum(map(len, batch.step.microbatches[LANGUAGE_MODEL])))
-        return batch.program
+
+    def _run(
+        self, batch: StepBatch, planner: StepPlanner | None, on_logits: LogitsFunction | None = None
+    ) -> StepResult:
+        """Runs a batch; an action that does not fit into memory says what was predicted for it."""
+        self.account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
+        out_of_memory = functools.partial(self.account.sentence, device=self.device)
+        return self.executor.run(batch.program, batch, out_of_memory, on_logits)
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks."""
         numbers = torch.zeros(4, dtype=torch.float64)
         for task, (loss, count) in result.losses.items():
+            assert task.module == LANGUAGE_MODEL  # the target tokens of another loss would not be comparable
             if self.leads_cp_rank(task):
                 numbers[0] += loss.double().cpu()
                 numbers[1] += float(count)
@@ -349,7 +400,7 @@ class ParallelEngine(nn.Module):
                 words = inputs.get(WORDS)
                 mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-        loss, targets, tokens, real = self.world.all_reduce(numbers, what="adding up the step").tolist()
+        loss, targets, tokens, real = self.world.all_reduce(numbers, activity="adding up the step").tolist()
         return StepTotals(loss, int(targets), int(tokens), int(real))
 
     def gradient_norm(self) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._clock import StepClock
-from ..data.step_dataset import StepBatch
+from ..data.step_batch import StepData
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
 from ..schedule.actions import Action, Message, Task
@@ -29,6 +30,26 @@ from .transport import Transport
 from .work import counting_work
 
 LossFunction = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+LogitsFunction = Callable[[Task, Tensor, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """
+    What an executor calls beside the stages.
+
+    Args:
+        loss (`Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]`):
+            (logits, labels, whether they are shifted) -> (sum over target tokens, number of target tokens).
+        start_sum (`Callable[[int], None]`, *optional*): Starts a gradient sum of the plan, by its index.
+        before_forward (`Callable[[Task], None]`, *optional*): Called before each forward, which it may seed.
+        forward_context (`Callable[[], AbstractContextManager]`, *optional*): Context of forwards, such as autocast.
+    """
+
+    loss: LossFunction
+    start_sum: Callable[[int], None] = lambda index: None
+    before_forward: Callable[[Task], None] = lambda task: None
+    forward_context: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass
@@ -58,8 +79,7 @@ class Executor:
         transport (`Transport`): Carries the messages.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`):
             Ranks -> group, for each tp group and each group of cp ranks in the meshes of this rank.
-        loss_function (`Callable`):
-            (logits, labels, whether they are shifted) -> (sum over target tokens, number of target tokens).
+        functions ([`StepFunctions`]): What it calls beside the stages.
         device (`torch.device`): Where stages compute.
     """
 
@@ -70,7 +90,7 @@ class Executor:
         stages: Mapping[StageKey, Any],
         transport: Transport,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
-        loss_function: LossFunction,
+        functions: StepFunctions,
         device: torch.device,
     ):
         self.plan = plan
@@ -79,40 +99,43 @@ class Executor:
         self.transport = transport
         self.rank = transport.rank
         self.groups = groups
-        self.loss_function = loss_function
+        self.functions = functions
         self.device = device
         self.payloads = Payloads(plan, spec)
-        self.on_sync: Callable[[int], None] = lambda index: None
-        self.before_forward: Callable[[Task], None] = lambda task: None
-        self.forward_context: Callable[[], AbstractContextManager] = nullcontext
-        self.out_of_memory: Callable[[Action, torch.OutOfMemoryError], str] = lambda action, error: str(error)
-        self.on_logits: Callable[[Task, Tensor, Mapping[str, Any]], None] | None = None
         self._clock: StepClock | None = None
 
-    def run(self, program: Program, batch: StepBatch) -> StepResult:
+    def run(
+        self,
+        program: Program,
+        data: StepData,
+        out_of_memory: Callable[[Action, torch.OutOfMemoryError], str] = lambda action, error: str(error),
+        on_logits: LogitsFunction | None = None,
+    ) -> StepResult:
         """
         Runs this rank's actions of one step.
 
         Args:
             program (`Program`): The program of the step.
-            batch (`StepBatch`): Its inputs, for the tasks of this rank.
+            data ([`StepData`]): Its inputs, for the tasks of this rank.
+            out_of_memory (`Callable[[Action, Exception], str]`, *optional*):
+                Error message for an action that does not fit into memory.
+            on_logits (`Callable[[Task, torch.Tensor, Mapping[str, Any]], None]`, *optional*):
+                Called with each microbatch that gets logits: its task, logits and inputs, with the tokens of all cp
+                ranks.
         """
-        run = _Step(self, program, batch)
+        run = _Step(self, program, data, on_logits)
         clock = self._clock = StepClock(self.device)
         actions: Sequence[Action] = program.actions.get(self.rank, ())
         if self.transport.receives_ahead:
             actions = receive_ahead(actions)
-        last_send = {action.message.source: action for action in actions if action.op == "send" and action.message}
         marks: list[tuple[Task, Any, Any]] = []
         for action in actions:
             ACTIVITY.now(action)
             try:
                 if action.index is not None:
-                    self.on_sync(action.index)
+                    self.functions.start_sum(action.index)
                 elif action.message is not None and action.op == "send":
                     run.send(action.message)
-                    if last_send[action.message.source] is action:
-                        run.release(action.message.source)
                 elif action.message is not None:
                     run.receive(action.message)
                 elif action.task is not None:
@@ -123,7 +146,7 @@ class Executor:
                     run.compute(action.task)
                     marks.append((action.task, ready, clock.mark()))
             except torch.OutOfMemoryError as error:
-                raise torch.OutOfMemoryError(self.out_of_memory(action, error)) from error
+                raise torch.OutOfMemoryError(out_of_memory(action, error)) from error
         ACTIVITY.now("the last sends", waits=True)
         run.queues.finish()
         end = clock.mark()
@@ -145,18 +168,24 @@ class _Step:
     Args:
         executor ([`Executor`]): The executor that runs it.
         program (`Program`): The program of the step.
-        batch (`StepBatch`): Its inputs.
+        data ([`StepData`]): Its inputs.
+        on_logits (`Callable`, *optional*): See [`~Executor.run`].
     """
 
-    def __init__(self, executor: Executor, program: Program, batch: StepBatch):
+    def __init__(self, executor: Executor, program: Program, data: StepData, on_logits: LogitsFunction | None):
         self.executor = executor
         self.program = program
-        self.inputs = StepInputs(executor.plan, executor.rank, executor.spec, executor.stages, executor.groups, batch)
+        self.on_logits = on_logits
+        self.inputs = StepInputs(executor.plan, executor.rank, executor.spec, executor.stages, executor.groups, data)
         self.messages = StepMessages(executor.payloads, self.inputs)
         self.queues = MessageQueues(executor.transport, executor.groups, executor.device)
         self.result = StepResult()
+        # Kept until the backward, or in a task without one until its last send.
         self.running: dict[tuple, _RunningTask] = {}
-        self.gradients: dict[tuple, dict[str, Tensor]] = {}  # task -> producer module -> gradient
+        # Task -> producer module -> gradient, kept until the last send of a backward.
+        self.gradients: dict[tuple, dict[str, Tensor]] = {}
+        own_actions = program.actions.get(executor.rank, ())
+        self.unsent = Counter(a.message.source for a in own_actions if a.op == "send" and a.message is not None)
 
     def receive(self, message: Message) -> None:
         """Posts the receives of a message."""
@@ -177,6 +206,9 @@ class _Step:
         else:
             tokens = self.gradients[task.key][payload.producer[0]]
         self.queues.send(message, payload, self.messages.routes(message, task, len(tokens)), tokens)
+        self.unsent[task] -= 1
+        if not self.unsent[task]:
+            self.release(task)
 
     def compute(self, task: Task) -> None:
         if task.kind == "fwd":
@@ -190,11 +222,11 @@ class _Step:
         needs_graph = self.program.has_backward(task)
         leaves, received = self.received_tensors(task, needs_graph)
         check_features_computed(self.inputs, task)
-        executor.before_forward(task)
+        executor.functions.before_forward(task)
         stage = executor.stages[task.stage_key]
         batch = self.inputs.forward_batch(task, any(leaf.requires_grad for leaf in leaves.values()))
         counted = counting_work(self.inputs, task, self.result.work)
-        with executor.forward_context(), torch.set_grad_enabled(needs_graph), counted:
+        with executor.functions.forward_context(), torch.set_grad_enabled(needs_graph), counted:
             hidden = received.pop(task.module, None)
             outputs = stage(batch, hidden, received)
             losses = []
@@ -202,8 +234,7 @@ class _Step:
                 losses = self.losses(task, outputs[0])
                 outputs = outputs[1:]
         check_feature_tokens(self.inputs, task, outputs)
-        # Its backward needs the graph, its sends the outputs; the backward deletes the entry, else `release`.
-        if needs_graph or outputs or not self.inputs.makes_logits(task):
+        if needs_graph or self.unsent[task]:  # logits of an evaluation have neither, and are not kept
             self.running[task.key] = _RunningTask(outputs, losses, leaves)
 
     def received_tensors(
@@ -224,7 +255,7 @@ class _Step:
             leaves[module] = leaf
             with torch.set_grad_enabled(needs_graph):
                 tensors = [piece.view(shape) for piece, shape in zip(leaf.split(sizes), shapes, strict=True)]
-            received[module] = payload.place_tensors(tensors)
+            received[module] = payload.among_outputs(tensors)
         return leaves, received
 
     def leaf(self, payload: Payload, messages: Sequence[Incoming], num_tokens: int) -> Tensor:
@@ -233,24 +264,24 @@ class _Step:
         if len(gathered) == 1 and gathered[0][1] is None:
             return gathered[0][0]
         leaf = self.queues.zeros(num_tokens, payload)
-        for tokens, places in gathered:
-            assert places is not None
-            leaf.index_copy_(0, places.to(leaf.device), tokens)
+        for tokens, index in gathered:
+            assert index is not None
+            leaf.index_copy_(0, index.to(leaf.device), tokens)
         return leaf
 
     def losses(self, task: Task, logits: Tensor) -> list[Tensor]:
         """Passes a stage's logits to `on_logits`, and returns their loss; empty without labels."""
         batch = self.inputs.batch(task)
-        if self.executor.on_logits is not None:
+        if self.on_logits is not None:
             whole = self.inputs.gather_tokens(task, logits.detach())
-            self.executor.on_logits(task, whole, self.inputs.whole_batch(task))
+            self.on_logits(task, whole, self.inputs.whole_batch(task))
         if self.program.has_backward(task):
             check_labels(batch)
         shifted = batch.get("shift_labels")
         labels = batch.get("labels") if shifted is None else shifted
         if labels is None:
             return []
-        loss, count = self.executor.loss_function(logits, labels, shifted is not None)
+        loss, count = self.executor.functions.loss(logits, labels, shifted is not None)
         self.result.losses[task] = (loss.detach(), count)
         return [loss]
 
@@ -263,11 +294,12 @@ class _Step:
         if used:  # an encoder's chunk without tokens may have used nothing that is trained
             torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
         self.queues.wait_for_sends(replace(task, kind="fwd"))
-        self.gradients[task.key] = {
-            module: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            for module, leaf in running.inputs.items()
-            if leaf.requires_grad
-        }
+        if self.unsent[task]:
+            self.gradients[task.key] = {
+                module: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+                for module, leaf in running.inputs.items()
+                if leaf.requires_grad
+            }
 
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of each output of a task: the sum of those that its consumers returned."""
@@ -280,14 +312,14 @@ class _Step:
                 piece.view(output.shape).to(output.dtype)
                 for piece, output in zip(total.split(sizes), crossed, strict=True)
             ]
-            for place, piece in enumerate(payload.place_tensors(pieces)):
+            for number, piece in enumerate(payload.among_outputs(pieces)):
                 if piece is not None:
-                    known = result[place]
-                    result[place] = piece if known is None else known + piece
+                    known = result[number]
+                    result[number] = piece if known is None else known + piece
         return [torch.zeros_like(out) if g is None else g for out, g in zip(outputs, result, strict=True)]
 
     def release(self, task: Task) -> None:
-        """Frees the tensors of a task that only its messages needed, once the last one is sent."""
+        """Frees the tensors of a task that only its messages needed, after the last one is sent."""
         if task.kind == "bwd":
             del self.gradients[task.key]
         elif not self.program.has_backward(task):

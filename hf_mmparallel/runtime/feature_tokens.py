@@ -62,13 +62,13 @@ class FeatureOwners:
     def __init__(self, order: FeatureOrder, owners: Sequence[Owners] | None = None, cp_size: int = 1):
         self.order = order
         self.cp_ranks: Tensor | None = None
-        self.places: Tensor | None = None
+        self.indices: Tensor | None = None
         self.sizes: list[list[int]] = [order.sizes]
         if owners is not None:
             counts = torch.stack([ranks.bincount(minlength=cp_size) for ranks, _ in owners])
             starts = counts.cumsum(0) - counts
             self.cp_ranks = torch.cat([ranks for ranks, _ in owners])
-            self.places = torch.cat([starts[i][ranks] + places for i, (ranks, places) in enumerate(owners)])
+            self.indices = torch.cat([starts[i][ranks] + indices for i, (ranks, indices) in enumerate(owners)])
             self.sizes = counts.T.tolist()
 
     def select(self, samples: Sequence[int]) -> tuple[Tensor | None, Tensor]:
@@ -83,6 +83,6 @@ class FeatureOwners:
             has all, and int64 `[num_tokens]` index there.
         """
         positions = self.order.positions(samples)
-        if self.cp_ranks is None or self.places is None:
+        if self.cp_ranks is None or self.indices is None:
             return None, positions
-        return self.cp_ranks[positions], self.places[positions]
+        return self.cp_ranks[positions], self.indices[positions]

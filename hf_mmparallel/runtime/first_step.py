@@ -86,10 +86,10 @@ class FirstStepCheck:
         """
         losses = [self._loss(key, result) for key in self.stages]
         sentences = (*self._weights(), *self._frozen_weights(), *self._partial_gradients(), *losses)
-        found = next(filter(None, sentences), None)
+        sentence = next(filter(None, sentences), None)
         self._gradients.clear()
-        if self.world.all_reduce(torch.tensor(int(found is not None)), "max"):
-            raise ValueError(next(filter(None, self.world.all_gather(found))))
+        if self.world.all_reduce(torch.tensor(int(sentence is not None)), "max"):
+            raise ValueError(next(filter(None, self.world.all_gather(sentence))))
 
     def _weights(self) -> Iterator[str]:
         """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""
@@ -109,12 +109,13 @@ class FirstStepCheck:
             ranks: torch.stack([_bit_sums(parameter).cpu() for parameter in parameters.values()])
             for ranks, parameters in self.frozen.items()
         }
-        shown = self.world.all_gather({ranks: zlib.crc32(own.numpy().tobytes()) for ranks, own in sums.items()})
+        checksums = {ranks: zlib.crc32(own_sums.numpy().tobytes()) for ranks, own_sums in sums.items()}
+        shown = self.world.all_gather(checksums)
         digests: dict[tuple[int, ...], set[int]] = {}
         for of_rank in shown:
             for ranks, digest in of_rank.items():
                 digests.setdefault(ranks, set()).add(digest)
-        ranks = next((ranks for ranks, found in digests.items() if len(found) > 1), None)
+        ranks = next((ranks for ranks, of_ranks in digests.items() if len(of_ranks) > 1), None)
         if ranks is None:
             return
         tables = [table for table in self.world.all_gather(sums[ranks].tolist() if ranks in sums else None) if table]
@@ -134,17 +135,17 @@ class FirstStepCheck:
                 continue
             device = local(next(iter(shared.parameters.values()))).device
             high, low = _extremes(torch.stack(list(trained.values())).to(device), shared.group)
-            least = _SMALLEST * float(high[:, 0].max())
-            for name, most, few in zip(trained, high.tolist(), low.tolist(), strict=True):
-                spread = max(most[0] - few[0], most[1] - few[1])
-                is_partial = most[2] != few[2] or spread > _RELATIVE * most[0] + least
+            rounding = _SMALLEST * float(high[:, 0].max())
+            for name, largest, smallest in zip(trained, high.tolist(), low.tolist(), strict=True):
+                spread = max(largest[0] - smallest[0], largest[1] - smallest[1])
+                is_partial = largest[2] != smallest[2] or spread > _RELATIVE * largest[0] + rounding
                 if is_partial and name not in shared.partial:
                     yield (
                         f"The ranks {shared.ranks} hold `{name}` whole and have different gradients of it, of norm "
-                        f"{few[0]:.3g} to {most[0]:.3g}: it is used between layers that they share, which the model's "
-                        f"tensor-parallel plan does not say. Use `tp_size=1` for `{shared.modules[name]}`."
+                        f"{smallest[0]:.3g} to {largest[0]:.3g}: it is used between layers that they share, which the "
+                        f"model's tensor-parallel plan does not say. Use `tp_size=1` for `{shared.modules[name]}`."
                     )
-                elif name in shared.partial and few[0] > least and spread == 0:
+                elif name in shared.partial and smallest[0] > rounding and spread == 0:
                     yield (
                         f"The ranks {shared.ranks} have equal gradients of `{name}`, which were treated as partial "
                         f"gradients and summed. Use `tp_size=1` for `{shared.modules[name]}`."
@@ -153,24 +154,24 @@ class FirstStepCheck:
     def _loss(self, key: StageKey, result: StepResult) -> str | None:
         """A sentence if the model's own loss of a microbatch is not what is summed for it."""
         stage = self.stages[key]
-        own, stage.own_loss, stage.asks_own_loss = stage.own_loss, None, False
-        if own is None:
+        own_loss, stage.own_loss, stage.asks_own_loss = stage.own_loss, None, False
+        if own_loss is None:
             return None
-        text = _other_function(stage.model, own.mean.device)
+        text = _other_function(stage.model, own_loss.mean.device)
         if text:
             return text
-        sums = [(own.total, own.num_targets)]
-        if own.of_batch and not self.smooths:
-            losses = (found for task, found in result.losses.items() if task.stage_key == key)
+        sums = [(own_loss.total, own_loss.num_targets)]
+        if own_loss.of_batch and not self.smooths:
+            losses = (loss_and_count for task, loss_and_count in result.losses.items() if task.stage_key == key)
             sums.append(next((loss, count) for loss, count in losses if count))
         for total, count in sums:
             mean = float(total) / int(count)
-            if not _equal(own.mean, mean):
+            if not _equal(own_loss.mean, mean):
                 return (
-                    f"The loss of `{type(stage.model).__name__}` for the first microbatch is {float(own.mean):.6g}. "
-                    f"The mean over its {int(count)} target tokens of the loss of the next token, on which `parallel` "
-                    f"trains, is {mean:.6g}. Train this model without `parallel`, or pass labels for which the two "
-                    "are equal."
+                    f"The loss of `{type(stage.model).__name__}` for the first microbatch is "
+                    f"{float(own_loss.mean):.6g}. The mean over its {int(count)} target tokens of the loss of the "
+                    f"next token, on which `parallel` trains, is {mean:.6g}. Train this model without `parallel`, or "
+                    "pass labels for which the two are equal."
                 )
         return None
 
@@ -183,24 +184,24 @@ def _other_function(model: PreTrainedModel, device: torch.device) -> str | None:
     drawn = torch.Generator().manual_seed(0)
     logits = 8 * torch.randn(1, 16, 32, generator=drawn).to(device)
     labels = torch.randint(32, (1, 16), generator=drawn).to(device)
-    own = model.loss_function(logits=logits, labels=labels, vocab_size=32)
+    own_loss = model.loss_function(logits=logits, labels=labels, vocab_size=32)
     total, count = token_loss(model, logits, labels)
     mean = float(total) / int(count)
-    if _equal(own, mean):
+    if _equal(own_loss, mean):
         return None
     return (
-        f"The loss function of `{type(model).__name__}` gives {float(own):.6g} for random logits and labels. With the "
-        f"labels of the next token as `shift_labels`, on which `parallel` trains, it gives {mean:.6g}. Train this "
-        "model without `parallel`, or correct its `loss_function`."
+        f"The loss function of `{type(model).__name__}` gives {float(own_loss):.6g} for random logits and labels. "
+        f"With the labels of the next token as `shift_labels`, on which `parallel` trains, it gives {mean:.6g}. "
+        "Train this model without `parallel`, or correct its `loss_function`."
     )
 
 
-def _equal(own: torch.Tensor, mean: float) -> bool:
+def _equal(own_loss: torch.Tensor, mean: float) -> bool:
     """Whether two losses differ by rounding only; so do two that are not finite, of which the Trainer warns."""
-    if not (math.isfinite(float(own)) or math.isfinite(mean)):
+    if not (math.isfinite(float(own_loss)) or math.isfinite(mean)):
         return True
-    tolerance = max(_LOSS, 4 * torch.finfo(own.dtype).eps)  # some models take the loss in half precision
-    return abs(float(own) - mean) <= tolerance * abs(mean)
+    tolerance = max(_LOSS, 4 * torch.finfo(own_loss.dtype).eps)  # some models take the loss in half precision
+    return abs(float(own_loss) - mean) <= tolerance * abs(mean)
 
 
 def _unequal(names: Sequence[str], num_parameters: int, ranks: tuple[int, ...]) -> str:

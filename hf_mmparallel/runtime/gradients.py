@@ -87,6 +87,8 @@ class GradientSync:
         rank (`int`): This rank.
         process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
         slices ([`OptimizerSlices`]): What this rank updates.
+        before_sum (`Callable[[Sequence[nn.Parameter]], None]`, *optional*):
+            Called with the parameters of a group before their gradients are summed.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class GradientSync:
         rank: int,
         process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         slices: OptimizerSlices,
+        before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None,
     ):
         def group_among(candidates: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
             return next((process_groups[ranks] for ranks in candidates if rank in ranks), None)
@@ -111,11 +114,11 @@ class GradientSync:
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
-        self.before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
+        self.before_sum = before_sum
         self._started: list[_StartedSum] = []
 
     def start(self, index: int) -> None:
-        """Starts the sum of group `index`; every rank of the group calls this in the program's order."""
+        """Starts the sum `index` of the plan; its ranks call this in the program's order."""
         of = self.sums[index]
         self.before_sum(of.parameters)
         device = local(of.parameters[0]).device

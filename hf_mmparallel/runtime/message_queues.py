@@ -87,15 +87,15 @@ class MessageQueues:
         incoming = Incoming(message, payload, routes)
         for route, index in routes:
             arriving = []
-            for part in route.slices:
-                source, target = _direction(message, part)
+            for slice_ in route.slices:
+                source, target = _direction(message, slice_)
                 if target != self.rank:
                     continue
                 buffer = None
                 if source != self.rank:
-                    buffer = self.empty(part.num_tokens, payload)
+                    buffer = self.empty(slice_.num_tokens, payload)
                     incoming.handles.append(self.transport.recv(buffer, source))
-                arriving.append(_ReceivedSlice(part, _slice_of(index, part), buffer))
+                arriving.append(_ReceivedSlice(slice_, _index_of(index, slice_), buffer))
             incoming.slices.append(arriving)
         self._received.setdefault(message.target, []).append(incoming)
 
@@ -121,7 +121,7 @@ class MessageQueues:
 
         Returns:
             `list[tuple[torch.Tensor, torch.Tensor | None]]`: The tokens `[num_tokens, width]` of each route that has
-            some, and their places among those of the task, `None` for all in order.
+            some, and their indices among those of the task, `None` for all in order.
         """
         result = []
         for (route, index), arriving in zip(incoming.routes, incoming.slices, strict=True):
@@ -184,15 +184,15 @@ class MessageQueues:
         """
         for route, index in routes:
             on_route = select(tokens, index).to(payload.dtype)
-            for part in route.slices:
-                source, target = _direction(message, part)
+            for slice_ in route.slices:
+                source, target = _direction(message, slice_)
                 if source != self.rank:
                     continue
-                piece = on_route[part.start : part.stop].contiguous()
+                sent = on_route[slice_.start : slice_.stop].contiguous()
                 if target == self.rank:
-                    self._staying[message, part] = piece
+                    self._staying[message, slice_] = sent
                 else:
-                    self._sent.setdefault(message.source, []).append(self.transport.send(piece, target))
+                    self._sent.setdefault(message.source, []).append(self.transport.send(sent, target))
         self._drop_completed()
 
     def _drop_completed(self) -> None:
@@ -213,11 +213,12 @@ class MessageQueues:
             self.wait_for_sends(task)
 
 
-def _direction(message: Message, part: Slice) -> tuple[int, int]:
+def _direction(message: Message, slice_: Slice) -> tuple[int, int]:
     """The rank that sends a slice of a message, and the one that receives it."""
-    return (part.producer, part.consumer) if message.kind == "act" else (part.consumer, part.producer)
+    ends = slice_.producer, slice_.consumer
+    return ends if message.kind == "act" else (ends[1], ends[0])
 
 
-def _slice_of(index: Tensor | None, part: Slice) -> Tensor | None:
-    """The places of the tokens of a slice."""
-    return None if index is None else index[part.start : part.stop]
+def _index_of(index: Tensor | None, slice_: Slice) -> Tensor | None:
+    """Indices of the tokens of a slice among those of the task."""
+    return None if index is None else index[slice_.start : slice_.stop]

@@ -45,11 +45,11 @@ class StepMessages:
         payload, rank = self.payload(message), self.inputs.rank
         is_producer = task.key == ends_of(message)[0].key
         if payload.features is None:
-            places, routes = None, hidden_state_routes(num_tokens, payload.producer_mesh, payload.consumer_mesh)
+            indices, routes = None, hidden_state_routes(num_tokens, payload.producer_mesh, payload.consumer_mesh)
         else:
-            places, routes = self._feature_routes(message, payload.features, is_producer)
+            indices, routes = self._feature_routes(message, payload.features, is_producer)
         return [
-            (route, compose(places, route.tokens))
+            (route, compose(indices, route.tokens))
             for route in routes
             if rank in (route.producers if is_producer else route.consumers)
         ]
@@ -67,13 +67,13 @@ class StepMessages:
         here, there = (producer, consumer) if is_producer else (consumer, producer)
         shared = set(self.inputs.samples(consumer))
         samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
-        cp_ranks, places = self.inputs.feature_owners(here, features).select(samples)
+        cp_ranks, indices = self.inputs.feature_owners(here, features).select(samples)
         other_cp_ranks = None
-        if self.inputs.stage(there).cp_size > 1:
+        if self.inputs.planned_stage(there).cp_size > 1:
             other_cp_ranks, _ = self.inputs.feature_owners(there, features).select(samples)
         ends = (cp_ranks, other_cp_ranks) if is_producer else (other_cp_ranks, cp_ranks)
         meshes = payload.producer_mesh, payload.consumer_mesh
-        return places, feature_routes(len(places), *meshes, *ends)
+        return indices, feature_routes(len(indices), *meshes, *ends)
 
     def shapes(self, payload: Payload, task: Task) -> list[torch.Size]:
         """Shapes of the tensors of a payload that enter a task on this rank."""

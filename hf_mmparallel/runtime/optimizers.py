@@ -153,7 +153,7 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
         likes = list(kinds.values())
         trials = [_Trial(_divisible_shape(like), like.device, 3 + i) for i, like in enumerate(likes)]
         expected = [_stepped(optimizer, index, [trial]) for trial in trials] if any(map(_cuts, likes)) else []
-        alone = [found[0] for found in expected if not isinstance(found, Exception)]
+        alone = [result[0] for result in expected if not isinstance(result, Exception)]
         if not expected or len(alone) < len(likes):
             continue  # nothing is cut, or it can't be judged by so small tensors
         sharded = _stepped(optimizer, index, trials, likes)
@@ -217,8 +217,8 @@ def _cuts(like: Any) -> list[tuple[int, int, int]]:
 
 def _part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a small tensor that is cut as another one."""
-    for count, place, dim in _cuts(like):
-        value = value.chunk(count, dim)[place]
+    for count, index, dim in _cuts(like):
+        value = value.chunk(count, dim)[index]
     return value.contiguous()
 
 
@@ -297,7 +297,7 @@ def _steps_alike(
     for value, gradients, end in pieces:
         piece = copy.copy(trial)
         piece.value, piece.gradients = value.contiguous(), gradients.contiguous()
-        found = _stepped(optimizer, index, [piece])
-        if isinstance(found, Exception) or not _same_update(piece, end, found[0]):
+        update = _stepped(optimizer, index, [piece])
+        if isinstance(update, Exception) or not _same_update(piece, end, update[0]):
             return False
     return True

@@ -107,10 +107,10 @@ class MemoryAccount:
         module = self.plan.modules[task.module]
         stage = self.plan.stage(task.module, task.replica, task.stage)
         stages = len(module.replicas[task.replica])
-        what = "forward" if task.kind == "fwd" else "backward"
+        direction = "forward" if task.kind == "fwd" else "backward"
         return (
-            f"the {what} of microbatch {task.microbatch} of `{task.module}`, stage {task.stage} of {stages} (layers "
-            f"{stage.layers[0]}-{stage.layers[1] - 1}), with {self._size(task)}"
+            f"the {direction} of microbatch {task.microbatch} of `{task.module}`, stage {task.stage} of {stages} "
+            f"(layers {stage.layers[0]}-{stage.layers[1] - 1}), with {self._size(task)}"
         )
 
     def _size(self, task: Task) -> str:
@@ -152,16 +152,16 @@ def told_in_optimizer(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        own, known = optimizer(), account()
-        if own is None or known is None or not getattr(own, _STEPPING, False):
+        stepping, facts = optimizer(), account()
+        if stepping is None or facts is None or not getattr(stepping, _STEPPING, False):
             raise
-        raise torch.OutOfMemoryError(known.optimizer_sentence(own, error, device)) from error
+        raise torch.OutOfMemoryError(facts.optimizer_sentence(stepping, error, device)) from error
 
 
 def mark_steps(optimizer: torch.optim.Optimizer) -> None:
     """Lets [`told_in_optimizer`] know when an optimizer steps."""
-    optimizer.register_step_pre_hook(lambda own, *_: setattr(own, _STEPPING, True))
-    optimizer.register_step_post_hook(lambda own, *_: setattr(own, _STEPPING, False))
+    optimizer.register_step_pre_hook(lambda optimizer, *_: setattr(optimizer, _STEPPING, True))
+    optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, _STEPPING, False))
 
 
 def _reason(error: BaseException) -> str:

@@ -56,7 +56,7 @@ class Payload:
         """The outputs of the producer that cross the edge."""
         return list(outputs) if self.outputs is None else [outputs[index] for index in self.outputs]
 
-    def place_tensors(self, tensors: Sequence[Any]) -> list[Any]:
+    def among_outputs(self, tensors: Sequence[Any]) -> list[Any]:
         """All outputs of the producer: the tensors that crossed the edge, and `None` for the others."""
         if self.outputs is None:
             return list(tensors)
@@ -71,9 +71,20 @@ class Payloads:
     Args:
         plan (`ParallelPlan`): The plan.
         spec (`ModelSpec`): The model.
+
+    Raises:
+        `ValueError`:
+            For an edge from a module without features. The planner lets all hidden states of a language model enter a
+            generator, of which it knows no features; a stage hands over features of placeholder tokens only.
     """
 
     def __init__(self, plan: ParallelPlan, spec: ModelSpec):
+        for edge in plan.edges:
+            if not spec.modules[edge.source].features:
+                raise ValueError(
+                    f"`{edge.target}` starts from the hidden states of `{edge.source}`, which has no features to hand "
+                    f"over: such a plan can be predicted, but not run. Leave `{edge.target}` out."
+                )
         self.plan = plan
         self.spec = spec
         self._flow = GradientFlow(plan)

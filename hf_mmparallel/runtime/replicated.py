@@ -50,10 +50,10 @@ def replicated_parameters(
     named = dict(sharded.model.named_parameters())
     result = []
     for ranks in groups.tp_meshes:
-        own = {key for key in stages if ranks in sharded.plan.stage(*key).mesh}
+        own_stages = {key for key in stages if ranks in sharded.plan.stage(*key).mesh}
         modules = {}
         for name, shards in sharded.shards.items():
-            module = next((key[0] for key in shards.stages if key in own), None)
+            module = next((key[0] for key in shards.stages if key in own_stages), None)
             if module is not None and any(all(map(shard.is_on, ranks)) for shard in shards.shards):
                 modules[name] = module
         if modules:

@@ -57,9 +57,9 @@ class StepCheck:
                 "must be the same on all ranks: set `requires_grad` alike, and use one version of each package."
             )
         if differ:
-            own = programs[differ[0] - 2]
+            checksum = programs[differ[0] - 2]
             raise RuntimeError(
-                f"The ranks ordered the tasks of the same step differently ({self._table(own)}). The order "
+                f"The ranks ordered the tasks of the same step differently ({self._table(checksum)}). The order "
                 "follows from predicted times, which processors of different kinds can round differently. Use one "
                 "kind of processor and one version of each package on all hosts."
             )
@@ -76,16 +76,18 @@ class StepCheck:
             )
 
     def _differing(self, values: Sequence[int | None]) -> list[int]:
-        """The places at which ranks have different values; ranks that have `None` there don't count."""
-        own = [_UNKNOWN if value is None else value for value in values]
-        extremes = torch.tensor([own, [value if value == _UNKNOWN else -value for value in own]])
-        most, least = self.world.all_reduce(extremes, "max").tolist()
+        """The positions at which ranks have different values; ranks that have `None` there don't count."""
+        known = [_UNKNOWN if value is None else value for value in values]
+        extremes = torch.tensor([known, [value if value == _UNKNOWN else -value for value in known]])
+        highest, lowest_negated = self.world.all_reduce(extremes, "max").tolist()
         return [
-            place for place, (high, low) in enumerate(zip(most, least, strict=True)) if high not in (_UNKNOWN, -low)
+            position
+            for position, (high, low) in enumerate(zip(highest, lowest_negated, strict=True))
+            if high not in (_UNKNOWN, -low)
         ]
 
     def _table(self, value: int | None) -> str:
         """Rank by rank, the values of those that have one. Collective."""
-        found = self.world.all_gather(value)
-        rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(found) if number is not None)
+        values = self.world.all_gather(value)
+        rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(values) if number is not None)
         return f"checksums: {rows}"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..data.context_tokens import WORDS, BatchKey, ContextSharding
-from ..data.step_dataset import StepBatch
+from ..data.context_tokens import WORDS, ChunkKey, ContextSharding
+from ..data.step_batch import StepData
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey
@@ -27,7 +27,7 @@ class StepInputs:
         spec (`ModelSpec`): The model.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
-        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are sharded over cp ranks.
+        data ([`StepData`]): The step, the inputs of this rank's chunks, and how tokens are sharded over cp ranks.
     """
 
     def __init__(
@@ -37,31 +37,32 @@ class StepInputs:
         spec: ModelSpec,
         stages: Mapping[StageKey, Any],
         groups: Mapping[tuple[int, ...], Any],
-        batch: StepBatch,
+        data: StepData,
     ):
         self.plan = plan
         self.rank = rank
         self.spec = spec
         self.stages = stages
         self.groups = groups
-        self.step = batch.step
-        self._batches = batch.batches
-        self._shardings = batch.shardings
-        self._num_tokens: dict[BatchKey, dict[str, list[int]]] = {}
+        self.step = data.step
+        self._batches = data.batches
+        self._shardings = data.shardings
+        self._num_tokens: dict[ChunkKey, dict[str, list[int]]] = {}
         self._local: dict[tuple, Mapping[str, Any]] = {}
         self._shapes: dict[tuple, list[torch.Size]] = {}
         self._owners: dict[tuple, FeatureOwners] = {}
 
-    def stage(self, task: Task) -> Stage:
+    def planned_stage(self, task: Task) -> Stage:
+        """The stage of a task in the plan: its ranks and layers; `stages` has the layers themselves."""
         return self.plan.stage(*task.stage_key)
 
     def cp_rank(self, task: Task) -> int:
         """The cp rank of this rank in the mesh of a task."""
-        return self.stage(task).cp_rank_of(self.rank)
+        return self.planned_stage(task).cp_rank_of(self.rank)
 
     def tp_group(self, task: Task) -> tuple[int, ...]:
         """The tp group of this rank in the mesh of a task, whose ranks have the same tokens."""
-        return self.stage(task).mesh[self.cp_rank(task)]
+        return self.planned_stage(task).mesh[self.cp_rank(task)]
 
     def is_last(self, task: Task) -> bool:
         """Whether the task's stage is the last one of its replica."""
@@ -78,7 +79,7 @@ class StepInputs:
 
     def whole_batch(self, task: Task) -> Mapping[str, Any]:
         """The inputs of a task of this rank, with the tokens of all cp ranks."""
-        return self._batches[_batch_key(task)]
+        return self._batches[_chunk_key(task)]
 
     def batch(self, task: Task) -> Mapping[str, Any]:
         """The inputs of a task of this rank, with the tokens of its cp rank."""
@@ -86,7 +87,7 @@ class StepInputs:
         if sharding is None:
             return self.whole_batch(task)
         if task.key not in self._local:
-            whole, stage, cp_rank = self.whole_batch(task), self.stage(task), self.cp_rank(task)
+            whole, stage, cp_rank = self.whole_batch(task), self.planned_stage(task), self.cp_rank(task)
             shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]
             shard = sharding.shard(cp_rank, self.groups[shared_by], whole[WORDS].device)
             self._local[task.key] = {**sharding.local(whole, cp_rank), WORDS: shard}
@@ -119,7 +120,7 @@ class StepInputs:
         sharding = self._sharding(task)
         if sharding is not None:
             return sharding.num_tokens
-        key = _batch_key(task)
+        key = _chunk_key(task)
         if key not in self._num_tokens:
             self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec)
         return self._num_tokens[key]
@@ -140,13 +141,13 @@ class StepInputs:
                 self._owners[key] = FeatureOwners(order)
             else:
                 owners = [sharding.owners[feature.modality] for feature in features]
-                self._owners[key] = FeatureOwners(order, owners, self.stage(task).cp_size)
+                self._owners[key] = FeatureOwners(order, owners, self.planned_stage(task).cp_size)
         return self._owners[key]
 
     def _sharding(self, task: Task) -> ContextSharding | None:
         """How the tokens of a task are sharded over its cp ranks; `None` for one cp rank."""
-        return self._shardings.get(_batch_key(task))
+        return self._shardings.get(_chunk_key(task))
 
 
-def _batch_key(task: Task) -> BatchKey:
+def _chunk_key(task: Task) -> ChunkKey:
     return (task.module, task.replica, task.microbatch, task.chunk)

@@ -57,7 +57,7 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, ModuleWork]) -
         task (`Task`): The forward.
         work (`dict[str, ModuleWork]`): Module -> its sums, which grow.
     """
-    if inputs.stage(task).all_ranks[0] != inputs.rank:
+    if inputs.planned_stage(task).all_ranks[0] != inputs.rank:
         return nullcontext()
     sums, spec = work.setdefault(task.module, ModuleWork()), inputs.spec.modules[task.module]
     if task.module != LANGUAGE_MODEL:

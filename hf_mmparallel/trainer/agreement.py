@@ -11,7 +11,8 @@ from transformers import TrainingArguments
 
 from ..data.bad_samples import BadSample, BadSampleError
 from ..data.global_batches import GlobalBatch
-from ..data.step_dataset import StepBatch, StepDataset
+from ..data.step_batch import StepBatch, UnreadableBatch
+from ..data.step_dataset import StepDataset
 from ..world import World
 from .start_checks import check_output_dir
 
@@ -76,16 +77,16 @@ class SampleAgreement:
         self._reported: set[str] = set()
         self._compared: StepDataset | None = None
 
-    def agree(self, batch: StepBatch | None, dataset: StepDataset) -> StepBatch | None:
+    def agree(self, item: StepBatch | UnreadableBatch | None, dataset: StepDataset) -> StepBatch | None:
         """
-        Returns a batch without bad samples, the same on every rank.
+        The step of an item of a loader, without bad samples, the same on every rank.
 
         Collective if `skip`: the ranks combine their bitmaps of bad samples, and while there are any the step is
         planned and read again without them. Collective for streams, whose rows the ranks compare, and for the first
         batch of any other dataset, of which the ranks compare some samples.
 
         Args:
-            batch (`StepBatch` or `None`): Item of the loader, `None` at its end.
+            item ([`StepBatch`], [`UnreadableBatch`] or `None`): Item of the loader, `None` at its end.
             dataset (`StepDataset`): Reads a step again.
 
         Raises:
@@ -93,19 +94,17 @@ class SampleAgreement:
             `RuntimeError`: For streams and datasets that differ.
         """
         if dataset.window is not None:
-            self._compare(batch)
+            self._compare(item)
         elif dataset is not self._compared:
-            self._compare_first(None if batch is None else batch.planned_for, dataset)
+            self._compare_first(None if item is None else item.global_batch, dataset)
             self._compared = dataset
-        if batch is None:
+        if item is None:
             return None
-        if not self.skip:
-            for bad in batch.bad.values():
-                raise bad.error(self.world.rank if self.world.size > 1 else None)
-            return batch
-        while batch_indices := self._bad_batch_indices(batch):
-            reasons = self._exchange(batch)
-            if len(batch_indices) == len(batch.planned_for.samples):
+        if not self.skip and isinstance(item, UnreadableBatch):
+            raise next(iter(item.bad.values())).error(self.world.rank if self.world.size > 1 else None)
+        while self.skip and (batch_indices := self._bad_batch_indices(item)):
+            reasons = self._exchange(item)
+            if len(batch_indices) == len(item.global_batch.samples):
                 raise BadSampleError(
                     f"None of the {len(batch_indices)} samples of a global batch can be read, the first because of: "
                     f"{reasons[batch_indices[0]][1]} Check the files and the collator."
@@ -113,27 +112,29 @@ class SampleAgreement:
             for batch_index in batch_indices:
                 self._report(*reasons[batch_index])
             self.num_skipped += len(batch_indices)
-            batch = dataset.again(batch, batch_indices)
-        return batch
+            item = dataset.again(item, batch_indices)
+        assert isinstance(item, StepBatch)
+        return item
 
-    def _bad_batch_indices(self, batch: StepBatch) -> list[int]:
+    def _bad_batch_indices(self, item: StepBatch | UnreadableBatch) -> list[int]:
         """The batch indices that are bad on any rank."""
-        flags = torch.zeros(len(batch.planned_for.samples), dtype=torch.uint8)
-        flags[list(batch.bad)] = 1
+        flags = torch.zeros(len(item.global_batch.samples), dtype=torch.uint8)
+        flags[list(item.bad)] = 1
         self.world.all_reduce(flags, "max", "comparing which samples can be read")
         return flags.nonzero().flatten().tolist()
 
-    def _compare(self, batch: StepBatch | None) -> None:
-        """Raises `RuntimeError` if the ranks don't read the same rows of a stream."""
-        count = 0 if batch is None else len(batch.planned_for.samples)
-        digest = 0 if batch is None else batch.digest
+    def _compare(self, item: StepBatch | UnreadableBatch | None) -> None:
+        """Raises `RuntimeError` if the ranks don't read the same samples of a stream."""
+        count = 0 if item is None else len(item.global_batch.samples)
+        digest = 0 if item is None or item.stream is None else item.stream.digest
         extremes = torch.tensor([count, -count, digest, -digest])
         self.world.all_reduce(extremes, "max", "comparing samples of the stream")
-        most, least, high, low = extremes.tolist()
-        if (most, high) != (-least, -low):
+        max_count, min_count, max_digest, min_digest = extremes.abs().tolist()
+        if max_count != min_count or max_digest != min_digest:
             raise RuntimeError(
-                f"The ranks read different samples from the stream, {-least} to {most} for this step (checksums from "
-                f"{-low} to {high}). Every rank reads all of it: seed its shuffling, and don't split it by rank."
+                f"The ranks read different samples from the stream, {min_count} to {max_count} for this step "
+                f"(checksums from {min_digest} to {max_digest}). Every rank reads all of it: seed its shuffling, and "
+                "don't split it by rank."
             )
 
     def _compare_first(self, global_batch: GlobalBatch | None, dataset: StepDataset) -> None:
@@ -141,29 +142,29 @@ class SampleAgreement:
         samples = () if global_batch is None else global_batch.samples
         digests = [_UNREAD] * (1 + _NUM_COMPARED)
         digests[0] = zlib.crc32(repr(samples).encode())
-        for place, digest in enumerate(
+        for number, digest in enumerate(
             dataset.digests(global_batch, _NUM_COMPARED) if global_batch is not None else ()
         ):
-            digests[1 + place] = _UNREAD if digest is None else digest
+            digests[1 + number] = _UNREAD if digest is None else digest
         drawn, *columns = zip(*self.world.all_gather(digests, "comparing the first samples"), strict=True)
         if len(set(drawn)) > 1:
             return  # the ranks drew different indices: the check of the step reports it
-        for place, column in enumerate(columns):
+        for number, column in enumerate(columns):
             known = {rank: digest for rank, digest in enumerate(column) if digest != _UNREAD}
             first = next(iter(known), 0)
             other = next((rank for rank, digest in known.items() if digest != known[first]), None)
             if other is not None:
                 raise RuntimeError(
-                    f"Sample {samples[place]} of the {self.name} differs between rank {first} and rank {other}. "
+                    f"Sample {samples[number]} of the {self.name} differs between rank {first} and rank {other}. "
                     "Under a plan several ranks work on one sample, so that all need the same dataset in the same "
                     "order. `train_test_split`, `shuffle` and `random_split` without a seed draw in each process "
                     "anew: give them one (`seed=0`, or a `generator` with a seed), or build the dataset once and load "
                     "it on all ranks."
                 )
 
-    def _exchange(self, batch: StepBatch) -> dict[int, tuple[int, BadSample]]:
+    def _exchange(self, item: StepBatch | UnreadableBatch) -> dict[int, tuple[int, BadSample]]:
         """Batch index -> the first rank that could not read its sample, and the reason."""
-        every = self.world.all_gather(batch.bad, "comparing which samples can be read")
+        every = self.world.all_gather(item.bad, "comparing which samples can be read")
         ranks = reversed(list(enumerate(every)))
         return {batch_index: (rank, bad) for rank, samples in ranks for batch_index, bad in samples.items()}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ..cost.profile import LayerProfile
 from ..data.packing import ATTENTION
 from ..data.randomness import seeded
 from ..modeling import build_model_spec
-from ..modeling.checkpointing import Recomputation, enable_checkpointing
+from ..modeling.checkpointing import Recomputation
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
 from ..plan import (
     LANGUAGE_MODEL,
@@ -37,7 +39,7 @@ from ..plan import (
 from ..plan.plugin import reject_unknown_keys
 from ..planner.possible_sizes import check_context, check_matrices
 from ..profiling.device_detection import device_of_ranks, tf32_is_on
-from ..runtime.engine import ParallelEngine
+from ..runtime.engine import EngineOptions, ParallelEngine
 from ..world import World
 from .arguments import MultimodalTrainingArguments
 from .start_checks import check_model
@@ -76,12 +78,14 @@ def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlug
     spec = build_model_spec(model)
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
+    is_changed = any(module.attn_implementation is not None for module in plugin.modules.values())
     parameters, adapters = dict(model.named_parameters()), adapter_names(spec)
     for name, module in frozen_as_planned(spec, plugin).modules.items():
         for parameter in module.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze).parameters:
             if not parameter.trainable and parameter.name not in adapters:
                 parameters[parameter.name].requires_grad_(False)
-    return build_model_spec(model)
+                is_changed = True
+    return build_model_spec(model) if is_changed else spec
 
 
 def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, Any]:
@@ -293,7 +297,11 @@ def prepare_model(
 
 
 def build_engine(
-    prepared: PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, world: World
+    prepared: PreparedModel,
+    args: MultimodalTrainingArguments,
+    plugin: MultimodalParallelPlugin,
+    world: World,
+    forward_context: Callable[[], AbstractContextManager],
 ) -> tuple[ParallelEngine, int]:
     """
     Prepares this rank's part of a model, in place. Collective.
@@ -303,6 +311,7 @@ def build_engine(
         args (`MultimodalTrainingArguments`): The arguments.
         plugin (`MultimodalParallelPlugin`): The layout.
         world ([`World`]): The ranks.
+        forward_context (`Callable[[], AbstractContextManager]`): Context of each forward, such as autocast.
 
     Returns:
         The engine, and the samples of a global batch.
@@ -314,23 +323,17 @@ def build_engine(
     _check_same_plan(plan, world)
     check_matrices(spec, plan)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
-    engine = ParallelEngine(
-        prepared.model,
-        spec,
-        plan,
-        world,
+    options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
         load=None if source is None else lambda pruned: load_owned(pruned, source, world.device),
         costs=prepared.costs,
+        adapter=prepared.adapter,
+        recomputation=checkpointing_settings(args),
+        forward_context=forward_context,
+        module_settings=plugin.modules,
     )
-    engine.sharded.adapter = prepared.adapter
-    engine.settings = plugin.modules
-    recomputing = {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}
-    for name in recomputing:  # of all layers; the arguments may choose some
-        module = spec.modules[name]
-        enable_checkpointing(engine.module, module.tower, module.stack, checkpointing_settings(args))
-    return engine, global_batch_size
+    return ParallelEngine(prepared.model, spec, plan, world, options), global_batch_size
 
 
 def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:

@@ -52,19 +52,19 @@ class DataProgress:
     The position of a training run in its data.
 
     Args:
-        batch_size (`int`): Samples of a global batch.
+        global_batch_size (`int`): Samples of a global batch.
         folder (`str`, *optional*): The checkpoint that the run goes on from.
     """
 
-    def __init__(self, batch_size: int, folder: str | None = None):
-        self.batch_size = batch_size
+    def __init__(self, global_batch_size: int, folder: str | None = None):
+        self.global_batch_size = global_batch_size
         saved = None if folder is None else DataPosition.load(folder)
         self.position = saved or DataPosition()
         self.resumed_at: tuple[int, int] | None = None
 
     def step(self, global_batch: GlobalBatch) -> None:
         """Advances by the samples of a step."""
-        self.position = self.position.after(global_batch, self.batch_size)
+        self.position = self.position.after(global_batch, self.global_batch_size)
 
     def training_values(self, values: tuple, args: Any, dataloader: DataLoader) -> tuple:
         """

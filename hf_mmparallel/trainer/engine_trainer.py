@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_datasets_available
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
 from ..data.defaults import DefaultCollator
 from ..data.packing import PackingCollator
-from ..data.step_dataset import StepBatch
+from ..data.step_batch import StepBatch
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime.engine import ParallelEngine
@@ -91,8 +91,8 @@ class EngineTrainer(Trainer):
         check_arguments(args)
         check_launcher(args)
         check_trainer(model, given)
+        self.args = args  # for `world`; the stock constructor sets those of its own loop
         with shared_failure("preparing the model"):
-            self.world = World(args.device)
             check_output_folder(args, self.world)
             prepared = build.prepare_model(model, args, plugin, self.world)
             self.model_spec = prepared.spec
@@ -126,8 +126,9 @@ class EngineTrainer(Trainer):
         elif plugin.plan is not None and args.microbatch_assignment is None:
             args = build.arguments_of_plan(args, plugin.plan)
             self.args = build.planned_arguments(args)
-        self.engine, self.global_batch_size = build.build_engine(prepared, args, plugin, self.world)
-        self.engine.executor.forward_context = self._forward_context
+        self.engine, self.global_batch_size = build.build_engine(
+            prepared, args, plugin, self.world, self._forward_context
+        )
         self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")
@@ -144,13 +145,17 @@ class EngineTrainer(Trainer):
             report_search(self.search, Path(self.args.output_dir))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """
+        Refuses a method of the Trainer that is assigned to the instance (`trainer.training_step = ...`) where
+        [`check_overrides`] refuses it in a subclass: a plan would not call it.
+        """
         if vars(self).get("is_planned"):
             check_assignment(type(self), name, value)
         super().__setattr__(name, value)
 
     @functools.cached_property
     def world(self) -> World:
-        """The ranks, which all of them ask for at the same point."""
+        """The ranks. Collective on first access, which under a plan is in the constructor."""
         return World(self.args.device)
 
     @property

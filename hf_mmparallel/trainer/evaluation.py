@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from ..data.context_tokens import WORDS
 from ..data.packing import unpack
-from ..data.step_dataset import StepBatch
+from ..data.step_batch import StepBatch
 from ..modeling.loss import IGNORE_INDEX
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
@@ -76,13 +76,13 @@ def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[
     ]
 
 
-def _mean_losses(rows: list[tuple[int, int, float, float]]) -> list[tuple[float, int]]:
+def _mean_losses(sums_of_ranks: list[tuple[int, int, float, float]]) -> list[tuple[float, int]]:
     """
     (mean loss, samples) of each microbatch, in order, from the sums of its parts; NaN where there is no target, as on
     one process.
     """
     sums: dict[tuple[int, int], list[float]] = {}
-    for batch_index, samples, loss, count in rows:
+    for batch_index, samples, loss, count in sums_of_ranks:
         total = sums.setdefault((batch_index, samples), [0.0, 0.0])
         total[0] += loss
         total[1] += count
@@ -161,14 +161,14 @@ class Evaluator:
             num_samples += len(batch.step.samples)
             gathered = self._step(batch, collector)
             if world.is_first:
-                sums = [row for rank_losses, _ in gathered for row in rank_losses]
+                sums = [entry for rank_losses, _ in gathered for entry in rank_losses]
                 num_targets += sum(count for *_, count in sums)
                 means = _mean_losses(sums)
                 losses += means
                 for loss, count in means:
                     containers["losses"].add(torch.full((count,), loss))
-                microbatches = (row for _, rank_rows in gathered for row in rank_rows)
-                for _, arrays in sorted(microbatches, key=lambda row: row[0]):
+                microbatches = (entry for _, of_rank in gathered for entry in of_rank)
+                for _, arrays in sorted(microbatches, key=lambda entry: entry[0]):
                     for kind, value in arrays.items():
                         if value is not None:
                             containers[kind].add(value)
@@ -197,11 +197,7 @@ class Evaluator:
     def _step(self, batch: StepBatch, collector: _Collector | None) -> list[tuple[list, list]]:
         """Rank -> its losses, see [`_step_losses`], and its collected microbatches; only rank 0 has them."""
         engine = self.engine
-        engine.executor.on_logits = collector
-        try:
-            result = engine.evaluate_step(batch)
-        finally:
-            engine.executor.on_logits = None
+        result = engine.evaluate_step(batch, collector)
         mine = (_step_losses(engine, result.losses), collector.microbatches if collector else [])
         with doing("gathering predictions"):
             gathered = engine.world.gather_tensors(mine)

@@ -14,9 +14,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from ..data.global_batches import GlobalBatchSampler, LengthGroups
-from ..data.measured_batches import MeasuredBatchSampler
+from ..data.measured_batches import MeasuredBatchSampler, MeasuringRanks
 from ..data.media import readers
-from ..data.step_dataset import StepDataset, as_is, keys_of_rank
+from ..data.step_dataset import StepDataset, as_is
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.engine import ParallelEngine
@@ -41,12 +41,12 @@ class TrainingLoader:
 
     Args:
         loader (`DataLoader`): Yields a [`StepBatch`] for each global batch.
-        planner ([`StepPlanner`]): Plans the steps.
+        run_planner ([`StepPlanner`]): Plans the steps as the loader does, for callbacks and errors.
         memory_ratio ([`MemoryRatio`], *optional*): Corrects limits of microbatches by the memory of the first steps.
     """
 
     loader: DataLoader
-    planner: StepPlanner
+    run_planner: StepPlanner
     memory_ratio: MemoryRatio | None
 
 
@@ -57,13 +57,13 @@ class StepLoaders:
     Args:
         context ([`RunContext`]): The run.
         engine ([`ParallelEngine`]): This rank's part of the model.
-        batch_size (`int`): Samples of a global batch.
+        global_batch_size (`int`): Samples of a global batch.
     """
 
-    def __init__(self, context: RunContext, engine: ParallelEngine, batch_size: int):
+    def __init__(self, context: RunContext, engine: ParallelEngine, global_batch_size: int):
         self.context = context
         self.engine = engine
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.args: Any = context.args
 
     def training(
@@ -84,20 +84,24 @@ class StepLoaders:
         check_dataset(dataset)
         dataset = self._windowed(dataset, self.args.dataloader_drop_last)
         order = self._training_order(dataset, sampler_of)
-        global_batches = GlobalBatchSampler(order, self.batch_size, self.args.dataloader_drop_last)
         agreed = self.context.world.from_first_rank(lambda: arrangement)
-        shared = sizes.shared(dataset, self.batch_size)
+        shared = sizes.shared(dataset, self.global_batch_size)
         base = base_planner(self.engine, self.args.per_device_train_batch_size)
-        planner = training_planner(base, self.args, shared.source, agreed)
+        run_planner = training_planner(base, self.args, shared.source, agreed)
         if shared.typical is not None:
-            planner = planner.with_token_limits(shared.typical)
-        memory_ratio, loader_planner = self._memory_ratio(planner, shared, learned), planner
-        if shared.is_measured_by_batch:  # global batches then bring their sizes, and workers need no source of them
+            run_planner = run_planner.with_token_limits(shared.typical)
+        memory_ratio = self._memory_ratio(run_planner, shared, learned)
+        limits_of = None if memory_ratio is None else memory_ratio.limits_of
+        drop_last = self.args.dataloader_drop_last
+        global_batches = GlobalBatchSampler(order, self.global_batch_size, drop_last, limits_of)
+        # Callbacks and errors plan steps of their own with `run_planner`. The loader's is sent to workers: it has no
+        # source of sizes where global batches bring them.
+        loader_planner = run_planner
+        if shared.is_measured_by_batch:
             global_batches = self._sized(dataset, global_batches, shared)
-            loader_planner = replace(planner, sizes=None)
-        if memory_ratio is not None:
-            global_batches.limits_of = memory_ratio.limits_of
-        return TrainingLoader(self._loader(dataset, global_batches, loader_planner, "Training"), planner, memory_ratio)
+            loader_planner = replace(run_planner, sizes=None)
+        loader = self._loader(dataset, global_batches, loader_planner, "Training")
+        return TrainingLoader(loader, run_planner, memory_ratio)
 
     def evaluation(self, dataset: Any, sampler_of: SamplerOf, description: str) -> DataLoader:
         """
@@ -112,8 +116,11 @@ class StepLoaders:
         plan = self.engine.plan
         depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
         size = self.args.per_device_eval_batch_size
-        # With twice as many microbatches as stages the pipeline idles for about a third of the time.
-        count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
+        # A forward pipeline of `depth` stages idles for depth - 1 of the microbatches + depth - 1 turns: with twice as
+        # many microbatches as stages for at most a third of the time. More, as in a training step, waste less; without
+        # backwards none is kept, so that their number costs memory of the host only.
+        num_microbatches = max(2 * depth, plan.num_microbatches)
+        count = size * plan.modules[LANGUAGE_MODEL].dp_size * num_microbatches
         dataset = self._windowed(dataset, drop_last=False)
         if isinstance(dataset, StreamWindow):
             order: Any = StreamSampler(dataset)
@@ -128,7 +135,7 @@ class StepLoaders:
             return StreamSampler(dataset)
         sampler = sampler_of(dataset)
         if isinstance(sampler, LengthGroupedSampler):
-            return LengthGroups(sampler, self.batch_size, self._data_seed)
+            return LengthGroups(sampler, self.global_batch_size, self._data_seed)
         return self._seeded(sampler)
 
     @property
@@ -164,20 +171,23 @@ class StepLoaders:
         return MemoryRatio(planner, sizes.typical, measure, learned)
 
     def _sized(self, dataset: Any, global_batches: GlobalBatchSampler, sizes: SharedSizes) -> MeasuredBatchSampler:
-        """The global batches with their sizes, of which each rank measures a part."""
+        """The global batches with their sizes, of which each rank measures a share."""
         args, engine = self.args, self.engine
+        ranks = MeasuringRanks(
+            engine.rank,
+            engine.plan.world_size,
+            functools.partial(self.context.world.all_gather, activity="exchanging the sizes of samples"),
+            keeps=args.local_process_index == 0,
+        )
         unknown = sizes.median or SampleSizes.uniform(dict.fromkeys(engine.plan.modules, 1), 1)
         return MeasuredBatchSampler(
             global_batches,
             sizes.source,
             dataset,
             unknown,
-            functools.partial(self.context.world.all_gather, what="exchanging the sizes of samples"),
-            engine.rank,
-            engine.plan.world_size,
+            ranks,
             args.dataloader_num_workers,
             args.dataloader_multiprocessing_context,
-            keeps=args.local_process_index == 0,
         )
 
     def _loader(
@@ -188,10 +198,8 @@ class StepLoaders:
         workers = args.dataloader_num_workers
         dataset, collator = self.context.drop_columns(dataset, description)
         modules = readers(dataset, collator, engine.spec, engine.encoder_inputs)
-        keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
         window = dataset if isinstance(dataset, StreamWindow) else None
-        unused, sharder = engine.unused_inputs, engine.sharder
-        steps = StepDataset(modules, keys, args.seed, unused, sharder, planner, engine.rank, window)
+        steps = StepDataset(modules, engine.inputs, args.seed, planner, window)
         order: Any = global_batches
         return DataLoader(
             steps,

@@ -115,7 +115,7 @@ def write_model_card(
     comparison: RunComparison | None = None,
 ) -> None:
     """Adds the plan to the card that the Trainer wrote; writing it again replaces it."""
-    save_layout(folder / "parallel_plan.json", engine.plan, engine.settings)
+    save_layout(folder / "parallel_plan.json", engine.plan, engine.options.module_settings)
     path = folder / "README.md"
     card = ModelCard.load(path)
     card.data["parallel_plan"] = {

@@ -202,13 +202,13 @@ def check_overrides(cls: type, ours: type) -> None:
         `ValueError`: For the first of them, with the reason and what to do instead.
     """
     order = cls.__mro__
-    for place, owner in enumerate(order):
+    for number, owner in enumerate(order):
         if owner in ours.__mro__:
             continue
         for name, entry in METHODS.items():
             if name not in vars(owner) or isinstance(entry, Holds):
                 continue
-            reached = place < order.index(ours)
+            reached = number < order.index(ours)
             if isinstance(entry, NeverCalled) or not reached or not _calls(vars(owner)[name], name):
                 raise ValueError(_refusal(owner, ours, name, entry))
     for name, entry in METHODS.items():

@@ -74,11 +74,11 @@ def sample_tokens(
     batch = collator([dataset[index] for index in indices])
     if "input_ids" not in batch:
         return None
-    rows = count_feature_tokens(batch, spec) if spec.placeholders else {}
+    num_feature_tokens = count_feature_tokens(batch, spec) if spec.placeholders else {}
     tokens = {LANGUAGE_MODEL: max(1, batch["input_ids"].numel() // samples)}  # of a packed row the mean
     for name in spec.encoders:
         modalities = {feature.modality for feature in spec.modules[name].features}
-        tokens[name] = max(1, round(sum(sum(rows[m]) for m in modalities) / samples))
+        tokens[name] = max(1, round(sum(sum(num_feature_tokens[m]) for m in modalities) / samples))
     return tokens
 
 
@@ -102,14 +102,14 @@ def mean_tokens(context: RunContext, dataset: Any) -> dict[str, int] | None:
         raise
 
 
-def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tuple[StepPlanner, StepReport]:
+def predict(engine: ParallelEngine, sizes: TrainingSizes, global_batch_size: int) -> tuple[StepPlanner, StepReport]:
     """
     Simulates a step with a full global batch, as the planner of training steps arranges it.
 
     Args:
         engine ([`ParallelEngine`]): This rank's part of the model.
         sizes ([`TrainingSizes`]): Sizes of the training samples.
-        batch_size (`int`): Samples of a global batch.
+        global_batch_size (`int`): Samples of a global batch.
     """
     context, args = sizes.context, sizes.context.args
     dataset = context.train_dataset
@@ -117,13 +117,13 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tu
         dataset = StreamWindow(dataset, args.seed)
     source = start = None
     if dataset is not None:
-        source, start = sizes.of_rank(dataset), sizes.at_start(dataset, batch_size)
+        source, start = sizes.of_rank(dataset), sizes.at_start(dataset, global_batch_size)
     planner = training_planner(base_planner(engine, args.per_device_train_batch_size), args, source)
     if start is not None:
-        planner = planner.with_token_limits(start.sizes.like_the_mean(batch_size))
-    global_batch = representative_batch(dataset, planner.sizes, batch_size, args)
+        planner = planner.with_token_limits(start.sizes.like_the_mean(global_batch_size))
+    global_batch = representative_batch(dataset, planner.sizes, global_batch_size, args)
     if not global_batch.samples:
-        planner, global_batch = replace(planner, sizes=None), GlobalBatch(tuple(range(batch_size)))
+        planner, global_batch = replace(planner, sizes=None), GlobalBatch(tuple(range(global_batch_size)))
     choice, known = None, None if planner.sizes is None else planner.sizes(global_batch.samples)
     if args.microbatch_assignment is None and known is not None and known.known:
         choice = choose_arrangement(planner, [known])

@@ -110,14 +110,14 @@ class PlanReport:
     Args:
         engine ([`ParallelEngine`]): This rank's part of the model.
         sizes ([`TrainingSizes`]): Sizes of the training samples.
-        batch_size (`int`): Samples of a global batch.
+        global_batch_size (`int`): Samples of a global batch.
         rows ([`RowChoice`]): Whether samples are packed.
         searched (`SampleSizes`, *optional*): Sizes of the samples that the plan was searched for with.
     """
 
     engine: ParallelEngine
     sizes: TrainingSizes
-    batch_size: int
+    global_batch_size: int
     rows: RowChoice
     searched: SampleSizes | None = None
 
@@ -131,7 +131,7 @@ class PlanReport:
         """
         engine, args = self.engine, self.sizes.context.args
         with seeded(args.seed):  # only this rank reads samples here
-            planner, prediction = predict(engine, self.sizes, self.batch_size)
+            planner, prediction = predict(engine, self.sizes, self.global_batch_size)
         console = stderr_console()
         console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
         for line in self.lines(planner, prediction):
@@ -155,7 +155,7 @@ class PlanReport:
         else:
             per_microbatch = f"on average {len(step.samples) / sum(counts):.3g}"
         lines = [
-            f"Global batch of {self.batch_size} samples: {range_text(counts)} microbatches of {per_microbatch} "
+            f"Global batch of {self.global_batch_size} samples: {range_text(counts)} microbatches of {per_microbatch} "
             f"samples on each language-model replica, schedule {plan.schedule}."
         ]
         if cp_size == 1:
@@ -181,7 +181,7 @@ class PlanReport:
         if sizes is None or not sizes.known:
             return
         stability = split_stability(planner.costs, planner.plan, sizes)
-        text = too_small(stability, self.batch_size, "global_batch_size=")
+        text = too_small(stability, self.global_batch_size, "global_batch_size=")
         if text is not None:
             logger.warning(text)
 
@@ -191,7 +191,7 @@ class PlanReport:
         if planner.sizes is None or is_stream(context.train_dataset):
             return None
         with seeded(context.args.seed):  # only this rank reads samples here
-            count = max(self.batch_size, _PROFILED)
+            count = max(self.global_batch_size, _PROFILED)
             global_batch = representative_batch(context.train_dataset, planner.sizes, count, context.args)
             return planner.sizes(global_batch.samples) if global_batch.samples else None
 
@@ -213,11 +213,12 @@ def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
     """
     replicas = step.microbatches[LANGUAGE_MODEL]
     asked = num_microbatches(len(step.samples), planner.microbatch_size, len(replicas))
-    most = max(len(microbatches) for microbatches in replicas)
-    if 2 * most < asked:
+    max_count = max(len(microbatches) for microbatches in replicas)
+    if 2 * max_count < asked:
         logger.warning(
-            f"`microbatch_assignment={planner.arrangement!r}` makes {most} microbatches or fewer for each replica of "
-            f"the language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. "
-            "It has at most as many as the encoders' work is times that of the largest sample, few where most samples "
+            f"`microbatch_assignment={planner.arrangement!r}` makes {max_count} microbatches or fewer for each "
+            "replica of the language model, where "
+            f"`per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It "
+            "has at most as many as the encoders' work is times that of the largest sample, few where most samples "
             'are text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
         )

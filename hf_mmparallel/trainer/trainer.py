@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ro
 
 from .._files import readable
 from ..callbacks import PredictionCallback
-from ..data.step_dataset import StepBatch
+from ..data.step_batch import StepBatch
 from ..plan import save_layout
 from ..runtime import optimizer_checkpoint
 from ..runtime.atomic import atomic_folder, save_errors, sync_file
@@ -156,12 +156,15 @@ class MultimodalParallelTrainer(EngineTrainer):
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
-        """Its items are steps of all ranks, whose planner the engine gets. Collective."""
-        made = self._loaders.training(
+        """
+        Its items are steps of all ranks. Collective, since ranks exchange sizes of samples; the training steps that
+        follow are planned as this loader plans them.
+        """
+        training = self._loaders.training(
             self._get_train_sampler, self.training_sizes, self._arrangement, self._steps.learned_ratio
         )
-        self._engine.planner, self._steps.memory_ratio = made.planner, made.memory_ratio
-        return made.loader
+        self._steps.use(training)
+        return training.loader
 
     @planned
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -328,7 +331,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         if processor is not None:
             processor.save_pretrained(output_dir)
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
-        save_layout(Path(output_dir) / SAVED_PLAN, self._engine.plan, self._engine.settings)
+        save_layout(Path(output_dir) / SAVED_PLAN, self._engine.plan, self._engine.options.module_settings)
 
     @planned
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -405,7 +408,7 @@ class MultimodalParallelTrainer(EngineTrainer):
             if model is not None or not build.restore_renamed(self.model, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        warn_of_other_settings(resume_from_checkpoint, engine.settings)
+        warn_of_other_settings(resume_from_checkpoint, engine.options.module_settings)
         with shared_failure("loading the weights"):
             if not os.path.isdir(resume_from_checkpoint):
                 raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")

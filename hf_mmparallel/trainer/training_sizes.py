@@ -102,20 +102,20 @@ class TrainingSizes:
             measured.with_layers = source, source.with_layers(self._layers(dataset, source))
         return measured.with_layers[1]
 
-    def at_start(self, dataset: Any, batch_size: int) -> StartSizes | None:
+    def at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
         """
         Sizes that this rank alone measures before the first step; `None` where they are unknown.
 
         Args:
             dataset: The training dataset, or the window of a stream.
-            batch_size (`int`): Samples of a global batch.
+            global_batch_size (`int`): Samples of a global batch.
         """
         if self.measured.start is None or self.measured.start[0] is not dataset:
             with seeded(self.context.args.seed):  # only this rank reads samples here
-                self.measured.start = dataset, self._at_start(dataset, batch_size)
+                self.measured.start = dataset, self._at_start(dataset, global_batch_size)
         return self.measured.start[1]
 
-    def _at_start(self, dataset: Any, batch_size: int) -> StartSizes | None:
+    def _at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
         source = self.of_rank(dataset)
         if source is None:
             return None
@@ -126,14 +126,14 @@ class TrainingSizes:
             if isinstance(source, StreamSizes):
                 dataset, count = copy.copy(source.window), _STREAMED  # training reads the stream itself
                 source = source.of_window(dataset)
-            global_batch = representative_batch(dataset, source, max(count, batch_size), self.context.args)
+            global_batch = representative_batch(dataset, source, max(count, global_batch_size), self.context.args)
             readable = _readable(source, global_batch.samples, skip=True)
             if not readable:
                 return None
             result = StartSizes(source(readable), False)
         return result if result.sizes.known and result.sizes.num_samples else None
 
-    def shared(self, dataset: Any, batch_size: int) -> SharedSizes:
+    def shared(self, dataset: Any, global_batch_size: int) -> SharedSizes:
         """
         Sizes that are equal on all ranks. Collective.
 
@@ -142,12 +142,12 @@ class TrainingSizes:
 
         Args:
             dataset: The training dataset, or the window of a stream.
-            batch_size (`int`): Samples of a global batch.
+            global_batch_size (`int`): Samples of a global batch.
         """
 
         def find() -> tuple[SharedSizes, dict[str, LayerTokens] | None]:
-            source, start = self.of_rank(dataset), self.at_start(dataset, batch_size)
-            typical = None if start is None else start.sizes.like_the_mean(batch_size)
+            source, start = self.of_rank(dataset), self.at_start(dataset, global_batch_size)
+            typical = None if start is None else start.sizes.like_the_mean(global_batch_size)
             median = None if start is None else median_of(start.sizes, LANGUAGE_MODEL)
             local = source is not None and not source.is_table
             layers = self.measured.layers if local else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ..data.step_dataset import StepBatch, StepDataset
+from ..data.step_batch import StepBatch, UnreadableBatch
+from ..data.step_dataset import StepDataset
 from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine, StepTotals
 from ..world import ACTIVITY, shared_failure
@@ -16,6 +16,7 @@ from .agreement import SampleAgreement, TargetCount
 from .arguments import MultimodalTrainingArguments
 from .data_progress import DataProgress
 from .finite import FiniteCheck
+from .loaders import TrainingLoader
 from .memory_ratio import Mark, MemoryRatio
 from .oversized_samples import LimitWatch
 
@@ -27,32 +28,37 @@ class TrainingSteps:
     Args:
         engine ([`ParallelEngine`]): This rank's part of the model.
         args ([`MultimodalTrainingArguments`]): The arguments.
-        batch_size (`int`): Samples of a global batch.
+        global_batch_size (`int`): Samples of a global batch.
 
     Attributes:
         samples ([`SampleAgreement`]): Leaves out samples that can't be read.
         finite ([`FiniteCheck`]): Warns of losses and gradients that are not finite.
         limits ([`LimitWatch`]): Warns of samples above the limits of microbatches.
-        memory_ratio ([`MemoryRatio`], *optional*): With `memory_limit_gib="auto"`; set with the loader.
+        memory_ratio ([`MemoryRatio`], *optional*): With `memory_limit_gib="auto"`; of the loader in use.
         progress ([`DataProgress`]): Position of the run in its data.
         totals ([`StepTotals`]): Sums of the last step over all ranks.
     """
 
-    def __init__(self, engine: ParallelEngine, args: MultimodalTrainingArguments, batch_size: int):
+    def __init__(self, engine: ParallelEngine, args: MultimodalTrainingArguments, global_batch_size: int):
         self.engine = engine
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
         self.samples = SampleAgreement(args.on_bad_sample == "skip", engine.world, "training dataset")
         self.finite = FiniteCheck(args.logging_nan_inf_filter)
         self.memory_ratio: MemoryRatio | None = None
-        self.progress = DataProgress(batch_size)
+        self.progress = DataProgress(global_batch_size)
         self.totals = StepTotals(0.0, 0, 0, 0)
         self._targets = TargetCount()
         self.limits = LimitWatch()
 
     def begin(self, checkpoint: str | None) -> None:
         """Sets the position in the data to that of a checkpoint, or to the start. Collective."""
-        self.progress = self.engine.world.raise_together(lambda: DataProgress(self.batch_size, checkpoint))
+        self.progress = self.engine.world.raise_together(lambda: DataProgress(self.global_batch_size, checkpoint))
         self.samples.num_skipped = self.progress.position.num_skipped
+
+    def use(self, training: TrainingLoader) -> None:
+        """Lets the steps that follow be those of a loader, for callbacks, errors and the memory ratio."""
+        self.engine.plan_steps_with(training.run_planner)
+        self.memory_ratio = training.memory_ratio
 
     @property
     def learned_ratio(self) -> Mark | None:
@@ -60,12 +66,12 @@ class TrainingSteps:
         learned = self.progress.position.memory_ratio
         return None if learned is None else (learned[0], learned[1], learned[2])
 
-    def read(self, batches: Iterator[StepBatch], dataset: StepDataset, step: int) -> StepBatch | None:
+    def read(self, items: Iterator[StepBatch | UnreadableBatch], dataset: StepDataset, step: int) -> StepBatch | None:
         """
         Reads the next global batch, without samples that can't be read. Collective.
 
         Args:
-            batches (`Iterator[StepBatch]`): The batches of the training loader.
+            items (`Iterator[StepBatch | UnreadableBatch]`): The items of the training loader.
             dataset (`StepDataset`): The dataset of the loader, which reads a batch again.
             step (`int`): Number of the step.
 
@@ -75,13 +81,12 @@ class TrainingSteps:
         ACTIVITY.step = step
         engine = self.engine
         with shared_failure("reading samples"):
-            engine.asked_s = time.perf_counter()
-            batch = next(batches, None)
-            engine.data_ms = 1e3 * (time.perf_counter() - engine.asked_s)
-            batch = self.samples.agree(batch, dataset)
+            with engine.waiting_for_data():
+                item = next(items, None)
+            batch = self.samples.agree(item, dataset)
         if batch is None:
             return None
-        self.progress.step(batch.planned_for)
+        self.progress.step(batch.global_batch)
         if engine.planner is not None and engine.planner.arrangement in KEEPING_LIMITS:
             self.limits.saw(batch.step, batch.workloads)
         return batch

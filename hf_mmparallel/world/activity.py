@@ -30,8 +30,8 @@ class Activity:
         self.count += 1
 
     def __str__(self) -> str:
-        place = "" if self.step is None else f"step {self.step}: "
-        return f"{place}{self.doing}{', waiting for other ranks' if self.waits else ''}"
+        step = "" if self.step is None else f"step {self.step}: "
+        return f"{step}{self.doing}{', waiting for other ranks' if self.waits else ''}"
 
 
 ACTIVITY = Activity()
@@ -39,9 +39,9 @@ ACTIVITY = Activity()
 
 
 @contextlib.contextmanager
-def doing(what: str, waits: bool = False) -> Iterator[None]:
+def doing(activity: str, waits: bool = False) -> Iterator[None]:
     """Sets the activity for the duration of a block, and restores the previous one."""
     before = ACTIVITY.doing, ACTIVITY.waits
-    ACTIVITY.now(what, waits)
+    ACTIVITY.now(activity, waits)
     yield
     ACTIVITY.now(*before)

@@ -33,7 +33,7 @@ def failure_sentence(rank: int, error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def shared_failure(what: str) -> Iterator[None]:
+def shared_failure(activity: str) -> Iterator[None]:
     """
     A block that all ranks run, in which all ranks report the first failure of any of them.
 
@@ -43,17 +43,17 @@ def shared_failure(what: str) -> Iterator[None]:
     aborted. Nested blocks only set the activity.
 
     Args:
-        what (`str`): The activity of this rank in the block, shown to other ranks.
+        activity (`str`): The activity of this rank in the block, shown to other ranks.
 
     Raises:
         [`RemoteRankError`]: In place of a lost connection, with its cause as far as it is known.
     """
     watcher = None if _watchers else _make_watcher()
     if watcher is None:
-        with doing(what):
+        with doing(activity):
             yield
         return
-    ACTIVITY.now(what)
+    ACTIVITY.now(activity)
     with _report_to_launcher(watcher), _report_to_ranks(watcher):
         yield
 

@@ -124,50 +124,50 @@ class World:
             self._groups.append(group)
         return group
 
-    # Values can be any object that can be pickled. `what` is the purpose of a collective, which watchers show; the
+    # Values can be any object that can be pickled. `activity` is the purpose of a collective, which watchers show; the
     # current activity by default.
 
-    def barrier(self, what: str | None = None) -> None:
+    def barrier(self, activity: str | None = None) -> None:
         """Waits for the other ranks."""
         if not self._is_alone:
-            with _waiting(what):
+            with _waiting(activity):
                 dist.barrier(self.host_group)
 
-    def all_gather(self, value: T, what: str | None = None) -> list[T]:
+    def all_gather(self, value: T, activity: str | None = None) -> list[T]:
         """The value of every rank."""
         values = [value] * self.size
         if self.size > 1:
-            with _waiting(what):
+            with _waiting(activity):
                 dist.all_gather_object(values, value, group=self.host_group)
         return values
 
-    def gather(self, value: T, what: str | None = None) -> list[T] | None:
+    def gather(self, value: T, activity: str | None = None) -> list[T] | None:
         """The value of every rank, on the first rank; `None` on the others."""
         if self._is_alone:
             return [value]
         values: Any = [None] * self.size if self.is_first else None
-        with _waiting(what):
+        with _waiting(activity):
             dist.gather_object(value, values, self.processes[0], group=self.host_group)
         return values
 
-    def broadcast(self, value: T, what: str | None = None) -> T:
+    def broadcast(self, value: T, activity: str | None = None) -> T:
         """The value of the first rank, on all ranks. The argument of the other ranks is ignored."""
         if self._is_alone:
             return value
         values = [value]
-        with _waiting(what):
+        with _waiting(activity):
             dist.broadcast_object_list(values, self.processes[0], group=self.host_group, device=CPU)
         return values[0]
 
     # Tensors
 
     def all_reduce(
-        self, tensor: torch.Tensor, operation: Literal["sum", "max"] = "sum", what: str | None = None
+        self, tensor: torch.Tensor, operation: Literal["sum", "max"] = "sum", activity: str | None = None
     ) -> torch.Tensor:
         """Reduces a tensor over all ranks in place, on its device, and returns it."""
         if not self._is_alone:
             group = self.host_group if tensor.device.type == "cpu" else self.group
-            with _waiting(what):
+            with _waiting(activity):
                 dist.all_reduce(tensor, _OPERATIONS[operation], group=group)
         return tensor
 
@@ -280,7 +280,7 @@ class World:
             raise remote_error
         return value
 
-    def wait_for_first_rank(self, what: str | None = None) -> None:
+    def wait_for_first_rank(self, activity: str | None = None) -> None:
         """
         Waits until the first rank has called this method, without the time limit that collectives have. Waiting ranks
         poll the store, and raise if the first rank fails or dies. Collective.
@@ -292,7 +292,7 @@ class World:
             return
         longest = max(_POLL_S, self.size / _POLLS_PER_S)
         pause = _POLL_S / 16
-        with _waiting(what):
+        with _waiting(activity):
             while not self._store.check([key]):
                 check_rank_lives(self.processes[0])
                 time.sleep(pause)
@@ -307,9 +307,9 @@ class _SentTensor:
     dtype: torch.dtype
 
 
-def _waiting(what: str | None) -> AbstractContextManager[None]:
-    """Sets the activity to waiting, for `what` or within the current activity."""
-    return doing(ACTIVITY.doing if what is None else what, waits=True)
+def _waiting(activity: str | None) -> AbstractContextManager[None]:
+    """Sets the activity to waiting, for `activity` or within the current activity."""
+    return doing(ACTIVITY.doing if activity is None else activity, waits=True)
 
 
 def _default_store() -> Any:

@@ -1,7 +1,6 @@
 """Samples that can't be read: who finds them, what is said of them, and that the others are read as ever."""
 
 import errno
-import functools
 import pickle
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.media import readers
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.step_batch import StepBatch, UnreadableBatch
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
@@ -52,7 +52,7 @@ def collate(samples):
 def make(rank, dataset, vision=None, sizes=None):
     readers = {LANGUAGE_MODEL: Reader(dataset, collate), "vision": Reader(vision or dataset, collate)}
     planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, sizes=sizes)
-    return StepDataset(readers, functools.partial(keys_of_rank, PLAN, rank=rank), 0, planner=planner, rank=rank)
+    return StepDataset(readers, RankInputs(PLAN, rank), 0, planner)
 
 
 DRAW = GlobalBatch(tuple(range(20, 32)), 1, 24)
@@ -66,7 +66,7 @@ def test_a_rank_notes_the_samples_that_it_cannot_read_and_says_which_files_they_
     dataset = Files(closed=(21, 27, 30))
     found = [make(rank, dataset).__getitems__(DRAW) for rank in range(PLAN.world_size)]
     assert [sorted(bad_of(batch)) for batch in found] == [[21, 27], [30], [21, 27], [21, 27], [30], [30]]
-    assert all(not batch.batches and not batch.shardings and batch.global_batch is DRAW for batch in found)
+    assert all(isinstance(batch, UnreadableBatch) and batch.global_batch is DRAW for batch in found)
     bad = found[0].bad[1]
     assert (bad.index, bad.file) == (21, "charts/21.png")
     expected = (
@@ -101,8 +101,8 @@ def test_of_a_corrupt_image_the_ranks_of_the_language_model_read_the_header_only
             steps.window = source if isinstance(source, StreamWindow) else None
             found.append(steps.__getitems__(GlobalBatch((0, 1, 2, 3), 0, 4)))
         assert [bad_of(batch) for batch in found] == [{}, {2: (2, "charts/2.png")}, *[{}] * 4]  # rank 1 has an encoder
-        taken = [index for batch in found for key in batch.batches for index in batch.step.chunks[key[:3]][key[3]]]
-        assert 2 in taken
+        read = [batch for batch in found if isinstance(batch, StepBatch)]
+        assert 2 in [index for batch in read for key in batch.batches for index in batch.step.chunks[key[:3]][key[3]]]
 
 
 def test_the_samples_that_a_collator_cannot_take_are_found_one_by_one():
@@ -143,7 +143,7 @@ def failing_sizes(indices):
 def test_a_sample_whose_size_cannot_be_told_is_bad_before_anything_is_read():
     dataset = make(0, [Files()[index] for index in range(40)], sizes=failing_sizes)
     batch = dataset.__getitems__(DRAW)
-    assert bad_of(batch) == {23: (23, "charts/23.png")} and not batch.batches
+    assert bad_of(batch) == {23: (23, "charts/23.png")} and isinstance(batch, UnreadableBatch)
     rest = dataset.__getitems__(DRAW.without(batch.bad))
     assert not rest.bad and 23 not in rest.step.samples
     none = make(0, Files(), sizes=lambda indices: failing_sizes([23, *indices]))

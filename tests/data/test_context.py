@@ -21,7 +21,7 @@ from hf_mmparallel.data.context_tokens import (
     layer_windows,
     shard_row,
 )
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan
 from tests.plan.specs import model_spec
@@ -150,11 +150,10 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
     batches = []
     for rank in range(plan.world_size):
         sharder = pickle.loads(pickle.dumps(sharder_of(plan, rank)))
-        dataset = StepDataset(
-            Reader(samples(8), collate), lambda s, r=rank: keys_of_rank(plan, s, r), 0, sharder=sharder
-        )
+        inputs = RankInputs(plan, rank, sharder=sharder)
+        dataset = StepDataset(Reader(samples(8), collate), inputs, 0)
         batches.append(dataset.read(step))
-        assert batches[-1].batches.keys() == keys_of_rank(plan, step, rank).keys()
+        assert batches[-1].batches.keys() == inputs.chunks(step).keys()
     every = {key: cut for batch in batches for key, cut in batch.shardings.items()}
     assert every.keys() == {(LANGUAGE_MODEL, replica, index, 0) for replica in range(2) for index in range(2)}
     for rank, batch in enumerate(batches):
@@ -169,9 +168,9 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
                 assert batch.shardings.keys() == {(LANGUAGE_MODEL, *place, 0) for place in fed}
 
 
-def test_nothing_is_cut_for_one_row_of_ranks():
+def test_nothing_is_cut_for_one_cp_rank():
     plan = plan_of(tp_size=2)
-    assert sharder_of(plan, 2).keys(contiguous_step(plan, range(4), 2)) == {}
+    assert sharder_of(plan, 2).chunks(contiguous_step(plan, range(4), 2)) == {}
 
 
 def test_sliding_windows_count_in_the_work_of_a_block():

@@ -1,6 +1,5 @@
 """Each module's samples: what it needs, the same as of whole samples, and nothing else decoded."""
 
-import functools
 import pickle
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data import ChatCollator, PackingCollator, PretokenizedCollator
 from hf_mmparallel.data.media import readers
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from tests import tiny
 from tests.plan.specs import model_spec, vision_spec
@@ -263,9 +262,9 @@ def test_a_step_has_the_same_inputs_as_from_whole_samples(chat):
     step = contiguous_step(plan, [2, 0, 3, 1], 2)
     unused = {LANGUAGE_MODEL: frozenset(["pixel_values"])}
     for rank in range(plan.world_size):
-        keys = functools.partial(keys_of_rank, plan, rank=rank)
-        whole = StepDataset(Reader(dataset, chat), keys, 0, unused).read(step)
-        found = StepDataset(readers(dataset, chat, model, VISION), keys, 0, unused).read(step)
+        inputs = RankInputs(plan, rank, unused)
+        whole = StepDataset(Reader(dataset, chat), inputs, 0).read(step)
+        found = StepDataset(readers(dataset, chat, model, VISION), inputs, 0).read(step)
         assert found.batches.keys() == whole.batches.keys() != set()
         for key, expected in whole.batches.items():
             assert_lacks_only(found.batches[key], expected)

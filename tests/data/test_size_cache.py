@@ -19,7 +19,7 @@ from hf_mmparallel.data import ChatCollator, sample_sizes, size_cache
 from hf_mmparallel.data.global_batches import GlobalBatchSampler
 from hf_mmparallel.data.image_sizes import UnknownSizeError
 from hf_mmparallel.data.layer_tokens import measure_layers
-from hf_mmparallel.data.measured_batches import MeasuredBatchSampler, MeasuredPart
+from hf_mmparallel.data.measured_batches import MeasuredBatchSampler, MeasuredShare, MeasuringRanks
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_cache import SizeCache
 from hf_mmparallel.data.size_sources import LayerTokens, LazySizes
@@ -66,12 +66,13 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_sizes._StoredReader, "__call__", read)
 
 
-def _alone(value: MeasuredPart) -> list[MeasuredPart]:
+def _alone(value: MeasuredShare) -> list[MeasuredShare]:
     return [value]
 
 
 def draws(source: Any, dataset: Any, keeps: bool = True, order: Sequence[int] = range(SAMPLES)) -> list[Any]:
-    sized = MeasuredBatchSampler(GlobalBatchSampler(order, 8), source, dataset, UNKNOWN, _alone, 0, 1, keeps=keeps)
+    ranks = MeasuringRanks(0, 1, _alone, keeps)
+    sized = MeasuredBatchSampler(GlobalBatchSampler(order, 8), source, dataset, UNKNOWN, ranks)
     return list(sized)
 
 

@@ -1,6 +1,5 @@
 """What each rank reads, with which randomness, and how an epoch goes on after a resume."""
 
-import functools
 import pickle
 import random
 from dataclasses import replace
@@ -15,12 +14,12 @@ from torch.utils.data import DataLoader, SequentialSampler
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
+from hf_mmparallel.data.step_batch import StepData
 from hf_mmparallel.data.step_dataset import (
+    RankInputs,
     Reader,
-    StepBatch,
     StepDataset,
     as_is,
-    keys_of_rank,
     seeded,
     stable_seed,
 )
@@ -57,11 +56,10 @@ def collate(samples: list[dict]) -> dict:
 
 def make(plan, rank: int, seed: int = 0) -> StepDataset:
     planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), plan, sync_groups(SPEC, plan), 3)
-    keys = functools.partial(keys_of_rank, plan, rank=rank)
-    return StepDataset(Reader(Noisy(), collate), keys, seed, planner=planner, rank=rank)
+    return StepDataset(Reader(Noisy(), collate), RankInputs(plan, rank), seed, planner)
 
 
-def noise(batch: StepBatch) -> dict[int, tuple]:
+def noise(batch: StepData) -> dict[int, tuple]:
     """Dataset index -> what was drawn when it was read."""
     pairs = [zip(b["index"], b["noise"], strict=True) for b in batch.batches.values()]
     return {index: drawn for pair in pairs for index, drawn in pair}
@@ -69,7 +67,7 @@ def noise(batch: StepBatch) -> dict[int, tuple]:
 
 def test_keys_are_the_chunks_of_the_stages_of_a_rank():
     step = contiguous_step(PLAN, range(20, 31), 3)
-    keys = [keys_of_rank(PLAN, step, rank) for rank in range(PLAN.world_size)]
+    keys = [RankInputs(PLAN, rank).chunks(step) for rank in range(PLAN.world_size)]
     assert keys[0] == {("vision", 0, 0, 0): (0, 1, 2), ("vision", 0, 1, 0): (6, 7)}
     assert keys[1] == {("vision", 1, 0, 0): (3, 4, 5), ("vision", 1, 1, 0): (8, 9, 10)}
     assert keys[2] == {(LANGUAGE_MODEL, 0, 0, 0): (0, 1, 2), (LANGUAGE_MODEL, 0, 1, 0): (6, 7, 8)}
@@ -231,7 +229,7 @@ def test_a_resumed_epoch_goes_on_at_its_step(skipped):
 def test_pinning_keeps_what_is_no_tensor_and_copies_a_storage_once(monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.numel()) or tensor.clone())
-    batch = StepBatch(
+    batch = StepData(
         contiguous_step(PLAN, range(1), 1),
         {
             ("vision", 0, 0, 0): {"a": torch.arange(6.0).view(2, 3).T, "b": [1]},

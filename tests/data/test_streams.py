@@ -1,6 +1,5 @@
 """Streams through a window: the same samples on every rank and in every worker, decoded only where they are read."""
 
-import functools
 import io
 import itertools
 import pickle
@@ -20,7 +19,7 @@ from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.bad_samples import BadSampleError
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
 from hf_mmparallel.data.sample_sizes import size_source
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
@@ -60,8 +59,7 @@ def collate(samples):
 
 def make(window, rank=0, collator=collate, **settings):
     planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, **settings)
-    keys = functools.partial(keys_of_rank, PLAN, rank=rank)
-    return StepDataset(Reader(window, collator), keys, 0, planner=planner, rank=rank, window=window)
+    return StepDataset(Reader(window, collator), RankInputs(PLAN, rank), 0, planner, window)
 
 
 def draw(start, size=8, epoch=0):
@@ -262,7 +260,7 @@ def test_a_bad_sample_of_a_stream_is_left_out_without_reading_the_stream_again(n
     again = dataset.again(batch, list(batch.bad))
     assert not again.bad and again.step.samples == (4, 6, 7) and again.global_batch.position == 8
     assert sum(len(chunk["size"]) for chunk in again.batches.values()) == 3
-    assert again.digest == batch.digest
+    assert again.stream.digest == batch.stream.digest
 
 
 def test_digests_tell_other_rows_apart():

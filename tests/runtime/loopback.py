@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from hf_mmparallel.data.context_tokens import ContextSharder
 from hf_mmparallel.data.packing import PackingCollator
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
-from hf_mmparallel.runtime.executor import Executor
+from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import context_groups
 from hf_mmparallel.runtime.step_result import StepResult
 from hf_mmparallel.runtime.transport import Handle, Transport
@@ -238,14 +238,14 @@ def run_loopback(
             prepare_stages(own, spec, plan, rank),
             transport(rank, world),
             {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
-            lambda logits, labels, shifted: token_loss(own, logits, labels, shifted=shifted),
+            StepFunctions(lambda logits, labels, shifted: token_loss(own, logits, labels, shifted=shifted)),
             torch.device("cpu"),
         )
         media = frozenset(
             name for part in module_parts(own).values() for m in part.modalities for name in part.input_names(m)
         )
         sharder = ContextSharder(plan, rank, spec.placeholders, media)
-        source = StepDataset(Reader(dataset, collator), lambda s: keys_of_rank(plan, s, rank), 0, sharder=sharder)
+        source = StepDataset(Reader(dataset, collator), RankInputs(plan, rank, sharder=sharder), 0)
         batch = source.read(step)
         with torch.set_grad_enabled(training):
             return executor.run(program, batch)

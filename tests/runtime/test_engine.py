@@ -95,12 +95,11 @@ def train_rank(
     spec = build_model_spec(model)
     plan = plan_for_model(MultimodalParallelPlugin(modules, schedule), spec, dist.get_world_size())
     engine = ParallelEngine(model, spec, plan, World())
-    batch = StepDataset(Reader(dataset, collator), engine.keys, 0).read(contiguous_step(plan, range(size), 3))
+    batch = StepDataset(Reader(dataset, collator), engine.inputs, 0).read(contiguous_step(plan, range(size), 3))
     batch = with_program(engine, batch)
-    assert batch.program is not None
     totals = engine.train_step(batch, 0)
     norm = float(engine.gradient_norm())
-    held = {n: p for n, p in engine.module.named_parameters() if n in engine.shards and p.requires_grad}
+    held = {n: p for n, p in engine.model.named_parameters() if n in engine.shards and p.requires_grad}
     mine = {name for name in held if engine.shards[name].on_rank(engine.rank)}
     gradients = {name: whole(p.grad).clone() for name, p in held.items() if name in mine and p.grad is not None}
     clipped = float(engine.clip(norm / 2))

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from hf_mmparallel.plan import SyncGroup
-from hf_mmparallel.runtime import gradients
+from hf_mmparallel.runtime import optimizer_slices
 from hf_mmparallel.runtime.gradients import (
     GradientSync,
     accumulate_in_float32,
@@ -19,6 +21,7 @@ from hf_mmparallel.runtime.gradients import (
     round_gradients,
     scale_gradients,
 )
+from hf_mmparallel.runtime.optimizer_slices import FlatSlice, OptimizerSlices, by_slice
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
@@ -43,7 +46,7 @@ def sum_rank() -> tuple[dict[str, Any], list[float]]:
     both = (1, 2)
     groups = [SyncGroup(both, ("a", "half", "unused"), ()), SyncGroup(both, ("b",), ())]
     made = dist.new_group(list(both))
-    sync = GradientSync(groups, own, rank, {both: made})
+    sync = GradientSync(groups, own, rank, {both: made}, OptimizerSlices(groups, own, rank, {}))
     if rank:
         sync.start(0)
         sync.start(1)
@@ -91,6 +94,63 @@ def test_small_gradients_do_not_vanish_in_the_norm():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1e-25)
     assert float(gradient_norm([parameter], World())) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_every_element_is_in_one_slice(numel, num_slices):
+    tensor = torch.arange(float(numel))
+    slices = [FlatSlice(index, num_slices, None).of(tensor) for index in range(num_slices)]
+    assert torch.equal(torch.cat(slices), tensor)
+    length = FlatSlice(0, num_slices, None).length(numel)
+    rows = by_slice([tensor, tensor.view(1, -1)], num_slices)
+    assert rows.shape == (num_slices, 2 * length)
+    for row, values in zip(rows, slices, strict=True):
+        for column in row.split(length):
+            assert torch.equal(column[: len(values)], values) and not column[len(values) :].any()
+
+
+def sharded_rank(shard_size: int) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Sums that end in slices, weights gathered after a step in which each rank adds 1, and the norm."""
+    rank, names = dist.get_rank(), ("a", "half", "unused", "b")
+    own = {name: nn.Parameter(torch.zeros(2, 3)) for name in names}
+    own["half"] = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    accumulate_in_float32(own.values())
+    own["a"].grad = torch.arange(6.0).view(2, 3) * 10**rank
+    if rank == 3:
+        own["half"].grad = torch.arange(5.0)
+    if rank < 2:
+        own["b"].grad = torch.ones(2, 3)
+    group = SyncGroup((0, 1, 2, 3), names, (), shard_size)
+    made = {ranks: dist.new_group(list(ranks)) for ranks in (group.ranks, *group.shard_groups, *group.replica_groups)}
+    slices = OptimizerSlices([group], own, rank, made)
+    sync = GradientSync([group], own, rank, made, slices)
+    sync.start(0)
+    sync.finish()
+    assert all(parameter.grad is None for parameter in own.values())
+    updated = {name: slices.updated(parameter) for name, parameter in own.items()}
+    sums = {name: None if p.grad is None else p.grad.tolist() for name, p in updated.items()}
+    counted = list(updated.values()) if rank < shard_size else []
+    norm = float(gradient_norm(counted, World()))
+    with torch.no_grad():
+        for parameter in updated.values():
+            parameter += 1 + rank % shard_size
+    slices.gather_weights()
+    return sums, {name: parameter.flatten().tolist() for name, parameter in own.items()}, norm
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("shard_size", [2, 4])
+def test_sums_end_in_slices_and_weights_are_gathered_from_them(shard_size):
+    sums = {"a": [0, 1111, 2222, 3333, 4444, 5555], "half": [0, 1, 2, 3, 4], "unused": None, "b": [2] * 6}
+    norm = sum(value * value for values in sums.values() for value in values or ()) ** 0.5
+    for rank, (mine, weights, found) in enumerate(run_distributed(sharded_rank, 4, shard_size)):
+        index = rank % shard_size
+        for name, values in sums.items():
+            length = -(-len(weights[name]) // shard_size)
+            cut = slice(index * length, (index + 1) * length)
+            assert mine[name] == (None if values is None else values[cut])
+            assert weights[name] == [1 + place // length for place in range(len(weights[name]))]
+        assert found == pytest.approx(norm)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9])
@@ -142,7 +202,7 @@ def test_half_precision_gradients_add_up_in_float32_and_are_rounded_once():
 def buckets_rank() -> list[list[float] | None]:
     """Sums of parameters that are smaller than a bucket, fill one, and are larger; the last is unused."""
     rank = dist.get_rank()
-    gradients.GRADIENT_BUCKET_BYTES = 64
+    optimizer_slices.GRADIENT_BUCKET_BYTES = 64
     sizes = (3, 5, 40, 16, 1, 2)
     own = {str(i): nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for i, size in enumerate(sizes)}
     own["3"] = nn.Parameter(torch.zeros(4, 4).double())
@@ -150,7 +210,9 @@ def buckets_rank() -> list[list[float] | None]:
     for i, parameter in enumerate(own.values()):
         if i != rank and i != len(own) - 1:
             parameter.grad = torch.full_like(parameter, 10.0**rank * (i + 1), dtype=parameter.grad_dtype)
-    sync = GradientSync([SyncGroup((0, 1), tuple(own), ())], own, rank, {(0, 1): dist.group.WORLD})
+    groups = [SyncGroup((0, 1), tuple(own), ())]
+    slices = OptimizerSlices(groups, own, rank, {})
+    sync = GradientSync(groups, own, rank, {(0, 1): dist.group.WORLD}, slices)
     sync.start(0)
     sync.finish()
     scale_gradients(list(own.values()), 0.5)

@@ -13,7 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.data.context_tokens import ContextSharder
-from hf_mmparallel.data.step_dataset import StepBatch, keys_of_rank
+from hf_mmparallel.data.step_batch import StepData
+from hf_mmparallel.data.step_dataset import RankInputs
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -30,7 +31,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.runtime import message_queues
-from hf_mmparallel.runtime.executor import Executor
+from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import ProcessGroups
 from hf_mmparallel.runtime.transport import DistributedTransport, Transport
 from hf_mmparallel.schedule import Program, build_program
@@ -189,23 +190,23 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
     sharder = ContextSharder(case.plan, rank, PLACEHOLDERS, frozenset())
     batches = {
         key: {"batch_indices": batch_indices, **case.packed(batch_indices)}
-        for key, batch_indices in keys_of_rank(case.plan, case.step, rank).items()
+        for key, batch_indices in RankInputs(case.plan, rank).chunks(case.step).items()
     }
-    cuts = {key: sharder(case.packed(batch_indices)) for key, batch_indices in sharder.keys(case.step).items()}
+    cuts = {key: sharder(case.packed(batch_indices)) for key, batch_indices in sharder.chunks(case.step).items()}
     executor = Executor(
         case.plan,
         case.spec,
         stages,
         transport,
         groups,
-        lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
+        StepFunctions(lambda logits, labels, shifted: (logits.sum(), torch.tensor(1))),
         torch.device("cpu"),
     )
-    result = executor.run(case.program, StepBatch(case.step, batches, cuts))
+    result = executor.run(case.program, StepData(case.step, batches, cuts))
     loss = sum(
         float(loss)
         for task, (loss, _) in result.losses.items()
-        if rank in [row[0] for row in case.plan.stage(*task.stage_key).mesh]
+        if rank in [tp_group[0] for tp_group in case.plan.stage(*task.stage_key).mesh]
     )
     return loss, seen, {key: leaf.grad for key, leaf in leaves.items()}
 

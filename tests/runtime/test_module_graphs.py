@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_mmparallel.data.context_tokens import ContextSharder
-from hf_mmparallel.data.step_dataset import StepBatch, keys_of_rank
+from hf_mmparallel.data.step_batch import StepData
+from hf_mmparallel.data.step_dataset import RankInputs
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -35,7 +36,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.runtime import message_queues
-from hf_mmparallel.runtime.executor import Executor
+from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.schedule import build_program
 from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
 
@@ -253,12 +254,12 @@ def run_in_threads(case: Case) -> list[tuple[float, dict]]:
             {key: LinearStage(case, key, own) for key, own in leaves.items()},
             world.transport(rank),
             {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
-            lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
+            StepFunctions(lambda logits, labels, shifted: (logits.sum(), torch.tensor(1))),
             torch.device("cpu"),
         )
-        keys = keys_of_rank(case.plan, case.step, rank)
+        keys = RankInputs(case.plan, rank).chunks(case.step)
         batches: dict = {key: case.packed(samples) for key, samples in keys.items() if samples}
-        result = executor.run(program, StepBatch(case.step, batches, cuts))
+        result = executor.run(program, StepData(case.step, batches, cuts))
         led = [
             float(loss)
             for task, (loss, _) in result.losses.items()

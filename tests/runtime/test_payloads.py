@@ -18,6 +18,7 @@ from hf_mmparallel.plan import (
     ParallelPlan,
     ParameterSpec,
     Stage,
+    resolve_plan,
 )
 from hf_mmparallel.runtime.payloads import Payloads, wire_dtype
 from hf_mmparallel.schedule.actions import Message, Task
@@ -106,7 +107,7 @@ def test_a_payload_has_its_ends_its_width_and_the_features_that_enter():
     assert (first.producer_mesh, first.consumer_mesh) == (((9,),), ((10, 11), (12, 13)))
     assert first.outputs == (0, 2) and [feature.modality for feature in first.features or ()] == ["image", "video"]
     assert later.outputs == (1,) and [feature.layer for feature in later.features or ()] == [2]
-    assert first.select_outputs("abc") == ["a", "c"] and first.place_tensors(["a", "c"]) == ["a", None, "c"]
+    assert first.select_outputs("abc") == ["a", "c"] and first.among_outputs(["a", "c"]) == ["a", None, "c"]
     assert first.width == later.width == 10
 
 
@@ -121,7 +122,7 @@ def test_edges_between_encoders_and_behind_the_language_model_are_payloads_like_
 def test_hidden_states_are_all_outputs_in_the_width_of_their_module():
     hidden = Payloads(graph_plan(), graph_spec()).of(act("vision", 0, "vision", 1))
     assert hidden.outputs is None and hidden.features is None and hidden.width == 9
-    assert hidden.select_outputs("ab") == hidden.place_tensors("ab") == ["a", "b"]
+    assert hidden.select_outputs("ab") == hidden.among_outputs("ab") == ["a", "b"]
 
 
 def test_a_gradient_has_the_payload_of_what_it_is_the_gradient_of():
@@ -193,3 +194,13 @@ def test_hidden_states_of_eight_bit_weights_have_the_dtype_of_the_rest(matrices)
     spec = with_dtypes(model_spec(), matrices, "bfloat16")
     stage = ModuleStage(tiny.FAMILIES["llama"](), spec, LANGUAGE_MODEL, (0, spec.language_model.num_layers))
     assert stage.input_dtype == torch.bfloat16
+
+
+def test_a_generator_of_the_planner_is_refused_before_a_step():
+    spec = model_spec()
+    image = replace(spec.modules[LANGUAGE_MODEL], name="image", features=(), parameters=())
+    spec = replace(spec, modules={**spec.modules, "image": image})
+    plan = resolve_plan(spec, {})
+    assert Edge(LANGUAGE_MODEL, "image") in plan.edges
+    with pytest.raises(ValueError, match="`image` starts from the hidden states of `language_model`.*not run"):
+        Payloads(plan, spec)

@@ -54,7 +54,7 @@ def other_costs(training: bool) -> None:
     plan = resolve_plan(spec, {"vision": ModulePlugin(pp_size=2), LM: ModulePlugin(colocate_with="vision")})
     engine = ParallelEngine(model, spec, plan, World())
     reader = Reader(tiny.make_dataset("llava", SAMPLES), tiny.collate("llava"))
-    dataset = StepDataset(reader, engine.keys, 0, planner=OwnCosts(engine, training), rank=engine.rank)  # type: ignore[arg-type]
+    dataset = StepDataset(reader, engine.inputs, 0, OwnCosts(engine, training))  # type: ignore[arg-type]
     batch = dataset.__getitems__(GlobalBatch(tuple(range(SAMPLES)), 0))
     assert batch is not None and set(batch.program.actions) == {engine.rank}
     if training:

@@ -30,8 +30,8 @@ class PlainGraph:
 
 def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> PlainGraph:
     """The tasks and messages of a step."""
-    tasks, place = _forwards(plan, step)
-    links = [(source, target) for module in plan.modules for source, target in _links(plan, step, place, module)]
+    tasks, index_of = _forwards(plan, step)
+    links = [(source, target) for module in plan.modules for source, target in _links(plan, step, index_of, module)]
     sources: list[list[int]] = [[] for _ in tasks]
     for source, target in links:
         sources[target].append(source)
@@ -45,7 +45,7 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Pl
 
     # A backward stands after all that it waits for when the forwards are walked from the last to the first; within a
     # stage the chunks keep their order.
-    predecessors = [tuple(found) for found in sources]
+    predecessors = [tuple(forwards) for forwards in sources]
     forward_links = list(links)
     grads: list[list[int]] = [[] for _ in tasks]
     for source, target in links:
@@ -96,25 +96,25 @@ def chunks_of_replica(step: StepPlan, module: str, replica: int) -> list[list[li
 def _forwards(plan: ParallelPlan, step: StepPlan) -> tuple[list[Task], dict[tuple[str, int, int, int, int], int]]:
     """The forwards of every module in turn, and where the forward of each key is in the list."""
     tasks: list[Task] = []
-    place: dict[tuple[str, int, int, int, int], int] = {}
+    index_of: dict[tuple[str, int, int, int, int], int] = {}
     for name, module in plan.modules.items():
         for replica in module.with_stages:
             num_stages = len(module.replicas[replica])
-            for microbatch, own in enumerate(chunks_of_replica(step, name, replica)):
-                for chunk in range(len(own)):
+            for microbatch, own_chunks in enumerate(chunks_of_replica(step, name, replica)):
+                for chunk in range(len(own_chunks)):
                     for stage in range(num_stages):
                         task = Task("fwd", name, replica, stage, microbatch, chunk)
-                        place[task.key] = len(tasks)
+                        index_of[task.key] = len(tasks)
                         tasks.append(task)
-    return tasks, place
+    return tasks, index_of
 
 
 def _links(
-    plan: ParallelPlan, step: StepPlan, place: dict[tuple[str, int, int, int, int], int], name: str
+    plan: ParallelPlan, step: StepPlan, index_of: dict[tuple[str, int, int, int, int], int], name: str
 ) -> list[tuple[int, int]]:
     """Which forwards of module `name` feed which forwards, in this module and behind its edges."""
     edges = [edge for edge in plan.edges if edge.source == name]
-    takers: dict[tuple[str, int], tuple[int, int, int]] = {}
+    consumers: dict[tuple[str, int], tuple[int, int, int]] = {}
     entries = {}
     for edge in edges:
         for replica in step.replicas(edge.target):
@@ -122,22 +122,22 @@ def _links(
             for microbatch, chunks in enumerate(chunks_of_replica(step, edge.target, replica)):
                 for chunk, batch_indices in enumerate(chunks):
                     for batch_index in batch_indices:
-                        takers[edge.target, batch_index] = (replica, microbatch, chunk)
+                        consumers[edge.target, batch_index] = (replica, microbatch, chunk)
     links = []
     for replica in plan.modules[name].with_stages:
         last = len(plan.modules[name].replicas[replica]) - 1
         for microbatch, chunks in enumerate(chunks_of_replica(step, name, replica)):
             for chunk, batch_indices in enumerate(chunks):
-                first = place[name, replica, 0, microbatch, chunk]
+                first = index_of[name, replica, 0, microbatch, chunk]
                 links.extend((first + stage, first + stage + 1) for stage in range(last))
                 for edge in edges:
-                    found = {
-                        takers[edge.target, batch_index]
+                    consuming = {
+                        consumers[edge.target, batch_index]
                         for batch_index in batch_indices
-                        if (edge.target, batch_index) in takers
+                        if (edge.target, batch_index) in consumers
                     }
-                    for target_replica, target_microbatch, target_chunk in sorted(found):
-                        start = place[edge.target, target_replica, 0, target_microbatch, target_chunk]
+                    for target_replica, target_microbatch, target_chunk in sorted(consuming):
+                        start = index_of[edge.target, target_replica, 0, target_microbatch, target_chunk]
                         links.extend((first + last, start + stage) for stage in entries[edge.target, target_replica])
     return links
 
@@ -206,10 +206,10 @@ class _Scheduler:
         """Fills the queues: what each task waits for, the backwards of each microbatch, the forwards of each stage."""
         self.backwards_left: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> how many
         count = len(self.tasks)
-        self.missing = [len(found) for found in graph.predecessors]
+        self.missing = [len(waits_for) for waits_for in graph.predecessors]
         self.successors: list[list[int]] = [[] for _ in range(count)]
-        for index, (task, found) in enumerate(zip(self.tasks, graph.predecessors, strict=True)):
-            for other in found:
+        for index, (task, waits_for) in enumerate(zip(self.tasks, graph.predecessors, strict=True)):
+            for other in waits_for:
                 self.successors[other].append(index)
             stage = self.stage_of[index]
             if task.kind == "fwd":
@@ -331,8 +331,8 @@ class _Phases:
         self.of_task = [phases[task.module, task.kind] for task in tasks]
         self.ranks = ranks
         self.left = [[0] * (1 + max(phases.values())) for _ in range(plan.world_size)]
-        for phase, own in zip(self.of_task, ranks, strict=True):
-            for rank in own:
+        for phase, task_ranks in zip(self.of_task, ranks, strict=True):
+            for rank in task_ranks:
                 self.left[rank][phase] += 1
 
     def is_due(self, index: int) -> bool:
@@ -381,12 +381,12 @@ def order_tasks(
 ) -> Timeline:
     """Orders the tasks of a graph."""
     scheduler = _Scheduler(plan, graph, times_ms, max_in_flight)
-    found = scheduler.run()
-    assert found is not None
+    timeline = scheduler.run()
+    assert timeline is not None
     if alternate and scheduler.could_wait:
-        end_ms = max(found.end_ms, default=0.0)
-        found = _Scheduler(plan, graph, times_ms, max_in_flight, True, end_ms).run() or found
-    return found
+        end_ms = max(timeline.end_ms, default=0.0)
+        timeline = _Scheduler(plan, graph, times_ms, max_in_flight, True, end_ms).run() or timeline
+    return timeline
 
 
 def lower(plan: ParallelPlan, graph: PlainGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> Program:
@@ -416,20 +416,20 @@ def lower(plan: ParallelPlan, graph: PlainGraph, timeline: Timeline, groups: Seq
     actions: dict[int, tuple[Action, ...]] = {}
     for rank in range(plan.world_size):
         lanes = _Lanes(incoming[rank], graph, ranks)
-        row: list[Action] = []
+        actions_of_rank: list[Action] = []
         waiting = iter([*syncs[rank], (math.inf, -1)])
         instant, group = next(waiting)
         for index in by_rank[rank]:
             while instant < timeline.started[index]:
-                row.append(Action("sync", index=group))
+                actions_of_rank.append(Action("sync", index=group))
                 instant, group = next(waiting)
-            row.extend(recvs[message] for message in lanes.take(index))
-            row.append(runs[index])
-            row.extend(sends[message] for message in outgoing[index])
+            actions_of_rank.extend(recvs[message] for message in lanes.take(index))
+            actions_of_rank.append(runs[index])
+            actions_of_rank.extend(sends[message] for message in outgoing[index])
         while group >= 0:
-            row.append(Action("sync", index=group))
+            actions_of_rank.append(Action("sync", index=group))
             instant, group = next(waiting)
-        actions[rank] = tuple(row)
+        actions[rank] = tuple(actions_of_rank)
     times = {task: (timeline.start_ms[i], timeline.end_ms[i]) for i, task in enumerate(graph.tasks)}
     return Program(actions, times)
 
@@ -505,9 +505,9 @@ class _Lanes:
     def take(self, target: int) -> list[int]:
         """The messages to post before `target`: its own, and those sent before them in their lanes."""
         result = []
-        for lane, place in self.wanted.get(target, ()):
-            result.extend(self.queues[lane][self.posted[lane] : place + 1])
-            self.posted[lane] = max(self.posted[lane], place + 1)
+        for lane, index in self.wanted.get(target, ()):
+            result.extend(self.queues[lane][self.posted[lane] : index + 1])
+            self.posted[lane] = max(self.posted[lane], index + 1)
         return result
 
 
@@ -525,14 +525,16 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
             }
             behind = 0
             for target in targets:
-                taken = consumer_turns(step, name, replica, target)
-                if not taken:  # nobody waits for what it makes
+                turn_of = consumer_turns(step, name, replica, target)
+                if not turn_of:  # nobody waits for what it makes
                     continue
                 depth = _turns_in_flight(
-                    step, target, np.unique(step.locations[target][0][list(taken)]), max_in_flight
+                    step, target, np.unique(step.locations[target][0][list(turn_of)]), max_in_flight
                 )
-                own = np.fromiter((indices[batch_index] for batch_index in taken), np.int64, len(taken))
-                behind = max(behind, _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth))
+                microbatch_of = np.fromiter((indices[batch_index] for batch_index in turn_of), np.int64, len(turn_of))
+                behind = max(
+                    behind, _most_ahead(microbatch_of, np.fromiter(turn_of.values(), np.int64, len(turn_of)), depth)
+                )
             for index in range(len(stages)):
                 max_in_flight[name, replica, index] = len(stages) - index + behind
     return max_in_flight
@@ -540,19 +542,19 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
 
 def _turns_in_flight(step: StepPlan, target: str, fed: np.ndarray, max_in_flight: Mapping[StageKey, float]) -> int:
     """The most turns that some replicas of `target` have in flight at once."""
-    counts = {taker: len(step.microbatches[target][taker]) for taker in fed.tolist()}
+    counts = {consumer: len(step.microbatches[target][consumer]) for consumer in fed.tolist()}
     turns = max(counts.values())
-    return max(ceil(max_in_flight[target, taker, 0] * turns / count) for taker, count in counts.items())
+    return max(ceil(max_in_flight[target, consumer, 0] * turns / count) for consumer, count in counts.items())
 
 
-def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:
+def _most_ahead(indices: np.ndarray, turns_of_samples: np.ndarray, depth: int) -> int:
     """The most microbatches that a module must be ahead of `depth` microbatches behind it."""
     indices = np.unique(indices, return_inverse=True)[1]  # microbatches without samples have no tasks
-    wanted = np.zeros(takers.max() + 1, dtype=np.int64)  # how many microbatches each taker waits for
-    np.maximum.at(wanted, takers, indices + 1)
+    wanted = np.zeros(turns_of_samples.max() + 1, dtype=np.int64)  # how many microbatches each consumer waits for
+    np.maximum.at(wanted, turns_of_samples, indices + 1)
     wanted = np.maximum.accumulate(wanted)
-    last = np.zeros(indices.max() + 1, dtype=np.int64)  # the taker that the last gradient of each comes from
-    np.maximum.at(last, indices, takers)
+    last = np.zeros(indices.max() + 1, dtype=np.int64)  # the consumer that the last gradient of each comes from
+    np.maximum.at(last, indices, turns_of_samples)
     first = np.arange(len(wanted))
     done = np.searchsorted(np.sort(last), first)
     ahead = wanted[np.minimum(first + depth - 1, len(wanted) - 1)] - done

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,13 +37,20 @@ def text_problem(num_ranks: int, batch: int, tokens: int, dtype: str) -> Plannin
     )
 
 
-def with_less_memory(problem: PlanningProblem, share: float) -> PlanningProblem:
-    """The problem with a part of the memory that the fastest of all layouts needs."""
-    best = brute_force(named(problem)).candidate
+@cache
+def needed_bytes(build: Callable[..., PlanningProblem], *settings: Any) -> float:
+    """Memory that the fastest of all layouts of a problem needs."""
+    problem = named(build(*settings))
+    best = brute_force(problem).candidate
     assert best is not None
-    found = simulated(named(problem), best, 0)
+    found = simulated(problem, best, 0)
     assert found is not None
-    return replace(problem, memory_bytes=share * found.peak_memory_bytes)
+    return found.peak_memory_bytes
+
+
+def with_less_memory(share: float, build: Callable[..., PlanningProblem], *settings: Any) -> PlanningProblem:
+    """The problem of some settings with a part of the memory that the fastest of all layouts needs."""
+    return replace(build(*settings), memory_bytes=share * needed_bytes(build, *settings))
 
 
 def check(problem: PlanningProblem) -> None:
@@ -54,13 +64,13 @@ def check(problem: PlanningProblem) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_ranks, batch, tokens", [(2, 8, 64), (4, 4, 4096), (6, 12, 512)])
 def test_text_models(num_ranks, batch, tokens, dtype, share):
-    check(named(with_less_memory(text_problem(num_ranks, batch, tokens, dtype), share)))
+    check(named(with_less_memory(share, text_problem, num_ranks, batch, tokens, dtype)))
 
 
 @pytest.mark.parametrize("share", [0.6, 0.9])
 @pytest.mark.parametrize("num_ranks, batch, frozen", [(2, 4, ()), (3, 6, ("vision",)), (4, 4, ())])
 def test_multimodal_models(num_ranks, batch, frozen, share):
-    check(named(with_less_memory(problem_of(num_ranks, batch, frozen), share)))
+    check(named(with_less_memory(share, problem_of, num_ranks, batch, frozen)))
 
 
 def test_the_commonest_setup():
@@ -107,9 +117,8 @@ def test_the_chosen_schedule_is_as_fast_as_each_that_is_named():
 @pytest.mark.parametrize("seed", range(2))
 def test_counts_add_up(seed):
     rng = np.random.default_rng(seed)
-    problem = problem_of(int(rng.integers(1, 5)), int(rng.choice([2, 4, 6])), seed=seed)
-    if seed % 2:
-        problem = with_less_memory(problem, 0.7)
+    arguments = int(rng.integers(1, 5)), int(rng.choice([2, 4, 6])), (), seed
+    problem = with_less_memory(0.7, problem_of, *arguments) if seed % 2 else problem_of(*arguments)
     result = search_plans(problem)
     assert 0 < result.num_simulated <= result.num_candidates
     assert result.num_not_simulated >= 0

@@ -2,9 +2,9 @@
 
 import argparse
 import dataclasses
-import os
 
 import torch
+from transformers import TrainingArguments
 
 from tests.trainer import runs
 
@@ -16,8 +16,10 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="file of the logs and the weights")
     parser.add_argument("--output_dir", required=True)
     options = parser.parse_args()
+    args = TrainingArguments(options.output_dir)  # has its ranks and its device from the launcher alone
+    place = f"rank {args.process_index} of {args.world_size}, local {args.local_process_index}, on {args.device.type}"
     run = runs.parallel_run("llava", FOUR_RANKS, evaluate=True, output_dir=options.output_dir)
-    print(f"rank {os.environ['RANK']} trained\n", end="", flush=True)  # one write: the ranks share the stream
+    print(f"{place}: trained\n", end="", flush=True)  # one write: the ranks share the stream
     if run.weights is not None:
         torch.save(dataclasses.asdict(run), options.out)
 

@@ -39,7 +39,7 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.planner.possible_sizes import possible_sizes
 from hf_mmparallel.profiling.device_detection import products_in
-from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.runtime.engine import EngineOptions, ParallelEngine
 from hf_mmparallel.search import options
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
@@ -129,15 +129,15 @@ def run_candidate(family: str, freeze: str, candidate: Candidate) -> dict[str, A
     if candidate.layouts[LANGUAGE_MODEL].cp_size > 1:
         prepare_context(model, problem.spec, None)
         collator = PackingCollator(collator, model)
-    engine = ParallelEngine(model, problem.spec, planner.plan, World(), costs=problem.costs)
+    engine = ParallelEngine(model, problem.spec, planner.plan, World(), EngineOptions(costs=problem.costs))
     dataset = tiny.make_dataset(family, SAMPLES)
-    source = StepDataset(Reader(dataset, collator), engine.keys, 0, sharder=engine.sharder)
+    source = StepDataset(Reader(dataset, collator), engine.inputs, 0)
     planned = planner(GlobalBatch(tuple(range(SAMPLES))))
     batch = source.read(planned.step)
     mark = fingerprint(planned.step, planned.program, batch.shardings)
     batch = replace(batch, program=planned.program, fingerprint=mark)
     totals = engine.train_step(batch, 0)
-    held = {n: p for n, p in engine.module.named_parameters() if n in engine.shards and p.requires_grad}
+    held = {n: p for n, p in engine.model.named_parameters() if n in engine.shards and p.requires_grad}
     mine = [n for n in held if engine.shards[n].on_rank(engine.rank) and held[n].grad is not None]
     gradients = {n: whole(held[n].grad).clone() for n in mine}
     return {"loss": totals.loss, "norm": float(engine.gradient_norm()), "gradients": gradients}

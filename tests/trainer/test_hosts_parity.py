@@ -1,4 +1,4 @@
-"""A script launched over two hosts trains as on one, and ends cleanly on both."""
+"""A script launched by the files of `examples/accelerate_configs` on one host and over two trains and ends cleanly."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _script(folder: Path) -> list[str]:
     return [script, "--out", str(folder / "run.pt"), "--output_dir", str(folder / "trained")]
 
 
-def _ranks(output: str) -> list[int]:
-    return sorted(int(rank) for rank in re.findall(r"rank (\d) trained", output))
+def _places(output: str) -> list[str]:
+    return sorted(re.findall(r"(rank \d.*): trained", output))
 
 
 def _run(folder: Path) -> runs.Run:
@@ -52,7 +52,7 @@ def one_host(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert _ranks(done.stdout) == [0, 1, 2, 3]
+    assert _places(done.stdout) == [f"rank {rank} of 4, local {rank}, on cpu" for rank in range(4)]
     return _run(folder)
 
 
@@ -68,7 +68,8 @@ def test_two_hosts_train_as_one(one_host, tmp_path):
         done = hosts.run([[*launch, str(host), *script] for host in range(2)], timeout=100, env=ENVIRONMENT)
     for host, result in enumerate(done):
         assert result.returncode == 0, result.output
-        assert _ranks(result.output) == [2 * host, 2 * host + 1]
+        places = [f"rank {2 * host + local} of 4, local {local}, on cpu" for local in range(2)]
+        assert _places(result.output) == places
     two = _run(tmp_path / "two")
     runs.assert_same_run(two, one_host, rtol=1e-6, atol=1e-7)
     assert two.metrics["eval_loss"] == pytest.approx(one_host.metrics["eval_loss"], rel=1e-6)

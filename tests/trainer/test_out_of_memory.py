@@ -31,7 +31,7 @@ def full_at(path: str, rank: int, in_backward: bool, evaluate: bool = False) -> 
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore words.")
 
     if dist.get_rank() == rank:
-        module = trainer.engine.module.get_submodule(path)
+        module = trainer.engine.model.get_submodule(path)
         if in_backward:
             module.register_full_backward_hook(full)
         else:

@@ -136,6 +136,8 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, dict[str, Any], int]:
             sizes[name]["dp_size"], ranks[name] = 1, ranks[name] // sizes[name]["dp_size"]
     if sum(ranks.values()) > 8:
         sizes[LM]["tp_size"], ranks[LM] = 1, ranks[LM] // sizes[LM]["tp_size"]
+    for name in (LM, VISION):
+        sizes[name]["zero_stage"] = draw(st.integers(0, 1))
     return family, sum(ranks.values()), sizes, draw(st.integers(1, 5))
 
 

@@ -12,7 +12,7 @@ import torch
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ShardingSettings, resolve_plan
 from tests import tiny
-from tests.distributed import run_distributed
+from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
 
@@ -61,6 +61,39 @@ def test_a_sharded_layout_equals_the_stock_trainer(name: str):
     runs.assert_same_run(ranks[0], reference)
     for rank in ranks:
         assert rank.logs == ranks[0].logs
+
+
+def in_bfloat16(parallel: dict[str, Any], **arguments: Any) -> runs.Run:
+    """A run of weights in bfloat16."""
+    return runs.parallel_run("llava", parallel, model=tiny.FAMILIES["llava"]().bfloat16(), **arguments)
+
+
+def test_weights_in_bfloat16_train_as_without_sharding():
+    sizes = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "tp_size": 2}}
+    sharded = {name: {**module, **ONE} for name, module in sizes.items()}
+    want = run_distributed(in_bfloat16, 6, sizes, **ADAMW)[0]
+    got = run_distributed(in_bfloat16, 6, sharded, **ADAMW)[0]
+    runs.assert_same_run(got, want, rtol=1e-2, atol=1e-3)
+
+
+def test_adapters_train_as_without_sharding():
+    lora = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
+    sizes = {VISION: {"dp_size": 2, "freeze": True}, LM: {"dp_size": 2, "pp_size": 2, **lora}}
+    sharded = {VISION: sizes[VISION], LM: {**sizes[LM], **ONE}}
+    want = run_distributed(runs.parallel_run, 6, "llava", sizes, **ADAMW)[0]
+    got = run_distributed(runs.parallel_run, 6, "llava", sharded, **ADAMW)[0]
+    runs.assert_same_run(got, want)
+
+
+def refused(optim: str) -> None:
+    """Trains under ZeRO with an optimizer."""
+    runs.parallel_run("llama", {LM: {"dp_size": 2, **ONE}}, optim=optim)
+
+
+def test_an_optimizer_whose_update_depends_on_the_shape_is_refused():
+    assert_ranks_raise(
+        refused, 2, "adafactor", match="`transformers.Adafactor` can't be used with `zero_stage` above 0"
+    )
 
 
 def state_bytes(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[int, int]:

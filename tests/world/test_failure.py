@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.step_dataset import Reader, StepBatch, StepDataset
+from hf_mmparallel.data.step_batch import StepBatch
+from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
@@ -42,7 +44,7 @@ def make_engine(modules: dict) -> ParallelEngine:
 
 def read(engine: ParallelEngine, step: StepPlan, dataset: Any) -> StepBatch:
     """The inputs and the program of a step."""
-    return with_program(engine, StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step))
+    return with_program(engine, StepDataset(Reader(dataset, tiny.collate("llava")), engine.inputs, 0).read(step))
 
 
 def fail_at(modules: dict, rank: int, action: int) -> None:
@@ -55,7 +57,7 @@ def fail_at(modules: dict, rank: int, action: int) -> None:
         if engine.rank == rank and len(done) == action + 1:
             raise KeyError(f"no pixels for {task}")
 
-    engine.executor.before_forward = stumble
+    engine.executor.functions = replace(engine.executor.functions, before_forward=stumble)
     dataset = tiny.make_dataset("llava", 12)
     step = contiguous_step(engine.plan, range(12), 2)
     with shared_failure("a block"):
@@ -131,7 +133,7 @@ def end_in_a_step(rank: int, own_store: bool, kill: bool) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError(f"no pixels for {task}")
 
-    engine.executor.before_forward = stumble
+    engine.executor.functions = replace(engine.executor.functions, before_forward=stumble)
     dataset = tiny.make_dataset("llava", 12)
     step = contiguous_step(engine.plan, range(12), 2)
     with shared_failure("a block"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hf_mmparallel
+from hf_mmparallel.data.step_batch import StreamRows
 from hf_mmparallel.trainer.agreement import SampleAgreement
 from hf_mmparallel.world import World, failure, watcher
 from hf_mmparallel.world.activity import ACTIVITY
@@ -200,8 +201,8 @@ def over_nccl() -> tuple[bool, list[str], list[tuple[str, bool]]]:
 
         setattr(dist, name, recorded)
     agreement = SampleAgreement(True, world)
-    batch: Any = type("Batch", (), {"bad": {1: None}, "digest": 7})
-    batch.planned_for = type("GlobalBatch", (), {"samples": [4, 5]})
+    batch: Any = type("Batch", (), {"bad": {1: None}, "stream": StreamRows(7)})
+    batch.global_batch = type("GlobalBatch", (), {"samples": [4, 5]})
     assert agreement._bad_batch_indices(batch) == [1]
     agreement._compare(batch)
     world.all_gather(1)
