@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+from tests import folders
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -12,6 +14,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the few cores of the machine
 
 TIERS = ("distributed", "slow", "gpu", "multi_gpu")
+
+
+def pytest_sessionstart() -> None:
+    """Gives the runs of this session a folder."""
+    folders.start()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,8 +42,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Gives them back to the collector, which takes them apart when Python ends."""
+    """Gives what is imported back to the collector, which takes it apart when Python ends, and removes the folders."""
     gc.unfreeze()
+    folders.finish()
 
 
 def _tier(item: pytest.Item) -> int:

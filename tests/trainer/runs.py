@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
+from tests.folders import run_folder
 
 SAMPLES = 22
 GLOBAL_BATCH = 8
@@ -67,9 +67,7 @@ def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -
     arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
     evaluate = arguments.pop("evaluate", False)
     data: Any = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
-    args = TrainingArguments(
-        output_dir=arguments.pop("output_dir", None) or tempfile.mkdtemp(prefix="run-"), **arguments
-    )
+    args = TrainingArguments(output_dir=arguments.pop("output_dir", None) or run_folder(), **arguments)
     trainer = Trainer(
         model=model, args=args, train_dataset=data, eval_dataset=data[:7], data_collator=tiny.collate(family)
     )
@@ -97,7 +95,7 @@ def make_trainer(
     arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
     extra = {name: arguments.pop(name) for name in ("callbacks", "compute_metrics", "model") if name in arguments}
     data: Any = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
-    output_dir = output_dir or tempfile.mkdtemp(prefix="run-")
+    output_dir = output_dir or run_folder()
     args = MultimodalTrainingArguments(output_dir=output_dir, parallel=parallel, ddp_backend="gloo", **arguments)
     return MultimodalParallelTrainer(
         model=extra.pop("model", None) or tiny.FAMILIES[family](),

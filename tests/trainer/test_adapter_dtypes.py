@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.folders import run_folder
 from tests.trainer import runs
 
 pytestmark = pytest.mark.distributed
@@ -85,7 +85,7 @@ def stock_run(mix: str) -> Result:
     arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH, "bf16": MIXES[mix][0]}
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(output_dir=tempfile.mkdtemp(prefix="run-"), **arguments),
+        args=TrainingArguments(output_dir=run_folder(), **arguments),
         train_dataset=tiny.make_dataset("llava", runs.SAMPLES),
         data_collator=tiny.collate("llava"),
     )

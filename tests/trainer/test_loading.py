@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from transformers import Trainer, TrainingArguments
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
+from tests.folders import run_folder
 
 from . import runs
 
@@ -55,7 +55,7 @@ def make_trainer(dataset: Any, parallel: dict[str, Any] | None = None, **argumen
     """A trainer on data of a test's own."""
     torch.set_num_threads(1)
     arguments = {**runs.COMMON, "global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
-    arguments.setdefault("output_dir", tempfile.mkdtemp(prefix="run-"))
+    arguments.setdefault("output_dir", run_folder())
     args = MultimodalTrainingArguments(parallel=parallel or PLAN, ddp_backend="gloo", **arguments)
     return MultimodalParallelTrainer(tiny.FAMILIES[FAMILY](), args, train_dataset=dataset, data_collator=collate)
 

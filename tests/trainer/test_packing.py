@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hf_mmparallel.trainer import packing_choice as rows
 from hf_mmparallel.trainer.packing_choice import row_choice
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.folders import run_folder
 
 from . import runs
 
@@ -54,7 +54,7 @@ def stock_packed(family: str, **arguments: Any) -> runs.Run:
     collate: Any = tiny.collate(family)
     trainer = Trainer(
         model=model,
-        args=TrainingArguments(output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, **arguments}),
+        args=TrainingArguments(output_dir=run_folder(), **{**runs.COMMON, **arguments}),
         train_dataset=data,
         eval_dataset=data[:7],
         data_collator=PackingCollator(collate, model),
@@ -63,7 +63,7 @@ def stock_packed(family: str, **arguments: Any) -> runs.Run:
 
 
 def our_trainer(family: str, model: Any = None, **arguments: Any) -> MultimodalParallelTrainer:
-    args = MultimodalTrainingArguments(output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, **arguments})
+    args = MultimodalTrainingArguments(output_dir=run_folder(), **{**runs.COMMON, **arguments})
     data: Any = tiny.make_dataset(family, runs.SAMPLES)
     return MultimodalParallelTrainer(
         model=model or tiny.FAMILIES[family](),

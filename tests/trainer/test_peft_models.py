@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.peft_models import is_peft_model, unwrap_peft_model
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
+from tests.folders import run_folder
 from tests.trainer import runs
 
 VISION, LM = "vision", "language_model"
@@ -43,7 +43,7 @@ def adapted(name: str = "default", base: str | None = None, **settings: Any) -> 
 def stock_trainer(model: Any, **arguments: Any) -> Trainer:
     data = tiny.make_dataset("llava", runs.SAMPLES)
     arguments = {**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH, **arguments}
-    output_dir = arguments.pop("output_dir", None) or tempfile.mkdtemp(prefix="run-")
+    output_dir = arguments.pop("output_dir", None) or run_folder()
     return Trainer(
         model=model,
         args=TrainingArguments(output_dir=output_dir, **arguments),
@@ -258,7 +258,7 @@ def test_all_sizes_one_is_the_stock_trainer_for_every_kind():
                 "train_dataset": tiny.make_dataset("llama", 8),
                 "data_collator": tiny.collate("llama"),
             }
-            folder = tempfile.mkdtemp(prefix="run-")
+            folder = run_folder()
             if ours:
                 args = MultimodalTrainingArguments(output_dir=folder, parallel={LM: {}}, **arguments)
                 trainer: Any = MultimodalParallelTrainer(args=args, **given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 from hf_mmparallel.data.randomness import seeded
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
+from tests.folders import run_folder
 from tests.trainer import runs
 
 pytest.importorskip("bitsandbytes")
@@ -58,7 +58,7 @@ def test_adapters_of_quantized_weights_train_as_with_the_stock_trainer(tmp_path:
     tiny.FAMILIES["llama"]().save_pretrained(folder)
     model = by_hand(folder, bits)
     args = TrainingArguments(
-        output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+        output_dir=run_folder(), **{**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH}
     )
     data: Any = tiny.make_dataset("llama", runs.SAMPLES)
     stock = Trainer(model=model, args=args, train_dataset=data, data_collator=tiny.collate("llama"))

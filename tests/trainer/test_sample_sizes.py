@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from datasets import Dataset
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.folders import run_folder
 
 from . import runs
 
@@ -41,7 +41,7 @@ def make_trainer(num_equal: int, data: Any) -> Any:
     torch.set_num_threads(1)
     runs.draw_nothing()
     arguments = {**runs.COMMON, "global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
-    arguments |= {"output_dir": tempfile.mkdtemp(prefix="run-"), "train_sampling_strategy": "sequential"}
+    arguments |= {"output_dir": run_folder(), "train_sampling_strategy": "sequential"}
     args = MultimodalTrainingArguments(parallel=PLAN, ddp_backend="gloo", **arguments)
     return MultimodalParallelTrainer(
         tiny.FAMILIES["llava"](),
