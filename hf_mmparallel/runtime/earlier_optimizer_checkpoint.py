@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..world import World
 from .optimizer_loading import another_optimizer, apply_state, on_host, same_settings
 from .optimizer_names import cant_be_cut, is_rank_local, named_groups, rank_local_suffix
+from .optimizer_slices import slice_of
 
 TENSORS, TABLE = "tensors", "state.json"
 _METADATA = ".metadata"
@@ -131,6 +132,11 @@ def load_earlier_optimizer(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     folder = Path(folder)
+    if any(slice_of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            f"`{folder}` was written by version 0.1, whose optimizer state can't be read with `zero_stage` above 0. "
+            "Resume with `zero_stage=0`, and from the next checkpoint on with any."
+        )
     reader = _Reader(str(folder / TENSORS))
     states, settings = world.raise_together(lambda: _checked_empty_states(optimizer, model, folder, reader))
     tensors = {stored: _plain(value) for state in states.values() for stored, (_, value) in state[0].items()}

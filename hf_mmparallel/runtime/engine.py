@@ -225,7 +225,7 @@ class ParallelEngine(nn.Module):
         self._check_step = StepCheck(
             self.world,
             num_replicas=self.plan.modules[LANGUAGE_MODEL].dp_size,
-            sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
+            sums=stable_seed(*((g.ranks, g.stages, g.parameters, g.shard_size) for g in self.sync_groups)),
             has_shardings=self.inputs.sharder is not None,
         )
 

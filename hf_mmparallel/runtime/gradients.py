@@ -133,7 +133,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:
-        """Starts the sums of the slices of a bucket; what this rank does not update is freed."""
+        """Starts the sums of the slices of a bucket, with which all of its gradients are freed."""
         slices = by_slice(_gradients(bucket), dist.get_world_size(group))
         for parameter in bucket:
             parameter.grad = None

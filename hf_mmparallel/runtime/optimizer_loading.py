@@ -195,7 +195,8 @@ def _state_of(
         if of_rank and stored != key + suffix:
             continue
         if isinstance(value, torch.Tensor):
-            is_cut = suffix and value.numel() > 1 and not of_rank
+            has_values = value.numel() > 1 or (value.shape == whole.shape and key != "step")
+            is_cut = suffix and has_values and not of_rank
             if is_cut and value.shape != whole.shape:
                 raise cant_be_cut(key, name)
             value = _on_rank(value, parameter, is_cut=bool(is_cut), on_host=on_host(key, group))

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..cost import GRADIENT_BUCKET_BYTES
 from ..modeling.dtensors import from_shard, local
 from ..plan import SyncGroup
+from ..world import doing
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,9 @@ class OptimizerSlices:
                 continue
             flat_slice = FlatSlice(shard_group.index(rank), len(shard_group), process_groups[shard_group])
             members = [parameters[name] for name in sync_group.parameters]
+            for member in members:
+                if not local(member).is_contiguous():  # such as a convolution in `channels_last`
+                    member.data = member.data.contiguous()
             self.groups.append((flat_slice, members))
             self.by_parameter.update((member, local_shard(member, flat_slice)) for member in members)
 
@@ -126,6 +130,11 @@ class OptimizerSlices:
     @torch.no_grad()
     def gather_weights(self, *_: Any) -> None:
         """Copies the updated slices of all ranks into the parameters. Collective; called after each step."""
+        with doing("gathering the weights", waits=True):
+            self._gather_weights()
+
+    def _gather_weights(self) -> None:
+        """Gathers two buckets at a time."""
         started: deque[tuple[Any, torch.Tensor, FlatSlice, list[nn.Parameter]]] = deque()
         for flat_slice, members in self.groups:
             for bucket in buckets(members, lambda parameter: parameter.dtype):
@@ -135,7 +144,7 @@ class OptimizerSlices:
                 gathered = mine.new_empty(flat_slice.num_slices, mine.numel())
                 work = dist.all_gather_single(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
                 started.append((work, gathered, flat_slice, bucket))
-                if len(started) > 1:  # two buckets at a time
+                if len(started) > 1:
                     _copy_gathered(*started.popleft())
         while started:
             _copy_gathered(*started.popleft())

@@ -50,7 +50,7 @@ def prepare_optimizer(
 
     def probe() -> bool:
         if not holds_all or sliced:
-            _check_independence(optimizer)
+            _check_independence(optimizer, holds_all)
         _check_slices(optimizer, sliced)
         return _needs_local_shards(optimizer, sliced)
 
@@ -64,7 +64,7 @@ def prepare_optimizer(
                 _replace(optimizer, group, index, local_shard(parameter))
     optimizer.register_step_pre_hook(_hand_over_gradients)
     optimizer.register_step_post_hook(_drop_handed_over)
-    if slices is not None:
+    if sliced and slices is not None:
         optimizer.register_step_post_hook(slices.gather_weights)
 
 
@@ -73,7 +73,7 @@ def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int
     parameter, flat_slice = group["params"][index], slice_of(entry)
     group["params"][index] = entry
     for key, value in optimizer.state.pop(parameter, {}).items():  # of optimizers that make it at once
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step":
             value = local(value) if flat_slice is None else flat_slice.of(local(value).contiguous())
             value = value.clone()
         optimizer.state[entry][key] = value
@@ -101,7 +101,7 @@ def _drop_handed_over(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameter.grad = None
 
 
-def _check_independence(optimizer: torch.optim.Optimizer) -> None:
+def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> None:
     """Raises `ValueError` if the update of a parameter depends on those that are before it in its group."""
     for index, group in enumerate(optimizer.param_groups):
         for num_dims in sorted({p.dim() for p in group["params"]}):
@@ -113,16 +113,34 @@ def _check_independence(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(alone, Exception) or isinstance(beside, Exception):
                 continue  # it can't be judged by so small a tensor
             if not _same_update(mine, alone[0], beside[1]):
+                has, remedy = (
+                    "has only some of them",
+                    ("a plan in which every rank holds the whole model (`dp_size` of modules that share their ranks)"),
+                )
+                if holds_all:
+                    has, remedy = "updates only slices of them", "`zero_stage=0`"
                 raise ValueError(
                     f"`{_name(optimizer)}` updates a parameter by its place among all parameters, or by the "
-                    "others' values, and each rank of this plan has only some of them. Use an optimizer that updates "
-                    'each by itself, such as `optim="adamw_torch"`, or a plan in which every rank holds the whole '
-                    "model (`dp_size` of modules that share their ranks)."
+                    f"others' values, and each rank of this plan {has}. Use an optimizer that updates each by itself, "
+                    f'such as `optim="adamw_torch"`, or {remedy}.'
                 )
 
 
 def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Raises `ValueError` if the update of a slice of a flattened parameter is not that slice of its update."""
+    """
+    Raises `ValueError` if the update of a slice of a flattened parameter is not that slice of its update, or if the
+    optimizer changes parameters outside of its steps, after which weights are gathered.
+    """
+    if sliced and (callable(getattr(optimizer, "eval", None)) or _name(optimizer).startswith("bitsandbytes.")):
+        cause = (
+            "it keeps its state by blocks and settings of whole parameters"
+            if _name(optimizer).startswith("bitsandbytes.")
+            else "it changes the weights in `train()` and `eval()`, where each rank would change its slices only"
+        )
+        raise ValueError(
+            f"`{_name(optimizer)}` can't be used with `zero_stage` above 0: {cause}. Use another one, such as "
+            '`optim="adamw_torch"`, or `zero_stage=0`.'
+        )
     for index, group in enumerate(optimizer.param_groups):
         likes = {parameter.dim(): parameter for parameter in group["params"] if parameter in sliced}
         for like in likes.values():
@@ -131,7 +149,7 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
             if isinstance(want, Exception):
                 continue  # it can't be judged by so small a tensor
             flat = copy.copy(trial)
-            flat.value, flat.gradients = trial.value.flatten(), trial.gradients.flatten(1)
+            flat.value, flat.gradients = trial.value.flatten(), trial.gradients.reshape(_NUM_STEPS, -1)
             if not _steps_alike(optimizer, index, flat, want[0].flatten(), [(2, 0)]):
                 raise ValueError(
                     f"`{_name(optimizer)}` can't be used with `zero_stage` above 0: each rank would update a slice of "
@@ -190,7 +208,7 @@ class _Trial:
 
     def __init__(self, shape: Sequence[int], device: torch.device, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        self.value = torch.randn(*shape, generator=generator).to(device)
+        self.value = torch.randn(list(shape), generator=generator).to(device)
         gradients = torch.randn(_NUM_STEPS, *shape, generator=generator)
         # Rows and columns of unlike size, so that what depends on the norm of a tensor differs from part to part.
         for dim, size in enumerate(shape, 1):

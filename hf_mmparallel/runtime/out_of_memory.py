@@ -14,6 +14,7 @@ from ..modeling.dtensors import local
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule.actions import Action, Task
 from ..steps.step_planner import PlannedStep, StepPlanner
+from .optimizer_slices import whole_parameter
 
 _STEPPING = "_hf_mmparallel_stepping"
 
@@ -177,7 +178,7 @@ def _held_text(optimizer: torch.optim.Optimizer) -> str:
     shares = [
         f"{sum(map(_num_bytes, tensors)) / GIB:.3g} GiB of {name}"
         for name, tensors in (
-            ("trained weights", parameters),
+            ("trained weights", [whole_parameter(parameter) for parameter in parameters]),
             ("gradients", gradients),
             ("optimizer state", [value for value in states if isinstance(value, torch.Tensor)]),
         )

@@ -153,7 +153,7 @@ def test_a_sample_whose_size_cannot_be_told_is_bad_before_anything_is_read():
 def test_a_planner_that_fails_for_another_reason_says_so():
     dataset = make(0, Files(), sizes=failing_sizes)
     dataset.planner = StepPlanner(
-        analytic_costs(SPEC, find_device("cpu")), PLAN, (), 3, method="none", sizes=failing_sizes
+        analytic_costs(SPEC, find_device("cpu")), PLAN, (), 3, arrangement="none", sizes=failing_sizes
     )
     with pytest.raises(KeyError, match="none"):
         dataset.__getitems__(GlobalBatch((1, 2)))

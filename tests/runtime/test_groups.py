@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
-from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.runtime.engine import EngineOptions, ParallelEngine
 from hf_mmparallel.runtime.groups import ProcessGroups, context_groups, talking_pairs
 from hf_mmparallel.schedule import Task
 from hf_mmparallel.world import World
@@ -39,7 +39,7 @@ def test_dropout_is_equal_on_ranks_with_the_same_tokens_only():
     with torch.random.fork_rng(devices=[]):
         for rank in PLAN.stage(LANGUAGE_MODEL, 0, 0).all_ranks:
             engine: Any = SimpleNamespace(
-                plan=PLAN, rank=rank, seed=1, step_index=3, module=SimpleNamespace(training=True)
+                plan=PLAN, rank=rank, options=EngineOptions(seed=1), step_index=3, model=SimpleNamespace(training=True)
             )
             ParallelEngine._seed_task(engine, Task("fwd", LANGUAGE_MODEL, 0, 0, 0))
             seeds[rank] = torch.initial_seed()

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Adafactor
 
 from hf_mmparallel.modeling.dtensors import local
-from hf_mmparallel.plan import Cut, ParameterShards
+from hf_mmparallel.plan import Cut, ParameterShards, SyncGroup
 from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
 from hf_mmparallel.runtime.optimizer_loading import load_optimizer
+from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.world import World
@@ -224,3 +225,59 @@ def test_owners_are_ranks_of_the_plan_not_processes(tmp_path):
     for name in NAMES:
         want = expected.state[trained.get_parameter(name)]["exp_avg"]
         torch.testing.assert_close(optimizer.state[model.get_parameter(name)]["exp_avg"], want)
+
+
+class ChangesWithMode(torch.optim.SGD):
+    """Changes weights in `eval()`, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        pass
+
+
+def slices_of(model: nn.Module, rank: int) -> OptimizerSlices:
+    """The slices of one of two ranks, without the other."""
+    names = tuple(name for name, _ in model.named_parameters())
+    return OptimizerSlices([SyncGroup((0, 1), names, (), 2)], dict(model.named_parameters()), rank, {(0, 1): None})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("cls", "cause"),
+    [
+        (ChangesWithMode, "it changes the weights in `train\\(\\)` and `eval\\(\\)`"),
+        (Adafactor, "its update of a slice is not that slice of its update"),
+        (ByPlace, "each rank of this plan updates only slices of them.*or `zero_stage=0`"),
+    ],
+)
+def test_optimizers_that_can_not_update_slices_are_refused(cls, cause):
+    model = model_of(torch.float32, None)
+    with pytest.raises(ValueError, match=cause):
+        prepare_optimizer(cls(model.parameters()), holds_all=True, world=World(), slices=slices_of(model, 0))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_slices_read_their_share_of_the_state_of_whole_parameters(tmp_path, cls):
+    model = nn.Module()
+    for name, shape in (("matrix", (3, 5)), ("gate", (1,)), ("scale", ())):
+        model.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    model.matrix.data = model.matrix.data.t().contiguous().t()  # not contiguous
+    names = [name for name, _ in model.named_parameters()]
+    stock = cls(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stock.step()
+    torch.save(stock.state_dict(), tmp_path / "optimizer.pt")
+    key = {torch.optim.AdamW: "exp_avg", torch.optim.Adagrad: "sum"}[cls]
+    shares: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for rank in range(2):
+        optimizer = cls(model.parameters())
+        prepare_optimizer(optimizer, holds_all=True, world=World(), slices=slices_of(model, rank))
+        load_optimizer(optimizer, model, tmp_path, [names], World())
+        for name, entry in zip(names, optimizer.param_groups[0]["params"], strict=True):
+            state = optimizer.state[entry]
+            assert state[key].shape == entry.shape and float(state["step"]) == 1
+            shares[name].append(state[key].clone())
+            entry.grad = torch.ones_like(entry)
+        optimizer._optimizer_step_post_hooks.clear()  # which gather from the other rank
+        optimizer.step()
+    for name, parameter in zip(names, stock.param_groups[0]["params"], strict=True):
+        assert torch.equal(torch.cat(shares[name]), stock.state[parameter][key].reshape(-1))

@@ -23,10 +23,10 @@ from torch.utils.data import IterableDataset
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
-from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.sample_sizes import size_source
+from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
@@ -133,9 +133,7 @@ def run_candidate(family: str, freeze: str, candidate: Candidate) -> dict[str, A
     dataset = tiny.make_dataset(family, SAMPLES)
     source = StepDataset(Reader(dataset, collator), engine.inputs, 0)
     planned = planner(GlobalBatch(tuple(range(SAMPLES))))
-    batch = source.read(planned.step)
-    mark = fingerprint(planned.step, planned.program, batch.shardings)
-    batch = replace(batch, program=planned.program, fingerprint=mark)
+    batch = StepBatch.of(source.read(planned.step), planned.program, engine.rank)
     totals = engine.train_step(batch, 0)
     held = {n: p for n, p in engine.model.named_parameters() if n in engine.shards and p.requires_grad}
     mine = [n for n in held if engine.shards[n].on_rank(engine.rank) and held[n].grad is not None]

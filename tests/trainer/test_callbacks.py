@@ -94,7 +94,7 @@ def test_microbatches_are_compared_in_each_step_then_steps_are_averaged():
 def test_forwards_of_all_ranks_are_summed_by_microbatch(monkeypatch: pytest.MonkeyPatch):
     counts = {VISION: (2, 1), LM: (2,)}
     steps = [RanStep(StepResult(), counts, np.arange(5.0)), RanStep(StepResult(), {LM: (1,)}, np.array([7.0]))]
-    monkeypatch.setattr(World, "all_reduce", lambda _, tensor, what: tensor.mul_(2))  # as of two ranks
+    monkeypatch.setattr(World, "all_reduce", lambda _, tensor, activity: tensor.mul_(2))  # as of two ranks
     first, second = measure(steps, World())
     assert [times.tolist() for times in first.forward_ms[VISION]] == [[0, 2], [4]]
     assert [times.tolist() for times in first.forward_ms[LM]] == [[6, 8]]

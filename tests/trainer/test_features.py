@@ -280,7 +280,7 @@ def repeated(folder: Path) -> dict[str, Any]:
     again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     trainer = our_trainer(PIPELINE, train_sampling_strategy="group_by_length")
     loader: Any = trainer.get_train_dataloader()
-    pickle.dumps(loader.dataset.keys)  # what a worker is sent
+    pickle.dumps(loader.dataset.inputs)  # what a worker is sent
     return {
         "dropping": [dropping(1), dropping(1), dropping(2)],
         "without": finished(our_trainer(PIPELINE, seed=1, data_seed=0)).logs,
