@@ -13,7 +13,7 @@ DEMO_ARGS ?=
 CHARTS_OUT ?= out/charts
 CHARTS_ARGS ?=
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 3
+PYTEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin

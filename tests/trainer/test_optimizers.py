@@ -46,7 +46,7 @@ def test_8_bit_adam_runs_on_shards_and_goes_on(tmp_path: Path):
     assert straight.weights is not None and resumed.weights is not None
     for name, want in straight.weights.items():
         assert torch.equal(resumed.weights[name], want), name
-    match = "is a rank's own tensor and can't be cut anew. Resume with the same tensor-parallel size"
+    match = "is a rank's own tensor and can't be cut anew. Resume with the same `tp_size`"
     assert_ranks_raise(_train, 2, tmp_path / "pp", PP2, str(checkpoint), **ADAM_8BIT, match=match)
     whole = str(tmp_path / "stock" / "checkpoint-2")
     assert_ranks_raise(_train, 2, tmp_path / "cut", TP2, whole, **ADAM_8BIT, match=match)
