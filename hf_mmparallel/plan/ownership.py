@@ -153,10 +153,6 @@ class ParameterShards:
         """The shards that a rank holds a copy of."""
         return tuple(shard for shard in self.shards if shard.is_on(rank))
 
-    def updated_on(self, rank: int) -> tuple[Shard, ...]:
-        """The shards that a rank's optimizer updates."""
-        return tuple(shard for shard in self.shards if rank in shard.updaters)
-
     def owned_by(self, rank: int) -> tuple[Shard, ...]:
         """The shards that a rank writes and counts in the gradient norm."""
         return tuple(shard for shard in self.shards if shard.owner == rank)

@@ -133,7 +133,7 @@ class GradientSync:
 
     @torch.no_grad()
     def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:
-        """Starts the sums of the slices of a bucket, with which all of its gradients are freed."""
+        """Starts the sums of the slices of a bucket; its gradients exist until [`~GradientSync.finish`]."""
         slices = by_slice(_gradients(bucket), dist.get_world_size(group))
         for parameter in bucket:
             parameter.grad = None
@@ -143,17 +143,16 @@ class GradientSync:
 
     def finish(self) -> None:
         """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
+        between_replicas: list[Any] = []
         for started in self._started:
             for work in started.works:
                 work.wait()
-            if started.of.replica_group is not None:
-                started.works = [
-                    dist.all_reduce(mine, group=started.of.replica_group, async_op=True) for _, mine in started.slices
-                ]
+            group = started.of.replica_group
+            if group is not None:
+                between_replicas += [dist.all_reduce(mine, group=group, async_op=True) for _, mine in started.slices]
+        for work in between_replicas:
+            work.wait()
         for started in self._started:
-            if started.of.replica_group is not None:
-                for work in started.works:
-                    work.wait()
             for bucket, mine in started.slices:
                 self._assign(bucket, mine)
             for parameter, count in zip(started.of.parameters, started.used.tolist(), strict=True):

@@ -23,6 +23,11 @@ from ..plan import SyncGroup
 from ..world import doing
 
 
+def slice_length(numel: int, num_slices: int) -> int:
+    """Elements of a slice of a tensor of `numel` elements, padding of the last slices included."""
+    return -(-numel // num_slices)
+
+
 @dataclass(frozen=True)
 class FlatSlice:
     """
@@ -39,8 +44,8 @@ class FlatSlice:
     group: Any
 
     def length(self, numel: int) -> int:
-        """Elements of a slice of a tensor of `numel` elements, padding of the last slices included."""
-        return -(-numel // self.num_slices)
+        """See [`slice_length`]."""
+        return slice_length(numel, self.num_slices)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The slice of a contiguous tensor, one-dimensional; shares its memory."""
@@ -169,7 +174,7 @@ def by_slice(tensors: Sequence[torch.Tensor], num_slices: int) -> torch.Tensor:
     """Some tensors as a matrix of `num_slices` rows: row `i` has slice `i` of each, zeros fill the last slices."""
     columns = []
     for tensor in tensors:
-        length = -(-tensor.numel() // num_slices)
+        length = slice_length(tensor.numel(), num_slices)
         columns.append(padded(tensor.reshape(-1), length * num_slices).view(num_slices, length))
     return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, 1)
 

@@ -113,12 +113,12 @@ def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> No
             if isinstance(alone, Exception) or isinstance(beside, Exception):
                 continue  # it can't be judged by so small a tensor
             if not _same_update(mine, alone[0], beside[1]):
-                has, remedy = (
-                    "has only some of them",
-                    ("a plan in which every rank holds the whole model (`dp_size` of modules that share their ranks)"),
+                has = "updates only slices of them" if holds_all else "has only some of them"
+                remedy = (
+                    "`zero_stage=0`"
+                    if holds_all
+                    else "a plan in which every rank holds the whole model (`dp_size` of modules that share ranks)"
                 )
-                if holds_all:
-                    has, remedy = "updates only slices of them", "`zero_stage=0`"
                 raise ValueError(
                     f"`{_name(optimizer)}` updates a parameter by its place among all parameters, or by the "
                     f"others' values, and each rank of this plan {has}. Use an optimizer that updates each by itself, "
@@ -131,12 +131,14 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
     Raises `ValueError` if the update of a slice of a flattened parameter is not that slice of its update, or if the
     optimizer changes parameters outside of its steps, after which weights are gathered.
     """
-    if sliced and (callable(getattr(optimizer, "eval", None)) or _name(optimizer).startswith("bitsandbytes.")):
-        cause = (
-            "it keeps its state by blocks and settings of whole parameters"
-            if _name(optimizer).startswith("bitsandbytes.")
-            else "it changes the weights in `train()` and `eval()`, where each rank would change its slices only"
-        )
+    if not sliced:
+        return
+    cause = None
+    if _name(optimizer).startswith("bitsandbytes."):
+        cause = "it keeps its state by blocks and settings of whole parameters"
+    elif callable(getattr(optimizer, "eval", None)):
+        cause = "it changes the weights in `train()` and `eval()`, where each rank would change its slices only"
+    if cause is not None:
         raise ValueError(
             f"`{_name(optimizer)}` can't be used with `zero_stage` above 0: {cause}. Use another one, such as "
             '`optim="adamw_torch"`, or `zero_stage=0`.'

@@ -82,7 +82,7 @@ def test_shards_and_sync_groups_are_what_the_words_say(case):
             held = [cuts for cuts, (ranks, _) in by_slice.items() if rank in ranks]
             assert [s.cuts for s in table[name].on_rank(rank)] == held
             updated = [cuts for cuts, (_, updaters) in by_slice.items() if rank in updaters]
-            assert [s.cuts for s in table[name].updated_on(rank)] == updated
+            assert [s.cuts for s in table[name].shards if rank in s.updaters] == updated
             owned = [s.cuts for s in table[name].owned_by(rank)]
             assert owned == [cuts for cuts in updated if by_slice[cuts][1][0] == rank]
         mine = [group for group in groups if name in group.parameters]
