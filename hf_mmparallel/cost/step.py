@@ -16,11 +16,8 @@ from ..schedule.actions import Message
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_reduce
 from .layers import CostModel
-from .row_sizes import ChunkKey, ChunkSize, RowLayout, chunk_sizes
+from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
 from .stage_times import StageCost, stage_costs
-
-
-_EMPTY = ChunkSize(0, 0, 0)
 
 
 class StepCost:
@@ -106,7 +103,7 @@ class StepCost:
 
     def __call__(self, task: Task) -> float:
         cost = self.stages[task.module, task.replica, task.stage]
-        chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), _EMPTY)
+        chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
         time_ms = cost.forward_ms if task.kind == "fwd" else cost.backward_ms
         return time_ms(chunk.tokens, chunk.squares)
 

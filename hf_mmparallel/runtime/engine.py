@@ -331,7 +331,7 @@ class ParallelEngine(nn.Module):
     def batch_indices(self, task: Task) -> tuple[int, ...]:
         """The samples of a task of the step that ran last."""
         assert self.current_step is not None
-        return self.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        return self.current_step.chunk(task.module, task.replica, task.microbatch, task.chunk)
 
     def first_rank(self, task: Task) -> int:
         """The rank that reports for a task's stage."""
