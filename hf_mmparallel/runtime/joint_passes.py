@@ -1,18 +1,10 @@
 """
 ZeRO-2 and ZeRO-3: gradients are summed, and weights gathered, layer by layer in each pass over a stage.
 
-A pass is a task as seen by all ranks that divide the parameters of its stage. The scheduler runs it on all of them at
-the same time, with an empty task where a replica has no samples, and every rank issues the same collectives in it, in
-the same order: those of a layer the stage does not compute, or that has no gradient, are issued when the next one is
-reached or the pass ends. No forward or backward can therefore wait for a rank that does not come.
-
-In a pass over layers 0, 1, 2 a rank issues
-
-- forward: gather 0; gather 1, compute 0; free 0, gather 2, compute 1; free 1, compute 2
-- backward: gather 1, compute 2; free 2, gather 0, sum 2, compute 1; free 1, sum 1, compute 0; sum 0
-
-and keeps the last layer of a pass if the next one begins with it. What is not in a layer (embeddings, last norm, head)
-stays gathered from the first pass of a step to its end.
+The scheduler runs a pass on all ranks that divide the parameters of its stage at the same time, with an empty task
+where a replica has no samples, and every rank issues the same collectives in it, in the order of [`pass_actions`]. Those
+of a layer that a rank does not compute, or that has no gradient, are issued when the next one is reached or the pass
+ends. No forward or backward can therefore wait for a rank that does not come.
 """
 
 from __future__ import annotations
@@ -29,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from ..modeling import ModuleStage
 from ..modeling.dtensors import local
 from ..plan import StageKey
-from ..schedule import Action, Task
+from ..schedule import REST, Action, PassAction, Task, step_passes
+from ..schedule.actions import Kind
 from .optimizer_slices import (
     FlatSlice,
     Gathering,
@@ -67,17 +60,10 @@ class _Unit:
     Args:
         groups (`list[SlicedGroup]`): The parameters, by the ranks that divide them.
         gathering (`list[Gathering]`): The all-gathers in flight.
-        is_gathered (`bool`): Whether the weights have memory, or will have once `gathering` is done.
     """
 
     groups: list[SlicedGroup]
     gathering: list[Gathering] = field(default_factory=list)
-    is_gathered: bool = False
-
-    @property
-    def freed(self) -> list[nn.Parameter]:
-        """The parameters that are gathered and freed."""
-        return [member for group in self.groups if group.zero_stage == 3 for member in group.members]
 
 
 class GradientSums:
@@ -154,132 +140,124 @@ class StagePasses:
     def __init__(self, stage: ModuleStage, slices: OptimizerSlices, sums: GradientSums):
         self.stage, self.slices, self.sums = stage, slices, sums
         groups = [group for group in slices.groups if group.zero_stage >= 2]
-        own = {parameter for _, parameter in stage.parameters()}
+        parameters = [parameter for _, parameter in stage.parameters()]
         layers = list(stage.own_layers.values())
-        inside = [set(layer.parameters()) & own for layer in layers]
-        outside = own.difference(*inside) | {
-            p for i, own in enumerate(inside) for other in inside[:i] for p in own & other
+        layers_of: dict[nn.Parameter, set[int]] = {}
+        for index, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                layers_of.setdefault(parameter, set()).add(index)
+        # A parameter that several layers share is gathered with what is in no layer.
+        unit_of = {p: min(layers_of[p]) if len(layers_of.get(p, ())) == 1 else REST for p in parameters}
+        self.units = {
+            index: _Unit(_restricted(groups, {p for p in parameters if unit_of[p] == index}))
+            for index in (*range(len(layers)), REST)
         }
-        self.layers = [_Unit(_restricted(groups, members - outside)) for members in inside]
-        self.rest = _Unit(_restricted(groups, outside))
-        self.divides_weights = any(unit.freed for unit in (*self.layers, self.rest))
-        self._order: list[tuple[Run, int]] = []  # of the pass that runs
-        self._position = 0
-        self._kind: str | None = None
-        self.kinds: list[str] = []  # of the passes of the step, the next one last
+        self.gathers = any(group.zero_stage == 3 for unit in self.units.values() for group in unit.groups)
+        self._passes: list[tuple[Kind, tuple[PassAction, ...]]] = []  # of the step, the next one last
+        self._kind: Kind | None = None  # of the pass that runs
+        self._runs: Sequence[Run] = ()
+        self._actions: tuple[PassAction, ...] = ()
+        self._done = 0
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, index=index: self._before_forward(index))
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
-    def begin(self, kind: str, runs: Sequence[Run]) -> None:
+    def start_step(self, kinds: Sequence[Kind], runs: Sequence[Run]) -> None:
         """
-        Starts to gather what a pass begins with, which may still wait for its input.
+        Before the first pass of a step.
 
         Args:
-            kind (`str`): `"fwd"` or `"bwd"`.
-            runs (`Sequence[Run]`): Those that any rank may have.
+            kinds (`Sequence[str]`): Kind of each pass.
+            runs (`Sequence[Run]`): The forwards through the layers that any rank may have in a pass.
         """
-        assert self._kind is None and self.kinds.pop() == kind
-        order = [(run, index) for run in runs for index in range(len(self.layers))]
-        self._kind, self._order = kind, order if kind == "fwd" else order[::-1]
-        self._position = -1
-        self._gather(self.rest)
-        self._gather_at(0)
+        passes = step_passes(kinds, len(self.units) - 1, len(runs), self.gathers)
+        self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
+
+    def begin(self) -> None:
+        """Starts to gather what the next pass begins with, which may still wait for its input."""
+        (self._kind, self._actions), self._done = self._passes.pop(), 0
+        while self._done < len(self._actions) and self._actions[self._done].op == "gather":
+            self._advance()
 
     def compute(self) -> None:
-        """Waits for what no layer has; then the pass may compute."""
-        self._wait(self.rest)
+        """Before the pass computes: waits for what is in no layer."""
+        self._wait(self.units[REST])
 
     def end(self) -> None:
         """Issues what is left of a pass."""
-        while self._position + 1 < len(self._order):
+        while self._done < len(self._actions):
             self._advance()
-        self._wait(self.rest)  # also if nothing was computed
-        last = self._order[-1][1] if self._order else None
-        if last is not None:
-            starts_there = {"fwd": 0, "bwd": len(self.layers) - 1}
-            if not self.kinds or starts_there[self.kinds[-1]] != last:
-                self._free(self.layers[last])
-            self._sum(self.layers[last])
-        self._sum(self.rest)
-        if not self.kinds:
-            self._free(self.rest)
         self._kind = None
 
-    def _before_forward(self, index: int) -> None:
+    def _before_forward(self, layer: int) -> None:
         """Before the forward of a layer, or its repetition in a backward."""
         if self._kind == "fwd":
-            self._reach(self.stage.modality, index)
-        elif self._kind == "bwd" and (self._position < 0 or self._order[self._position][1] != index):
-            runs = [run for run, layer in self._order[self._position + 1 :] if layer == index]
-            self._reach(runs[0] if runs else None, index)
+            self._reach(layer, self._runs.index(self.stage.modality))
+        elif self._kind == "bwd":
+            runs = [
+                action.run
+                for action in self._actions[self._done :]
+                if action.op == "compute" and action.layer == layer
+            ]
+            if runs and not self._is_computing(layer):
+                self._reach(layer, runs[0])
 
-    def _after_forward(self, index: int, output: Any) -> None:
+    def _after_forward(self, layer: int, output: Any) -> None:
         """Lets the gradient of a layer's output announce its backward."""
         if self._kind != "fwd" or not torch.is_grad_enabled():
             return
-        run = self.stage.modality
+        run = self._runs.index(self.stage.modality)
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._reach(run, index))
+                tensor.register_hook(lambda gradient: self._reach(layer, run))
 
-    def _reach(self, run: Run, index: int) -> None:
-        """Issues all that comes before a layer, and waits for its weights."""
-        try:
-            position = self._order.index((run, index))
-        except ValueError:
-            position = -1
-        if position < self._position:
+    def _is_computing(self, layer: int) -> bool:
+        """Whether the last action was the computation of a layer."""
+        return self._done > 0 and self._actions[self._done - 1] in {
+            PassAction("compute", layer, run) for run in range(len(self._runs))
+        }
+
+    def _reach(self, layer: int, run: int) -> None:
+        """Issues all that comes before the computation of a layer, and waits for its weights."""
+        wanted = PassAction("compute", layer, run)
+        if self._done and self._actions[self._done - 1] == wanted:
+            return
+        if wanted not in self._actions[self._done :]:
             raise RuntimeError(
-                f"Layer {index} of this stage of `{self.stage.module_name}` runs after layers that follow it, and its "
+                f"Layer {layer} of a stage of `{self.stage.module_name}` runs after layers that follow it, and its "
                 "weights are no longer there. Use `zero_stage=1` for this module."
             )
-        while self._position < position:
+        while self._actions[self._done - 1] != wanted or not self._done:
             self._advance()
 
-    def _advance(self) -> None:
-        """From a layer to the next one: frees it, gathers the one after that, and sums the gradients of the first."""
-        left = self.layers[self._order[self._position][1]] if self._position >= 0 else None
-        self._position += 1
-        if left is not None and self.layers[self._order[self._position][1]] is not left:
-            self._free(left)
-        self._gather_at(self._position + 1)
-        if left is not None:
-            self._sum(left)
-        self._wait(self.layers[self._order[self._position][1]])
-
-    def _gather_at(self, position: int) -> None:
-        if position < len(self._order):
-            self._gather(self.layers[self._order[position][1]])
-
-    def _gather(self, unit: _Unit) -> None:
-        if unit.is_gathered:
-            return
-        unit.is_gathered = True
-        for group in unit.groups:
-            if group.zero_stage == 3:
-                for bucket in buckets(group.members, lambda parameter: parameter.dtype):
-                    unit.gathering.append(self.slices.gather(group.flat_slice, bucket))
-
     @torch.no_grad()
+    def _advance(self) -> None:
+        """Issues the next action."""
+        action = self._actions[self._done]
+        unit = self.units[action.layer]
+        self._done += 1
+        if action.op == "gather":
+            for group in unit.groups:
+                for bucket in buckets(
+                    group.members if group.zero_stage == 3 else [], lambda parameter: parameter.dtype
+                ):
+                    unit.gathering.append(self.slices.gather(group.flat_slice, bucket))
+        elif action.op == "compute":
+            self._wait(unit)
+        elif action.op == "free":
+            self._wait(unit)  # in an empty task of what is in no layer
+            free(member for group in unit.groups if group.zero_stage == 3 for member in group.members)
+        else:
+            self.sums.wait()  # for those of the layer before
+            for group in unit.groups:
+                self.sums.add(group)
+
     def _wait(self, unit: _Unit) -> None:
-        """Waits for the weights of a unit; its memory is allocated only now."""
+        """Waits for the weights of a unit, whose memory is allocated only now."""
         for gathering in unit.gathering:
             allocate(gathering[-1])
             copy_gathered(*gathering)
         unit.gathering.clear()
-
-    def _free(self, unit: _Unit) -> None:
-        self._wait(unit)
-        free(unit.freed)
-        unit.is_gathered = False
-
-    def _sum(self, unit: _Unit) -> None:
-        """In a backward, starts to sum the gradients of a unit, after those of the one before are summed."""
-        if self._kind == "bwd":
-            self.sums.wait()
-            for group in unit.groups:
-                self.sums.add(group)
 
 
 def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) -> list[SlicedGroup]:
@@ -308,12 +286,13 @@ class JointPasses:
         """Before the first of this rank's actions in a step."""
         tasks = [action.task for action in actions if action.task is not None]
         for key, passes in self.by_stage.items():
-            passes.kinds = [task.kind for task in reversed(tasks) if task.stage_key == key]
+            kinds = [task.kind for task in tasks if task.stage_key == key]
+            passes.start_step(kinds, self.runs.get(key[0], (None,)))
 
     def begin(self, task: Task) -> None:
         """Before a task waits for its input."""
         if task.stage_key in self.by_stage:
-            self.by_stage[task.stage_key].begin(task.kind, self.runs.get(task.module, (None,)))
+            self.by_stage[task.stage_key].begin()
 
     def compute(self, task: Task) -> None:
         """Before a task computes."""
