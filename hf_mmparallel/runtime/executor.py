@@ -144,7 +144,7 @@ class Executor:
                 elif action.message is not None:
                     run.receive(action.message)
                 elif action.task is not None:
-                    passes.begin(action.task)
+                    passes.begin(action.task, run.inputs.is_empty(action.task))
                     ACTIVITY.waits = True
                     run.queues.wait(action.task)
                     ACTIVITY.waits = False

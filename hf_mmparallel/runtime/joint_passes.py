@@ -2,9 +2,9 @@
 ZeRO-2 and ZeRO-3: gradients are summed, and weights gathered, layer by layer in each pass over a stage.
 
 The scheduler runs a pass on all ranks that divide the parameters of its stage at the same time, with an empty task
-where a replica has no samples, and every rank issues the same collectives in it, in the order of [`pass_actions`]. Those
-of a layer that a rank does not compute, or that has no gradient, are issued when the next one is reached or the pass
-ends. No forward or backward can therefore wait for a rank that does not come.
+where a replica has no samples, and every rank issues the same collectives in it, in the order of [`pass_actions`].
+Those of a layer that a rank does not compute, or that has no gradient, are issued when the next one is reached or the
+pass ends. No forward or backward can therefore wait for a rank that does not come.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class StagePasses:
         self.gathers = any(group.zero_stage == 3 for unit in self.units.values() for group in unit.groups)
         self._passes: list[tuple[Kind, tuple[PassAction, ...]]] = []  # of the step, the next one last
         self._kind: Kind | None = None  # of the pass that runs
+        self._is_empty = False
         self._runs: Sequence[Run] = ()
         self._actions: tuple[PassAction, ...] = ()
         self._done = 0
@@ -173,15 +174,22 @@ class StagePasses:
         passes = step_passes(kinds, len(self.units) - 1, len(runs), self.gathers)
         self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
 
-    def begin(self) -> None:
-        """Starts to gather what the next pass begins with, which may still wait for its input."""
+    def begin(self, is_empty: bool) -> None:
+        """
+        Starts to gather what the next pass begins with, which may still wait for its input.
+
+        Args:
+            is_empty (`bool`): Whether this rank computes nothing in it.
+        """
+        self._is_empty = is_empty
         (self._kind, self._actions), self._done = self._passes.pop(), 0
         while self._done < len(self._actions) and self._actions[self._done].op == "gather":
             self._advance()
 
     def compute(self) -> None:
         """Before the pass computes: waits for what is in no layer."""
-        self._wait(self.units[REST])
+        if not self._is_empty:
+            self._wait(self.units[REST])
 
     def end(self) -> None:
         """Issues what is left of a pass."""
@@ -238,15 +246,16 @@ class StagePasses:
         self._done += 1
         if action.op == "gather":
             for group in unit.groups:
-                for bucket in buckets(
-                    group.members if group.zero_stage == 3 else [], lambda parameter: parameter.dtype
-                ):
+                for bucket in buckets(group.divided_weights, lambda parameter: parameter.dtype):
                     unit.gathering.append(self.slices.gather(group.flat_slice, bucket))
         elif action.op == "compute":
-            self._wait(unit)
+            if not self._is_empty:
+                self._wait(unit)
         elif action.op == "free":
-            self._wait(unit)  # in an empty task of what is in no layer
-            free(member for group in unit.groups if group.zero_stage == 3 for member in group.members)
+            for work, *_ in unit.gathering:  # of layers that only others have computed
+                work.wait()
+            unit.gathering.clear()
+            free(member for group in unit.groups for member in group.divided_weights)
         else:
             self.sums.wait()  # for those of the layer before
             for group in unit.groups:
@@ -286,13 +295,13 @@ class JointPasses:
         """Before the first of this rank's actions in a step."""
         tasks = [action.task for action in actions if action.task is not None]
         for key, passes in self.by_stage.items():
-            kinds = [task.kind for task in tasks if task.stage_key == key]
+            kinds: list[Kind] = [task.kind for task in tasks if task.stage_key == key]
             passes.start_step(kinds, self.runs.get(key[0], (None,)))
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: Task, is_empty: bool) -> None:
         """Before a task waits for its input."""
         if task.stage_key in self.by_stage:
-            self.by_stage[task.stage_key].begin()
+            self.by_stage[task.stage_key].begin(is_empty)
 
     def compute(self, task: Task) -> None:
         """Before a task computes."""

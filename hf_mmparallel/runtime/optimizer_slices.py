@@ -113,6 +113,11 @@ class SlicedGroup:
     members: list[nn.Parameter]
     zero_stage: int
 
+    @property
+    def divided_weights(self) -> list[nn.Parameter]:
+        """The parameters whose values are divided, too."""
+        return self.members if self.zero_stage == 3 else []
+
 
 Gathering = tuple[Any, torch.Tensor, FlatSlice, Sequence[nn.Parameter]]
 """Work, receiving buffer, slice and parameters of an all-gather in flight."""
