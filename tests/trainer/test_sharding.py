@@ -151,23 +151,48 @@ GROUPED = {LM: {"dp_size": 4, "tp_size": 1, "zero_stage": 2, "shard_size": 2}}
 BOTH = {VISION: {"dp_size": 2, **ONE}, LM: {"dp_size": 2, "tp_size": 2, **ONE}}
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_sharded_run_goes_on_under_any_layout_and_any_layout_under_a_sharded_one(tmp_path: Path, zero_stage: int):
-    both = in_stage(BOTH, zero_stage)
-    straight, weights = run_distributed(trained, 6, tmp_path / "both", both)[0]
-    checkpoint = tmp_path / "both" / "checkpoint-2"
-    again, resumed = run_distributed(trained, 6, tmp_path / "again", both, checkpoint)[0]
-    assert again.logs == straight.logs and all(torch.equal(resumed[name], weights[name]) for name in weights)
-    others = {"grouped": (5, GROUPED), "unsharded": (3, {LM: {"tp_size": 2}}), "one": (1, None)}
-    for name, (world_size, parallel) in others.items():
-        other, _ = run_distributed(trained, world_size, tmp_path / name, parallel, checkpoint)[0]
-        runs.assert_same_run(other, straight, rtol=1e-4, atol=2e-5)
+OTHERS: dict[str, tuple[int, Any]] = {
+    "grouped": (5, GROUPED),
+    "unsharded": (3, {LM: {"tp_size": 2}}),
+    "one": (1, None),
+}
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def straight(request, tmp_path_factory) -> tuple[dict[str, Any], Path, runs.Run]:
+    """A sharded layout, the folder of its run of four steps, with a checkpoint of the second, and the run."""
+    both, folder = in_stage(BOTH, request.param), tmp_path_factory.mktemp(f"stage{request.param}")
+    run, weights = run_distributed(trained, 6, folder, both)[0]
+    return both, folder, replace(run, weights=weights)
+
+
+def test_a_sharded_run_goes_on_as_it_was(straight: tuple[dict[str, Any], Path, runs.Run], tmp_path: Path):
+    both, folder, run = straight
+    again, resumed = run_distributed(trained, 6, tmp_path, both, folder / "checkpoint-2")[0]
+    assert again.logs == run.logs and run.weights
+    assert all(torch.equal(resumed[name], weight) for name, weight in run.weights.items())
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_sharded_run_goes_on_under_any_layout(
+    straight: tuple[dict[str, Any], Path, runs.Run], other: str, tmp_path: Path
+):
+    _, folder, run = straight
+    world_size, parallel = OTHERS[other]
+    elsewhere, _ = run_distributed(trained, world_size, tmp_path, parallel, folder / "checkpoint-2")[0]
+    runs.assert_same_run(elsewhere, run, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_any_run_goes_on_under_a_sharded_layout(
+    straight: tuple[dict[str, Any], Path, runs.Run], other: str, tmp_path: Path
+):
+    both, _, run = straight
     # `max_steps` shapes the schedule, so that a run to be continued is one of four steps as well.
-    for name, (world_size, parallel) in others.items():
-        run_distributed(trained, world_size, tmp_path / f"from {name}", parallel)
-        source = tmp_path / f"from {name}" / "checkpoint-2"
-        back, _ = run_distributed(trained, 6, tmp_path / f"back from {name}", both, source)[0]
-        runs.assert_same_run(back, straight, rtol=1e-4, atol=2e-5)
+    world_size, parallel = OTHERS[other]
+    run_distributed(trained, world_size, tmp_path / "from", parallel)
+    back, _ = run_distributed(trained, 6, tmp_path / "back", both, tmp_path / "from" / "checkpoint-2")[0]
+    runs.assert_same_run(back, run, rtol=1e-4, atol=2e-5)
 
 
 def _samples(number_of: list[int]) -> list[dict[str, torch.Tensor]]:
