@@ -205,6 +205,11 @@ class ParallelEngine(nn.Module):
         by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
         self.slices = OptimizerSlices(self.sync_groups, named, self.rank, by_ranks)
         self.updated = [self.slices.updated(p) for p in self.trained]
+        self.storage = {
+            named[name]: self.plan.modules[self.spec.used_at[name][0][0]].storage
+            for name, parameter in self.spec.parameters.items()
+            if parameter.trainable and self.sharded.holds(name)
+        }
         self.counted = [
             self.slices.updated(named[name])
             for name, shards in self.shards.items()
