@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
+from ..cost import OFFLOAD_BUCKET_BYTES
 from ..modeling.dtensors import local
 from ..world import doing
 from .updated_copies import copied_from, entries_of, is_offloaded, mark_updated, source_of
 
 logger = get_logger(__name__)
-BUCKET_BYTES = 64 * 2**20
-"""Bytes of gradients that the CPU has at a time, twice."""
 _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW)
 
 
@@ -162,12 +161,12 @@ def _aligned_bytes(entry: torch.Tensor) -> int:
 
 
 def _buckets(entries: Sequence[Any]) -> list[list[Any]]:
-    """Consecutive entries of up to [`BUCKET_BYTES`]; a larger one has its own."""
+    """Consecutive entries of up to [`OFFLOAD_BUCKET_BYTES`]; a larger one has its own."""
     result: list[list[Any]] = []
     size = 0
     for entry in entries:
         size += _aligned_bytes(entry)
-        if not result or size > BUCKET_BYTES:
+        if not result or size > OFFLOAD_BUCKET_BYTES:
             result.append([])
             size = _aligned_bytes(entry)
         result[-1].append(entry)
