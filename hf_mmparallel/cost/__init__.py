@@ -20,6 +20,7 @@ from .workloads import batch_workloads
 __all__ = [
     "GRADIENT_BUCKET_BYTES",
     "MEMORY_SHARE",
+    "OFFLOAD_BUCKET_BYTES",
     "AnalyticLayers",
     "CostModel",
     "Hardware",
@@ -27,7 +28,6 @@ __all__ = [
     "LayerCosts",
     "LayerTable",
     "Polynomial",
-    "OFFLOAD_BUCKET_BYTES",
     "RankMemory",
     "StageCost",
     "StepCost",

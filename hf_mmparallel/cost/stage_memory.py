@@ -299,8 +299,8 @@ def _stage_memory(
 @dataclass
 class _Weights:
     """
-    Weight and gradient bytes of a stage: gradients, largest gradient and streamed weights per layer, all other weights,
-    what this rank's optimizer updates, master weights in it, and gradients of tied weights.
+    Weight and gradient bytes of a stage: gradients, largest gradient and streamed weights per layer, all other
+    weights, what this rank's optimizer updates, its master weights, and gradients of tied weights.
     """
 
     gradients: NDArray

@@ -40,6 +40,7 @@ from ..plan.plugin import reject_unknown_keys
 from ..planner.possible_sizes import check_context, check_matrices
 from ..profiling.device_detection import device_of_ranks, tf32_is_on
 from ..runtime.engine import EngineOptions, ParallelEngine
+from ..runtime.host_memory import check_host_memory, check_storage
 from ..world import World
 from .arguments import MultimodalTrainingArguments
 from .start_checks import check_model
@@ -322,6 +323,8 @@ def build_engine(
         prepare_context(prepared.model, spec, plugin.modules.get(LANGUAGE_MODEL))
     _check_same_plan(plan, world)
     check_matrices(spec, plan)
+    check_storage(spec, plan)
+    check_host_memory(prepared.costs, plan, world)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
     options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
