@@ -179,7 +179,7 @@ class StreamedLayers:
             if values.layout == torch.strided and buffer.values.untyped_storage().data_ptr() == storage:
                 spec = tensor._spec if isinstance(tensor, DTensor) else None
                 return _SavedWeight(
-                    buffer.layer, values.dtype, values.size(), values.stride(), values.storage_offset(), spec
+                    buffer.layer, values.dtype, values.size(), values.stride(), int(values.storage_offset()), spec
                 )
         return tensor
 

@@ -41,7 +41,7 @@ def prepare_optimizer(
     holds_all: bool,
     world: World,
     slices: OptimizerSlices | None = None,
-    storage: Mapping[nn.Parameter, StorageSettings] | None = None,
+    storage: Mapping[Any, StorageSettings] | None = None,
 ) -> None:
     """
     Makes a new optimizer give this rank's parameters the update that they have on one process. Collective.
@@ -100,7 +100,7 @@ def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int
         optimizer.state[entry][key] = value
 
 
-def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[nn.Parameter, StorageSettings]) -> None:
+def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, StorageSettings]) -> None:
     """Raises `ValueError` for an optimizer that can't update copies of weights as the settings ask for."""
     settings = [storage[parameter] for parameter in entries_of(optimizer) if parameter in storage]
     if any(setting.offload_optimizer for setting in settings):
@@ -118,7 +118,7 @@ def _changes_with_mode(optimizer: torch.optim.Optimizer) -> bool:
     return callable(getattr(optimizer, "eval", None))
 
 
-def _update_copies(optimizer: torch.optim.Optimizer, storage: Mapping[nn.Parameter, StorageSettings]) -> None:
+def _update_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, StorageSettings]) -> None:
     """Lets an optimizer update copies of weights where the settings ask for it, with their state."""
     in_place = StorageSettings(master_weights=False)
     for group in optimizer.param_groups:

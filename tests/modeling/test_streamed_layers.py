@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class Stack(nn.Module):
         return hidden
 
 
-def gradients(model: Stack, hidden: torch.Tensor, num_microbatches: int) -> list[torch.Tensor]:
+def gradients(model: Any, hidden: torch.Tensor, num_microbatches: int) -> list[torch.Tensor]:
     """Output, and gradients of input and adapters; all forwards run before the backwards."""
     leaves = [hidden[i].clone().requires_grad_() for i in range(num_microbatches)]
     outputs = [model(leaf) for leaf in leaves]
@@ -56,7 +57,8 @@ def gradients(model: Stack, hidden: torch.Tensor, num_microbatches: int) -> list
 @pytest.mark.parametrize("recompute", [False, True])
 def test_outputs_and_gradients_are_equal(recompute: bool):
     torch.manual_seed(0)
-    model, hidden = Stack(), torch.randn(2, 3, WIDTH)
+    model: Any = Stack()
+    hidden = torch.randn(2, 3, WIDTH)
     for layer in model.layers:
         layer.gradient_checkpointing = recompute
     want = gradients(copy.deepcopy(model), hidden, 2)
@@ -71,7 +73,7 @@ def test_outputs_and_gradients_are_equal(recompute: bool):
 
 
 def test_nothing_of_frozen_weights_stays_for_the_backward():
-    model = Stack()
+    model: Any = Stack()
     streamed = StreamedLayers(dict(enumerate(model.layers)), CPU)
     bring, storages = streamed._bring, []
 
@@ -91,20 +93,22 @@ def test_nothing_of_frozen_weights_stays_for_the_backward():
 
 
 def test_weights_in_host_memory_can_be_read_changed_and_cast():
-    model, other = Stack(), Stack()
+    model: Any = Stack()
+    other = Stack()
     streamed = StreamedLayers(dict(enumerate(model.layers)), CPU)
     model.load_state_dict(other.state_dict())
     hidden = torch.randn(3, WIDTH)
     with torch.no_grad():
         assert torch.equal(model(hidden), other(hidden))
-        model.bfloat16(), other.bfloat16()
+        model.bfloat16()
+        other.bfloat16()
         streamed.hold()
         assert torch.equal(model(hidden.bfloat16()), other(hidden.bfloat16()))
     assert model.layers[0].matrix.weight.dtype == torch.bfloat16
 
 
 def test_a_forward_that_fails_leaves_the_weights_in_host_memory():
-    model = Stack()
+    model: Any = Stack()
     streamed = StreamedLayers(dict(enumerate(model.layers)), CPU)
     with pytest.raises(RuntimeError):
         model(torch.randn(3, WIDTH + 1))

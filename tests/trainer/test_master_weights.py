@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 VISION, LM = "vision", "language_model"
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-4, "adam_epsilon": 1e-4}
-WITHOUT = {"master_weights": False}
+WITHOUT: dict[str, Any] = {"master_weights": False}
 LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
 
 
@@ -201,10 +201,11 @@ def test_the_stock_trainer_goes_on_from_copies_and_a_plan_from_there(tmp_path: P
             assert state is None or torch.equal(value, state["master"])
     model = half()
     arguments = {**runs.COMMON, **SAVING, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    stock = Trainer(
+    data: Any = tiny.make_dataset("llava", runs.SAMPLES)
+    stock: Any = Trainer(
         model=model,
         args=TrainingArguments(output_dir=str(tmp_path / "stock"), **arguments),
-        train_dataset=tiny.make_dataset("llava", runs.SAMPLES),
+        train_dataset=data,
         data_collator=tiny.collate("llava"),
     )
     stock.train(resume_from_checkpoint=str(checkpoint))
