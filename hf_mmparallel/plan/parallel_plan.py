@@ -81,6 +81,11 @@ class StorageSettings:
         """Whether trained 16-bit weights have float32 copies."""
         return self.master_weights is not False
 
+    @property
+    def needs_engine(self) -> bool:
+        """Whether it asks for something that the stock Trainer does not have."""
+        return bool(self.master_weights) or self.offload_optimizer or self.offload_params
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -49,9 +49,11 @@ logger = get_logger(__name__)
 
 
 def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool:
-    """Whether all sizes are 1 on one process, so that the stock Trainer runs."""
+    """Whether all sizes are 1 on one process, and nothing asks for more than the stock Trainer has, so that it runs."""
     planned = 1 if plugin.plan is None else plugin.plan.world_size
-    return world_size == planned == 1 and all(m.num_ranks == 1 for m in plugin.modules.values())
+    modules = [*plugin.modules.values(), *(plugin.plan.modules.values() if plugin.plan is not None else ())]
+    is_stock = not any(module.storage.needs_engine for module in modules)
+    return world_size == planned == 1 and is_stock and all(m.num_ranks == 1 for m in plugin.modules.values())
 
 
 def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelPlugin:

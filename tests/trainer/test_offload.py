@@ -28,6 +28,7 @@ STREAM = {"freeze": True, "offload_params": True}
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one of two modules": ("llava", 3, {LM: {"dp_size": 2, **HOST}}),
+    "one process": ("llama", 1, {LM: HOST}),
     "slices": ("llava", 3, {VISION: HOST, LM: {"dp_size": 2, "zero_stage": 1, **HOST}}),
     "dp and tp": ("llava", 5, {VISION: HOST, LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1, **HOST}}),
     "frozen tower, tied": ("paligemma", 3, {VISION: {"freeze": "tower", **HOST}, LM: {"pp_size": 2, **HOST}}),
