@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 
 
 def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool:
-    """Whether all sizes are 1 on one process, and nothing asks for more than the stock Trainer has, so that it runs."""
+    """Whether the stock Trainer runs: all sizes are 1 on one process, and nothing asks for more than it has."""
     planned = 1 if plugin.plan is None else plugin.plan.world_size
     modules = [*plugin.modules.values(), *(plugin.plan.modules.values() if plugin.plan is not None else ())]
     is_stock = not any(module.storage.needs_engine for module in modules)
