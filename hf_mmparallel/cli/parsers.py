@@ -32,6 +32,9 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   attn_implementation attention function of the module, such as sdpa, flash_attention_2 or bitfield
   zero_stage          1 to divide the optimizer's state among the copies of the module; not searched
   shard_size          with zero_stage 1: number of copies that divide it, such as those of a node; all by default
+  master_weights      false to let the optimizer update 16-bit weights without a float32 copy
+  offload_optimizer   true for the optimizer's state and step on the CPU
+  offload_params      true for the frozen weights of layers in host memory
   peft_config         adapters of the module; a dict, so in a file for --parallel only
 
 settings of `--what-if`, separated by commas:

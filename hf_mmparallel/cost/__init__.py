@@ -12,7 +12,7 @@ from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import MEMORY_SHARE, fitting_in_flight, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
-from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
+from .stage_memory import GRADIENT_BUCKET_BYTES, OFFLOAD_BUCKET_BYTES, RankMemory
 from .stage_times import LayerTable, StageCost, data_gradients, layer_table, stage_costs
 from .step import StepCost
 from .workloads import batch_workloads
@@ -20,6 +20,7 @@ from .workloads import batch_workloads
 __all__ = [
     "GRADIENT_BUCKET_BYTES",
     "MEMORY_SHARE",
+    "OFFLOAD_BUCKET_BYTES",
     "AnalyticLayers",
     "CostModel",
     "Hardware",

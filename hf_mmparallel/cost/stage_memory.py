@@ -9,7 +9,16 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, Stage, StageKey, stage_holds
+from ..plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModuleSpec,
+    ParallelPlan,
+    Stage,
+    StageKey,
+    StorageSettings,
+    stage_holds,
+)
 from .activations import (
     DTYPE_BYTES,
     FULL,
@@ -27,6 +36,8 @@ from .stage_times import data_gradients
 GIB = 2**30
 GRADIENT_BUCKET_BYTES = 25 * 2**20
 """Size of the buckets of gradient all-reduces."""
+OFFLOAD_BUCKET_BYTES = 64 * 2**20
+"""Size of the buckets in which gradients come to an optimizer on the CPU."""
 _TEXT_BYTES = 24  # per token: its id, its label and its entry of the attention mask
 
 
@@ -40,15 +51,20 @@ class RankMemory:
         gradients (`float`):
             Gradients of trainable parameters, in float32 at least, and the bucket of their all-reduce.
         optimizer (`float`):
-            AdamW state: two values per trainable parameter, in its dtype; under ZeRO those of this rank's slices.
+            AdamW state: two values per trainable parameter, in its dtype; under ZeRO those of this rank's slices. With
+            master weights three values in float32.
         activations (`float`): Saved activations of the microbatches in flight, transient memory of the running one,
             and the inputs of the step.
+        master (`float`): Part of `optimizer` that are master weights.
+        host (`float`): Bytes in host memory, which are in no other number: offloaded optimizer state and weights.
     """
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    master: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -64,6 +80,8 @@ class RankMemory:
             self.gradients + other.gradients,
             self.optimizer + other.optimizer,
             self.activations + other.activations,
+            self.master + other.master,
+            self.host + other.host,
         )
 
 
@@ -228,7 +246,8 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
     planned = plan.modules[module]
     copies, sharding = planned.dp_size * grid[0], planned.sharding
     shards = (sharding.shard_size or copies, sharding.shard_size is None) if sharding.zero_stage else (1, False)
-    return _stage_memory(costs, module, stage.layers, grid, planned.activation_checkpointing, copies > 1, shards)
+    checkpointing, is_copied = planned.activation_checkpointing, copies > 1
+    return _stage_memory(costs, module, stage.layers, grid, checkpointing, is_copied, shards, planned.storage)
 
 
 @lru_cache(maxsize=8192)
@@ -240,6 +259,7 @@ def _stage_memory(
     checkpointing: bool,
     is_copied: bool,
     shards: tuple[int, bool],
+    storage: StorageSettings,
 ) -> StageMemory:
     """
     See [`stage_memory`].
@@ -248,6 +268,7 @@ def _stage_memory(
         shards (`tuple[int, bool]`):
             Number of copies that divide the optimizer's state, and whether these are all, so that the ranks of a tp
             group divide it, too, where they hold a parameter whole.
+        storage (`StorageSettings`): Precision and place of optimizer and frozen weights.
     """
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
     entries = _module_memory(costs, module, tp_size, checkpointing)
@@ -259,10 +280,10 @@ def _stage_memory(
         np.concatenate([table[[1 + index for index in layer_indices]], _array([entry])])
         for table, entry in zip((entries.saved, entries.forward, entries.backward), last, strict=True)
     )
-    weights = _weights(costs.spec, module, layer_indices, tp_size, shards)
+    weights = _weights(costs.spec, module, layer_indices, tp_size, shards, storage)
     trained = float(weights.gradients.sum())
     return StageMemory(
-        RankMemory(weights.total, trained, 2 * weights.updated),
+        _state(weights, trained, storage),
         saved,
         forward,
         backward,
@@ -278,21 +299,39 @@ def _stage_memory(
 @dataclass
 class _Weights:
     """
-    Weight and gradient bytes of a stage: gradients and largest gradient per layer, all weights, trained weights that
-    this rank's optimizer updates, and gradients of tied weights.
+    Weight and gradient bytes of a stage: gradients, largest gradient and streamed weights per layer, all other
+    weights, what this rank's optimizer updates, its master weights, and gradients of tied weights.
     """
 
     gradients: NDArray
     largest: NDArray
+    streamed: NDArray
     total: float = 0.0
     updated: float = 0.0
+    master: float = 0.0
     tied: float = 0.0
 
 
+def _state(weights: _Weights, trained: float, storage: StorageSettings) -> RankMemory:
+    """Weights, gradients and optimizer state; of streamed layers two are on the device."""
+    optimizer, streamed = 2 * weights.updated + weights.master, float(weights.streamed.sum())
+    total = weights.total + 2 * float(weights.streamed.max(initial=0.0))
+    if not storage.offload_optimizer:
+        return RankMemory(total, trained, optimizer, master=weights.master, host=streamed)
+    gradients = 2 * min(weights.updated, OFFLOAD_BUCKET_BYTES)
+    return RankMemory(total, trained, host=streamed + 3 * weights.updated + gradients)
+
+
 def _weights(
-    spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size: int, shards: tuple[int, bool]
+    spec: ModelSpec,
+    module: str,
+    layer_indices: Sequence[int],
+    tp_size: int,
+    shards: tuple[int, bool],
+    storage: StorageSettings,
 ) -> _Weights:
-    result = _Weights(np.zeros(len(layer_indices)), np.zeros(len(layer_indices)))
+    num_entries, num_layers = len(layer_indices), spec.modules[module].num_layers
+    result = _Weights(np.zeros(num_entries), np.zeros(num_entries), np.zeros(num_entries))
     seen: set[str] = set()
     for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward
         shares = parameter_shares(spec, module, index, tp_size)
@@ -307,8 +346,15 @@ def _weights(
                 result.tied -= 0.0 if over_tp else gradient  # both uses are on this stage
                 continue
             seen.add(p.name)
-            result.total += num_bytes
-            result.updated += num_bytes * p.trainable / (shards[0] * (tp_size if over_tp and shards[1] else 1))
+            if storage.offload_params and not p.trainable and 0 <= index < num_layers:
+                result.streamed[row] += num_bytes
+            else:
+                result.total += num_bytes
+            if p.trainable:
+                num_updated = num_values / (shards[0] * (tp_size if over_tp and shards[1] else 1))
+                has_master = storage.has_master_weights and value_bytes < FULL
+                result.updated += num_updated * (FULL if has_master else value_bytes)
+                result.master += num_updated * FULL * has_master
             result.gradients[row] += gradient
             result.tied += gradient if over_tp or p.name in spec.tied else 0.0
     return result

@@ -18,7 +18,15 @@ from .ownership import (
     sync_groups,
     sync_groups_of,
 )
-from .parallel_plan import ContextSettings, ModulePlan, ParallelPlan, ShardingSettings, Stage, StageKey
+from .parallel_plan import (
+    ContextSettings,
+    ModulePlan,
+    ParallelPlan,
+    ShardingSettings,
+    Stage,
+    StageKey,
+    StorageSettings,
+)
 from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
 from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
 from .sizes import SampleSizes, Workloads
@@ -45,6 +53,7 @@ __all__ = [
     "Stage",
     "StageKey",
     "StepPlan",
+    "StorageSettings",
     "SyncGroup",
     "Workloads",
     "check_plan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -57,6 +57,35 @@ class ShardingSettings:
 
     zero_stage: int = 0
     shard_size: int | None = None
+
+
+@dataclass(frozen=True)
+class StorageSettings:
+    """
+    In which precision and in which memory a module's optimizer and frozen weights are.
+
+    Args:
+        master_weights (`bool`, *optional*):
+            Whether the optimizer updates float32 copies of trained 16-bit weights. `None` means that it does.
+        offload_optimizer (`bool`, *optional*, defaults to `False`):
+            Whether the optimizer's state and step are on the CPU.
+        offload_params (`bool`, *optional*, defaults to `False`):
+            Whether the frozen weights of layers are in host memory.
+    """
+
+    master_weights: bool | None = None
+    offload_optimizer: bool = False
+    offload_params: bool = False
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether trained 16-bit weights have float32 copies."""
+        return self.master_weights is not False
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether it asks for something that the stock Trainer does not have."""
+        return bool(self.master_weights) or self.offload_optimizer or self.offload_params
 
 
 @dataclass(frozen=True)
@@ -115,12 +144,14 @@ class ModulePlan:
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
         context (`ContextSettings`, *optional*): How tokens are distributed over cp ranks, if `cp_size` is above 1.
         sharding (`ShardingSettings`, *optional*): What the copies divide among them.
+        storage (`StorageSettings`, *optional*): Precision and place of optimizer and frozen weights.
     """
 
     replicas: tuple[tuple[Stage, ...], ...]
     activation_checkpointing: bool = False
     context: ContextSettings = ContextSettings()
     sharding: ShardingSettings = ShardingSettings()
+    storage: StorageSettings = StorageSettings()
 
     @property
     def dp_size(self) -> int:
@@ -150,7 +181,9 @@ class ModulePlan:
         """The sizes as text: `dp 2 x pp 1 x tp 1`."""
         context = f" x cp {self.cp_size}" if self.cp_size > 1 else ""
         zero = f", ZeRO-{self.sharding.zero_stage}" if self.sharding.zero_stage else ""
-        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {self.tp_size}{zero}"
+        offloaded = ", optimizer on the CPU" if self.storage.offload_optimizer else ""
+        offloaded += ", frozen weights in host memory" if self.storage.offload_params else ""
+        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {self.tp_size}{zero}{offloaded}"
 
     @property
     def num_layers(self) -> int:
@@ -271,6 +304,7 @@ class ParallelPlan:
                     "activation_checkpointing": module.activation_checkpointing,
                     **({"context": asdict(module.context)} if module.context != ContextSettings() else {}),
                     **({"sharding": asdict(module.sharding)} if module.sharding != ShardingSettings() else {}),
+                    **({"storage": asdict(module.storage)} if module.storage != StorageSettings() else {}),
                     "replicas": [
                         [
                             {
@@ -350,7 +384,7 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
 def _read_module(data: Any, name: str) -> ModulePlan:
     """Reads the layout of one module."""
     what = f"Module `{name}` of the plan"
-    data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context", "sharding"])
+    data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context", "sharding", "storage"])
     context = read_mapping(data.get("context", {}), f"`context` of `{name}`", (), ["method", "mode", "block"])
     for key, known in (("method", CONTEXT_METHODS), ("mode", CONTEXT_MODES)):
         reject_unknown_keys(f"`{key}` of `{name}`", [context[key]] if key in context else [], known)
@@ -363,7 +397,16 @@ def _read_module(data: Any, name: str) -> ModulePlan:
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
     checkpointing = read_flag(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")
     sharding = read_mapping(data.get("sharding", {}), f"`sharding` of `{name}`", (), ["zero_stage", "shard_size"])
-    return ModulePlan(tuple(replicas), checkpointing, ContextSettings(**context), ShardingSettings(**sharding))
+    storage = read_mapping(
+        data.get("storage", {}), f"`storage` of `{name}`", (), [field.name for field in fields(StorageSettings)]
+    )
+    return ModulePlan(
+        tuple(replicas),
+        checkpointing,
+        ContextSettings(**context),
+        ShardingSettings(**sharding),
+        StorageSettings(**storage),
+    )
 
 
 def _read_stage(data: Any, what: str) -> Stage:

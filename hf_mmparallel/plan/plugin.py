@@ -17,6 +17,7 @@ from .parallel_plan import (
     ModulePlan,
     ParallelPlan,
     ShardingSettings,
+    StorageSettings,
     write_data,
 )
 from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
@@ -26,7 +27,8 @@ AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
-NOT_SEARCHED = ("zero_stage", "shard_size")
+STORAGE = ("master_weights", "offload_optimizer", "offload_params")
+NOT_SEARCHED = ("zero_stage", "shard_size", *STORAGE)
 HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *NOT_SEARCHED, "activation_checkpointing")
 """Settings that a finished plan contains; the others are written beside the plan."""
 
@@ -68,6 +70,16 @@ class ModulePlugin:
         shard_size (`int`, *optional*):
             Number of copies that divide it, such as those of a node; other groups of as many copies repeat it. All
             copies by default.
+        master_weights (`bool`, *optional*):
+            Whether the optimizer updates a float32 copy of each trained bfloat16 or float16 weight, with the float32
+            gradient, and rounds the result into the weight. By default it does; `False` lets it update the 16-bit
+            weights, as the stock Trainer does.
+        offload_optimizer (`bool`, *optional*, defaults to `False`):
+            Whether the optimizer's state of this module is in host memory and its step runs on the CPU; Adam and AdamW
+            only. With `deepspeed` installed the step is that of `DeepSpeedCPUAdam`.
+        offload_params (`bool`, *optional*, defaults to `False`):
+            Whether the frozen weights of this module's layers are in host memory and come to the device layer by
+            layer, one layer ahead of its use.
         named (`frozenset[str]`, *optional*):
             Names of the settings that were given explicitly, also with their default value; filled by
             [`~ModulePlugin.from_dict`]. A search does not change them.
@@ -85,6 +97,9 @@ class ModulePlugin:
     attn_implementation: str | None = None
     zero_stage: int = 0
     shard_size: int | None = None
+    master_weights: bool | None = None
+    offload_optimizer: bool = False
+    offload_params: bool = False
     cp_method: str = "lpt"
     cp_mode: str = "auto"
     cp_block: int = 128
@@ -137,7 +152,10 @@ class ModulePlugin:
         if self.layers_per_stage is not None:
             for count in read_list(self.layers_per_stage, "`layers_per_stage`"):
                 read_count(count, "An entry of `layers_per_stage`")
-        read_flag(self.activation_checkpointing, "`activation_checkpointing`")
+        for name in ("activation_checkpointing", "offload_optimizer", "offload_params"):
+            read_flag(getattr(self, name), f"`{name}`")
+        if self.master_weights is not None:
+            read_flag(self.master_weights, "`master_weights`")
         read_count(self.zero_stage, "`zero_stage`")
         if self.shard_size is not None:
             read_count(self.shard_size, "`shard_size`", 1)
@@ -166,6 +184,11 @@ class ModulePlugin:
         """What the copies of the module divide among them."""
         return ShardingSettings(self.zero_stage, self.shard_size)
 
+    @property
+    def storage(self) -> StorageSettings:
+        """Precision and place of the module's optimizer and frozen weights."""
+        return StorageSettings(self.master_weights, self.offload_optimizer, self.offload_params)
+
     def to_dict(self) -> dict[str, Any]:
         """The settings that were given explicitly or differ from their defaults, as plain data."""
         result = {}
@@ -191,6 +214,7 @@ class ModulePlugin:
             "activation_checkpointing": plan.activation_checkpointing,
             **{f"cp_{key}": value for key, value in dataclasses.asdict(plan.context).items()},
             **dataclasses.asdict(plan.sharding),
+            **dataclasses.asdict(plan.storage),
         }
         given = self.to_dict()
         if self.colocate_with is not None:

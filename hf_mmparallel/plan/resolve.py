@@ -172,7 +172,7 @@ def resolve_plan(
             next_rank += plugin.num_ranks
         settings = plugins.get(name, plugin)
         modules[name] = ModulePlan(
-            tuple(replicas), settings.activation_checkpointing, settings.context, settings.sharding
+            tuple(replicas), settings.activation_checkpointing, settings.context, settings.sharding, settings.storage
         )
         _check_sharding(name, modules[name])
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches)
@@ -232,7 +232,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             used.update(rank for stage in stages for rank in stage.all_ranks)
         _check_tp(spec.modules[name], module.tp_size)
         _check_cp(spec.modules[name], module.cp_size)
-        context = module.context  # validated by `ModulePlugin`, and `sharding`
+        context = module.context  # validated by `ModulePlugin`, as are `sharding` and `storage`
         ModulePlugin(
             dp_size=module.dp_size,
             cp_size=module.cp_size,
@@ -240,6 +240,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             cp_mode=context.mode,
             cp_block=context.block,
             **asdict(module.sharding),
+            **asdict(module.storage),
         )
         _check_sharding(name, module)
     gaps = sorted(set(range(plan.world_size)) - used)

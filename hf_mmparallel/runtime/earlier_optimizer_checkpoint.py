@@ -27,6 +27,7 @@ from ..world import World
 from .optimizer_loading import another_optimizer, apply_state, on_host, same_settings
 from .optimizer_names import cant_be_cut, is_rank_local, named_groups, rank_local_suffix
 from .optimizer_slices import slice_of
+from .updated_copies import entries_of, is_offloaded
 
 TENSORS, TABLE = "tensors", "state.json"
 _METADATA = ".metadata"
@@ -132,10 +133,10 @@ def load_earlier_optimizer(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     folder = Path(folder)
-    if any(slice_of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"]):
+    if any(slice_of(entry) is not None or is_offloaded(entry) for entry in entries_of(optimizer)):
         raise ValueError(
-            f"`{folder}` was written by version 0.1, whose optimizer state can't be read with `zero_stage` above 0. "
-            "Resume with `zero_stage=0`, and from the next checkpoint on with any."
+            f"`{folder}` was written by version 0.1, whose optimizer state can't be read with `zero_stage` above 0 or "
+            "`offload_optimizer`. Resume without them, and from the next checkpoint on with any."
         )
     reader = _Reader(str(folder / TENSORS))
     states, settings = world.raise_together(lambda: _checked_empty_states(optimizer, model, folder, reader))

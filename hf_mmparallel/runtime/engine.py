@@ -23,6 +23,7 @@ from ..data.step_dataset import RankInputs
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.checkpointing import Recomputation
 from ..modeling.dtypes import cast_values
+from ..modeling.streamed_layers import StreamedLayers
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
 from ..plan import (
     LANGUAGE_MODEL,
@@ -166,6 +167,7 @@ class ParallelEngine(nn.Module):
         self.process_groups = ProcessGroups(plan, self.divided_groups, world)
         self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device, self.options.recomputation)
         self.model: Any = model
+        self.streamed: dict[str, StreamedLayers] = {}  # by module
         self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
         self._load()
         self._prepare_steps()
@@ -196,7 +198,7 @@ class ParallelEngine(nn.Module):
         return {name: every - own for name, own in self.encoder_inputs.items()}
 
     def _load(self) -> None:
-        """Moves this rank's weights to its device, each sharded over its tp group."""
+        """Moves this rank's weights to its device, each sharded over its tp group, or back to host memory."""
         if self.options.load is None:
             self.model.to(self.device)
             self._shard_layers()
@@ -205,6 +207,12 @@ class ParallelEngine(nn.Module):
             self.options.load(self.model)
             self.model.to(self.device)
 
+        for name, module in self.plan.modules.items():
+            stages = [stage for key, stage in self.stages.items() if key[0] == name]
+            if module.storage.offload_params and stages:
+                layers = {index: layer for stage in stages for index, layer in stage.own_layers.items()}
+                self.streamed[name] = StreamedLayers(dict(sorted(layers.items())), self.device)
+
     def _prepare_steps(self) -> None:
         """The executor, the gradient sums and the checks of steps, for parameters that stay the same objects."""
         named = dict(self.model.named_parameters())
@@ -212,6 +220,11 @@ class ParallelEngine(nn.Module):
         by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
         self.slices = self.sharded.slices = OptimizerSlices(self.divided_groups, named, self.rank, by_ranks)
         self.updated = [self.slices.updated(p) for p in self.trained]
+        self.storage = {
+            named[name]: self.plan.modules[self.spec.used_at[name][0][0]].storage
+            for name, parameter in self.spec.parameters.items()
+            if parameter.trainable and self.sharded.holds(name)
+        }
         self.counted = [
             self.slices.updated(named[name])
             for name, shards in self.shards.items()
@@ -262,6 +275,8 @@ class ParallelEngine(nn.Module):
         """Casts this rank's part of the model for good, and widens the dtypes in which tensors are sent if needed."""
         with self.slices.casting():
             cast_values(self.model, dtype)
+        for streamed in self.streamed.values():
+            streamed.hold()
         self.cast_to = dtype
         self.executor.payloads.widen(dtype)
         for stage in self.stages.values():

@@ -26,6 +26,7 @@ from ..world import World
 from .optimizer_names import STATE, is_rank_local, named_groups, rank_local_suffix, settings_of
 from .optimizer_slices import join, slice_of, whole_parameter
 from .sharded_model import ShardedModel
+from .updated_copies import MASTER, saved_master
 
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
 _ALIGNMENT = 4096
@@ -68,7 +69,9 @@ class _Collected:
             settings = {key: _plain_value(value, key) for key, value in settings_of(group).items()}
             for name, parameter in zip(names, group["params"], strict=True):
                 if self._is_needed(name, parameter, sharded):
-                    self._add(name, parameter, settings, optimizer.state.get(parameter, {}))
+                    state, master = optimizer.state.get(parameter, {}), saved_master(parameter)
+                    state = state if master is None else {**state, MASTER: master}
+                    self._add(name, parameter, settings, state)
 
     def _is_needed(self, name: str, entry: torch.Tensor, sharded: ShardedModel) -> bool:
         """Whether this rank writes a parameter's state, or gives its shard or slice to the rank that does."""

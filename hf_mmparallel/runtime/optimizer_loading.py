@@ -21,6 +21,7 @@ from ..modeling.dtensors import from_shard, shard_as
 from ..world import World
 from .optimizer_names import STATE, cant_be_cut, named_groups, rank_local_suffix, settings_of
 from .optimizer_slices import slice_of, whole_parameter
+from .updated_copies import MASTER, copied_from, refresh_copies, restore_copy
 
 # Key under which `state_dict` of bitsandbytes hides entries from FSDP.
 _WRAPPED = "__bnb_optimizer_quant_state__"
@@ -60,10 +61,20 @@ def load_optimizer(
 def apply_state(
     optimizer: Any, states: Mapping[Any, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Gives an optimizer the state of each of its parameters and the settings of each of its groups."""
+    """
+    Gives an optimizer the state of each of its parameters and the settings of each of its groups. Copies of weights
+    get their saved values, or those of the weights.
+    """
+    refresh_copies(optimizer)
     for parameter, state in states.items():
+        state = dict(state)
+        master = state.pop(MASTER, None)
+        if copied_from(parameter) is not None:
+            state = {key: _as_wide(key, value, parameter) for key, value in state.items()}
+            if master is not None:
+                restore_copy(parameter, master)
         if state:
-            optimizer.state[parameter] = dict(state)
+            optimizer.state[parameter] = state
         else:
             optimizer.state.pop(parameter, None)
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
@@ -72,6 +83,12 @@ def apply_state(
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _as_wide(key: str, value: Any, like: torch.Tensor) -> Any:
+    """A value of the state with the dtype of `like`, if it has a number for each of its elements."""
+    is_of_elements = isinstance(value, torch.Tensor) and value.shape == like.shape and key != "step"
+    return value.to(like.dtype) if is_of_elements and value.is_floating_point() else value
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -190,6 +207,8 @@ def _state_of(
     state: dict[str, Any] = {}
     for stored, value in saved.items():
         key, _, of_rank = stored.partition("@")
+        if key == MASTER and (copied_from(parameter) is None or copied_from(parameter).dtype == parameter.dtype):
+            continue
         if of_rank and key + suffix not in saved:
             raise cant_be_cut(key, name)
         if of_rank and stored != key + suffix:
@@ -200,6 +219,8 @@ def _state_of(
             if is_cut and value.shape != whole.shape:
                 raise cant_be_cut(key, name)
             value = _on_rank(value, parameter, is_cut=bool(is_cut), on_host=on_host(key, group))
+        if MASTER in saved and key != MASTER:
+            value = _as_wide(key, value, parameter)  # the state of master weights is wider than that of 16-bit ones
         state[key] = value
     return state
 
@@ -215,4 +236,4 @@ def _on_rank(value: torch.Tensor, parameter: Any, is_cut: bool, on_host: bool) -
     if flat_slice is not None:
         value = flat_slice.of(value.contiguous())
     shard = value.to(parameter.device, copy=True).contiguous()
-    return from_shard(shard, whole) if whole is parameter else shard
+    return from_shard(shard, whole) if isinstance(parameter, DTensor) else shard

@@ -92,6 +92,8 @@ def join(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         parameter (`torch.Tensor`): The entry.
     """
     whole, flat_slice = whole_parameter(parameter), slice_of(parameter)
+    if not isinstance(value, DTensor):
+        value = value.to(local(whole).device)  # from the host, where it may be updated
     if flat_slice is not None:
         like = local(whole)
         value = flat_slice.whole(value, like.numel()).view(like.shape)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,20 +19,34 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..modeling.dtensors import local
+from ..plan import StorageSettings
 from ..world import World
-from .gradients import round_gradients
+from .offload import OffloadedStep, check_offloaded
 from .optimizer_slices import OptimizerSlices, local_shard, slice_of, whole_parameter
+from .updated_copies import (
+    copy_for_update,
+    drop_gradients,
+    entries_of,
+    hand_over_gradients,
+    is_offloaded,
+    needs_copy,
+    write_back,
+)
 
 _NUM_STEPS = 2
 
 
 def prepare_optimizer(
-    optimizer: torch.optim.Optimizer, holds_all: bool, world: World, slices: OptimizerSlices | None = None
+    optimizer: torch.optim.Optimizer,
+    holds_all: bool,
+    world: World,
+    slices: OptimizerSlices | None = None,
+    storage: Mapping[Any, StorageSettings] | None = None,
 ) -> None:
     """
     Makes a new optimizer give this rank's parameters the update that they have on one process. Collective.
 
-    Gradients reach it in the dtype of the parameters. One that doesn't know `DTensor` but updates every element by
+    Gradients reach it in the dtype of what it updates. One that doesn't know `DTensor` but updates every element by
     itself, such as those of bitsandbytes, runs on the local shards.
 
     Args:
@@ -40,18 +54,21 @@ def prepare_optimizer(
         holds_all (`bool`): Whether this rank holds all trained parameters of the model.
         world ([`World`]): The ranks.
         slices ([`OptimizerSlices`], *optional*): The slices that it updates under ZeRO.
+        storage (`Mapping[nn.Parameter, StorageSettings]`, *optional*):
+            Parameter -> where and how precisely it is updated; in place, of those that are left out.
 
     Raises:
         `ValueError`: On all ranks, for an optimizer whose update would differ or fail.
     """
     sliced: Mapping[nn.Parameter, nn.Parameter] = {} if slices is None else slices.by_parameter
-    devices = sorted({p.device for p in _parameters(optimizer) if p.device.type != "cpu"}, key=str)
+    devices = sorted({p.device for p in entries_of(optimizer) if p.device.type != "cpu"}, key=str)
     device_type = devices[0].type if devices else "cuda"
 
     def probe() -> bool:
         if not holds_all or sliced:
             _check_independence(optimizer, holds_all)
         _check_slices(optimizer, sliced)
+        _check_copies(optimizer, storage or {})
         return _needs_local_shards(optimizer, sliced)
 
     with torch.random.fork_rng([device.index for device in devices], device_type=device_type):
@@ -62,8 +79,12 @@ def prepare_optimizer(
                 _replace(optimizer, group, index, sliced[parameter])
             elif on_shards and isinstance(parameter, DTensor):
                 _replace(optimizer, group, index, local_shard(parameter))
-    optimizer.register_step_pre_hook(_hand_over_gradients)
-    optimizer.register_step_post_hook(_drop_handed_over)
+    _update_copies(optimizer, storage or {})
+    optimizer.register_step_pre_hook(hand_over_gradients)
+    if any(map(is_offloaded, entries_of(optimizer))):
+        optimizer.register_step_pre_hook(OffloadedStep(optimizer, world.device))
+    optimizer.register_step_post_hook(write_back)
+    optimizer.register_step_post_hook(drop_gradients)
     if sliced and slices is not None:
         optimizer.register_step_post_hook(slices.gather_weights)
 
@@ -79,26 +100,36 @@ def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int
         optimizer.state[entry][key] = value
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, StorageSettings]) -> None:
+    """Raises `ValueError` for an optimizer that can't update copies of weights as the settings ask for."""
+    settings = [storage[parameter] for parameter in entries_of(optimizer) if parameter in storage]
+    if any(setting.offload_optimizer for setting in settings):
+        check_offloaded(optimizer)
+    if _changes_with_mode(optimizer) and any(setting.master_weights for setting in settings):
+        raise ValueError(
+            f"`{_name(optimizer)}` can't be used with `master_weights=True`: it changes the weights in `train()` and "
+            '`eval()`, which would not reach the 16-bit weights. Use another one, such as `optim="adamw_torch"`, or '
+            "`master_weights=False`."
+        )
+
+
+def _changes_with_mode(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer changes weights outside of its steps, as schedule-free ones do."""
+    return callable(getattr(optimizer, "eval", None))
+
+
+def _update_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, StorageSettings]) -> None:
+    """Lets an optimizer update copies of weights where the settings ask for it, with their state."""
+    in_place = StorageSettings(master_weights=False)
     for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _hand_over_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for parameter in _parameters(optimizer):
-        whole: Any = whole_parameter(parameter)
-        if slice_of(parameter) is not None:
-            round_gradients([parameter])
-            continue
-        round_gradients([whole])
-        if whole is not parameter:
-            parameter.grad = None if whole.grad is None else local(whole.grad).contiguous()
-
-
-def _drop_handed_over(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for parameter in _parameters(optimizer):
-        if whole_parameter(parameter) is not parameter:
-            parameter.grad = None
+        for index, entry in enumerate(group["params"]):
+            setting = storage.get(whole_parameter(entry), in_place)
+            if not needs_copy(entry, setting) or _changes_with_mode(optimizer):
+                continue
+            copied = group["params"][index] = copy_for_update(entry, setting)
+            for key, value in optimizer.state.pop(entry, {}).items():  # of optimizers that make it at once
+                is_of_elements = isinstance(value, torch.Tensor) and value.shape == entry.shape and key != "step"
+                optimizer.state[copied][key] = value.to(copied.device, copied.dtype) if is_of_elements else value
 
 
 def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> None:
@@ -136,7 +167,7 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
     cause = None
     if _name(optimizer).startswith("bitsandbytes."):
         cause = "it keeps its state by blocks and settings of whole parameters"
-    elif callable(getattr(optimizer, "eval", None)):
+    elif _changes_with_mode(optimizer):
         cause = "it changes the weights in `train()` and `eval()`, where each rank would change its slices only"
     if cause is not None:
         raise ValueError(

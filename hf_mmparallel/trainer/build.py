@@ -40,6 +40,7 @@ from ..plan.plugin import reject_unknown_keys
 from ..planner.possible_sizes import check_context, check_matrices
 from ..profiling.device_detection import device_of_ranks, tf32_is_on
 from ..runtime.engine import EngineOptions, ParallelEngine
+from ..runtime.host_memory import check_host_memory, check_storage
 from ..world import World
 from .arguments import MultimodalTrainingArguments
 from .start_checks import check_model
@@ -48,9 +49,11 @@ logger = get_logger(__name__)
 
 
 def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool:
-    """Whether all sizes are 1 on one process, so that the stock Trainer runs."""
+    """Whether the stock Trainer runs: all sizes are 1 on one process, and nothing asks for more than it has."""
     planned = 1 if plugin.plan is None else plugin.plan.world_size
-    return world_size == planned == 1 and all(m.num_ranks == 1 for m in plugin.modules.values())
+    modules = [*plugin.modules.values(), *(plugin.plan.modules.values() if plugin.plan is not None else ())]
+    is_stock = not any(module.storage.needs_engine for module in modules)
+    return world_size == planned == 1 and is_stock and all(m.num_ranks == 1 for m in plugin.modules.values())
 
 
 def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelPlugin:
@@ -322,6 +325,8 @@ def build_engine(
         prepare_context(prepared.model, spec, plugin.modules.get(LANGUAGE_MODEL))
     _check_same_plan(plan, world)
     check_matrices(spec, plan)
+    check_storage(spec, plan)
+    check_host_memory(prepared.costs, plan, world)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
     options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,

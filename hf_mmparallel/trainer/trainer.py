@@ -30,6 +30,7 @@ from ..runtime.atomic import atomic_folder, save_errors, sync_file
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.out_of_memory import mark_steps, told_in_optimizer
+from ..runtime.updated_copies import refresh_copies
 from ..world import shared_failure
 from . import build, model_card, optimizer_state
 from .agreement import check_same_folder
@@ -125,7 +126,8 @@ class MultimodalParallelTrainer(EngineTrainer):
         if training and optimizer is not self._prepared_optimizer:
             with shared_failure("preparing the optimizer"):
                 mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
-                prepare_optimizer(optimizer, self._engine.holds_all_trained, self.world, self._engine.slices)
+                engine = self._engine
+                prepare_optimizer(optimizer, engine.holds_all_trained, self.world, engine.slices, engine.storage)
             self._prepared_optimizer = optimizer
         return self._engine
 
@@ -414,6 +416,7 @@ class MultimodalParallelTrainer(EngineTrainer):
                 raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
             self.world.raise_together(functools.partial(check_trainer_state, Path(resume_from_checkpoint)))
             engine.sharded.load(resume_from_checkpoint)
+            refresh_copies(self._prepared_optimizer)
 
     def _load_best_model(self) -> None:
         """See `_load_from_checkpoint`."""

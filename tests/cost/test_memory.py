@@ -38,12 +38,27 @@ def test_weights_and_optimizer_state_have_the_type_of_the_weights_and_gradients_
     assert set(memory) == set(range(5))
     frozen, projector = LAYERS * (LAYER_MATRICES + HIDDEN), HIDDEN * HIDDEN
     assert memory[0].weights == 2 * (frozen + projector)
-    assert memory[0].gradients == 4 * projector and memory[0].optimizer == 4 * projector
+    # Master weights and two moments, all in float32.
+    assert memory[0].gradients == 4 * projector and memory[0].optimizer == 12 * projector
+    assert memory[0].master == 4 * projector and memory[0].host == 0
     # Tied embeddings are whole on each rank, at both ends; their gradients are summed in a bucket.
     half = 2 * LAYER_MATRICES / 2 + 2 * HIDDEN + HEAD
     assert memory[1].weights == 2 * half and memory[1] == memory[2] and memory[3].weights == 2 * half
     assert memory[1].gradients == 4 * half + 4 * HEAD
     assert memory[1].total_gib == memory[1].total / 2**30
+
+
+def test_memory_of_settings_of_the_optimizer_and_of_frozen_weights():
+    spec = model(("vision",))
+    projector, frozen_layer = HIDDEN * HIDDEN, 2 * (LAYER_MATRICES + HIDDEN)
+    in_place = resolve_plan(spec, {"vision": ModulePlugin(master_weights=False)})
+    assert memory_of(spec, in_place)[0][0].optimizer == 4 * projector  # both moments in the weights' dtype
+    offloaded = memory_of(spec, resolve_plan(spec, {"vision": ModulePlugin(offload_optimizer=True)}))[0][0]
+    assert offloaded.optimizer == 0 and offloaded.host == (12 + 2 * 4) * projector  # and its gradients, twice
+    plain = memory_of(spec, resolve_plan(spec, {}))[0][0]
+    streamed = memory_of(spec, resolve_plan(spec, {"vision": ModulePlugin(offload_params=True)}))[0][0]
+    assert streamed.host == LAYERS * frozen_layer
+    assert streamed.weights == plain.weights - (LAYERS - 2) * frozen_layer
 
 
 def test_copies_sum_their_gradients_in_a_bucket(monkeypatch):

@@ -202,8 +202,13 @@ class TestOptimizer:
         costs = analytic_costs(text_model(), PLAIN)
         plan = resolve_plan(costs.spec, {})
         elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
-        # Weights and two values of state are read and written in two bytes; gradients in four, five times.
-        assert optimizer_ms(costs, plan) == pytest.approx(elements * (3 * 2 * 2 + 5 * 4) / PLAIN.memory_bytes_per_ms)
+        # Master weights and two moments are read and written in four bytes, weights written in two; gradients move in
+        # four, five times.
+        num_bytes = elements * (3 * 2 * 4 + 2 + 5 * 4)
+        assert optimizer_ms(costs, plan) == pytest.approx(num_bytes / PLAIN.memory_bytes_per_ms)
+        in_place = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(master_weights=False)})
+        num_bytes = elements * (3 * 2 * 2 + 5 * 4)
+        assert optimizer_ms(costs, in_place) == pytest.approx(num_bytes / PLAIN.memory_bytes_per_ms)
         half = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
         assert optimizer_ms(costs, half) < optimizer_ms(costs, plan)
         frozen = costs.with_spec(ModelSpec({LANGUAGE_MODEL: costs.spec.language_model.with_frozen(True)}))

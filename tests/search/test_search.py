@@ -86,8 +86,9 @@ class Exhaustive:
         device, trained = problem.costs.device, sum(p.num_elements for p in part.parameters if p.trainable)
         link = device.link_bytes_per_ms(range(0, dp * pp * tp, pp * tp))
         sums = 2 * (dp - 1) / dp * 4 * trained / pp / tp / link
-        # Weights and two values of state are read and written in two bytes, gradients moved five times in four.
-        sums += trained * (3 * 2 * 2 + 5 * 4) / pp / tp / device.memory_bytes_per_ms
+        # Master weights and two moments are read and written in four bytes, weights written in two, gradients moved
+        # five times in four.
+        sums += trained * (3 * 2 * 4 + 2 + 5 * 4) / pp / tp / device.memory_bytes_per_ms
         slowest = partition_all(layers, pp).partition(pp).slowest_stage_ms
         bottleneck = longest_first(times(dp), dp) * slowest
         uneven = longest_first(times(dp * count), dp * count)

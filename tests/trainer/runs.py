@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.runtime import offload
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
 from tests.folders import run_folder
@@ -86,10 +87,13 @@ def make_trainer(
     parallel: dict[str, Any] | None,
     output_dir: str | None = None,
     pictures: bool = False,
+    deepspeed: bool = False,
     **arguments: Any,
 ) -> Any:
-    """Our Trainer on this rank."""
+    """Our Trainer on this rank; with `deepspeed` its kernel, which has to be built before, steps on the CPU."""
     torch.set_num_threads(1)
+    if not deepspeed:
+        offload._deepspeed_adam = lambda optimizer: None
     if not pictures:
         draw_nothing()
     arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}

@@ -1,0 +1,212 @@
+"""
+Frozen layers whose weights are in host memory and come to the device layer by layer.
+
+A layer's forward, and its backward, uses a buffer on the device into which its weights are copied; a second buffer
+receives those of the layer that comes next. Between forwards the parameters are in host memory. What autograd saves of
+weights for the backward is their place in the buffer, so that no weights stay on the device for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from .dtensors import local
+
+_ALIGNMENT = 64  # bytes; kernels read weights in vectors
+
+
+@dataclass
+class _Buffer:
+    """A buffer on the device, the layer whose weights it has, and the event of their arrival."""
+
+    values: torch.Tensor
+    layer: int
+    arrived: Any = None
+
+
+@dataclass(frozen=True)
+class _SavedWeight:
+    """A view of a layer's weights that autograd saved; `spec` is the layout of a `DTensor`."""
+
+    layer: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    spec: Any
+
+
+class StreamedLayers:
+    """
+    Keeps the frozen weights of some layers in host memory, pinned beside a GPU, and brings them to the device in time.
+
+    Args:
+        layers (`Mapping[int, nn.Module]`): Layers of a module on this rank, by index, in the order in which they run.
+        device (`torch.device`): Where they compute.
+
+    Attributes:
+        peak_bytes (`int`): The most bytes of these weights that have been on the device at a time.
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], device: torch.device):
+        self.device = device
+        self.order = list(layers)
+        self.parameters = {
+            index: [parameter for parameter in layer.parameters() if not parameter.requires_grad]
+            for index, layer in layers.items()
+        }
+        self.peak_bytes = 0
+        self._stream: Any = torch.Stream(device) if device.type != "cpu" else None
+        self._buffers: list[_Buffer] = []
+        self._in_use: int | None = None
+        self._ends_with_backward = False
+        self.hold()
+        for index, layer in layers.items():
+            layer.forward = self._streamed(index, layer, layer.forward)
+
+    @property
+    def bytes_on_device(self) -> int:
+        """Bytes of these weights that are on the device now."""
+        return sum(buffer.values.numel() for buffer in self._buffers)
+
+    def hold(self) -> None:
+        """Moves the weights to host memory, with the dtypes that they have now."""
+        self.release()
+        self._host: dict[int, torch.Tensor] = {}
+        for index, parameters in self.parameters.items():
+            num_bytes = sum(map(_aligned_bytes, parameters))
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+            for parameter, view in zip(parameters, _views(host, parameters), strict=True):
+                view.copy_(local(parameter).detach())
+            self._host[index] = host
+            self._point_to(index, host)
+
+    def release(self) -> None:
+        """Frees the buffers on the device."""
+        for buffer in self._buffers:
+            self._wait(buffer)
+        self._buffers.clear()
+        self._in_use = None
+        self._ends_with_backward = False
+
+    def _point_to(self, index: int, values: torch.Tensor) -> None:
+        """Makes the parameters of a layer views of a buffer."""
+        for parameter, view in zip(self.parameters[index], _views(values, self.parameters[index]), strict=True):
+            if isinstance(parameter, DTensor):
+                parameter._local_tensor = view
+            else:
+                parameter.data = view
+
+    def _streamed(self, index: int, layer: nn.Module, forward: Callable) -> Callable:
+        """A forward of a layer with its weights on the device."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._point_to(index, self._take(index))
+            try:
+                # The recomputation of a layer keeps what it saves until the layer's backward, which comes next.
+                is_recomputed = getattr(layer, "gradient_checkpointing", False) and layer.training
+                saves = torch.is_grad_enabled() and not is_recomputed
+                with saved_tensors_hooks(self._pack, self._unpack) if saves else contextlib.nullcontext():
+                    return forward(*args, **kwargs)
+            finally:
+                self._point_to(index, self._host[index])
+                if index == self.order[-1] and not _in_backward():
+                    self.release()
+
+        return run
+
+    def _take(self, index: int) -> torch.Tensor:
+        """The weights of a layer on the device; starts to bring those of the layer that is used next."""
+        if _in_backward() and not self._ends_with_backward:
+            self._ends_with_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.release)  # type: ignore[attr-defined]
+        buffer = self._bring(index)
+        if self._in_use != index:
+            self._wait(buffer)
+            self._in_use = index
+            position = self.order.index(index) + (-1 if _in_backward() else 1)
+            if 0 <= position < len(self.order):
+                self._bring(self.order[position])
+        return buffer.values
+
+    def _bring(self, index: int) -> _Buffer:
+        """The buffer of a layer; starts the copy into one that is not in use, unless a buffer has the layer."""
+        for buffer in self._buffers:
+            if buffer.layer == index:
+                return buffer
+        host = self._host[index]
+        free = [buffer for buffer in self._buffers if buffer.layer != self._in_use]
+        if len(self._buffers) == 2 and free:
+            self._buffers.remove(free[0])
+            reused = free[0].values if free[0].values.numel() == host.numel() else None
+        else:
+            reused = None
+        values = torch.empty_like(host, device=self.device, pin_memory=False) if reused is None else reused
+        buffer = _Buffer(values, index)
+        self._buffers.append(buffer)
+        self.peak_bytes = max(self.peak_bytes, self.bytes_on_device)
+        with self._copying():
+            buffer.values.copy_(host, non_blocking=True)
+        if self._stream is not None:
+            buffer.arrived = self._stream.record_event()
+        return buffer
+
+    def _copying(self) -> Any:
+        """Copies in this context come after all that the device has been given to do, which may use the buffer."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        return self._stream
+
+    def _wait(self, buffer: _Buffer) -> None:
+        """Lets the device wait for the weights of a buffer."""
+        if buffer.arrived is not None:
+            torch.accelerator.current_stream(self.device).wait_event(buffer.arrived)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """What is saved of a tensor: of one that is a view of a layer's weights, its place in them."""
+        values = local(tensor.detach())
+        storage = values.untyped_storage().data_ptr()
+        for buffer in self._buffers:
+            if values.layout == torch.strided and buffer.values.untyped_storage().data_ptr() == storage:
+                spec = tensor._spec if isinstance(tensor, DTensor) else None
+                return _SavedWeight(
+                    buffer.layer, values.dtype, values.size(), values.stride(), int(values.storage_offset()), spec
+                )
+        return tensor
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedWeight):
+            return saved
+        values = self._take(saved.layer).view(saved.dtype)
+        view = values.as_strided(saved.size, saved.stride, saved.offset)
+        return view if saved.spec is None else DTensor(view, saved.spec, requires_grad=False)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _aligned_bytes(parameter: torch.Tensor) -> int:
+    """Bytes of a rank's part of a parameter in a buffer."""
+    values = local(parameter)
+    return -(-values.numel() * values.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(buffer: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    """The parameters of a layer as views of a buffer of bytes."""
+    views, start = [], 0
+    for parameter in parameters:
+        values = local(parameter)
+        flat = buffer[start : start + values.numel() * values.element_size()]
+        views.append(flat.view(values.dtype).view(values.shape))
+        start += _aligned_bytes(parameter)
+    return views

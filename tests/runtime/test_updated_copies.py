@@ -1,0 +1,134 @@
+"""Copies that an optimizer updates in place of weights: equal steps, buckets, state, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Adafactor
+
+from hf_mmparallel.plan import StorageSettings
+from hf_mmparallel.runtime import offload
+from hf_mmparallel.runtime.optimizer_loading import apply_state
+from hf_mmparallel.runtime.optimizers import prepare_optimizer
+from hf_mmparallel.runtime.updated_copies import copied_from, entries_of, refresh_copies
+from hf_mmparallel.world import World
+
+SHAPES = ((5, 3), (7,), (2, 2), (40,))
+HOST, MASTER = StorageSettings(offload_optimizer=True), StorageSettings()
+
+
+def weights(dtype: torch.dtype) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def step(parameters: list[Any], optimizer: torch.optim.Optimizer, seed: int, skipped: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for index, parameter in enumerate(parameters):
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad_dtype = torch.float32
+        parameter.grad = None if index == skipped else gradient
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def prepared(cls: Any, parameters: list[Any], storage: StorageSettings, **settings: Any) -> torch.optim.Optimizer:
+    groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+    optimizer = cls(groups, **settings)
+    prepare_optimizer(optimizer, holds_all=True, world=World(), storage=dict.fromkeys(parameters, storage))
+    return optimizer
+
+
+@pytest.fixture(autouse=True)
+def _torch_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(offload, "_deepspeed_adam", lambda optimizer: None)
+    monkeypatch.setattr(offload, "OFFLOAD_BUCKET_BYTES", 128)
+
+
+CLASSES = [
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+    (Adafactor, {"lr": 0.01, "relative_step": False, "scale_parameter": False}),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings"), CLASSES)
+def test_master_weights_are_updated_as_float32_parameters(cls: Any, settings: dict[str, Any]):
+    narrow = weights(torch.bfloat16)
+    wide = [nn.Parameter(p.detach().float()) for p in narrow]
+    optimizer = prepared(cls, narrow, MASTER, **settings)
+    reference = prepared(cls, wide, StorageSettings(master_weights=False), **settings)
+    for seed in range(4):
+        step(narrow, optimizer, seed, skipped=3)
+        step(wide, reference, seed, skipped=3)
+    for entry, parameter, want in zip(entries_of(optimizer), narrow, wide, strict=True):
+        assert torch.equal(entry, want) and torch.equal(parameter, want.bfloat16())
+        assert entry.grad is None and copied_from(entry) is parameter
+
+
+@pytest.mark.parametrize(("cls", "settings"), CLASSES[:4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_on_the_cpu_is_that_of_the_device(cls: Any, settings: dict[str, Any], dtype: torch.dtype):
+    own, wide = weights(dtype), [nn.Parameter(p.detach().float()) for p in weights(dtype)]
+    optimizer = prepared(cls, own, HOST, **settings)
+    reference = prepared(cls, wide, StorageSettings(master_weights=False), **settings)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + number))
+    other = torch.optim.lr_scheduler.LambdaLR(reference, lambda number: 1 / (1 + number))
+    for seed in range(4):
+        step(own, optimizer, seed, skipped=2)
+        step(wide, reference, seed, skipped=2)
+        schedule.step()
+        other.step()
+    for entry, parameter, want in zip(entries_of(optimizer), own, wide, strict=True):
+        torch.testing.assert_close(entry, want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(parameter, want.to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6)
+        assert entry.grad is None
+    mine, theirs = optimizer.state_dict(), reference.state_dict()
+    assert mine["state"].keys() == theirs["state"].keys() == {0, 1, 3}
+    for index, state in theirs["state"].items():
+        assert mine["state"][index].keys() == state.keys() and float(mine["state"][index]["step"]) == 4
+        torch.testing.assert_close(mine["state"][index]["exp_avg"], state["exp_avg"], rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_come_in_buckets(monkeypatch):
+    own = weights(torch.float32)
+    optimizer = prepared(torch.optim.AdamW, own, HOST, lr=0.01)
+    steps = []
+    update = offload.OffloadedStep._update
+    monkeypatch.setattr(
+        offload.OffloadedStep,
+        "_update",
+        lambda self, optimizer, bucket: (steps.append(len(bucket)), update(self, optimizer, bucket)),
+    )
+    step(own, optimizer, 0)
+    assert steps == [2, 1, 1]  # 64 + 64, 64 and 192 bytes, in buckets of 128
+    with pytest.raises(ValueError, match="`torch.SGD` can't be used with `offload_optimizer=True`"):
+        prepared(torch.optim.SGD, weights(torch.float32), HOST, lr=0.01)
+
+
+def test_saved_copies_count_where_they_round_to_the_weights():
+    parameters = weights(torch.bfloat16)
+    optimizer = prepared(torch.optim.AdamW, parameters, MASTER, lr=1e-4)
+    step(parameters, optimizer, 0)
+    entries = list(entries_of(optimizer))
+    saved = {
+        entry: {"master": entry.detach().clone(), "exp_avg": torch.zeros_like(entry).bfloat16()} for entry in entries
+    }
+    with torch.no_grad():
+        parameters[0][0] += 1
+    apply_state(optimizer, saved, [{}, {}])
+    for entry, parameter in zip(entries, parameters, strict=True):
+        assert torch.equal(entry.bfloat16(), parameter) and optimizer.state[entry]["exp_avg"].dtype == torch.float32
+        assert "master" not in optimizer.state[entry]
+    assert torch.equal(entries[0][1:], saved[entries[0]]["master"][1:])
+    assert torch.equal(entries[0][0], parameters[0][0].float())
+    refresh_copies(optimizer)
+    assert all(torch.equal(entry, p.float()) for entry, p in zip(entries, parameters, strict=True))
