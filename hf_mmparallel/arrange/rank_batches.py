@@ -156,5 +156,11 @@ def _align(bins: NDArray, has: NDArray, aligned: Sequence[NDArray], times: NDArr
             bins[inputs[0]] = late[loads[late].argmin()]
     for late_bin in late:
         counts = np.bincount(bins[has], minlength=len(is_late))
-        if not counts[late_bin]:
-            exchange(np.flatnonzero(bins == late_bin), np.flatnonzero(has & is_late[bins] & (counts[bins] > 1)))
+        spare = has & is_late[bins] & (counts[bins] > 1)
+        if counts[late_bin] or exchange(np.flatnonzero(bins == late_bin), np.flatnonzero(spare)):
+            continue
+        for values in aligned:  # moving a sample must not change where the other encoders run
+            others = np.bincount(bins[values], minlength=len(is_late))
+            spare &= ~values | ((others[bins] > 1) & (others[late_bin] > 0))
+        if spare.any():
+            bins[np.flatnonzero(spare)[times[spare].argmin()]] = late_bin

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from ..arrange.rank_batches import RANK_ARRANGEMENTS
 from ..cost import CostModel
 from ..data.global_batches import GlobalBatchSampler
 from ..data.rank_batches import EvenOrder, RankBatchSampler
+from ..data.streams import is_stream
 from ..plan import ModelSpec
 from ..steps.rank_planner import RankPlanner
 from .loaders import with_sizes
@@ -41,7 +42,7 @@ def check_arrangement(trainer: Any) -> None:
     mesh_size = trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size()
     refused = (
         (
-            isinstance(trainer.train_dataset, IterableDataset),
+            is_stream(trainer.train_dataset),
             "the samples of a stream have no indices",
             "Leave it out",
         ),
@@ -137,7 +138,7 @@ def arranged_loader(
         )
     if shared.is_measured_by_batch:
         global_batches = with_sizes(global_batches, context.train_dataset, shared, context)
-    planner = RankPlanner(costs, world.size, batch_size, args.microbatch_assignment, shared.source, together)
+    planner = RankPlanner(costs, world.size, batch_size, str(args.microbatch_assignment), shared.source, together)
     sampler: Any = RankBatchSampler(global_batches, planner, world.rank, batch_size, world.size)
     arranged = DataLoader(
         loader.dataset,

@@ -221,8 +221,8 @@ class MultimodalParallelTrainer(EngineTrainer):
         stock = super()._get_num_items_in_batch(batch_samples, device)
         if stock is not None or not self._weighs_batches or not all("labels" in batch for batch in batch_samples):
             return stock
-        count = torch.tensor(sum(map(self._num_targets, batch_samples)), device=device)
-        return self.accelerator.gather(count).sum()
+        counts: Any = self.accelerator.gather(torch.tensor(sum(map(self._num_targets, batch_samples)), device=device))
+        return counts.sum()
 
     # Training
 
