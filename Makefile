@@ -21,6 +21,7 @@ INSTALLED := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help venv demo charts test quick lint format bench pages clean
