@@ -67,6 +67,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/simulator_error.py
 	$(BIN)/python benchmarks/context_parallel_balance.py
 	$(BIN)/python benchmarks/sampler_overhead.py
+	$(BIN)/python benchmarks/rank_balance.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/microbatch_balance.py
 	$(BIN)/python benchmarks/attention.py

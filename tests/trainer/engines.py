@@ -60,5 +60,5 @@ def arguments_of(engine: str) -> dict[str, Any]:
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Name -> weight, of all ranks. Collective."""
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    state: Any = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {name: value.detach().float().clone() for name, value in (state or {}).items()}

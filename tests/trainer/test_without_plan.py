@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from tests import tiny
@@ -18,6 +19,7 @@ from . import engines, runs
 pytestmark = pytest.mark.distributed
 
 SAMPLES = 24
+STEPS = {"max_steps": 5, "weight_decay": 0.0}  # DeepSpeed also decays weights that no forward reads
 ARRANGED = {"microbatch_assignment": "hierarchical"}
 SHAPES = [tiny.Shape(number % 3 and 1 + number % 2, 0, 3 + 7 * number % 23) for number in range(SAMPLES)]
 """A third of the samples has no image; lengths differ."""
@@ -36,7 +38,7 @@ def make_trainer(engine: str, family: str = "llava", **arguments: Any) -> Any:
     chosen = engines.arguments_of(engine)
     size = arguments.pop("size", SAMPLES)
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    values = {**runs.COMMON, **sizes, "max_steps": 5, **chosen, **arguments}
+    values = {**runs.COMMON, **sizes, **STEPS, **chosen, **arguments}
     batches: list[list[int]] = []
     collate = tiny.collate(family)
 
@@ -51,7 +53,18 @@ def make_trainer(engine: str, family: str = "llava", **arguments: Any) -> Any:
         model=model, args=args, train_dataset=data_of(family, size), data_collator=collator
     )
     trainer.batches = batches
+    trainer.add_callback(Forget(batches))
     return trainer
+
+
+class Forget(TrainerCallback):
+    """Forgets the batches that were made before the first step, to measure samples."""
+
+    def __init__(self, batches: list[list[int]]):
+        self.batches = batches
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.batches.clear()
 
 
 def run(engine: str, family: str = "llava", checkpoint: str | None = None, **arguments: Any) -> tuple[runs.Run, list]:
@@ -64,9 +77,7 @@ def run(engine: str, family: str = "llava", checkpoint: str | None = None, **arg
 @cache
 def reference(family: str, world_size: int, **arguments: Any) -> runs.Run:
     """The stock Trainer on one process with the same global batches."""
-    result = runs.stock(
-        family, data=data_of(family), max_steps=5, per_device_train_batch_size=4 * world_size, **arguments
-    )
+    result = runs.stock(family, data=data_of(family), per_device_train_batch_size=4 * world_size, **STEPS, **arguments)
     assert result.weights is not None
     return result
 
