@@ -50,9 +50,9 @@ class Sizes:
         gpu (`str`): Its costs.
     """
 
-    num_charts: int = 2048
+    num_charts: int = 512
     batch_size: int = 4
-    layouts: tuple[tuple[int, int], ...] = ((4, 1), (4, 4), (8, 4), (32, 4))
+    layouts: tuple[tuple[int, int], ...] = ((4, 1), (4, 4), (8, 4))
     num_batches: int = 10
     gpu: str = "h100"
 

@@ -113,7 +113,9 @@ def test_an_incomplete_epoch_has_the_batches_of_the_stock_trainer():
     arranged = run_distributed(run, 2, "ddp", size=21, timeout=100, **ARRANGED)
     assert_trains_alike(arranged, stock[0][0])
     lengths = [
-        sorted(length for _, batches in outcomes for batch in batches for length in batch)
+        sorted(
+            length for _, batches in outcomes for batch in batches[:10] for length in batch
+        )  # without what is read ahead
         for outcomes in (stock, arranged)
     ]
     assert lengths[0] == lengths[1]
@@ -128,7 +130,8 @@ def test_packed_rows_train_as_padded_ones(engine: str):
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
 def test_a_run_goes_on_in_the_middle_of_an_epoch(engine: str, tmp_path: Path):
     folder = str(tmp_path / "run")
-    saving = {"output_dir": folder, "save_strategy": "steps", "save_steps": 2, **ARRANGED}
+    optimizer = {"optim": "adamw_torch", "learning_rate": 1e-3}  # SGD has no state, which torch can't load into FSDP
+    saving = {"output_dir": folder, "save_strategy": "steps", "save_steps": 2, **optimizer, **ARRANGED}
     straight = run_distributed(run, 2, engine, timeout=150, **saving)
     resumed = run_distributed(run, 2, engine, timeout=150, checkpoint=f"{folder}/checkpoint-2", **saving)
     runs.assert_same_run(resumed[0][0], straight[0][0])
