@@ -112,13 +112,12 @@ def test_an_incomplete_epoch_has_the_batches_of_the_stock_trainer():
     stock = run_distributed(run, 2, "ddp", size=21, timeout=100)
     arranged = run_distributed(run, 2, "ddp", size=21, timeout=100, **ARRANGED)
     assert_trains_alike(arranged, stock[0][0])
-    lengths = [
-        sorted(
-            length for _, batches in outcomes for batch in batches[:10] for length in batch
-        )  # without what is read ahead
-        for outcomes in (stock, arranged)
-    ]
-    assert lengths[0] == lengths[1]
+    assert all_lengths(arranged) == all_lengths(stock)
+
+
+def all_lengths(outcomes: list[tuple[runs.Run, list]]) -> list[int]:
+    """Lengths of the samples of the five steps, without what is read ahead."""
+    return sorted(length for _, batches in outcomes for batch in batches[:10] for length in batch)
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1"])
