@@ -360,22 +360,6 @@ def sampler_reading() -> str:
     return table("| loader | samples/s, clock time | samples/s, processor time | processor time per sample |", rows)
 
 
-def rank_balance() -> str:
-    rows = {}
-    for row in result("rank_balance")["balance"]:
-        key = ("packed" if row["packed"] else "padded", row["ranks"], row["accumulation"])
-        rows.setdefault(key, {})[row["arrangement"]] = row
-    names = ("contiguous", "hierarchical", "batch_rebalance", "disttrain")
-    lines = []
-    for (form, ranks, count), found in rows.items():
-        cells = [
-            f"{100 * found[name]['rank_excess']:.0f} / {100 * found[name]['turn_excess']:.0f} %" for name in names
-        ]
-        lines.append(f"| {form} | {ranks} | {count} | {' | '.join(cells)} |")
-    titles = " | ".join(f"`{name}`" for name in names)
-    return table(f"| rows | ranks | accumulation steps | {titles} |", lines)
-
-
 def memory_error() -> str:
     errors = result("memory_error")["errors"]
     rows = []
@@ -433,7 +417,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         sampler_arranging,
         sizes_at_scale,
         sampler_reading,
-        rank_balance,
         memory_error,
         attention_times,
     )
