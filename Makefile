@@ -21,6 +21,7 @@ INSTALLED := $(VENV)/.installed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
 
 .PHONY: help venv demo charts test quick lint format bench pages clean
@@ -66,6 +67,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/simulator_error.py
 	$(BIN)/python benchmarks/context_parallel_balance.py
 	$(BIN)/python benchmarks/sampler_overhead.py
+	$(BIN)/python benchmarks/rank_balance.py
 	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/microbatch_balance.py
 	$(BIN)/python benchmarks/attention.py

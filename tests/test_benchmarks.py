@@ -100,6 +100,12 @@ def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     assert all(row["ratio"] > 0 for row in result["reading"].values())
 
 
+def test_rank_balance_compares_arrangements_without_a_plan(tmp_path):
+    rows = _quick("rank_balance", tmp_path)["balance"]
+    assert {row["arrangement"] for row in rows} == {"contiguous", "hierarchical", "batch_rebalance", "disttrain"}
+    assert all(0 <= row["rank_excess"] <= row["turn_excess"] + 1e-9 for row in rows)
+
+
 def test_scale_times_what_a_rank_plans(tmp_path):
     result = _quick("scale", tmp_path)
     assert [row["kind"] for row in result["rows"]] == ["ranks", "ranks", "batch", "deep", "unlike"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..modeling.dtensors import whole_shape
 from ..modeling.spec import find_stack, layers_of, module_parts
 from ..modeling.unowned import hidden_of, identity_layer
 
@@ -39,7 +40,7 @@ def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
     for module in model.modules():  # hooks may hold process groups, which can't be copied
         memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith(_HOOKS)}
     for parameter in model.parameters():
-        zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+        zeros = torch.zeros((), dtype=torch.float32).expand(whole_shape(parameter))
         memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().cpu()

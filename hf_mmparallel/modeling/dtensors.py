@@ -11,6 +11,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape of a parameter, also of one that DeepSpeed's ZeRO-3 shards, which is empty on every rank."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def from_shard(shard: torch.Tensor, like: DTensor) -> DTensor:
     """The tensor, of the shape and layout of `like`, of which this rank has `shard`; nothing is copied."""
     return DTensor.from_local(

@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
+from .dtensors import whole_shape
 from .features import feature_specs
 from .forward_inputs import meta_inputs
 from .meta_forward import meta_forward
@@ -228,7 +229,7 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     for name, parameter in model.named_parameters():
         module, layer = locations[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
-        shape = tuple(parameter.shape)
+        shape = tuple(whole_shape(parameter))
         share = active_share(model, name, shape)
         by_module[module].append(ParameterSpec(name, shape, layer, dtype, bool(parameter.requires_grad), share))
     modules = {
@@ -394,5 +395,5 @@ def _hidden_size(layer: nn.Module, config: Any) -> int | None:
     for child in layer.children():
         parameters = list(child.parameters())
         if parameters and all(parameter.dim() == 1 for parameter in parameters):
-            return parameters[0].shape[0]
+            return whole_shape(parameters[0])[0]
     return _setting(config, "hidden_size", "embed_dim", "d_model")

@@ -275,17 +275,11 @@ TRAINER_ARGUMENTS: Mapping[str, Entry] = {
 }
 """The arguments of `Trainer`."""
 
-NEED_A_PLAN = (
-    "microbatch_assignment",
-    "token_columns",
-    "max_tokens_per_microbatch",
-    "memory_limit_gib",
-    "layer_profile",
-    "gpu_spec",
-    "log_predictions",
-    "on_bad_sample",
-)
+NEED_A_PLAN = ("max_tokens_per_microbatch", "memory_limit_gib", "log_predictions", "on_bad_sample")
 """The fields of `MultimodalTrainingArguments` that have no effect without a plan."""
+
+NEED_AN_ARRANGEMENT = ("token_columns", "layer_profile", "gpu_spec")
+"""Those that without a plan have one with `microbatch_assignment` only."""
 
 
 def value_of(args: Any, name: str) -> Any:
@@ -329,21 +323,28 @@ def settings_idle_under_a_plan(args: TrainingArguments) -> Iterator[str]:
             yield f"`{name}={value_of(args, name)!r}` has no effect with `parallel`: {entry.reason}."
 
 
-def settings_without_plan(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> str | None:
+def settings_without_plan(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """
-    A sentence about settings of the arrangement, which the stock Trainer does not have.
+    Sentences about settings that have no effect in a run without a plan.
 
     Args:
         args (`TrainingArguments`): The arguments.
-        given (`Mapping[str, Any]`, *optional*): Arguments of the Trainer that need a plan, `None` if not given.
+        given (`Mapping[str, Any]`, *optional*):
+            Arguments of the Trainer that an arrangement of samples reads, `None` if not given.
     """
     known = {field.name for field in fields(args)}
-    names = [name for name in NEED_A_PLAN if name in known and not is_default(args, name)]
-    texts = [f"`{name}={getattr(args, name)!r}`" for name in names]
-    texts += [f"`{name}`" for name, value in (given or {}).items() if value is not None]
-    if not texts:
-        return None
-    return (
-        f"No effect without a plan: {', '.join(texts)}. The stock Trainer makes its own batches; give a layout in "
-        "`parallel`."
-    )
+
+    def changed(names: tuple[str, ...]) -> list[str]:
+        return [f"`{name}={getattr(args, name)!r}`" for name in names if name in known and not is_default(args, name)]
+
+    planned = changed(NEED_A_PLAN)
+    if planned:
+        yield f"No effect without a plan: {', '.join(planned)}. Give a layout in `parallel`."
+    arranged = changed(NEED_AN_ARRANGEMENT) + [
+        f"`{name}`" for name, value in (given or {}).items() if value is not None
+    ]
+    if arranged and getattr(args, "microbatch_assignment", None) is None:
+        yield (
+            f"No effect on the batches of the stock Trainer: {', '.join(arranged)}. Give `microbatch_assignment`, or "
+            "a layout in `parallel`."
+        )

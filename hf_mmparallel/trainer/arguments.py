@@ -48,7 +48,9 @@ class MultimodalTrainingArguments(TrainingArguments):
             pipeline fills and drains (`"tapered"`), by Entrain's algorithm as published (`"entrain"`), in the
             sampler's order (`"contiguous"`), or as a baseline
             `"batch_rebalance"`, `"disttrain"` or `"sub_microbatches"`. The global batch and its gradient are the same
-            with each.
+            with each. Without a plan the stock Trainer makes its own batches, unless one of `"hierarchical"`,
+            `"batch_rebalance"`, `"disttrain"` and `"contiguous"` is named: it arranges each global batch over the
+            ranks and accumulation steps of DDP, FSDP or DeepSpeed.
         token_columns (`str` or `dict`, *optional*):
             The dataset's column with the tokens of a sample in the language model, or a dict from module to column; a
             column holds numbers, or lists with the lengths of a sample's images. Without it sizes come from the

@@ -296,7 +296,7 @@ def prepare_model(
             adapter = add_adapters(whole, spec, configs)
         mark_adapted(whole, adapter)
         spec = build_model_spec(whole)
-    return PreparedModel(whole, spec, _costs(spec, args, world), source, adapter)
+    return PreparedModel(whole, spec, costs_of(spec, args, world), source, adapter)
 
 
 def build_engine(
@@ -357,7 +357,7 @@ def compute_dtype(spec: ModelSpec, args: MultimodalTrainingArguments) -> str:
     return "tf32" if dtype == "float32" and tf32_is_on() else dtype
 
 
-def _costs(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -> CostModel:
+def costs_of(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -> CostModel:
     """
     Costs of layers by the device of all ranks and the profile of rank 0; the same on all ranks, which decide alike.
 

@@ -14,10 +14,14 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ProgressCallback
 from transformers.utils.import_utils import is_datasets_available
 
+from ..adapters.peft_models import base_model_of
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
+from ..cost import CostModel
 from ..data.defaults import DefaultCollator
 from ..data.packing import PackingCollator
 from ..data.step_batch import StepBatch
+from ..modeling import build_model_spec
+from ..modeling.loss import IGNORE_INDEX
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime.engine import ParallelEngine
@@ -33,8 +37,9 @@ from .loaders import StepLoaders
 from .optimizer_state import stock_groups
 from .overrides import check_assignment
 from .packing_choice import RowChoice, row_choice
+from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
 from .run_context import RunContext
-from .start_checks import check_launcher, check_trainer
+from .start_checks import check_launcher, check_model, check_trainer
 from .start_report import PlanReport
 from .training_sizes import MeasuredSizes, TrainingSizes
 from .training_steps import TrainingSteps
@@ -67,6 +72,7 @@ class EngineTrainer(Trainer):
     global_batch_size: int
     rows: RowChoice
     _steps: TrainingSteps
+    _rank_costs: CostModel | None
 
     def _init_stock(
         self, model: Any, args: Any, plugin: MultimodalParallelPlugin | None, given: dict[str, Any]
@@ -80,9 +86,19 @@ class EngineTrainer(Trainer):
         args = choose_collator(args, given, whole)
         super().__init__(model=whole, args=args, **given)
         self._pack(bool(getattr(args, "packing", None)))
-        idle = settings_without_plan(args, {"sample_tokens": self.sample_tokens})
-        if idle is not None:
+        if getattr(args, "microbatch_assignment", None) is not None:
+            self._prepare_arrangement()
+        for idle in settings_without_plan(args, {"sample_tokens": self.sample_tokens}):
             logger.warning(idle)
+
+    def _prepare_arrangement(self) -> None:
+        """Prepares the arrangement of samples over ranks that each hold the whole model. Collective."""
+        check_arrangement(self)
+        model = base_model_of(self.model)
+        check_model(model)
+        self.model_spec = build_model_spec(model)
+        costs = build.costs_of(self.model_spec, self.args, self.world)
+        self._rank_costs = replace(costs, packing=isinstance(self.data_collator, PackingCollator))
 
     def _init_planned(
         self, model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, given: dict[str, Any]
@@ -206,7 +222,8 @@ class EngineTrainer(Trainer):
         other ranks. With adapters it is a `PeftModel`. Collective: call it on all ranks.
         """
         if self.engine is None:
-            return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
+            whole: Any = self.accelerator.unwrap_model(self.model)
+            return whole if self.is_world_process_zero() else None
         sharded = self.engine.sharded
         check_gatherable(self.model)
         with shared_failure("gathering the model"):
@@ -219,6 +236,33 @@ class EngineTrainer(Trainer):
     @property
     def _loaders(self) -> StepLoaders:
         return StepLoaders(self._context, self._engine, self.global_batch_size)
+
+    def _arranged(self, loader: Any) -> Any:
+        """The batches of the stock Trainer's loader, arranged over ranks and accumulation steps. Collective."""
+        assert self._rank_costs is not None
+        together = encoders_run_together(self, self.model_spec)
+        with shared_failure("arranging samples"):
+            return arranged_loader(
+                loader,
+                self._context,
+                self.training_sizes,
+                self._rank_costs,
+                self._train_batch_size,
+                together,
+                self.accelerator.prepare,
+            )
+
+    @property
+    def _weighs_batches(self) -> bool:
+        """Whether the losses of arranged batches are weighed here, since the model does not do it."""
+        return self._rank_costs is not None and not (self.model_accepts_loss_kwargs or self.compute_loss_func)
+
+    def _num_targets(self, batch: dict[str, Any]) -> int:
+        """Target tokens of a batch, counted as the stock Trainer does."""
+        labels = batch.get("shift_labels")
+        if labels is None:
+            labels = batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"]
+        return int(labels.ne(IGNORE_INDEX).sum())
 
     def _drop_columns(self, dataset: Any, description: str) -> tuple[Any, Any]:
         """A dataset and its collator, one of which drops the columns that the model does not read."""

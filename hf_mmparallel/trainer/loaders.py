@@ -98,7 +98,7 @@ class StepLoaders:
         # source of sizes where global batches bring them.
         loader_planner = run_planner
         if shared.is_measured_by_batch:
-            global_batches = self._sized(dataset, global_batches, shared)
+            global_batches = with_sizes(global_batches, dataset, shared, self.context)
             loader_planner = replace(run_planner, sizes=None)
         loader = self._loader(dataset, global_batches, loader_planner, "Training")
         return TrainingLoader(loader, run_planner, memory_ratio)
@@ -170,26 +170,6 @@ class StepLoaders:
         measure = functools.partial(allocated_since, self.engine.device)
         return MemoryRatio(planner, sizes.typical, measure, learned)
 
-    def _sized(self, dataset: Any, global_batches: GlobalBatchSampler, sizes: SharedSizes) -> MeasuredBatchSampler:
-        """The global batches with their sizes, of which each rank measures a share."""
-        args, engine = self.args, self.engine
-        ranks = MeasuringRanks(
-            engine.rank,
-            engine.plan.world_size,
-            functools.partial(self.context.world.all_gather, activity="exchanging the sizes of samples"),
-            keeps=args.local_process_index == 0,
-        )
-        unknown = sizes.median or SampleSizes.uniform(dict.fromkeys(engine.plan.modules, 1), 1)
-        return MeasuredBatchSampler(
-            global_batches,
-            sizes.source,
-            dataset,
-            unknown,
-            ranks,
-            args.dataloader_num_workers,
-            args.dataloader_multiprocessing_context,
-        )
-
     def _loader(
         self, dataset: Any, global_batches: GlobalBatchSampler, planner: StepPlanner, description: str
     ) -> DataLoader:
@@ -212,6 +192,31 @@ class StepLoaders:
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=args.process_index),
         )
+
+
+def with_sizes(
+    global_batches: GlobalBatchSampler, dataset: Any, sizes: SharedSizes, context: RunContext
+) -> MeasuredBatchSampler:
+    """
+    Global batches with the sizes of their samples, of which each rank measures a share.
+
+    Args:
+        global_batches ([`GlobalBatchSampler`]): The global batches.
+        dataset: The dataset.
+        sizes ([`SharedSizes`]): How each rank measures.
+        context ([`RunContext`]): The run.
+    """
+    args, world = context.args, context.world
+    exchange = functools.partial(world.all_gather, activity="exchanging the sizes of samples")
+    return MeasuredBatchSampler(
+        global_batches,
+        sizes.source,
+        dataset,
+        sizes.median or SampleSizes.uniform(dict.fromkeys(context.spec.modules, 1), 1),
+        MeasuringRanks(world.rank, world.size, exchange, keeps=args.local_process_index == 0),
+        args.dataloader_num_workers,
+        args.dataloader_multiprocessing_context,
+    )
 
 
 class _FirstRanksOrder:

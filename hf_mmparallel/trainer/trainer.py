@@ -105,6 +105,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         self.engine: ParallelEngine | None = None
         self.search: AutoSearch | None = None
         self._prepared_optimizer: Any = None
+        self._rank_costs = None
         plugin = getattr(args, "plugin", None)
         self.is_planned = plugin is not None and not build.is_single_process(plugin, args.world_size)
         if getattr(args, "packing", None):
@@ -156,12 +157,15 @@ class MultimodalParallelTrainer(EngineTrainer):
 
     # Data
 
-    @planned
     def get_train_dataloader(self) -> DataLoader:
         """
-        Its items are steps of all ranks. Collective, since ranks exchange sizes of samples; the training steps that
-        follow are planned as this loader plans them.
+        Under a plan its items are steps of all ranks, and the training steps that follow are planned as this loader
+        plans them. Without one they are the stock Trainer's batches, arranged if `microbatch_assignment` says so.
+        Collective, since ranks exchange sizes of samples.
         """
+        if not self.is_planned:
+            loader = super().get_train_dataloader()
+            return loader if self._rank_costs is None else self._arranged(loader)
         training = self._loaders.training(
             self._get_train_sampler, self.training_sizes, self._arrangement, self._steps.learned_ratio
         )
@@ -214,7 +218,33 @@ class MultimodalParallelTrainer(EngineTrainer):
             return [], None
         return [batch], None
 
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
+        """Counts the target tokens of arranged batches for models, too, that do not ask for them."""
+        stock = super()._get_num_items_in_batch(batch_samples, device)
+        if stock is not None or not self._weighs_batches or not all("labels" in batch for batch in batch_samples):
+            return stock
+        counts: Any = self.accelerator.gather(torch.tensor(sum(map(self._num_targets, batch_samples)), device=device))
+        return counts.sum()
+
     # Training
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """
+        Weighs the mean loss of an arranged batch by its target tokens, where the model takes no `num_items_in_batch`:
+        batches have as many as the arrangement gives them.
+        """
+        if num_items_in_batch is None or not self._weighs_batches:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        weight = self._num_targets(inputs) / num_items_in_batch * self.args.world_size
+        weight = weight * self.current_gradient_accumulation_steps  # by which the stock Trainer divides
+        result = super().compute_loss(model, inputs, return_outputs)
+        return (result[0] * weight, result[1]) if return_outputs else result * weight
 
     @planned
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,8 @@ def test_every_argument_has_an_entry():
     inside = {f"accelerator_config.{field.name}" for field in fields(trainer_pt_utils.AcceleratorConfig)}
     assert set(ARGUMENTS) == stock - {"accelerator_config"} | inside
     own = {field.name for field in fields(MultimodalTrainingArguments)} - stock
-    assert own == {"parallel", "global_batch_size", "packing", *table.NEED_A_PLAN}
+    needing = {"microbatch_assignment", *table.NEED_AN_ARRANGEMENT, *table.NEED_A_PLAN}
+    assert own == {"parallel", "global_batch_size", "packing", *needing}
     assert set(TRAINER_ARGUMENTS) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
 
 

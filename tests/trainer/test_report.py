@@ -213,13 +213,22 @@ def test_settings_that_change_nothing_say_so():
 
 
 def test_settings_of_a_plan_are_idle_without_one():
-    assert settings_without_plan(arguments()) is None
-    assert settings_without_plan(TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])) is None
-    line = settings_without_plan(arguments(on_bad_sample="skip", token_columns="length"))
-    assert line is not None and "`token_columns='length'`, `on_bad_sample='skip'`" in line
-    line = settings_without_plan(arguments(), {"sample_tokens": len})
-    assert line is not None and line.startswith("No effect without a plan: `sample_tokens`. The stock Trainer")
-    assert settings_without_plan(arguments(), {"sample_tokens": None}) is None
+    def said(args: TrainingArguments, **given: Any) -> list[str]:
+        return list(settings_without_plan(args, given))
+
+    assert said(arguments()) == []
+    assert said(TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])) == []
+    plan, arrangement = said(arguments(on_bad_sample="skip", token_columns="length"))
+    assert plan == "No effect without a plan: `on_bad_sample='skip'`. Give a layout in `parallel`."
+    assert arrangement.startswith(
+        "No effect on the batches of the stock Trainer: `token_columns='length'`. Give `micro"
+    )
+    assert said(arguments(token_columns="length", microbatch_assignment="disttrain"), sample_tokens=len) == []
+    (line,) = said(arguments(), sample_tokens=len)
+    assert line.startswith(
+        "No effect on the batches of the stock Trainer: `sample_tokens`. Give `microbatch_assignment`"
+    )
+    assert said(arguments(), sample_tokens=None) == []
 
 
 def test_the_model_card_says_how_samples_were_arranged(tmp_path: Path):

@@ -1,0 +1,99 @@
+"""Arrangements over ranks that hold the whole model: equal numbers of microbatches, alike turns, even ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.arrange.rank_batches import (
+    RANK_ARRANGEMENTS,
+    arrange_for_ranks,
+    turn_costs,
+    unlike_turn,
+    whole_model_workloads,
+)
+from hf_mmparallel.plan import LANGUAGE_MODEL, Workloads
+
+
+def workloads_of(times: np.ndarray, padded: bool = False) -> Workloads:
+    tokens = (100 * times).astype(np.int64) + 1
+    return Workloads(
+        {LANGUAGE_MODEL: times}, {LANGUAGE_MODEL: 0.0}, {LANGUAGE_MODEL: tokens}, {}, times if padded else None
+    )
+
+
+@settings(deadline=None)
+@given(
+    num_ranks=st.integers(1, 5),
+    count=st.integers(1, 4),
+    size=st.integers(2, 4),
+    share=st.floats(0, 1),
+    padded=st.booleans(),
+    arrangement=st.sampled_from(RANK_ARRANGEMENTS),
+    seed=st.integers(0, 2**20),
+)
+def test_every_rank_has_as_many_microbatches_and_turns_are_alike(
+    num_ranks: int, count: int, size: int, share: float, padded: bool, arrangement: str, seed: int
+):
+    generator = np.random.default_rng(seed)
+    num_samples = num_ranks * count * size
+    has = {"vision": generator.random(num_samples) < share}
+    workloads = workloads_of(generator.lognormal(0, 1.5, num_samples), padded)
+    ranks = arrange_for_ranks(workloads, has, num_ranks, size, arrangement)
+    assert [len(replica) for replica in ranks] == [count] * num_ranks
+    assert sorted(index for replica in ranks for microbatch in replica for index in microbatch) == list(
+        range(num_samples)
+    )
+    assert all(microbatch for replica in ranks for microbatch in replica)
+    num_inputs = int(has["vision"].sum())
+    if arrangement != "contiguous" and (num_inputs == 0 or num_inputs >= num_ranks):
+        assert unlike_turn(ranks, has) is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_two_encoders_are_aligned(size: int):
+    generator = np.random.default_rng(1)
+    num_samples = 4 * 4 * size
+    has = {name: np.arange(num_samples) % 2 == number for number, name in enumerate(("vision", "audio"))}
+    ranks = arrange_for_ranks(workloads_of(generator.lognormal(0, 1, num_samples)), has, 4, size)
+    assert unlike_turn(ranks, has) is None
+
+
+def test_contiguous_is_the_order_of_the_stock_trainer():
+    ranks = arrange_for_ranks(workloads_of(np.ones(12)), {}, 2, 3, "contiguous")
+    assert ranks == (((0, 1, 2), (6, 7, 8)), ((3, 4, 5), (9, 10, 11)))
+
+
+def test_an_unlike_turn_is_found():
+    has = {"vision": np.array([True, False, True, True])}
+    assert unlike_turn((((2,), (0,)), ((3,), (1,))), has) == (1, "vision")
+    assert unlike_turn((((0,),), ((2,),)), has) is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_ranks_are_more_even_than_in_the_samplers_order(padded: bool):
+    generator = np.random.default_rng(0)
+    excess = {}
+    for arrangement in ("contiguous", "hierarchical"):
+        costs = [
+            turn_costs(arrange_for_ranks(workloads, {}, 4, 8, arrangement), workloads)
+            for workloads in [workloads_of(generator.lognormal(0, 0.7, 4 * 4 * 8), padded) for _ in range(5)]
+        ]
+        excess[arrangement] = np.mean([cost.max(axis=0).sum() / (cost.sum() / 4) - 1 for cost in costs])
+    assert excess["hierarchical"] < 0.3 * excess["contiguous"]
+
+
+def test_a_sample_costs_the_forward_and_backward_of_all_modules():
+    workloads = Workloads(
+        {"vision": np.array([1.0, 0.0]), LANGUAGE_MODEL: np.array([2.0, 3.0])},
+        {"vision": 0.5, LANGUAGE_MODEL: 2.0},
+        {"vision": np.array([4, 0]), LANGUAGE_MODEL: np.array([8, 9])},
+        {"vision": 7},
+        np.array([4.0, 6.0]),
+    )
+    whole = whole_model_workloads(workloads)
+    assert whole.forward_ms[LANGUAGE_MODEL].tolist() == [1.5 + 6, 9]
+    assert whole.row_ms is not None and whole.row_ms.tolist() == [1.5 + 12, 18]
+    assert list(whole.tokens) == [LANGUAGE_MODEL] and not whole.token_limits

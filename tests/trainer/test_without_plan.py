@@ -1,0 +1,189 @@
+"""Without a plan: DDP, FSDP2 and DeepSpeed as the stock Trainer runs them, with arranged batches and packing."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+
+from . import engines, runs
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES = 24
+STEPS = {"max_steps": 5, "weight_decay": 0.0}  # DeepSpeed also decays weights that no forward reads
+ARRANGED = {"microbatch_assignment": "hierarchical"}
+SHAPES = [tiny.Shape(number % 3 and 1 + number % 2, 0, 3 + 7 * number % 23) for number in range(SAMPLES)]
+"""A third of the samples has no image; lengths differ."""
+LAYERS = {"llava": ["LlamaDecoderLayer", "CLIPEncoderLayer"], "qwen2_5_vl": None, "llama": None}
+"""What FSDP2 wraps; the default of tiny Llava names layers that it hasn't got."""
+
+
+def data_of(family: str, size: int = SAMPLES) -> list[dict[str, Any]]:
+    return tiny.make_dataset(family, size, shapes=SHAPES)
+
+
+def make_trainer(engine: str, family: str = "llava", **arguments: Any) -> Any:
+    """Our Trainer on this rank, and the lengths of the samples in each of its batches, in `batches`."""
+    model: Any = tiny.FAMILIES[family]()  # before the arguments, which make DeepSpeed shard what is built later
+    model._no_split_modules = LAYERS[family] or model._no_split_modules
+    chosen = engines.arguments_of(engine)
+    size = arguments.pop("size", SAMPLES)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    values = {**runs.COMMON, **sizes, **STEPS, **chosen, **arguments}
+    batches: list[list[int]] = []
+    collate = tiny.collate(family)
+
+    def collator(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        batches.append([len(sample["input_ids"]) for sample in samples])
+        return collate(samples)
+
+    args = MultimodalTrainingArguments(
+        output_dir=values.pop("output_dir", None) or runs.run_folder(), ddp_backend="gloo", **values
+    )
+    trainer: Any = MultimodalParallelTrainer(
+        model=model, args=args, train_dataset=data_of(family, size), data_collator=collator
+    )
+    trainer.batches = batches
+    trainer.add_callback(Forget(batches))
+    return trainer
+
+
+class Forget(TrainerCallback):
+    """Forgets the batches that were made before the first step, to measure samples."""
+
+    def __init__(self, batches: list[list[int]]):
+        self.batches = batches
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.batches.clear()
+
+
+def run(engine: str, family: str = "llava", checkpoint: str | None = None, **arguments: Any) -> tuple[runs.Run, list]:
+    """Trains on this rank; the run with the weights of all ranks, and the lengths of samples by batch."""
+    trainer = make_trainer(engine, family, **arguments)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return runs.Run(runs.step_logs(trainer), engines.whole_weights(trainer)), trainer.batches
+
+
+@cache
+def reference(family: str, world_size: int, **arguments: Any) -> runs.Run:
+    """The stock Trainer on one process with the same global batches."""
+    result = runs.stock(family, data=data_of(family), per_device_train_batch_size=4 * world_size, **STEPS, **arguments)
+    assert result.weights is not None
+    return result
+
+
+def assert_trains_alike(outcomes: list[tuple[runs.Run, list]], wanted: runs.Run) -> None:
+    """Equal logs and weights; as many batches on each rank, which are no copies of each other."""
+    runs.assert_same_run(outcomes[0][0], wanted)
+    assert len({len(batches) for _, batches in outcomes}) == 1
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("engine", list(engines.ENGINES))
+def test_arranged_batches_train_as_on_one_process(engine: str, world_size: int):
+    outcomes = run_distributed(run, world_size, engine, timeout=150, **ARRANGED)
+    assert_trains_alike(outcomes, reference("llava", world_size))
+    assert len({len(batch) for _, batches in outcomes for batch in batches}) > 1, "batches have one size"
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_losses_are_means_over_tokens_for_models_that_do_not_count_them(engine: str):
+    outcomes = run_distributed(run, 2, engine, "qwen2_5_vl", timeout=150, **ARRANGED)
+    assert_trains_alike(outcomes, reference("qwen2_5_vl", 2))
+
+
+@pytest.mark.parametrize("arrangement", ["batch_rebalance", "disttrain", "contiguous"])
+def test_other_arrangements_train_alike(arrangement: str):
+    outcomes = run_distributed(run, 2, "ddp", timeout=100, microbatch_assignment=arrangement)
+    assert_trains_alike(outcomes, reference("llava", 2))
+
+
+def test_an_incomplete_epoch_has_the_batches_of_the_stock_trainer():
+    stock = run_distributed(run, 2, "ddp", size=21, timeout=100)
+    arranged = run_distributed(run, 2, "ddp", size=21, timeout=100, **ARRANGED)
+    assert_trains_alike(arranged, stock[0][0])
+    assert all_lengths(arranged) == all_lengths(stock)
+
+
+def all_lengths(outcomes: list[tuple[runs.Run, list]]) -> list[int]:
+    """Lengths of the samples of the five steps, without what is read ahead."""
+    return sorted(length for _, batches in outcomes for batch in batches[:10] for length in batch)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "zero1"])
+def test_packed_rows_train_as_padded_ones(engine: str):
+    outcomes = run_distributed(run, 2, engine, timeout=150, packing=True, **ARRANGED)
+    assert_trains_alike(outcomes, reference("llava", 2))
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
+def test_a_run_goes_on_in_the_middle_of_an_epoch(engine: str, tmp_path: Path):
+    folder = str(tmp_path / "run")
+    # Torch loads no state into FSDP where a parameter has none: with SGD, or of a layer that no forward reads.
+    optimizer = {"optim": "adamw_torch", "learning_rate": 1e-3}
+    saving = {"output_dir": folder, "save_strategy": "steps", "save_steps": 2, **optimizer, **ARRANGED}
+    straight = run_distributed(run, 2, engine, "qwen2_5_vl", timeout=150, **saving)
+    resumed = run_distributed(run, 2, engine, "qwen2_5_vl", timeout=150, checkpoint=f"{folder}/checkpoint-2", **saving)
+    runs.assert_same_run(resumed[0][0], straight[0][0])
+    for (_, batches), (_, after) in zip(straight, resumed, strict=True):
+        assert after[-4:] == batches[-4:]
+
+
+REFUSED = {
+    "tapered": ({"microbatch_assignment": "tapered"}, "orders microbatches for the stages of a pipeline"),
+    "own tokens": ({"average_tokens_across_devices": False, **ARRANGED}, "each rank would weigh its tokens by itself"),
+    "sampler": ({"train_sampling_strategy": "batch_rebalance", **ARRANGED}, "arranges the samples itself. Use"),
+    "split": ({"accelerator_config": {"split_batches": True}, **ARRANGED}, "under `split_batches` ranks would not"),
+    "dispatch": ({"accelerator_config": {"dispatch_batches": True}, **ARRANGED}, "under `dispatch_batches` ranks"),
+    "uneven": ({"accelerator_config": {"even_batches": False}, **ARRANGED}, "ranks have different numbers of batches"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_does_not_go_together_is_a_sentence_on_every_rank(name: str):
+    arguments, sentence = REFUSED[name]
+    assert_ranks_raise(
+        make_trainer, 2, "ddp", match=f"`microbatch_assignment=.*without `parallel`: .*{sentence}", **arguments
+    )
+
+
+def test_too_few_images_for_the_ranks_of_fsdp_are_a_sentence():
+    match = r"1 of the 8 samples .* inputs for `vision`, .* only some ranks would run it.* Use a larger `per_device"
+    assert_ranks_raise(one_image, 2, match=match, timeout=100)
+
+
+def one_image() -> None:
+    trainer = make_trainer("fsdp2", **ARRANGED)
+    trainer.train_dataset = tiny.make_dataset("llava", 8, shapes=[tiny.Shape(not n, 0, 4 + n) for n in range(8)])
+    trainer.train()
+
+
+def test_data_of_unknown_size_are_a_sentence():
+    match = "nothing says the sizes of the samples. Give `token_columns`, or `sample_tokens`"
+    assert_ranks_raise(of_unknown_size, 2, match=match, timeout=100)
+
+
+class Opaque(torch.utils.data.Dataset):
+    """A dataset of which only its own code knows the samples."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return data_of("llava")[index]
+
+
+def of_unknown_size() -> None:
+    trainer = make_trainer("ddp", **ARRANGED)
+    trainer.train_dataset = Opaque()
+    trainer.train()
