@@ -23,6 +23,8 @@ pytestmark = pytest.mark.distributed
 
 LM = "language_model"
 FAMILY = "llama_tied"
+SAMPLES = 4 * runs.GLOBAL_BATCH
+"""An epoch of whole global batches: of a smaller last one, several ranks of the stock Trainer repeat samples."""
 SAVING = {
     "save_strategy": "steps",
     "save_steps": 2,
@@ -60,16 +62,23 @@ def _stock(folder: Path, engine: str, fsdp_config: dict[str, Any]) -> tuple[list
     trainer = transformers.Trainer(
         model=tiny.FAMILIES[FAMILY](),
         args=transformers.TrainingArguments(output_dir=str(folder), ddp_backend="gloo", **arguments),
-        train_dataset=tiny.make_dataset(FAMILY, runs.SAMPLES),
+        train_dataset=tiny.make_dataset(FAMILY, SAMPLES),
         data_collator=tiny.collate(FAMILY),
     )
     trainer.train()
-    return runs.step_logs(trainer), engines.whole_weights(trainer)
+    if engine != "zero3":
+        return runs.step_logs(trainer), engines.whole_weights(trainer)
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters(list(trainer.model.parameters())):
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return runs.step_logs(trainer), weights
 
 
 def _planned(folder: Path, plan: dict[str, Any], checkpoint: Path) -> runs.Run:
     """A run under a plan that goes on from a checkpoint."""
-    trainer = runs.make_trainer(FAMILY, plan, str(folder), **{**SAVING, "save_strategy": "no"})
+    data = tiny.make_dataset(FAMILY, SAMPLES)
+    trainer = runs.make_trainer(FAMILY, plan, str(folder), **{**SAVING, "save_strategy": "no", "data": data})
     return runs.run_of(trainer, checkpoint=str(checkpoint))
 
 
