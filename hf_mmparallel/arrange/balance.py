@@ -104,8 +104,10 @@ def measured_balance(step: StepPlan, spans: Iterable[Span]) -> Balance:
     for name, replicas in step.microbatches.items():
         times[name] = tuple(np.zeros(len(microbatches)) for microbatches in replicas)
         for replica, all_times in enumerate(times[name]):
-            ran = forward_ms.get((name, replica), np.zeros(0))
-            all_times[: len(ran)] = ran
+            # Microbatches without samples may have empty tasks, also behind the last one with samples.
+            ran = forward_ms.get((name, replica), np.zeros(0))[: len(all_times)]
+            has_samples = np.array(list(map(len, replicas[replica][: len(ran)])), np.int64) > 0
+            all_times[: len(ran)] = np.where(has_samples, ran, 0.0)
     return Balance(times, {}, deferred_fraction(step))
 
 

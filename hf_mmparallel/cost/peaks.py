@@ -102,6 +102,8 @@ class _MemoryEvents:
             if task.kind == "bwd":
                 first.setdefault(task.stage_key, task)
         for task, (start_ms, end_ms) in self.times.items():
+            if not self._batch_indices(task):  # only takes part in collectives
+                continue
             memory = self.memories[task.stage_key]
             size = self.activations[task.key[0], task.key[1], *task.key[3:]]
             saved = memory.saved_bytes(size)
@@ -137,7 +139,7 @@ class _MemoryEvents:
             self.allocate(target.stage_key, self.times[target][0], self.released_ms(target), num_bytes / cp_size)
 
     def _batch_indices(self, task: Task) -> tuple[int, ...]:
-        return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        return self.step.chunk(task.module, task.replica, task.microbatch, task.chunk)
 
     def add_state(self) -> None:
         """Adds weights, optimizer state, and the buckets of gradient all-reduces."""

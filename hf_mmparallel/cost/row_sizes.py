@@ -34,6 +34,10 @@ class ChunkSize(NamedTuple):
     scores: float
 
 
+NO_TOKENS = ChunkSize(0, 0, 0)
+"""The size of the chunk of an empty task, see [`build_graph`]."""
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """

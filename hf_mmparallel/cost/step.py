@@ -16,7 +16,7 @@ from ..schedule.actions import Message
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_reduce
 from .layers import CostModel
-from .row_sizes import ChunkKey, ChunkSize, RowLayout, chunk_sizes
+from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
 from .stage_times import StageCost, stage_costs
 
 
@@ -82,7 +82,7 @@ class StepCost:
         return result
 
     def _chunk_of_forwards(self, graph: TaskGraph) -> NDArray:
-        """int64 `[forwards]`: the index of each forward's chunk among the chunks of its module."""
+        """int64 `[forwards]`: the index of each forward's chunk among the chunks of its module, -1 for empty tasks."""
         stage, microbatch, chunk = graph.columns[:, : graph.num_forwards]
         modules, replicas = (np.array([key[i] for key in graph.stages])[stage] for i in range(2))
         result = np.zeros(graph.num_forwards, np.int64)
@@ -95,15 +95,15 @@ class StepCost:
         """float64 `[2, forwards]`: tokens and squared sequence lengths of the chunk of each forward."""
         modules = np.array([key[0] for key in graph.stages])[graph.columns[0, : graph.num_forwards]]
         chunk = self._chunk_of_forwards(graph)
-        result = np.empty((2, graph.num_forwards))
+        result = np.zeros((2, graph.num_forwards))
         for name, (_, sizes) in self._module_chunks.items():
-            wanted = np.flatnonzero(modules == name)
+            wanted = np.flatnonzero((modules == name) & (chunk >= 0))
             result[:, wanted] = sizes[:, chunk[wanted]]
         return result
 
     def __call__(self, task: Task) -> float:
         cost = self.stages[task.module, task.replica, task.stage]
-        chunk = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
         time_ms = cost.forward_ms if task.kind == "fwd" else cost.backward_ms
         return time_ms(chunk.tokens, chunk.squares)
 

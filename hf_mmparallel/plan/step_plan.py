@@ -64,10 +64,12 @@ class ChunkTable:
     chunk_of: NDArray
 
     def find(self, replica: NDArray, microbatch: NDArray, chunk: NDArray) -> NDArray:
-        """Indices in the arrays of some of their chunks, given by replica, microbatch and chunk."""
+        """Indices in the arrays of chunks, given by replica, microbatch and chunk; -1 for those without samples."""
         width, depth = int(self.microbatch.max()) + 1, int(self.chunk.max()) + 1
         keys = (self.replica * width + self.microbatch) * depth + self.chunk
-        return np.searchsorted(keys, (replica * width + microbatch) * depth + chunk)
+        wanted = (replica * width + microbatch) * depth + chunk
+        position = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[position] == wanted, position, -1)
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,12 @@ class StepPlan:
         [`~StepPlan.chunk_table`], which are computed for a replica on first access.
         """
         return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
+
+    def chunk(self, module: str, replica: int, microbatch: int, index: int) -> BatchIndices:
+        """The batch indices of a chunk, none for that of an empty task, see [`build_graph`]."""
+        microbatches = self.chunks.of_replica(module, replica)
+        chunks = microbatches[microbatch] if microbatch < len(microbatches) else ()
+        return chunks[index] if index < len(chunks) else ()
 
     def chunk_table(self, module: str, replicas: Sequence[int]) -> ChunkTable:
         """

@@ -116,7 +116,7 @@ class MemoryAccount:
 
     def _size(self, task: Task) -> str:
         """Samples and tokens of a task."""
-        batch_indices = list(self.step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        batch_indices = list(self.step.chunk(task.module, task.replica, task.microbatch, task.chunk))
         samples = f"{len(batch_indices)} sample{'' if len(batch_indices) == 1 else 's'}"
         if self.sizes is None:
             return f"{samples} of unknown size"

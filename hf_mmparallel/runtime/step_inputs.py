@@ -73,9 +73,13 @@ class StepInputs:
         is_sink = all(edge.source != task.module for edge in self.plan.edges)
         return self.is_last(task) and (task.module == LANGUAGE_MODEL or is_sink)
 
+    def is_empty(self, task: Task) -> bool:
+        """Whether a task has no samples and only takes part in collectives, see [`build_graph`]."""
+        return not self.samples(task)
+
     def samples(self, task: Task) -> tuple[int, ...]:
         """Batch indices of the samples of a task."""
-        return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        return self.step.chunk(*_chunk_key(task))
 
     def whole_batch(self, task: Task) -> Mapping[str, Any]:
         """The inputs of a task of this rank, with the tokens of all cp ranks."""

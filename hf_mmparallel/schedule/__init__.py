@@ -9,6 +9,7 @@ from .graph import GradientFlow, TaskGraph, build_graph
 from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
 from .lowering import build_program, lower, program_of_parts, receive_ahead
 from .parts import Part, Representatives, find_representatives, representative_ranks
+from .passes import REST, PassAction, pass_actions, pass_ms, step_passes
 from .program import Program
 from .program_checks import check_program
 from .replay import Replay, simulate_parts
@@ -16,11 +17,13 @@ from .scheduler import Timeline, default_cost, order_tasks, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
 __all__ = [
+    "REST",
     "Action",
     "DeadlockError",
     "GradientFlow",
     "Message",
     "Part",
+    "PassAction",
     "Program",
     "ProgramError",
     "Replay",
@@ -42,6 +45,8 @@ __all__ = [
     "lower",
     "microbatch_forward_ms",
     "order_tasks",
+    "pass_actions",
+    "pass_ms",
     "program_of_parts",
     "receive_ahead",
     "representative_ranks",
@@ -49,4 +54,5 @@ __all__ = [
     "simulate",
     "simulate_parts",
     "stage_depths",
+    "step_passes",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 from ..cost import StepCost
 from ..cost.calibration import uncalibrated
 from ..cost.layers import LayersWithoutSums
+from ..cost.row_sizes import NO_TOKENS
 from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
 from ..cost.stage_times import StageCost, stage_costs
 from ..drawing.workload_chart import number_text
@@ -185,7 +186,7 @@ class _TaskCosts:
         all-reduces, and its part that grows with squared lengths; recomputation time, and its part that grows with
         squared lengths; launch time; time of all-reduces.
         """
-        chunk = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
         tokens, squares = chunk.tokens, chunk.squares
         base, of_squares = self._parts(self.plain, task, tokens, squares)
         computed, all_of_squares = self._parts(self.unlinked, task, tokens, squares)

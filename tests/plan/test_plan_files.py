@@ -179,7 +179,7 @@ def test_what_is_no_plugin_is_a_sentence(value, message):
         ({"cp_size": 2, "cp_block": 0}, "`cp_block=0` must be a whole number of at least 1."),
         ({"cp_size": 2, "cp_method": "zigzag", "cp_mode": "segments"}, "`cp_method='zigzag'` assigns blocks"),
         ({"cp_method": "zigzag"}, "method='zigzag'.* has no effect with `cp_size=1`"),
-        ({"zero_stage": 4}, "`zero_stage=4` is not supported yet. Use one of 0, 1."),
+        ({"zero_stage": 4}, "`zero_stage=4` does not exist. Use one of 0, 1, 2, 3."),
         ({"shard_size": 2}, "`shard_size=2` has no effect with `zero_stage=0`."),
         ({"zero_stage": 1, "shard_size": 0}, "`shard_size` is `0`; it must be"),
         (

@@ -157,7 +157,7 @@ def test_a_layout_does_not_share_memory_with_what_was_given():
         ({"parallel": {"vision": {"dp_size": 0}}}, r"`dp_size=0` must be a whole number of at least 1"),
         ({"parallel": {"vision": {"dp_size": 1.5}}}, r"`dp_size=1.5` must be a whole number"),
         ({"parallel": {"vision": {"cp_block": 16}}}, r"block=16\)` has no effect with `cp_size=1`"),
-        ({"parallel": {"vision": {"zero_stage": 2}}}, r"`zero_stage=2` is not supported yet"),
+        ({"parallel": {"vision": {"zero_stage": 4}}}, r"`zero_stage=4` does not exist"),
         ({"parallel": "no-such-file.yaml"}, r"`parallel='no-such-file.yaml'` is neither a file nor a JSON object"),
         ({"parallel": "{vision: [1, 2"}, r"`parallel=.*is no valid (JSON|YAML)"),
         ({"parallel": ["vision"]}, r"must be a dict of modules"),

@@ -137,7 +137,7 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, dict[str, Any], int]:
     if sum(ranks.values()) > 8:
         sizes[LM]["tp_size"], ranks[LM] = 1, ranks[LM] // sizes[LM]["tp_size"]
     for name in (LM, VISION):
-        sizes[name]["zero_stage"] = draw(st.integers(0, 1))
+        sizes[name]["zero_stage"] = draw(st.integers(0, 3))
     return family, sum(ranks.values()), sizes, draw(st.integers(1, 5))
 
 

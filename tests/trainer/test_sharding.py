@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ShardingSettings, resolve_plan
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ShardingSettings, check_plan, resolve_plan
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -51,10 +51,30 @@ LAYOUTS: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_sharded_layout_equals_the_stock_trainer(name: str):
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_replicas_with_stages_of_other_layers_can_not_run_jointly(zero_stage: int):
+    plan = _uneven().plan
+    assert plan is not None
+    module = replace(plan.modules[LM], sharding=ShardingSettings(zero_stage))
+    with pytest.raises(ValueError, match="its replicas, which exchange gradients layer by layer, have stages of"):
+        check_plan(replace(plan, modules={**plan.modules, LM: module}), build_model_spec(tiny.FAMILIES["llava"]()))
+
+
+def in_stage(parallel: dict[str, Any], zero_stage: int) -> dict[str, Any]:
+    """The settings with another ZeRO stage where they have one."""
+    return {
+        name: {**module, **({"zero_stage": zero_stage} if "zero_stage" in module else {})}
+        for name, module in parallel.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "zero_stage"),
+    [(name, stage) for name in LAYOUTS for stage in (1, 2, 3) if stage == 1 or name != "uneven stages"],
+)
+def test_a_sharded_layout_equals_the_stock_trainer(name: str, zero_stage: int):
     family, world_size, parallel, arguments = LAYOUTS[name]
-    parallel = parallel() if callable(parallel) else parallel
+    parallel = parallel() if callable(parallel) else in_stage(parallel, zero_stage)
     freeze = runs.frozen(parallel) if isinstance(parallel, dict) else {}
     reference = runs.stock(family, freeze=freeze, **arguments)
     ranks = run_distributed(runs.parallel_run, world_size, family, parallel, **arguments)
@@ -68,18 +88,20 @@ def in_bfloat16(parallel: dict[str, Any], **arguments: Any) -> runs.Run:
     return runs.parallel_run("llava", parallel, model=tiny.FAMILIES["llava"]().bfloat16(), **arguments)
 
 
-def test_weights_in_bfloat16_train_as_without_sharding():
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_weights_in_bfloat16_train_as_without_sharding(zero_stage: int):
     sizes = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "tp_size": 2}}
-    sharded = {name: {**module, **ONE} for name, module in sizes.items()}
+    sharded = {name: {**module, "zero_stage": zero_stage} for name, module in sizes.items()}
     want = run_distributed(in_bfloat16, 6, sizes, **ADAMW)[0]
     got = run_distributed(in_bfloat16, 6, sharded, **ADAMW)[0]
     runs.assert_same_run(got, want, rtol=1e-2, atol=1e-3)
 
 
-def test_adapters_train_as_without_sharding():
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_adapters_train_as_without_sharding(zero_stage: int):
     lora = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
     sizes = {VISION: {"dp_size": 2, "freeze": True}, LM: {"dp_size": 2, "pp_size": 2, **lora}}
-    sharded = {VISION: sizes[VISION], LM: {**sizes[LM], **ONE}}
+    sharded = {name: {**module, "zero_stage": zero_stage} for name, module in sizes.items()}
     want = run_distributed(runs.parallel_run, 6, "llava", sizes, **ADAMW)[0]
     got = run_distributed(runs.parallel_run, 6, "llava", sharded, **ADAMW)[0]
     runs.assert_same_run(got, want)
@@ -125,14 +147,16 @@ def trained(
     return run, run.weights or {}
 
 
-GROUPED = {LM: {"dp_size": 4, "tp_size": 1, **ONE, "shard_size": 2}}
+GROUPED = {LM: {"dp_size": 4, "tp_size": 1, "zero_stage": 2, "shard_size": 2}}
 BOTH = {VISION: {"dp_size": 2, **ONE}, LM: {"dp_size": 2, "tp_size": 2, **ONE}}
 
 
-def test_a_sharded_run_goes_on_under_any_layout_and_any_layout_under_a_sharded_one(tmp_path: Path):
-    straight, weights = run_distributed(trained, 6, tmp_path / "both", BOTH)[0]
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_sharded_run_goes_on_under_any_layout_and_any_layout_under_a_sharded_one(tmp_path: Path, zero_stage: int):
+    both = in_stage(BOTH, zero_stage)
+    straight, weights = run_distributed(trained, 6, tmp_path / "both", both)[0]
     checkpoint = tmp_path / "both" / "checkpoint-2"
-    again, resumed = run_distributed(trained, 6, tmp_path / "again", BOTH, checkpoint)[0]
+    again, resumed = run_distributed(trained, 6, tmp_path / "again", both, checkpoint)[0]
     assert again.logs == straight.logs and all(torch.equal(resumed[name], weights[name]) for name in weights)
     others = {"grouped": (5, GROUPED), "unsharded": (3, {LM: {"tp_size": 2}}), "one": (1, None)}
     for name, (world_size, parallel) in others.items():
@@ -142,5 +166,78 @@ def test_a_sharded_run_goes_on_under_any_layout_and_any_layout_under_a_sharded_o
     for name, (world_size, parallel) in others.items():
         run_distributed(trained, world_size, tmp_path / f"from {name}", parallel)
         source = tmp_path / f"from {name}" / "checkpoint-2"
-        back, _ = run_distributed(trained, 6, tmp_path / f"back from {name}", BOTH, source)[0]
+        back, _ = run_distributed(trained, 6, tmp_path / f"back from {name}", both, source)[0]
         runs.assert_same_run(back, straight, rtol=1e-4, atol=2e-5)
+
+
+def _samples(number_of: list[int]) -> list[dict[str, torch.Tensor]]:
+    """Samples of qwen2_vl with a number of images each, of different lengths."""
+    shapes = [tiny.Shape(images, 0, 6 + 3 * (index % 4)) for index, images in enumerate(number_of)]
+    return tiny.make_dataset("qwen2_vl", len(shapes), shapes=shapes)
+
+
+def with_videos(samples: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The images of every third sample as videos."""
+    result = []
+    for index, sample in enumerate(samples):
+        if index % 3 == 0 and "pixel_values" in sample:
+            is_media = sample["input_ids"] == tiny.MEDIA_TOKEN
+            sample = {
+                **{name: value for name, value in sample.items() if name not in ("pixel_values", "image_grid_thw")},
+                "input_ids": sample["input_ids"].masked_fill(is_media, tiny.VIDEO_TOKEN),
+                "mm_token_type_ids": 2 * is_media.int(),
+                "pixel_values_videos": sample["pixel_values"],
+                "video_grid_thw": sample["image_grid_thw"],
+            }
+        result.append(sample)
+    return result
+
+
+DATA = {
+    "a step without images": _samples([1, 2, 0, 1, 1, 0, 2, 1] + 8 * [0] + [1, 0, 2, 0, 0, 1]),
+    "images on few replicas": _samples([3] + 7 * [0] + 7 * [0] + [2] + 6 * [0]),
+    "images and videos": with_videos(_samples([1, 2, 0, 1, 1, 0, 2, 1, 1, 1, 2, 0, 1, 2, 1, 1, 0, 0, 1, 1, 1, 1])),
+}
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("name", DATA)
+def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(name: str, zero_stage: int):
+    parallel = {
+        VISION: {"dp_size": 2, "zero_stage": zero_stage},
+        LM: {"dp_size": 3, "zero_stage": zero_stage},
+    }
+    arguments = {**ADAMW, "data": DATA[name], "per_device_train_batch_size": 1, "max_steps": 2}
+    reference = runs.stock("qwen2_vl", **{**arguments, "per_device_train_batch_size": runs.GLOBAL_BATCH})
+    ranks = run_distributed(runs.parallel_run, 5, "qwen2_vl", parallel, **arguments)
+    runs.assert_same_run(ranks[0], reference)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_recomputed_layers_are_gathered_for_their_backward(zero_stage: int):
+    one = {"zero_stage": zero_stage, "activation_checkpointing": True}
+    parallel = {VISION: {"dp_size": 2, **one}, LM: {"dp_size": 2, "pp_size": 2, **one}}
+    reference = runs.stock("llava", **ADAMW)
+    ranks = run_distributed(runs.parallel_run, 6, "llava", parallel, **ADAMW)
+    runs.assert_same_run(ranks[0], reference)
+
+
+def evaluated(parallel: dict[str, Any]) -> tuple[runs.Run, int, int]:
+    """A run with an evaluation in it and one behind it; bytes of weights between steps, and of the optimizer's."""
+    trainer = runs.make_trainer("llava", parallel, eval_strategy="steps", eval_steps=2, **ADAMW)
+    run = runs.run_of(trainer, evaluate=True)
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in trainer.model.parameters()}
+    entries = [entry for group in trainer.optimizer.param_groups for entry in group["params"]]
+    return run, sum(storages.values()), sum(entry.nbytes for entry in entries)
+
+
+def test_weights_have_memory_in_passes_only_and_are_evaluated():
+    reference = runs.stock("llava", evaluate=True, **ADAMW)
+    parallel = {VISION: {"dp_size": 2, "zero_stage": 3}, LM: {"dp_size": 2, "zero_stage": 3}}
+    ranks = run_distributed(evaluated, 4, parallel)
+    runs.assert_same_run(ranks[0][0], reference)
+    assert ranks[0][0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=1e-5)
+    whole = sum(weight.nbytes for weight in (reference.weights or {}).values())
+    for _, kept, updated in ranks:
+        assert kept < 1000  # what is on other ranks, as scalars
+        assert updated < 0.6 * whole

@@ -1,0 +1,314 @@
+"""
+ZeRO-2 and ZeRO-3: gradients are summed, and weights gathered, layer by layer in each pass over a stage.
+
+The scheduler runs a pass on all ranks that divide the parameters of its stage at the same time, with an empty task
+where a replica has no samples, and every rank issues the same collectives in it, in the order of [`pass_actions`].
+Those of a layer that a rank does not compute, or that has no gradient, are issued when the next one is reached or the
+pass ends. No forward or backward can therefore wait for a rank that does not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..modeling import ModuleStage
+from ..modeling.dtensors import local
+from ..plan import StageKey
+from ..schedule import REST, Action, PassAction, Task, step_passes
+from ..schedule.actions import Kind
+from .optimizer_slices import (
+    FlatSlice,
+    Gathering,
+    OptimizerSlices,
+    SlicedGroup,
+    allocate,
+    buckets,
+    by_slice,
+    copy_gathered,
+    free,
+)
+
+Run = str | None
+"""A forward through the layers of a stage: the modality that an encoder encodes, `None` in a language model."""
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype of the gradients of a parameter."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def gradients_of(bucket: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients of a bucket on this rank, made of zeros where there is none."""
+    for parameter in bucket:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    return [local(parameter.grad) for parameter in bucket if parameter.grad is not None]
+
+
+@dataclass
+class _Unit:
+    """
+    Parameters that are gathered, and whose gradients are summed, at once: those of a layer, or those of no layer.
+
+    Args:
+        groups (`list[SlicedGroup]`): The parameters, by the ranks that divide them.
+        gathering (`list[Gathering]`): The all-gathers in flight.
+    """
+
+    groups: list[SlicedGroup]
+    gathering: list[Gathering] = field(default_factory=list)
+
+
+class GradientSums:
+    """
+    The sums of gradients over the ranks that divide them, which grow from backward to backward.
+
+    Args:
+        before_sum (`Callable[[Sequence[nn.Parameter]], None]`, *optional*): Called with parameters before each sum.
+    """
+
+    def __init__(self, before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None):
+        self.before_sum = before_sum
+        self.used: set[nn.Parameter] = set()
+        self._sums: dict[nn.Parameter, tuple[list[nn.Parameter], torch.Tensor]] = {}  # by the first of a bucket
+        self._started: list[tuple[Any, list[nn.Parameter], torch.Tensor]] = []
+
+    @torch.no_grad()
+    def add(self, group: SlicedGroup) -> None:
+        """Starts to add the gradients of this backward, which the parameters lose. Collective."""
+        trained = [member for member in group.members if member.requires_grad]
+        if not trained:
+            return
+        self.before_sum(trained)
+        self.used.update(member for member in trained if member.grad is not None)
+        for bucket in buckets(trained, gradient_dtype):
+            slices = by_slice(gradients_of(bucket), group.flat_slice.num_slices)
+            for parameter in bucket:
+                parameter.grad = None
+            mine = torch.empty_like(slices[0])
+            work = dist.reduce_scatter_single(mine, slices.view(-1), group=group.flat_slice.group, async_op=True)
+            self._started.append((work, bucket, mine))
+
+    def wait(self) -> None:
+        """Waits for the sums that were started."""
+        for work, bucket, mine in self._started:
+            work.wait()
+            known = self._sums.get(bucket[0])
+            if known is None:
+                self._sums[bucket[0]] = bucket, mine
+            else:
+                known[1].add_(mine)
+        self._started.clear()
+
+    def take(self, flat_slice: FlatSlice, parameters: Sequence[nn.Parameter]) -> list[tuple[list[nn.Parameter], Any]]:
+        """
+        The sums of some parameters, by bucket, which are then forgotten; zeros where there was no backward.
+
+        Args:
+            flat_slice ([`FlatSlice`]): This rank's slice of them.
+            parameters (`Sequence[nn.Parameter]`): All parameters of a gradient sum of the plan.
+        """
+        self.wait()
+        wanted, result = set(parameters), []
+        for first in [first for first in self._sums if first in wanted]:
+            result.append(self._sums.pop(first))
+        known = {parameter for bucket, _ in result for parameter in bucket}
+        for bucket in buckets([p for p in parameters if p not in known], gradient_dtype):
+            length = sum(flat_slice.length(local(parameter).numel()) for parameter in bucket)
+            result.append((bucket, local(bucket[0]).new_zeros(length, dtype=gradient_dtype(bucket[0]))))
+        order = {parameter: number for number, parameter in enumerate(parameters)}
+        return sorted(result, key=lambda item: order[item[0][0]])
+
+
+class StagePasses:
+    """
+    The passes over one stage on this rank.
+
+    Args:
+        stage ([`ModuleStage`]): The stage.
+        slices ([`OptimizerSlices`]): What this rank has of divided parameters.
+        sums ([`GradientSums`]): The sums of gradients.
+    """
+
+    def __init__(self, stage: ModuleStage, slices: OptimizerSlices, sums: GradientSums):
+        self.stage, self.slices, self.sums = stage, slices, sums
+        groups = [group for group in slices.groups if group.zero_stage >= 2]
+        parameters = [parameter for _, parameter in stage.parameters()]
+        layers = list(stage.own_layers.values())
+        layers_of: dict[nn.Parameter, set[int]] = {}
+        for index, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                layers_of.setdefault(parameter, set()).add(index)
+        # A parameter that several layers share is gathered with what is in no layer.
+        unit_of = {p: min(layers_of[p]) if len(layers_of.get(p, ())) == 1 else REST for p in parameters}
+        self.units = {
+            index: _Unit(_restricted(groups, {p for p in parameters if unit_of[p] == index}))
+            for index in (*range(len(layers)), REST)
+        }
+        self.gathers = any(group.zero_stage == 3 for unit in self.units.values() for group in unit.groups)
+        self._passes: list[tuple[Kind, tuple[PassAction, ...]]] = []  # of the step, the next one last
+        self._kind: Kind | None = None  # of the pass that runs
+        self._is_empty = False
+        self._runs: Sequence[Run] = ()
+        self._actions: tuple[PassAction, ...] = ()
+        self._done = 0
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(lambda *_, index=index: self._before_forward(index))
+            layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
+
+    def start_step(self, kinds: Sequence[Kind], runs: Sequence[Run]) -> None:
+        """
+        Before the first pass of a step.
+
+        Args:
+            kinds (`Sequence[str]`): Kind of each pass.
+            runs (`Sequence[Run]`): The forwards through the layers that any rank may have in a pass.
+        """
+        passes = step_passes(kinds, len(self.units) - 1, len(runs), self.gathers)
+        self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
+
+    def begin(self, is_empty: bool) -> None:
+        """
+        Starts to gather what the next pass begins with, which may still wait for its input.
+
+        Args:
+            is_empty (`bool`): Whether this rank computes nothing in it.
+        """
+        self._is_empty = is_empty
+        (self._kind, self._actions), self._done = self._passes.pop(), 0
+        while self._done < len(self._actions) and self._actions[self._done].op == "gather":
+            self._advance()
+
+    def compute(self) -> None:
+        """Before the pass computes: waits for what is in no layer."""
+        if not self._is_empty:
+            self._wait(self.units[REST])
+
+    def end(self) -> None:
+        """Issues what is left of a pass."""
+        while self._done < len(self._actions):
+            self._advance()
+        self._kind = None
+
+    def _before_forward(self, layer: int) -> None:
+        """Before the forward of a layer, or its repetition in a backward."""
+        if self._kind == "fwd":
+            self._reach(layer, self._runs.index(self.stage.modality))
+        elif self._kind == "bwd":
+            runs = [
+                action.run
+                for action in self._actions[self._done :]
+                if action.op == "compute" and action.layer == layer
+            ]
+            if runs and not self._is_computing(layer):
+                self._reach(layer, runs[0])
+
+    def _after_forward(self, layer: int, output: Any) -> None:
+        """Lets the gradient of a layer's output announce its backward."""
+        if self._kind != "fwd" or not torch.is_grad_enabled():
+            return
+        run = self._runs.index(self.stage.modality)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._reach(layer, run))
+
+    def _is_computing(self, layer: int) -> bool:
+        """Whether the last action was the computation of a layer."""
+        return self._done > 0 and self._actions[self._done - 1] in {
+            PassAction("compute", layer, run) for run in range(len(self._runs))
+        }
+
+    def _reach(self, layer: int, run: int) -> None:
+        """Issues all that comes before the computation of a layer, and waits for its weights."""
+        wanted = PassAction("compute", layer, run)
+        if self._done and self._actions[self._done - 1] == wanted:
+            return
+        if wanted not in self._actions[self._done :]:
+            raise RuntimeError(
+                f"Layer {layer} of a stage of `{self.stage.module_name}` runs after layers that follow it, and its "
+                "weights are no longer there. Use `zero_stage=1` for this module."
+            )
+        while self._actions[self._done - 1] != wanted or not self._done:
+            self._advance()
+
+    @torch.no_grad()
+    def _advance(self) -> None:
+        """Issues the next action."""
+        action = self._actions[self._done]
+        unit = self.units[action.layer]
+        self._done += 1
+        if action.op == "gather":
+            for group in unit.groups:
+                for bucket in buckets(group.divided_weights, lambda parameter: parameter.dtype):
+                    unit.gathering.append(self.slices.gather(group.flat_slice, bucket))
+        elif action.op == "compute":
+            if not self._is_empty:
+                self._wait(unit)
+        elif action.op == "free":
+            for work, *_ in unit.gathering:  # of layers that only others have computed
+                work.wait()
+            unit.gathering.clear()
+            free(member for group in unit.groups for member in group.divided_weights)
+        else:
+            self.sums.wait()  # for those of the layer before
+            for group in unit.groups:
+                self.sums.add(group)
+
+    def _wait(self, unit: _Unit) -> None:
+        """Waits for the weights of a unit, whose memory is allocated only now."""
+        for gathering in unit.gathering:
+            allocate(gathering[-1])
+            copy_gathered(*gathering)
+        unit.gathering.clear()
+
+
+def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) -> list[SlicedGroup]:
+    """The groups with some parameters only, without those that have none of them."""
+    wanted = set(members)
+    chosen = [SlicedGroup(g.flat_slice, [m for m in g.members if m in wanted], g.zero_stage) for g in groups]
+    return [group for group in chosen if group.members]
+
+
+class JointPasses:
+    """
+    The passes over the stages of this rank whose parameters are divided in them.
+
+    Args:
+        by_stage (`Mapping[StageKey, StagePasses]`, *optional*): Those stages; none by default.
+
+    Attributes:
+        runs (`Mapping[str, Sequence[Run]]`): Encoder -> the modalities that any rank encodes in this step.
+    """
+
+    def __init__(self, by_stage: Mapping[StageKey, StagePasses] | None = None):
+        self.by_stage = by_stage or {}
+        self.runs: Mapping[str, Sequence[Run]] = {}
+
+    def start_step(self, actions: Sequence[Action]) -> None:
+        """Before the first of this rank's actions in a step."""
+        tasks = [action.task for action in actions if action.task is not None]
+        for key, passes in self.by_stage.items():
+            kinds: list[Kind] = [task.kind for task in tasks if task.stage_key == key]
+            passes.start_step(kinds, self.runs.get(key[0], (None,)))
+
+    def begin(self, task: Task, is_empty: bool) -> None:
+        """Before a task waits for its input."""
+        if task.stage_key in self.by_stage:
+            self.by_stage[task.stage_key].begin(is_empty)
+
+    def compute(self, task: Task) -> None:
+        """Before a task computes."""
+        if task.stage_key in self.by_stage:
+            self.by_stage[task.stage_key].compute()
+
+    def end(self, task: Task) -> None:
+        """After a task has computed."""
+        if task.stage_key in self.by_stage:
+            self.by_stage[task.stage_key].end()

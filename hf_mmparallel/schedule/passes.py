@@ -1,0 +1,151 @@
+"""
+The actions inside the joint tasks of a stage: gathering, computing and freeing layers, and summing their gradients.
+
+A *pass* is a joint task as all ranks see it that divide the parameters of its stage (ZeRO-2 and ZeRO-3). Its actions
+depend on nothing but what all of these ranks know, so that each of them issues the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from .actions import Kind
+
+REST = -1
+"""Index of the parameters that are in no layer: embeddings, the last norm, the head, the projector."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassAction:
+    """
+    An action on one layer of a stage. `gather` starts an all-gather of the layer's weights, `compute` waits for it and
+    for the layer's input, `free` takes the memory of the weights, `sum` starts a reduce-scatter of its gradients.
+
+    Args:
+        op (`str`): `"gather"`, `"compute"`, `"free"` or `"sum"`.
+        layer (`int`): Index of the layer in the stage, or [`REST`].
+        run (`int`, *optional*, defaults to 0): Of several forwards through the layers in one task, which one.
+    """
+
+    op: Literal["gather", "compute", "free", "sum"]
+    layer: int
+    run: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op} {'rest' if self.layer == REST else self.layer}"
+
+
+@lru_cache(maxsize=1024)
+def pass_actions(
+    kind: Kind,
+    num_layers: int,
+    num_runs: int = 1,
+    *,
+    gathers: bool = True,
+    previous: Kind | None = None,
+    following: Kind | None = None,
+) -> tuple[PassAction, ...]:
+    """
+    The actions of one pass.
+
+    Each layer is gathered while the one before is computed, and freed before the one after the next is gathered; its
+    gradients are summed while the next one is computed. The layer with which a pass ends stays gathered if the next
+    pass begins with it, and what is in no layer stays gathered from the first pass of a step to the last. For a
+    forward and then a backward through three layers, the first and last of a step:
+
+    - gather rest, gather 0, gather 1, compute 0, free 0, gather 2, compute 1, free 1, compute 2
+    - gather 1, compute 2, free 2, gather 0, sum 2, compute 1, free 1, sum 1, compute 0, free 0, sum 0, sum rest,
+      free rest
+
+    Args:
+        kind (`str`): `"fwd"` or `"bwd"`.
+        num_layers (`int`): Layers of the stage.
+        num_runs (`int`, *optional*, defaults to 1): Forwards through the layers in one task, one for each modality.
+        gathers (`bool`, *optional*, defaults to `True`): Whether weights are divided (ZeRO-3); if not, gradients only.
+        previous (`str`, *optional*): Kind of the stage's previous pass in the step; `None` for the first one.
+        following (`str`, *optional*): Kind of its next pass; `None` for the last one.
+
+    Returns:
+        `tuple[PassAction, ...]`: The actions, in the order in which every rank issues them.
+    """
+    order = [(layer, run) for run in range(num_runs) for layer in range(num_layers)]
+    order = order if kind == "fwd" else order[::-1]
+    ends = {None: None, "fwd": (0, num_layers - 1), "bwd": (num_layers - 1, 0)}
+    first, last = ends[kind] or (0, 0)
+    is_kept = previous is not None and (ends[previous] or (0, 0))[1] == first
+    keeps = following is not None and (ends[following] or (0, 0))[0] == last
+    result: list[PassAction] = []
+    if previous is None:
+        result.append(PassAction("gather", REST))
+    for position, (layer, run) in enumerate(order):
+        left = order[position - 1] if position else None
+        if left is None and not is_kept:
+            result.append(PassAction("gather", layer, run))
+        if left is not None and left[0] != layer:
+            result.append(PassAction("free", *left))
+        if position + 1 < len(order) and order[position + 1][0] != layer:
+            result.append(PassAction("gather", *order[position + 1]))
+        if left is not None:
+            result.append(PassAction("sum", *left))
+        result.append(PassAction("compute", layer, run))
+    if order:
+        if not keeps:
+            result.append(PassAction("free", *order[-1]))
+        result.append(PassAction("sum", *order[-1]))
+    result.append(PassAction("sum", REST))
+    if following is None:
+        result.append(PassAction("free", REST))
+    left_out = {"sum"} if kind == "fwd" else set()
+    left_out |= set() if gathers else {"gather", "free"}
+    return tuple(action for action in result if action.op not in left_out)
+
+
+def step_passes(
+    kinds: Sequence[Kind], num_layers: int, num_runs: int = 1, gathers: bool = True
+) -> list[tuple[PassAction, ...]]:
+    """
+    The actions of all passes of a stage in one step.
+
+    Args:
+        kinds (`Sequence[str]`): Kind of each pass, in order.
+        num_layers, num_runs, gathers: See [`pass_actions`].
+    """
+    neighbours = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
+    return [
+        pass_actions(kind, num_layers, num_runs, gathers=gathers, previous=previous, following=following)
+        for previous, kind, following in neighbours
+    ]
+
+
+def pass_ms(
+    actions: Sequence[PassAction],
+    compute_ms: Callable[[int], float],
+    gather_ms: Callable[[int], float],
+    sum_ms: Callable[[int], float],
+) -> float:
+    """
+    Duration of a pass whose collectives run one after the other beside the computation.
+
+    Args:
+        actions (`Sequence[PassAction]`): See [`pass_actions`].
+        compute_ms (`Callable[[int], float]`): Layer -> time of its forward or backward in this pass.
+        gather_ms (`Callable[[int], float]`): Layer or [`REST`] -> time of its all-gather.
+        sum_ms (`Callable[[int], float]`): Layer or [`REST`] -> time of its reduce-scatter.
+
+    Returns:
+        `float`: Milliseconds from the first gather to the end of computation and collectives.
+    """
+    computed = sent = 0.0  # when the device and the link are free
+    gathered: dict[int, float] = {}
+    for action in actions:
+        if action.op == "gather":
+            sent = gathered[action.layer] = max(sent, computed) + gather_ms(action.layer)
+        elif action.op == "compute":
+            computed = max(computed, gathered.get(REST, 0.0), gathered.get(action.layer, 0.0))
+            computed += compute_ms(action.layer)
+        elif action.op == "sum":
+            sent = max(sent, computed) + sum_ms(action.layer)
+    return max(computed, sent)

@@ -1,0 +1,141 @@
+"""Layers are gathered and freed in a pass, and ranks without samples take part in all of its collectives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_mmparallel.plan import SyncGroup
+from hf_mmparallel.runtime.joint_passes import GradientSums, StagePasses
+from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
+from tests.distributed import assert_ranks_raise, run_distributed
+
+pytestmark = pytest.mark.distributed
+
+
+class Stack(nn.Module):
+    """An embedding-like matrix, which is in no layer, and three layers, the last of which has an odd shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def make(zero_stage: int) -> tuple[Stack, StagePasses, GradientSums, OptimizerSlices]:
+    """The stack on this rank, the same on both, with its parameters divided."""
+    torch.manual_seed(0)
+    model = Stack()
+    named = dict(model.named_parameters())
+    groups = [SyncGroup((0, 1), tuple(named), (("m", 0, 0), ("m", 1, 0)), 2, zero_stage)]
+    slices = OptimizerSlices(groups, named, dist.get_rank(), {(0, 1): dist.group.WORLD})
+    stage: Any = SimpleNamespace(
+        parameters=model.named_parameters, own_layers=dict(enumerate(model.layers)), module_name="m", modality=None
+    )
+    sums = GradientSums()
+    return model, StagePasses(stage, slices, sums), sums, slices
+
+
+def with_memory(model: Stack) -> list[int]:
+    """Indices of the layers whose weights have memory."""
+    return [i for i, layer in enumerate(model.layers) if layer.weight.untyped_storage().nbytes()]
+
+
+def run_step(zero_stage: int) -> tuple[dict[str, torch.Tensor], list[list[int]], list[int], int]:
+    """
+    Rank 0 has two microbatches, rank 1 one. The sums of gradients of rank 0's and rank 1's slices by name, the layers
+    with memory at each forward of a layer, those after the step, and the number of elements that are updated here.
+    """
+    model, passes, sums, slices = make(zero_stage)
+    seen: list[list[int]] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: seen.append(with_memory(model)))
+    passes.start_step(["fwd", "fwd", "bwd", "bwd"], (None,))
+    rank, outputs = dist.get_rank(), []
+    for microbatch in range(2):
+        is_empty = rank == 1 and microbatch == 1
+        passes.begin(is_empty)
+        passes.compute()
+        if not is_empty:
+            outputs.append(model(torch.full((2, 4), 1.0 + rank + microbatch)))
+        passes.end()
+    for microbatch in range(2):
+        is_empty = rank == 1 and microbatch == 1
+        passes.begin(is_empty)
+        passes.compute()
+        if not is_empty:
+            outputs[microbatch].sum().backward()
+        passes.end()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    result = {}
+    (group,) = slices.groups
+    for bucket, mine in sums.take(group.flat_slice, group.members):
+        start = 0
+        for parameter in bucket:
+            length = group.flat_slice.length(parameter.numel())
+            whole = group.flat_slice.whole(mine[start : start + length], parameter.numel())
+            name = next(n for n, p in model.named_parameters() if p is parameter)
+            result[name] = whole.view(parameter.shape)
+            start += length
+    updated = sum(slices.updated(parameter).numel() for parameter in model.parameters())
+    return result, seen, with_memory(model), updated
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_gradients_are_those_of_all_microbatches(zero_stage: int):
+    torch.manual_seed(0)
+    model = Stack()
+    for value in (1.0, 2.0, 2.0):
+        model(torch.full((2, 4), value)).sum().backward()
+    for result, seen, left, updated in run_distributed(run_step, 2, zero_stage):
+        assert result.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(result[name], parameter.grad)
+        if zero_stage == 3:
+            assert all(layers in ([0], [0, 1], [1], [1, 2], [2]) for layers in seen) and not left
+        else:
+            assert left == [0, 1, 2]
+        assert updated < 0.6 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def run_backwards() -> None:
+    """Runs the layers from the last to the first."""
+    model, passes, _, _ = make(3)
+    passes.start_step(["fwd"], (None,))
+    passes.begin(False)
+    passes.compute()
+    model.layers[2](model.layers[1](torch.ones(1, 4)))
+    model.layers[0](torch.ones(1, 4))
+
+
+def test_layers_that_run_in_another_order_are_an_error():
+    assert_ranks_raise(run_backwards, 2, match="Layer 0 of a stage of `m` runs after layers that follow it")
+
+
+def test_a_parameter_of_two_layers_is_gathered_with_what_is_in_no_layer():
+    assert run_distributed(shared_parameter, 2) == [(0, 2)] * 2
+
+
+def shared_parameter() -> tuple[int, int]:
+    """The number of parameters gathered with layer 1, and of those that are in no layer, when two layers share one."""
+    model = Stack()
+    model.layers[1].weight = model.layers[0].weight
+    named = dict(model.named_parameters())
+    groups = [SyncGroup((0, 1), tuple(n for n in named if "bias" not in n), (("m", 0, 0),), 2, 3)]
+    slices = OptimizerSlices(groups, named, dist.get_rank(), {(0, 1): dist.group.WORLD})
+    stage: Any = SimpleNamespace(
+        parameters=model.named_parameters, own_layers=dict(enumerate(model.layers)), module_name="m", modality=None
+    )
+    units = StagePasses(stage, slices, GradientSums()).units
+    return tuple(sum(len(group.members) for group in units[index].groups) for index in (1, -1))
