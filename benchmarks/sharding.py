@@ -125,9 +125,7 @@ def make_trainer(variant: str, shapes: common.Shapes, num_steps: int) -> Trainer
             **arguments, global_batch_size=global_batch, parallel=modules, microbatch_assignment="contiguous"
         )
     else:
-        args = TrainingArguments(
-            **{**arguments, **peer_arguments(variant)}, gradient_accumulation_steps=ACCUMULATION
-        )
+        args = TrainingArguments(**{**arguments, **peer_arguments(variant)}, gradient_accumulation_steps=ACCUMULATION)
     trainer_class = MultimodalParallelTrainer if variant in OURS else Trainer
     return trainer_class(
         model=model,
@@ -148,9 +146,6 @@ def peer_arguments(variant: str) -> dict[str, Any]:
     arguments = engines.arguments_of(f"zero{DEEPSPEED[variant]}")
     # The default of 500 million elements is 2 GB of buffers.
     arguments["deepspeed"]["zero_optimization"]["reduce_bucket_size"] = GRADIENT_BUCKET_BYTES // 4
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles what training does not use
     return arguments
 
 
@@ -164,13 +159,16 @@ def measure(variant: str, shapes: common.Shapes, num_steps: int, counts: bool) -
     gc.collect()
     start_bytes = resident_bytes("VmRSS")
     counter = LiveBytes() if counts else None
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        with counter or contextlib.nullcontext():
-            trainer = make_trainer(variant, shapes, num_steps)
-            meter = StepMeter(counter)
-            trainer.add_callback(meter)
-            trainer.remove_callback(PrinterCallback)
-            trainer.train()
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        counter or contextlib.nullcontext(),
+    ):
+        trainer = make_trainer(variant, shapes, num_steps)
+        meter = StepMeter(counter)
+        trainer.add_callback(meter)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     found: dict[str, Any] = {"losses": meter.losses}
     if counter is None:
         steps = [after - before for before, after in zip(meter.times, meter.times[1:], strict=False)]

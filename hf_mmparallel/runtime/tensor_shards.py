@@ -107,9 +107,7 @@ class TensorReader(FileSystemReader):
                 raise ValueError(f"`{path}` names the file `{name}` outside of its folder. Use another checkpoint.")
             size = part.stat().st_size if part.is_file() else 0
             if not 0 <= start < end <= size:
-                raise ValueError(
-                    f"`{part}` has {size} of {end} bytes of its tensors. Resume from another checkpoint."
-                )
+                raise ValueError(f"`{part}` has {size} of {end} bytes of its tensors. Resume from another checkpoint.")
         return metadata
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from typing import Any
 
-import torch
 from accelerate.state import DistributedType, PartialState
 from torch import Tensor
 from transformers import Trainer
@@ -17,7 +17,7 @@ FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSF
 def zero(stage: int, **more: Any) -> dict[str, Any]:
     """The arguments of a DeepSpeed run."""
     settings = {
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "train_batch_size": "auto",
@@ -52,6 +52,9 @@ def arguments_of(engine: str) -> dict[str, Any]:
     from hf_mmparallel.trainer import arguments
 
     arguments.launched_processes = lambda: (1, "")  # else the CPU is chosen, where accelerate has DDP only
+    if engine != "fsdp2":
+        transport: Any = importlib.import_module("deepspeed.comm.torch")  # `deepspeed.comm.torch` is torch itself
+        transport.build_shm_op = lambda: None  # a C++ extension that each process would compile or wait for
     return {"use_cpu": False, **ENGINES[engine]}
 
 

@@ -52,12 +52,8 @@ LAYOUTS = {
 def _stock(folder: Path, engine: str, fsdp_config: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Logs and weights of a run of the stock Trainer on this rank, with a checkpoint in the middle."""
     chosen = dict(engines.arguments_of(engine))
-    if engine == "fsdp2":
+    if fsdp_config:
         chosen["fsdp_config"] = {**chosen["fsdp_config"], **fsdp_config}
-    else:
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for inference only
     arguments = {**runs.COMMON, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **chosen, **SAVING}
     trainer = transformers.Trainer(
         model=tiny.FAMILIES[FAMILY](),
@@ -66,13 +62,7 @@ def _stock(folder: Path, engine: str, fsdp_config: dict[str, Any]) -> tuple[list
         data_collator=tiny.collate(FAMILY),
     )
     trainer.train()
-    if engine != "zero3":
-        return runs.step_logs(trainer), engines.whole_weights(trainer)
-    from deepspeed.zero import GatheredParameters
-
-    with GatheredParameters(list(trainer.model.parameters())):
-        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    return runs.step_logs(trainer), weights
+    return runs.step_logs(trainer), engines.whole_weights(trainer)
 
 
 def _planned(folder: Path, plan: dict[str, Any], checkpoint: Path) -> runs.Run:
