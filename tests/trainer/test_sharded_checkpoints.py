@@ -52,8 +52,11 @@ LAYOUTS = {
 def _stock(folder: Path, engine: str, fsdp_config: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Logs and weights of a run of the stock Trainer on this rank, with a checkpoint in the middle."""
     chosen = dict(engines.arguments_of(engine))
-    if fsdp_config:
+    if engine == "fsdp2":
         chosen["fsdp_config"] = {**chosen["fsdp_config"], **fsdp_config}
+    if engine == "zero3":  # its default, with which no file has whole weights
+        zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+        chosen["deepspeed"] = {**chosen["deepspeed"], "zero_optimization": zero}
     arguments = {**runs.COMMON, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **chosen, **SAVING}
     trainer = transformers.Trainer(
         model=tiny.FAMILIES[FAMILY](),
@@ -62,7 +65,13 @@ def _stock(folder: Path, engine: str, fsdp_config: dict[str, Any]) -> tuple[list
         data_collator=tiny.collate(FAMILY),
     )
     trainer.train()
-    return runs.step_logs(trainer), engines.whole_weights(trainer)
+    if engine != "zero3":
+        return runs.step_logs(trainer), engines.whole_weights(trainer)
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters(list(trainer.model.parameters())):
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return runs.step_logs(trainer), weights
 
 
 def _planned(folder: Path, plan: dict[str, Any], checkpoint: Path) -> runs.Run:
