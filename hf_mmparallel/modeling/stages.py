@@ -75,6 +75,7 @@ class ModuleStage:
         asks_own_loss (`bool`): Whether the next forward with logits and targets records the model's own loss.
         own_loss ([`OwnLoss`], *optional*): The recorded loss.
         modality (`str`, *optional*): What an encoder encodes at present; it encodes one modality after the other.
+        is_first_run (`bool`): Whether it is the first of them.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ModuleStage:
         self.asks_own_loss = False
         self.own_loss: OwnLoss | None = None
         self.modality: str | None = None
+        self.is_first_run = True
         self._own_loss_labels: tuple[Tensor, bool] | None = None  # labels, and `OwnLoss.of_batch`
 
     @property
@@ -216,7 +218,7 @@ class ModuleStage:
         outputs: dict[str, Any] = {}
         sent: list[Tensor] = []
         for number, modality in enumerate(self.present(inputs)):
-            self.modality = modality
+            self.modality, self.is_first_run = modality, not number
             received = None if self.is_first else hidden[number]
             run = StageRun(*self.layers, hidden=received)
             encoded = self._encode(modality, inputs, run)

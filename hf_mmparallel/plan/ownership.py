@@ -190,6 +190,16 @@ class ParameterShards:
         return ParameterShards(self.stages, tuple(result), zero_stage)
 
 
+def layer_numbers(spec: ModelSpec) -> dict[str, int]:
+    """Parameter -> the layer that it is a part of; -1 for those of no layer, or that are used in several places."""
+    result = {}
+    for name in spec.parameters:
+        (module, layer), *others = spec.used_at[name]
+        is_inside = not others and name.startswith(f"{spec.modules[module].stack}.{layer}.")
+        result[name] = layer if is_inside else -1
+    return result
+
+
 def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, ParameterShards]:
     """Parameter -> where it lives, in the order of the model; parameters that live alike share the object."""
     stage_tables = {name: _stage_tables(spec, plan, name) for name in spec.modules}

@@ -30,9 +30,11 @@ from ..plan import (
     ModulePlugin,
     ParallelPlan,
     SampleSizes,
+    StageKey,
     StepPlan,
     Workloads,
     frozen_groups,
+    layer_numbers,
     sync_groups,
 )
 from ..schedule import Task
@@ -48,7 +50,7 @@ from .gradients import (
     scale_gradients,
 )
 from .groups import ProcessGroups
-from .joint_passes import GradientSums, JointPasses, StagePasses
+from .joint_passes import GradientSums, JointPasses, LastBackward, StagePasses
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters, replicated_parameters
@@ -219,14 +221,11 @@ class ParallelEngine(nn.Module):
         self._equal_gradients = EqualGradients(replicated)
         self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named)
         sums = GradientSums(self._before_sum)
-        self.passes = JointPasses(
-            {
-                key: StagePasses(stage, self.slices, sums)
-                for key, stage in self.stages.items()
-                if self.plan.modules[key[0]].sharding.zero_stage >= 2
-            }
+        self.gradient_sync = GradientSync(
+            self.sync_groups, named, self.rank, by_ranks, self.slices, sums, layer_numbers(self.spec)
         )
-        self.gradient_sync = GradientSync(self.sync_groups, named, self.rank, by_ranks, self.slices, sums)
+        passes = {key: self._passes_of(key, sums) for key in self.stages}
+        self.passes = JointPasses({key: of_stage for key, of_stage in passes.items() if of_stage is not None})
         functions = StepFunctions(
             lambda logits, labels, shifted: token_loss(self.model, logits, labels, smoothing, shifted),
             self.gradient_sync.start,
@@ -244,6 +243,14 @@ class ParallelEngine(nn.Module):
             ),
             has_shardings=self.inputs.sharder is not None,
         )
+
+    def _passes_of(self, key: StageKey, sums: GradientSums) -> StagePasses | LastBackward | None:
+        """What happens beside the computation in the tasks of a stage."""
+        if self.plan.modules[key[0]].sharding.zero_stage >= 2:
+            return StagePasses(self.stages[key], self.slices, sums)
+        if sum(other[0] == key[0] for other in self.stages) > 1:  # may add to the same gradients
+            return None
+        return LastBackward(self.stages[key], functools.partial(self.gradient_sync.reach, key))
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ..modeling.dtensors import from_shard, local
-from ..plan import SyncGroup
+from ..plan import StageKey, SyncGroup
 from ..world import World
 from .joint_passes import GradientSums, gradient_dtype, gradients_of
 from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, slice_of
@@ -68,17 +68,44 @@ class _Sum:
 
 @dataclass
 class _StartedSum:
-    """A sum in flight: its collectives, how many ranks used each parameter, and the sums of slices by bucket."""
+    """
+    A sum in flight.
+
+    Args:
+        of (`_Sum`): The sum.
+        works (`list`): Its collectives.
+        slices (`list[tuple[list[nn.Parameter], torch.Tensor]]`): By bucket, the sums of this rank's slices.
+        used (`torch.Tensor`, *optional*): How many ranks used each parameter.
+    """
 
     of: _Sum
-    works: list[Any]
-    used: torch.Tensor
-    slices: list[tuple[list[nn.Parameter], torch.Tensor]]
+    works: list[Any] = field(default_factory=list)
+    slices: list[tuple[list[nn.Parameter], torch.Tensor]] = field(default_factory=list)
+    used: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """
+    Parameters whose gradients are summed by one collective.
+
+    Args:
+        index (`int`): Index of the sum in the plan.
+        parameters (`list[nn.Parameter]`): Of one dtype.
+        layer (`int`): The first of their layers; -1 if there are some in no layer.
+    """
+
+    index: int
+    parameters: list[nn.Parameter]
+    layer: int
 
 
 class GradientSync:
     """
     Sums the gradients of one step over the ranks that hold the same slice of a parameter.
+
+    Sums of the same stages are made of buckets in the order in which a backward completes them, from the last layer to
+    the first. Those of complete layers start in the last backward of the stage, the others in the program's order.
 
     Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. Where
     the optimizer updates slices, the sum of a slice becomes its gradient, and the parameter has none any more. A
@@ -91,6 +118,8 @@ class GradientSync:
         process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
         slices ([`OptimizerSlices`]): What this rank updates.
         sums ([`GradientSums`], *optional*): The sums that grow in each backward.
+        layers (`Mapping[str, int]`, *optional*):
+            Parameter -> its layer, -1 for those in no layer or in several; -1 for all by default.
     """
 
     def __init__(
@@ -101,6 +130,7 @@ class GradientSync:
         process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         slices: OptimizerSlices,
         sums: GradientSums | None = None,
+        layers: Mapping[str, int] | None = None,
     ):
         def group_among(candidates: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
             return next((process_groups[ranks] for ranks in candidates if rank in ranks), None)
@@ -118,27 +148,67 @@ class GradientSync:
             if rank in group.ranks
         }
         self.in_passes = sums or GradientSums()
-        self._started: list[_StartedSum] = []
+        self.layers = {p: -1 if layers is None else layers[name] for name, p in parameters.items()}
+        self._same_stages: dict[tuple[StageKey, ...], list[int]] = {}
+        for index in self.sums:
+            if groups[index].zero_stage < 2:
+                self._same_stages.setdefault(groups[index].stages, []).append(index)
+        self._stages_of = {index: groups[index].stages for index in self.sums}
+        self._started: dict[int, _StartedSum] = {}
+        self._left: dict[tuple[StageKey, ...], list[_Bucket]] = {}  # of this step, the next one last
+
+    def reach(self, stage: StageKey, layer: int) -> None:
+        """
+        Starts the sums of complete layers, in the last backward of a stage.
+
+        Args:
+            stage (`tuple[str, int, int]`): (module, replica, stage).
+            layer (`int`): Index in the module of the layer that the backward has reached; all after it are complete.
+        """
+        for stages in self._same_stages:
+            if stage in stages:
+                self._start_buckets(stages, layer)
 
     def start(self, index: int) -> None:
-        """Starts the sum `index` of the plan; its ranks call this in the program's order."""
+        """Starts what is left of the sum `index` of the plan; its ranks call this in the program's order."""
         of, in_passes = self.sums[index], self.in_passes
         if of.flat_slice is None:
-            in_passes.before_sum(of.parameters)
-            in_passes.used.update(parameter for parameter in of.parameters if parameter.grad is not None)
-        device = local(of.parameters[0]).device
-        used = torch.tensor([float(parameter in in_passes.used) for parameter in of.parameters], device=device)
-        in_passes.used.difference_update(of.parameters)
-        started = _StartedSum(of, [dist.all_reduce(used, group=of.group, async_op=True)], used, [])
-        self._started.append(started)
+            self._start_buckets(self._stages_of[index])
+        started = self._started.setdefault(index, _StartedSum(of))
         if of.flat_slice is not None:
             started.slices += in_passes.take(of.flat_slice, of.parameters)
-            return
-        for bucket in buckets(of.parameters, gradient_dtype):
+        device = local(of.parameters[0]).device
+        started.used = torch.tensor([float(parameter in in_passes.used) for parameter in of.parameters], device=device)
+        started.works.append(dist.all_reduce(started.used, group=of.group, async_op=True))
+        in_passes.used.difference_update(of.parameters)
+
+    def _start_buckets(self, stages: tuple[StageKey, ...], reached: int = -2) -> None:
+        """
+        Starts the sums of buckets whose layers all come after `reached`. Of several sums of the same stages all ranks
+        start the buckets in the same order, also those without a backward.
+        """
+        if stages not in self._left:
+            self._left[stages] = self._buckets(self._same_stages[stages])[::-1]
+        left = self._left[stages]
+        while left and left[-1].layer > reached:
+            bucket = left.pop()
+            of, parameters = self.sums[bucket.index], bucket.parameters
+            self.in_passes.before_sum(parameters)
+            self.in_passes.used.update(parameter for parameter in parameters if parameter.grad is not None)
+            started = self._started.setdefault(bucket.index, _StartedSum(of))
             if of.shard_group is None:
-                started.works.append(dist.all_reduce(_flatten_gradients(bucket), group=of.group, async_op=True))
+                started.works.append(dist.all_reduce(_flatten_gradients(parameters), group=of.group, async_op=True))
             else:
-                started.works.append(self._reduce_scatter(bucket, of.shard_group, started))
+                started.works.append(self._reduce_scatter(parameters, of.shard_group, started))
+
+    def _buckets(self, indices: Sequence[int]) -> list[_Bucket]:
+        """The buckets of some sums, in the order in which a backward completes them."""
+        result = []
+        for index in indices:
+            ordered = sorted(self.sums[index].parameters, key=lambda parameter: -self.layers[parameter])
+            for bucket in buckets(ordered, gradient_dtype):
+                result.append(_Bucket(index, bucket, min(self.layers[parameter] for parameter in bucket)))
+        return sorted(result, key=lambda bucket: -bucket.layer)
 
     @torch.no_grad()
     def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:
@@ -153,7 +223,7 @@ class GradientSync:
     def finish(self) -> None:
         """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
         between_replicas: list[Any] = []
-        for started in self._started:
+        for started in self._started.values():
             for work in started.works:
                 work.wait()
             group = started.of.replica_group
@@ -161,13 +231,15 @@ class GradientSync:
                 between_replicas += [dist.all_reduce(mine, group=group, async_op=True) for _, mine in started.slices]
         for work in between_replicas:
             work.wait()
-        for started in self._started:
+        for started in self._started.values():
             for bucket, mine in started.slices:
                 self._assign(bucket, mine)
+            assert started.used is not None
             for parameter, count in zip(started.of.parameters, started.used.tolist(), strict=True):
                 if not count:
                     self.slices.updated(parameter).grad = None
         self._started.clear()
+        self._left.clear()
 
     def _assign(self, bucket: Sequence[nn.Parameter], sums: torch.Tensor) -> None:
         """Makes the sums of a bucket's slices their gradients."""

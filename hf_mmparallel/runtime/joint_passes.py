@@ -269,6 +269,45 @@ class StagePasses:
         unit.gathering.clear()
 
 
+class LastBackward:
+    """
+    Tells in the last backward of a stage which layer it has reached.
+
+    Args:
+        stage ([`ModuleStage`]): The stage.
+        reach (`Callable[[int], None]`): Called with the index of a layer in the module when it is about to run
+            backwards; the gradients of all layers after it are complete.
+    """
+
+    def __init__(self, stage: ModuleStage, reach: Callable[[int], None]):
+        self.stage, self.reach = stage, reach
+        self._kinds: list[Kind] = []  # of the passes that are left, the next one last
+        self._is_last = False
+        for index, layer in stage.own_layers.items():
+            layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
+
+    def start_step(self, kinds: Sequence[Kind], runs: Sequence[Run]) -> None:
+        """See [`StagePasses`]."""
+        self._kinds, self._is_last = list(kinds)[::-1], False
+
+    def begin(self, is_empty: bool) -> None:
+        """See [`StagePasses`]."""
+        self._is_last = self._kinds.pop() == "bwd" and "bwd" not in self._kinds
+
+    def compute(self) -> None:
+        """See [`StagePasses`]."""
+
+    def end(self) -> None:
+        """See [`StagePasses`]."""
+        self._is_last = False
+
+    def _after_forward(self, layer: int, output: Any) -> None:
+        """Lets the gradient of a layer's output announce its backward, in the run that runs backwards last."""
+        hidden = output if isinstance(output, torch.Tensor) else tree_leaves(output)[0]
+        if self.stage.is_first_run and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self.reach(layer) if self._is_last else None)
+
+
 def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) -> list[SlicedGroup]:
     """The groups with some parameters only, without those that have none of them."""
     wanted = set(members)
@@ -278,16 +317,16 @@ def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) 
 
 class JointPasses:
     """
-    The passes over the stages of this rank whose parameters are divided in them.
+    What happens beside the computation in the tasks of this rank.
 
     Args:
-        by_stage (`Mapping[StageKey, StagePasses]`, *optional*): Those stages; none by default.
+        by_stage (`Mapping[StageKey, StagePasses | LastBackward]`, *optional*): By stage; nothing by default.
 
     Attributes:
         runs (`Mapping[str, Sequence[Run]]`): Encoder -> the modalities that any rank encodes in this step.
     """
 
-    def __init__(self, by_stage: Mapping[StageKey, StagePasses] | None = None):
+    def __init__(self, by_stage: Mapping[StageKey, StagePasses | LastBackward] | None = None):
         self.by_stage = by_stage or {}
         self.runs: Mapping[str, Sequence[Run]] = {}
 

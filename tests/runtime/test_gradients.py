@@ -21,6 +21,7 @@ from hf_mmparallel.runtime.gradients import (
     round_gradients,
     scale_gradients,
 )
+from hf_mmparallel.runtime.joint_passes import GradientSums
 from hf_mmparallel.runtime.optimizer_slices import FlatSlice, OptimizerSlices, by_slice
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
@@ -223,3 +224,60 @@ def buckets_rank() -> list[list[float] | None]:
 def test_buckets_have_the_sums():
     for mine in run_distributed(buckets_rank, 2):
         assert mine == [[5.0], [1.0], [16.5], [22.0], [27.5], None]
+
+
+def early_sums(reaches: list[int]) -> list[list[str]]:
+    """
+    The parameters of the buckets that a rank sums, in the order in which it starts them. Rank 0 reaches some layers in
+    its last backward, rank 1 has none.
+    """
+    own = {f"layer{index}": nn.Parameter(torch.ones(4)) for index in range(3)} | {"head": nn.Parameter(torch.ones(4))}
+    own |= {f"norm{index}": nn.Parameter(torch.ones(4)) for index in range(3)}
+    for parameter in own.values():
+        parameter.grad = torch.full((4,), 1.0 + dist.get_rank())
+    stages = (("m", 0, 0), ("m", 1, 0))
+    groups = [
+        SyncGroup((0, 1), ("layer0", "layer1", "layer2", "head"), stages),
+        SyncGroup((0, 1), ("norm0", "norm1", "norm2"), stages),
+    ]
+    layers = {name: -1 if name == "head" else int(name[-1]) for name in own}
+    started: list[list[str]] = []
+    sums = GradientSums(
+        lambda parameters: started.append([n for n, p in own.items() if any(p is q for q in parameters)])
+    )
+    rank = dist.get_rank()
+    slices = OptimizerSlices(groups, own, rank, {})
+    sync = GradientSync(groups, own, rank, {(0, 1): dist.group.WORLD}, slices, sums, layers)
+    if rank == 0:
+        for layer in reaches:
+            sync.reach(stages[0], layer)
+            started.append([f"reached {layer}"])
+    sync.start(0)
+    sync.start(1)
+    sync.finish()
+    assert all(parameter.grad.tolist() == [3.0] * 4 for parameter in own.values())
+    return started
+
+
+@pytest.mark.distributed
+def test_sums_of_complete_layers_start_in_the_last_backward_in_one_order():
+    first, second = run_distributed(with_tiny_buckets, 2)
+    assert first == [
+        ["reached 2"],
+        ["layer2"],
+        ["norm2"],
+        ["reached 1"],
+        ["layer1"],
+        ["norm1"],
+        ["reached 0"],
+        ["layer0"],
+        ["norm0"],
+        ["head"],
+    ]
+    assert second == [names for names in first if not names[0].startswith("reached")]
+
+
+def with_tiny_buckets() -> list[list[str]]:
+    """[`early_sums`] with a bucket for each parameter."""
+    optimizer_slices.GRADIENT_BUCKET_BYTES = 1
+    return early_sums([2, 1, 0])
