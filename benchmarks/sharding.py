@@ -63,12 +63,14 @@ class StepMeter(TrainerCallback):
     def __init__(self, counter: LiveBytes | None):
         self.counter = counter
         self.times: list[float] = []
+        self.cpu_times: list[float] = []
         self.losses: list[float] = []
         self.sent: dict[str, float] = {}
         self.calls: dict[str, float] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.times.append(time.perf_counter())
+        self.cpu_times.append(time.process_time())
         if state.global_step == WARMUP_STEPS:
             Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
             if self.counter is not None:
@@ -171,8 +173,9 @@ def measure(variant: str, shapes: common.Shapes, num_steps: int, counts: bool) -
         trainer.train()
     found: dict[str, Any] = {"losses": meter.losses}
     if counter is None:
-        steps = [after - before for before, after in zip(meter.times, meter.times[1:], strict=False)]
-        found["step_ms"] = 1e3 * statistics.median(steps[WARMUP_STEPS - 1 :])
+        for name, times in (("step_ms", meter.times), ("cpu_ms", meter.cpu_times)):
+            steps = [after - before for before, after in zip(times, times[1:], strict=False)]
+            found[name] = 1e3 * statistics.median(steps[WARMUP_STEPS - 1 :])
         found["resident_mib"] = (resident_bytes("VmHWM") - start_bytes) / MIB
     else:
         found["live_mib"] = counter.peak_bytes / MIB
@@ -211,6 +214,7 @@ def take_turns(variants: list[str], world_size: int, options: argparse.Namespace
         counted = launch([name, "--counts", *common_words])
         result[name] = {
             "step_ms": common.spread([max(row["step_ms"] for row in rows) for rows in times[name]]),
+            "cpu_ms": common.spread([sum(row["cpu_ms"] for row in rows) for rows in times[name]]),
             "resident_mib": common.spread([max(row["resident_mib"] for row in rows) for rows in times[name]]),
             "live_mib": max(row["live_mib"] for row in counted),
             "sent_mib": statistics.mean(row["sent_mib"] for row in counted),
@@ -227,9 +231,15 @@ def value_of(row: dict[str, Any], key: str) -> float:
 
 
 def ratios(result: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Stage of ours -> figure -> its ratio to the smallest of the peers that divide as much."""
+    """
+    Stage of ours -> figure -> its ratio to the smallest of the peers that divide as much. Processor time has no goal,
+    but other programs disturb it far less than time.
+    """
     return {
-        name: {key: value_of(result[name], key) / min(value_of(result[p], key) for p in PEERS[stage]) for key in GOALS}
+        name: {
+            key: value_of(result[name], key) / min(value_of(result[p], key) for p in PEERS[stage])
+            for key in (*GOALS, "cpu_ms")
+        }
         for name, stage in OURS.items()
         if name in result and PEERS[stage] and all(peer in result for peer in PEERS[stage])
     }
@@ -237,7 +247,9 @@ def ratios(result: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def table_of(title: str, result: dict[str, dict[str, Any]]) -> Table:
     """The figures on a number of ranks."""
-    table = Table("variant", "step ms", "live tensors MiB", "resident MiB", "sent MiB", "ratios", title=title)
+    table = Table(
+        "variant", "step ms", "CPU ms", "live tensors MiB", "resident MiB", "sent MiB", "ratios", title=title
+    )
     table.title_justify = "left"
     compared = ratios(result)
     for name, row in result.items():
@@ -246,10 +258,11 @@ def table_of(title: str, result: dict[str, dict[str, Any]]) -> Table:
         table.add_row(
             name,
             f"{step['median']:.0f} ({step['min']:.0f} to {step['max']:.0f})",
+            f"{row['cpu_ms']['median']:.0f}",
             f"{row['live_mib']:.1f}",
             f"{resident['median']:.0f}",
             f"{row['sent_mib']:.1f}",
-            f"time {over['step_ms']:.2f}, live {over['live_mib']:.2f}, sent {over['sent_mib']:.2f}" if over else "",
+            ", ".join(f"{key.partition('_')[0]} {value:.2f}" for key, value in over.items()),
         )
     return table
 

@@ -150,7 +150,7 @@ def test_sharding_compares_every_stage_with_those_that_divide_as_much(tmp_path):
         assert row["live_mib"] > 0 < row["sent_mib"] and row["step_ms"]["min"] > 0
     (ratios,) = result["ratios"].values()
     for over in ratios.values():
-        assert over.keys() == result["goals"].keys()
+        assert over.keys() >= result["goals"].keys()
 
 
 def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
