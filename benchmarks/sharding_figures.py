@@ -13,7 +13,7 @@ def sharding() -> str:
     for ranks, variants in found["ranks"].items():
         for name, row in variants.items():
             over = found["ratios"][ranks].get(name, {})
-                cells = [ms(row["step_ms"]["median"]), ms(row["cpu_ms"]["median"])]
+            cells = [ms(row["step_ms"]["median"]), ms(row["cpu_ms"]["median"])]
             cells += [f"{row['live_mib']:.0f}", f"{row['sent_mib']:.1f}"]
             cells += [ratio(over[key]) if over else "" for key in ("step_ms", "cpu_ms", "live_mib", "sent_mib")]
             rows.append(f"| {ranks} | {name} | {' | '.join(cells)} |")
