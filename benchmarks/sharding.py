@@ -271,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes and two ranks, to try the script itself")
     parser.add_argument("--only", default="", help="variants whose names have this in them")
+    parser.add_argument("--sizes", type=int, nargs="+", default=RANKS, help="numbers of ranks")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each variant for time")
     parser.add_argument("--steps", type=int, default=4, help="measured steps of a run")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
@@ -286,7 +287,7 @@ def main() -> None:
         options.repeats, options.steps = 1, 1
     variants = [name for name in (*OURS, FSDP2, *DEEPSPEED) if options.only in name]
     shapes = common.QUICK if options.quick else SHAPES
-    sizes = RANKS[:1] if options.quick else RANKS
+    sizes = options.sizes[:1] if options.quick else options.sizes
     results = {str(size): take_turns(variants, size, options) for size in sizes}
     tables = [table_of(f"{size} ranks", results[str(size)]) for size in sizes]
     notes = [

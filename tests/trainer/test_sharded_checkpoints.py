@@ -67,9 +67,9 @@ def _stock(folder: Path, engine: str, fsdp_config: dict[str, Any]) -> tuple[list
     trainer.train()
     if engine != "zero3":
         return runs.step_logs(trainer), engines.whole_weights(trainer)
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters(list(trainer.model.parameters())):
+    with deepspeed.zero.GatheredParameters(list(trainer.model.parameters())):
         weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     return runs.step_logs(trainer), weights
 
