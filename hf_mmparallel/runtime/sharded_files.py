@@ -77,7 +77,7 @@ class _FsdpFiles:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    @functools.cached_property
+    @property
     def names(self) -> Collection[str]:
         return self._keys.keys()
 
@@ -132,10 +132,11 @@ class _UniversalFiles:
 
     def __init__(self, checkpoint: Path, folder: Path):
         self.checkpoint, self.folder = checkpoint, folder
+        self._names = {path.name for path in folder.iterdir() if (path / f"{_WEIGHT}.pt").is_file()}
 
-    @functools.cached_property
+    @property
     def names(self) -> Collection[str]:
-        return {path.name for path in self.folder.iterdir() if (path / f"{_WEIGHT}.pt").is_file()}
+        return self._names
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor | None:
         path = self.folder / name / f"{_WEIGHT}.pt"
