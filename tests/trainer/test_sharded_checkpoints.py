@@ -94,6 +94,7 @@ def _convert(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_sharded_run_of_the_stock_trainer_goes_on_under_a_plan(tmp_path: Path, form: str):
     logs, weights = run_distributed(_stock, 2, tmp_path, *FORMS[form])[0]

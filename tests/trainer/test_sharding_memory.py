@@ -19,7 +19,7 @@ from tests.distributed import run_distributed
 
 from . import runs
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
 
 VISION, LM = "vision", "language_model"
 LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
