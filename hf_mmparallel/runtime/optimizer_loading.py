@@ -52,7 +52,7 @@ def load_optimizer(
     optimizer = getattr(optimizer, "optimizer", optimizer)
 
     def read() -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        entries, settings = _entries_of(Path(folder), groups)
+        entries, settings = _entries_of(Path(folder), groups, model)
         return _states(optimizer, model, entries, settings, Path(folder))
 
     apply_state(optimizer, *world.raise_together(read))
@@ -99,24 +99,27 @@ def read_state(path: Path) -> dict[str, Any]:
     return saved
 
 
-def _entries_of(folder: Path, groups: Sequence[Sequence[str]]) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+def _entries_of(
+    folder: Path, groups: Sequence[Sequence[str]], model: nn.Module
+) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
     """Parameter -> (settings of its group, its state), and the settings of all groups, of any checkpoint."""
     if (folder / STATE).is_file():
         return _entries(folder / STATE, groups)
     if (folder / FSDP_OPTIMIZER).is_file():
         return _entries(folder / FSDP_OPTIMIZER, groups)
     files = sharded_files(folder)
-    return _entries(folder / STATE, groups) if files is None else (_StateOf(files), [])
+    return _entries(folder / STATE, groups) if files is None else (_StateOf(files, model), [])
 
 
 class _StateOf(Mapping[str, tuple[dict[str, Any], dict[str, Any]]]):
     """Parameter -> (no settings, its state), read when it is asked for."""
 
-    def __init__(self, files: ShardedFiles):
+    def __init__(self, files: ShardedFiles, model: nn.Module):
         self.files = files
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def __getitem__(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        return {}, self.files.state(name)
+        return {}, self.files.state(name, self.shapes[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files.names)

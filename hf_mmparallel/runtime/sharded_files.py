@@ -39,7 +39,7 @@ class ShardedFiles(Protocol):
         """A whole parameter or buffer; `None` if it is not there."""
         ...
 
-    def state(self, name: str) -> dict[str, torch.Tensor]:
+    def state(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
         """The optimizer state of a whole parameter."""
         ...
 
@@ -85,7 +85,7 @@ class _FsdpFiles:
         stored = f"model.{name}"
         return self._read(self._weights, [stored])[stored] if stored in _tensors(self._weights) else None
 
-    def state(self, name: str) -> dict[str, torch.Tensor]:
+    def state(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
         keys = self._keys[name]
         tensors = self._read(self._state, [f"optimizer.state.{name}.{key}" for key in keys])
         return dict(zip(keys, tensors.values(), strict=True))
@@ -140,13 +140,10 @@ class _UniversalFiles:
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor | None:
         path = self.folder / name / f"{_WEIGHT}.pt"
-        if not path.is_file():
-            return None
-        value = _read_tensor(path)
-        return value.view(shape) if value.numel() == math.prod(shape) else value
+        return _read_tensor(path, shape) if path.is_file() else None
 
-    def state(self, name: str) -> dict[str, torch.Tensor]:
-        found = {path.stem: _read_tensor(path) for path in sorted((self.folder / name).glob("*.pt"))}
+    def state(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+        found = {path.stem: _read_tensor(path, shape) for path in sorted((self.folder / name).glob("*.pt"))}
         found.pop(_WEIGHT, None)
         if found and "step" not in found:
             trainer_state = self.checkpoint / "trainer_state.json"
@@ -155,8 +152,9 @@ class _UniversalFiles:
         return found
 
 
-def _read_tensor(path: Path) -> torch.Tensor:
-    """A tensor, or that of an entry of DeepSpeed's universal form."""
+def _read_tensor(path: Path, shape: torch.Size) -> torch.Tensor:
+    """A tensor of DeepSpeed's universal form, which may be flat and an entry of a dict."""
     with readable(path):
         value = torch.load(path, map_location="cpu", weights_only=True)
-    return (value["param"] if isinstance(value, dict) else value).detach()
+    tensor = (value["param"] if isinstance(value, dict) else value).detach()
+    return tensor.view(shape) if tensor.dim() == 1 and tensor.numel() == math.prod(shape) else tensor

@@ -9,12 +9,14 @@ from typing import Any
 import memory_error
 import pytest
 import torch.distributed as dist
+import transformers
 from live_bytes import LiveBytes
 from memory_cases import Case
 from transformers import TrainerCallback
 
 from hf_mmparallel.cost import analytic_costs
 from hf_mmparallel.plan.plugin import ZERO_STAGES
+from tests import tiny
 from tests.distributed import run_distributed
 
 from . import runs
@@ -53,7 +55,7 @@ class Meter(TrainerCallback):
 
 
 def measured(case: Case) -> dict[str, float]:
-    """Peak of this rank, predicted and measured, its state before the optimizer's step, and its parameters' bytes."""
+    """Peak of this rank, predicted and measured."""
     runs.draw_nothing()
     with LiveBytes() as counter:
         trainer = memory_error.make_trainer(case, shrink=False)
@@ -63,13 +65,7 @@ def measured(case: Case) -> dict[str, float]:
     engine = trainer.engine
     costs = replace(analytic_costs(engine.spec, engine.costs.device, 4), packing=engine.costs.packing)
     predicted, _ = memory_error.predict(trainer, costs)
-    sizes = [4 * p.num_elements for module in engine.spec.modules.values() for p in module.parameters]
-    return {
-        "peak": meter.peak_bytes,
-        "predicted": predicted[dist.get_rank()],
-        "state": meter.state_bytes,
-        "weights": sum(sizes),
-    }
+    return {"peak": meter.peak_bytes, "predicted": predicted[dist.get_rank()]}
 
 
 def _sharded(modules: dict[str, dict[str, Any]], stage: int) -> dict[str, dict[str, Any]]:
@@ -89,12 +85,25 @@ def test_the_peak_of_every_rank_is_the_predicted_one(name: str):
     assert max(map(abs, errors)) <= 0.15, ([f"{error:+.1%}" for error in errors], ranks)
 
 
+def state_of(plan: dict[str, Any]) -> tuple[int, int]:
+    """Live bytes of this rank right before the optimizer's second step, and the bytes of all weights."""
+    runs.draw_nothing()
+    with LiveBytes() as counter:
+        config = transformers.LlamaConfig(**{**tiny.TEXT, "hidden_size": 256, "intermediate_size": 512})
+        model = transformers.LlamaForCausalLM(config)
+        num_bytes = 4 * model.num_parameters()
+        trainer = runs.make_trainer("llama", plan, model=model, optim="adamw_torch", max_steps=2)
+        meter = Meter(counter)
+        trainer.add_callback(meter)
+        del model
+        trainer.train()
+    return meter.state_bytes, num_bytes
+
+
 @pytest.mark.parametrize("stage", ZERO_STAGES)
 @pytest.mark.parametrize("num_copies", [2, 4])
 def test_state_has_its_theoretical_size(stage: int, num_copies: int):
-    """Before the optimizer's step: its two moments, and gradients, which stage 1 divides by then, too."""
-    modules = {VISION: {"dp_size": num_copies}, LM: {"colocate_with": VISION}}
-    case = Case("state", num_copies, _sharded(modules, stage) if stage else modules)
-    for rank in run_distributed(measured, num_copies, case):
-        shares = (1 / num_copies if stage == 3 else 1, 1 / num_copies if stage else 1)
-        assert rank["state"] == pytest.approx(rank["weights"] * (shares[0] + 3 * shares[1]), rel=0.05)
+    """The moments of AdamW, weights, and gradients, which stage 1 has divided by the optimizer's step, too."""
+    weights, others = 1 / num_copies if stage == 3 else 1, 1 / num_copies if stage else 1
+    for state, num_bytes in run_distributed(state_of, num_copies, {LM: {"dp_size": num_copies, "zero_stage": stage}}):
+        assert state == pytest.approx(num_bytes * (weights + 3 * others), rel=0.05)
