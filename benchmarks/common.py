@@ -173,6 +173,7 @@ def launch(script: str, world_size: int, arguments: Sequence[str] = (), timeout_
             rdzv_endpoint="localhost:0",
             start_method="forkserver",
             monitor_interval=0.1,
+            max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
         try:

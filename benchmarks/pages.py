@@ -27,6 +27,7 @@ import paper_figures
 import published_figures
 import scale_figures
 import search_figures
+import sharding_figures
 from figures import ROOT
 
 QUOTING = (
@@ -39,7 +40,8 @@ QUOTING = (
     search_figures,
 )
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
-BLOCKS = {name: block for source in (*QUOTING, device_figures, scale_figures) for name, block in source.BLOCKS.items()}
+SOURCES = (*QUOTING, device_figures, scale_figures, sharding_figures)
+BLOCKS = {name: block for source in SOURCES for name, block in source.BLOCKS.items()}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)
 

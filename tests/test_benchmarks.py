@@ -147,6 +147,18 @@ def test_memory_error_has_a_prediction_for_each_rank(tmp_path):
             assert found["bound"] >= found["predicted"] >= (1 - result["goal"]) * found["peak"]
 
 
+def test_sharding_compares_every_stage_with_those_that_divide_as_much(tmp_path):
+    result = _quick("sharding", tmp_path)
+    (variants,) = result["ranks"].values()
+    assert {"ours, stage 0", "ours, stage 1", "FSDP2", "DeepSpeed, stage 3"} <= set(variants)
+    for row in variants.values():
+        assert row["losses"] == pytest.approx(variants["FSDP2"]["losses"], rel=1e-5)  # they train the same
+        assert row["live_mib"] > 0 < row["sent_mib"] and row["step_ms"]["min"] > 0
+    (ratios,) = result["ratios"].values()
+    for over in ratios.values():
+        assert over.keys() >= result["goals"].keys()
+
+
 def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
     result = _quick("calibration", tmp_path)
     fitted, *judged = result["plans"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..modeling.dtensors import from_shard, shard_as
 from ..world import World
 from .optimizer_names import STATE, cant_be_cut, named_groups, rank_local_suffix, settings_of
 from .optimizer_slices import slice_of, whole_parameter
+from .sharded_files import FSDP_OPTIMIZER, ShardedFiles, sharded_files
 from .updated_copies import MASTER, copied_from, refresh_copies, restore_copy
 
 # Key under which `state_dict` of bitsandbytes hides entries from FSDP.
@@ -35,8 +36,8 @@ def load_optimizer(
     world: World,
 ) -> None:
     """
-    Reads a checkpoint of `save_optimizer` under any layout, or of the stock Trainer, into the optimizer of every rank
-    without a change of any bit. Collective.
+    Reads a checkpoint of `save_optimizer` under any layout, or of the stock Trainer, also under FSDP2 or DeepSpeed,
+    into the optimizer of every rank without a change of any bit. Collective.
 
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, new or used.
@@ -52,7 +53,7 @@ def load_optimizer(
     optimizer = getattr(optimizer, "optimizer", optimizer)
 
     def read() -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        entries, settings = _entries(Path(folder) / STATE, groups)
+        entries, settings = _entries_of(Path(folder), groups, model)
         return _states(optimizer, model, entries, settings, Path(folder))
 
     apply_state(optimizer, *world.raise_together(read))
@@ -115,6 +116,35 @@ def read_state(path: Path) -> dict[str, Any]:
     return saved
 
 
+def _entries_of(
+    folder: Path, groups: Sequence[Sequence[str]], model: nn.Module
+) -> tuple[Mapping[str, Any], list[dict[str, Any]]]:
+    """Parameter -> (settings of its group, its state), and the settings of all groups, of any checkpoint."""
+    if (folder / STATE).is_file():
+        return _entries(folder / STATE, groups)
+    if (folder / FSDP_OPTIMIZER).is_file():
+        return _entries(folder / FSDP_OPTIMIZER, groups)
+    files = sharded_files(folder)
+    return _entries(folder / STATE, groups) if files is None else (_StateOf(files, model), [])
+
+
+class _StateOf(Mapping[str, tuple[dict[str, Any], dict[str, Any]]]):
+    """Parameter -> (no settings, its state), read when it is asked for."""
+
+    def __init__(self, files: ShardedFiles, model: nn.Module):
+        self.files = files
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def __getitem__(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {}, self.files.state(name, self.shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files.names)
+
+    def __len__(self) -> int:
+        return len(self.files.names)
+
+
 def _entries(
     path: Path, groups: Sequence[Sequence[str]]
 ) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Any]]], list[dict[str, Any]]]:
@@ -123,6 +153,8 @@ def _entries(
     listed = [g for g in saved["param_groups"] if g["params"] or "param_names" not in g]
     if all("param_names" in group for group in listed):
         names = [group["param_names"] for group in listed]
+    elif all(isinstance(index, str) for group in listed for index in group["params"]):  # FSDP's are names
+        names = [group["params"] for group in listed]
     else:
         names = groups
         sizes, expected = [len(group["params"]) for group in listed], [len(members) for members in groups]
@@ -148,7 +180,7 @@ def _and(numbers: Sequence[int]) -> str:
 def _states(
     optimizer: Any,
     model: nn.Module,
-    entries: Mapping[str, tuple[dict[str, Any], dict[str, Any]]],
+    entries: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],
     folder: Path,
 ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
@@ -159,8 +191,9 @@ def _states(
         for name, parameter in zip(names, group["params"], strict=True):
             if name not in entries:
                 raise another_optimizer(folder, name, whole_parameter(parameter), None)
-            saved.append(entries[name][0])
-            states[parameter] = _state_of(name, parameter, entries[name][1], group, folder)
+            settings_of_name, state = entries[name]
+            saved.append(settings_of_name)
+            states[parameter] = _state_of(name, parameter, state, group, folder)
         without = groups[min(index, len(groups) - 1)] if groups else {}
         settings.append(same_settings(saved, index, names, folder) if saved else without)
     return states, settings

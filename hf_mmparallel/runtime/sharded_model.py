@@ -40,6 +40,7 @@ from ..modeling.tensor_parallel import base_name
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
 from .optimizer_slices import OptimizerSlices
+from .sharded_files import ShardedFiles, sharded_files
 from .weight_files import read_in_place, write_config, write_index, write_part
 
 _LOAD_CHUNK_BYTES = 1 << 30
@@ -210,15 +211,22 @@ class ShardedModel:
         Only what this rank holds is read, a shard of it where the parameter is sharded. Adapters are left as they are.
 
         Args:
-            folder (`str` or `Path`): A folder written by [`~ShardedModel.save_model`] or `save_pretrained`.
+            folder (`str` or `Path`):
+                A folder written by [`~ShardedModel.save_model`] or `save_pretrained`, or by the stock Trainer under
+                FSDP2 or DeepSpeed.
 
         Raises:
-            `ValueError`: On all ranks, if the checkpoint belongs to another model.
+            `ValueError`: On all ranks, if the checkpoint belongs to another model or has to be converted.
         """
         self.world.raise_together(lambda: self._read(folder))
 
     def _read(self, folder: str | Path) -> None:
         """Reads the parameters of this rank, about a gigabyte at a time."""
+        has_safetensors = any((Path(folder) / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
+        sharded = None if has_safetensors else sharded_files(Path(folder))
+        if sharded is not None:
+            self._read_sharded(sharded, folder)
+            return
         model, files = self.model, checkpoint_files(folder)
         adapters = adapter_parameters(model)
         aliases: dict[int, list[str]] = {}
@@ -240,6 +248,28 @@ class ShardedModel:
                             raise ValueError(another_model(model, folder, [missing]))
                 chunk, size = [], 0
         read_in_place(model, files, list(_persistent_buffers(model)), folder)
+
+    @torch.no_grad()
+    def _read_sharded(self, files: ShardedFiles, folder: str | Path) -> None:
+        """Reads the parameters and buffers of this rank one by one from the files of FSDP2 or DeepSpeed."""
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        parameters = dict(self.model.named_parameters())
+        for name in self.shards:
+            if not self.holds(name) or name in adapter_parameters(self.model):
+                continue
+            parameter = parameters[name]
+            found = (files.weight(alias, parameter.shape) for alias in aliases[id(parameter)])
+            value = next((value for value in found if value is not None), None)
+            if value is None or value.shape != parameter.shape:
+                raise ValueError(another_model(self.model, folder, [name]))
+            with self._rewriting([parameter]):
+                local(parameter).copy_(local(shard_as(value, parameter) if isinstance(parameter, DTensor) else value))
+        for name, buffer in _persistent_buffers(self.model).items():
+            value = files.weight(name, buffer.shape)
+            if value is not None:
+                buffer.copy_(value)
 
     def _rewriting(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager:
         """See [`OptimizerSlices.rewriting`]."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from ..plan import ModulePlan, ParallelPlan, Stage, StepPlan
 
 if TYPE_CHECKING:
     from .graph import TaskGraph
-    from .scheduler import Timeline
 
 
 def is_joint(plan: ParallelPlan) -> bool:
@@ -118,11 +117,6 @@ class JointTasks:
         np.maximum.at(result, self._position, np.asarray(times_ms))
         return result.tolist()
 
-    def spread(self, values: Sequence[float]) -> list[float]:
+    def spread(self, values: Sequence[Any]) -> list[Any]:
         """Gives the value of each task of `graph` to all tasks that it stands for."""
         return np.asarray(values)[self._position].tolist()
-
-    def expand(self, timeline: Timeline) -> Timeline:
-        """The timeline of all tasks."""
-        columns = (timeline.start_ms, timeline.end_ms, timeline.started, timeline.finished)
-        return type(timeline)(*(tuple(np.asarray(values)[self._position].tolist()) for values in columns))

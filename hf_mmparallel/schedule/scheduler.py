@@ -375,9 +375,10 @@ def order_tasks(
     if graph.joint is not None:
         joint = JointTasks(plan, graph, graph.joint)
         parts = None if parts is None else parts[joint.stages]
-        return joint.expand(
-            order_tasks(joint.plan, joint.graph, joint.longest(times_ms), max_in_flight, alternate, parts)
-        )
+        times_ms = joint.longest(times_ms)
+        order = order_tasks(joint.plan, joint.graph, times_ms, max_in_flight, alternate, parts)
+        columns = (order.start_ms, order.end_ms, order.started, order.finished)
+        return Timeline(*(tuple(joint.spread(values)) for values in columns))
     if parts is None and graph.num_tasks >= _MANY_TASKS:
         timeline = _in_windows(plan, graph, times_ms, max_in_flight, alternate)
         if timeline is not None:

@@ -13,6 +13,7 @@ from .._files import readable
 from ..runtime.earlier_optimizer_checkpoint import TABLE, load_earlier_optimizer
 from ..runtime.optimizer_loading import load_optimizer, read_state
 from ..runtime.optimizer_names import STATE
+from ..runtime.sharded_files import FSDP_OPTIMIZER
 from ..world import World
 
 SCHEDULER = "scheduler.pt"
@@ -49,8 +50,8 @@ def load_optimizer_and_scheduler(
     optimizer: Any, scheduler: Any, model: nn.Module, folder: Path, groups: Sequence[Sequence[str]], world: World
 ) -> None:
     """
-    Reads the state of a plan's checkpoint or of the stock Trainer's into this rank's optimizer and schedule. Called by
-    all ranks.
+    Reads the state of a plan's checkpoint or of the stock Trainer's, also under FSDP2 or DeepSpeed, into this rank's
+    optimizer and schedule. Called by all ranks.
 
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's.
@@ -68,12 +69,22 @@ def load_optimizer_and_scheduler(
         load_earlier_optimizer(optimizer, model, folder, world)
     else:
         load_optimizer(optimizer, model, folder, groups, world)
+        if not any((folder / name).is_file() for name in (STATE, FSDP_OPTIMIZER)):
+            _set_rates(optimizer.param_groups, state)
     scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, scheduler.state_dict()))
 
 
 def _read_scheduler(path: Path) -> dict[str, Any]:
     with readable(path):
         return torch.load(path, weights_only=True)
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
+    """Gives groups the learning rates of a saved schedule, where the optimizer's file has none that can be read."""
+    for setting, name in (("lr", "_last_lr"), ("initial_lr", "base_lrs")):
+        rates = state.get(name) or []
+        for index, group in enumerate(groups if rates else ()):
+            group[setting] = rates[min(index, len(rates) - 1)]
 
 
 def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

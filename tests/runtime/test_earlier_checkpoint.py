@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from hf_mmparallel.runtime.earlier_optimizer_checkpoint import (
     TABLE,
     TENSORS,
-    _Reader,
-    _TensorPlanner,
     load_earlier_optimizer,
 )
+from hf_mmparallel.runtime.tensor_shards import TensorPlanner, TensorReader
 from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime import test_checkpoint as layouts
@@ -91,7 +90,7 @@ def test_damaged_and_foreign_files_end_in_a_sentence_on_every_rank(tmp_path):
     assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"\.metadata` is no table .*`pathlib.*Path|getattr")
     assert not (tmp_path / "executed").exists()
     metadata.write_bytes(good[: len(good) // 2])
-    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"\.metadata` is no table of optimizer state")
+    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"\.metadata` is no table of tensors")
     metadata.write_bytes(good.replace(b"__0_0.distcp", b"../../../x/y"))
     assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match="outside of its folder")
     metadata.write_bytes(good)
@@ -126,7 +125,7 @@ def test_a_table_that_asks_for_decoding_is_refused(tmp_path):
     next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="would have to be decoded"):
-        _Reader(str(tmp_path / TENSORS)).read_metadata()
+        TensorReader(tmp_path / TENSORS).read_metadata()
 
 
 @pytest.mark.parametrize(("name", "start", "length"), [("..", 0, 0), ("__0_0.distcp", -8, 8), ("__0_0.distcp", 8, -8)])
@@ -136,8 +135,8 @@ def test_a_table_that_leaves_the_folder_or_the_file_is_refused(tmp_path, name, s
     metadata = pickle.loads(path.read_bytes())
     metadata.storage_data[next(iter(metadata.storage_data))] = _StorageInfo(name, start, length)
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"outside of its folder|bytes of the optimizer's state"):
-        _Reader(str(tmp_path / TENSORS)).read_metadata()
+    with pytest.raises(ValueError, match=r"outside of its folder|bytes of its tensors"):
+        TensorReader(tmp_path / TENSORS).read_metadata()
 
 
 def test_a_table_cannot_change_classes(tmp_path):
@@ -149,11 +148,11 @@ def test_a_table_cannot_change_classes(tmp_path):
     )
     path.write_bytes(changing)
     with pytest.raises(ValueError, match="it changes `TensorProperties`"):
-        _Reader(str(tmp_path / TENSORS)).read_metadata()
+        TensorReader(tmp_path / TENSORS).read_metadata()
     assert not hasattr(TensorProperties, "changed")
 
 
 def test_the_planner_reads_no_pickled_values(tmp_path):
     item = SimpleNamespace(dest_index=MetadataIndex("weight/exp_avg"))
     with pytest.raises(ValueError, match="`weight/exp_avg` is no tensor"):
-        _TensorPlanner().load_bytes(item, io.BytesIO())
+        TensorPlanner().load_bytes(item, io.BytesIO())
