@@ -117,7 +117,7 @@ class Study:
         known = {name: value for name, value in self.data["engine"].items() if name != "attention"}
         if "message_gb_per_s" in known:
             known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
-        return Engine(**known)
+        return Engine(**{"wide_sums": False, **known})
 
     @property
     def device(self) -> Hardware:

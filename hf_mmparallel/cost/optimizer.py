@@ -1,41 +1,45 @@
-"""Time of the optimizer step, after the last gradient all-reduce."""
+"""Time of the optimizer step, after the last gradient sum, and of the gathering of weights after it."""
 
 from __future__ import annotations
 
-from ..plan import ParallelPlan
-from .collectives import all_gather
+from collections.abc import Sequence
+
+from ..plan import ParallelPlan, SyncGroup
+from .collectives import all_gather, slowest
 from .layers import CostModel
-from .memory import state_per_rank
-from .stage_memory import RankMemory, stage_memories
+from .sharded_passes import GATHERS_IN_PASSES, parameter_bytes
+from .stage_memory import stage_memories
 
 
-def update_bytes(state: RankMemory) -> float:
+def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()) -> float:
     """
-    Memory traffic in bytes of clipping and a fused AdamW step: weights and both moments are read and written;
-    gradients are read for the norm, read and written by clipping, read by the step, and set to zero. Optimizer state
-    is twice the trained weights.
-    """
-    return 3.0 * state.optimizer + 5.0 * state.gradients
-
-
-def optimizer_ms(costs: CostModel, plan: ParallelPlan) -> float:
-    """
-    Time of clipping and of the optimizer step on the slowest rank.
+    Time of clipping, of the optimizer step and, where ranks update slices, of the all-gather of the weights, on the
+    slowest rank.
 
     Args:
         costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
+        sync_groups (`Sequence[SyncGroup]`, *optional*): The gradient sums, which say who updates what.
     """
     device = costs.device
-    states = state_per_rank(plan, stage_memories(costs, plan))
-    if not costs.engine.sharded_optimizer:
-        return max(map(update_bytes, states.values())) / device.memory_bytes_per_ms
-    longest = 0.0
-    for module in plan.modules.values():
-        for _, _, stage in module.stages():
+    times = dict.fromkeys(range(plan.world_size), 0.0)
+    for key, memory in stage_memories(costs, plan).items():
+        module = plan.modules[key[0]]
+        update_ms = memory.update_bytes / device.memory_bytes_per_ms
+        gather_ms = 0.0
+        if costs.engine.sharded_optimizer:
             copies = [replica[0].all_ranks[0] for replica in module.replicas]
-            for rank in stage.all_ranks[:1]:
-                update_ms = update_bytes(states[rank]) / len(copies) / device.memory_bytes_per_ms
-                gather = all_gather(device, states[rank].optimizer / 2, copies)
-                longest = max(longest, update_ms + gather(1.0, 0.0))
-    return longest
+            update_ms /= len(copies)
+            gather_ms = all_gather(device, memory.state.optimizer / 2, copies)(1.0, 0.0)
+        for rank in plan.stage(*key).all_ranks:
+            times[rank] += update_ms + gather_ms
+    for group in sync_groups:
+        module, shard_groups = group.stages[0][0], group.shard_groups
+        if not shard_groups or plan.modules[module].sharding.zero_stage >= GATHERS_IN_PASSES:
+            continue
+        weights = parameter_bytes(costs, module, plan.modules[module].tp_size)
+        num_bytes = sum(weights[name][0] for name in group.parameters)
+        gather_ms = slowest(all_gather, device, num_bytes, shard_groups)
+        for rank in group.ranks:
+            times[rank] += gather_ms
+    return max(times.values())

@@ -22,6 +22,7 @@ from .activations import (
     with_trainable,
 )
 from .layers import CostModel, Polynomial
+from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 from .stage_times import data_gradients
 
 GIB = 2**30
@@ -85,7 +86,11 @@ class StageMemory:
             dtype.
         input_bytes (`float`): Bytes of the inputs per token.
         cp_size (`int`): Context-parallel size.
-        bucket_bytes (`float`): Bytes of the bucket of gradient all-reduces.
+        bucket_bytes (`float`): Bytes of the bucket of gradient sums.
+        slice_bytes (`float`):
+            Bytes of the sums of the slices that this rank updates under ZeRO, beside the gradients once the last
+            backward is done.
+        update_bytes (`float`): Memory traffic of clipping and of a fused AdamW step.
         frees_features (`bool`):
             Whether the stage ends an encoder without a backward, so that its features are freed once they are sent.
     """
@@ -99,6 +104,8 @@ class StageMemory:
     input_bytes: float
     cp_size: int
     bucket_bytes: float
+    slice_bytes: float
+    update_bytes: float
     frees_features: bool
 
     def _scaled(self, chunk: NDArray) -> NDArray:
@@ -227,8 +234,30 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
     grid = (stage.cp_size, stage.tp_size)
     planned = plan.modules[module]
     copies, sharding = planned.dp_size * grid[0], planned.sharding
-    shards = (sharding.shard_size or copies, sharding.shard_size is None) if sharding.zero_stage else (1, False)
+    shards = _Shards(sharding.zero_stage, num_shards(planned), sharding.shard_size is None)
     return _stage_memory(costs, module, stage.layers, grid, planned.activation_checkpointing, copies > 1, shards)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """
+    What the copies of a stage divide.
+
+    Args:
+        zero_stage (`int`): 1 divides the optimizer's state, 2 also gradients, 3 also weights.
+        count (`int`): Number of copies that divide it.
+        are_all (`bool`):
+            Whether these are all copies, so that the ranks of a tp group divide the optimizer's state, too, where they
+            hold a parameter whole.
+    """
+
+    zero_stage: int
+    count: int
+    are_all: bool
+
+    def divides(self, zero_stage: int) -> bool:
+        """Whether the copies divide what a ZeRO stage divides first."""
+        return self.count > 1 and self.zero_stage >= zero_stage
 
 
 @lru_cache(maxsize=8192)
@@ -239,16 +268,9 @@ def _stage_memory(
     grid: tuple[int, int],
     checkpointing: bool,
     is_copied: bool,
-    shards: tuple[int, bool],
+    shards: _Shards,
 ) -> StageMemory:
-    """
-    See [`stage_memory`].
-
-    Args:
-        shards (`tuple[int, bool]`):
-            Number of copies that divide the optimizer's state, and whether these are all, so that the ranks of a tp
-            group divide it, too, where they hold a parameter whole.
-    """
+    """See [`stage_memory`]."""
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
     entries = _module_memory(costs, module, tp_size, checkpointing)
     layer_indices = [
@@ -261,6 +283,18 @@ def _stage_memory(
     )
     weights = _weights(costs.spec, module, layer_indices, tp_size, shards)
     trained = float(weights.gradients.sum())
+    bucket_bytes = min(trained if is_copied else weights.tied, GRADIENT_BUCKET_BYTES)
+    if shards.divides(REDUCES_IN_PASSES):
+        # A backward allocates all gradients of a layer while those of the layer after it are reduced.
+        weights.largest = weights.gradients + weights.narrow
+        weights.gradients = weights.gradients / shards.count
+        trained, weights.slices, bucket_bytes = trained / shards.count, 0.0, 0.0
+    if shards.divides(GATHERS_IN_PASSES):
+        # In a pass, a layer and the next one are gathered, the largest one through a buffer.
+        by_size = np.sort(weights.by_layer)
+        weights.total /= shards.count
+        for table in (forward, backward):
+            table[:, 2] += by_size[-2:].sum() + by_size[-1]
     return StageMemory(
         RankMemory(weights.total, trained, 2 * weights.updated),
         saved,
@@ -270,7 +304,11 @@ def _stage_memory(
         np.append(weights.largest, 0.0),
         _input_bytes(module_spec),
         cp_size,
-        min(trained if is_copied else weights.tied, GRADIENT_BUCKET_BYTES),
+        bucket_bytes,
+        weights.slices,
+        # Weights and both moments are read and written; gradients are read for the norm, read and written by
+        # clipping, read by the step, and set to zero.
+        6.0 * weights.updated + 5.0 * weights.updated_gradients,
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
     )
 
@@ -278,21 +316,24 @@ def _stage_memory(
 @dataclass
 class _Weights:
     """
-    Weight and gradient bytes of a stage: gradients and largest gradient per layer, all weights, trained weights that
-    this rank's optimizer updates, and gradients of tied weights.
+    Weight and gradient bytes of a stage: gradients, those in a dtype below float32, largest gradient and weights per
+    layer; all weights, trained weights that this rank's optimizer updates, their gradients, those of slices alone, and
+    gradients of tied weights.
     """
 
     gradients: NDArray
+    narrow: NDArray
     largest: NDArray
+    by_layer: NDArray
     total: float = 0.0
     updated: float = 0.0
+    updated_gradients: float = 0.0
+    slices: float = 0.0
     tied: float = 0.0
 
 
-def _weights(
-    spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size: int, shards: tuple[int, bool]
-) -> _Weights:
-    result = _Weights(np.zeros(len(layer_indices)), np.zeros(len(layer_indices)))
+def _weights(spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size: int, shards: _Shards) -> _Weights:
+    result = _Weights(*(np.zeros(len(layer_indices)) for _ in range(4)))
     seen: set[str] = set()
     for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward
         shares = parameter_shares(spec, module, index, tp_size)
@@ -308,7 +349,12 @@ def _weights(
                 continue
             seen.add(p.name)
             result.total += num_bytes
-            result.updated += num_bytes * p.trainable / (shards[0] * (tp_size if over_tp and shards[1] else 1))
+            result.by_layer[row] += num_bytes
+            result.narrow[row] += narrow
+            num_slices = shards.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
+            result.updated += num_bytes * p.trainable / num_slices
+            result.updated_gradients += gradient / num_slices
+            result.slices += gradient / num_slices if num_slices > 1 else 0.0
             result.gradients[row] += gradient
             result.tied += gradient if over_tp or p.name in spec.tied else 0.0
     return result
