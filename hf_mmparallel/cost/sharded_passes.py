@@ -69,20 +69,26 @@ def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int
     groups = shard_groups(planned, index)
     if len(groups[0]) == 1:
         return None
-    return _pass_transfers(
-        costs,
-        module,
-        _stage_at(planned, index)[0],
-        planned.tp_size,
-        planned.sharding.zero_stage >= GATHERS_IN_PASSES,
-        max(groups, key=lambda ranks: all_gather(costs.device, 1e6, ranks)(1.0, 0.0)),
-    )
+    slowest = max(groups, key=lambda ranks: all_gather(costs.device, 1e6, ranks)(1.0, 0.0))
+    layers = _stage_at(planned, index)[0]
+    return transfers_among(slowest, costs, module, layers, planned.tp_size, planned.sharding.zero_stage)
 
 
 @lru_cache(maxsize=4096)
-def _pass_transfers(
-    costs: CostModel, module: str, layers: tuple[int, int], tp_size: int, gathers: bool, ranks: tuple[int, ...]
+def transfers_among(
+    ranks: tuple[int, ...], costs: CostModel, module: str, layers: tuple[int, int], tp_size: int, zero_stage: int
 ) -> PassTransfers:
+    """
+    Communication in the passes of a stage.
+
+    Args:
+        ranks (`tuple[int, ...]`): The ranks that share its weights or gradients.
+        costs (`CostModel`): The model and the device.
+        module (`str`): The module.
+        layers (`tuple[int, int]`): First layer of the stage, and one past the last layer.
+        tp_size (`int`): Size of a tp group.
+        zero_stage (`int`): 2 shares gradients, 3 also weights.
+    """
     num_layers = costs.spec.modules[module].num_layers
     first = 0 if layers[0] == 0 else layers[0] + 1
     stop = num_layers + 2 if layers[1] == num_layers else layers[1] + 1
@@ -91,7 +97,16 @@ def _pass_transfers(
     times = np.where(num_bytes > 0, one.token * num_bytes + one.constant, 0.0)
     gather_ms, reduce_ms = times.T.tolist()
     none = [0.0] * len(gather_ms)
-    return PassTransfers(tuple(gather_ms if gathers else none), tuple(reduce_ms), costs.device.overlap_efficiency)
+    return PassTransfers(
+        tuple(gather_ms if zero_stage >= GATHERS_IN_PASSES else none),
+        tuple(reduce_ms),
+        costs.device.overlap_efficiency,
+    )
+
+
+def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float) -> NDArray:
+    """Time that communication adds to the computation beside it."""
+    return np.maximum((1 - overlap_efficiency) * beside_ms, beside_ms - compute_ms)
 
 
 @lru_cache(maxsize=256)

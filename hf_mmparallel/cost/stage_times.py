@@ -14,7 +14,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage, StageKey
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
 from .layers import CostModel, LayerCost, Polynomial
-from .sharded_passes import PassTransfers, pass_transfers
+from .sharded_passes import PassTransfers, longer_ms, pass_transfers
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
 
@@ -124,13 +124,28 @@ class LayerTable:
         forward, backward = (np.einsum("rk,kr...->...", table[:, :2], sizes) for table in tables)
         return forward, backward
 
-    def step_ms(self, tokens: float, squares: float, cp_size: int = 1) -> NDArray:
+    def step_ms(
+        self, tokens: float, squares: float, cp_size: int = 1, transfers: PassTransfers | None = None
+    ) -> NDArray:
         """
         Forward plus backward time of a chunk in each layer `[num_layers]`. The first and last layers include the parts
         before and after the layers, which are on the same stages.
+
+        Args:
+            tokens (`float`): Tokens of the chunk.
+            squares (`float`): Sum of its squared sequence lengths.
+            cp_size (`int`, *optional*, defaults to 1): Context-parallel size.
+            transfers (`PassTransfers`, *optional*): Communication in the passes of a stage of all layers.
         """
-        forward, backward = self.times(tokens, squares, cp_size)
-        times = forward + backward
+        times = np.zeros(len(self.windows))
+        for compute_ms, has_layer in zip(
+            self.times(tokens, squares, cp_size), (None, self.backward.any(axis=1)), strict=True
+        ):
+            times += compute_ms
+            if transfers is not None:
+                beside_ms, exposed_ms = transfers.of_pass(has_layer)
+                times += longer_ms(compute_ms, beside_ms, transfers.overlap_efficiency)
+                times[0] += exposed_ms
         layers = times[1:-1].copy()
         layers[0] += times[0]
         layers[-1] += times[-1]
@@ -339,8 +354,7 @@ class SharedPasses:
     def more_ms(self, tokens: NDArray, squares: NDArray, cp_size: int, is_backward: bool) -> NDArray:
         """Time that the communication adds to the computation of chunks `[chunks]`."""
         compute_ms = self.table.times(tokens, squares, cp_size)[is_backward]
-        beside_ms = self.beside_ms[:, None]
-        added_ms = np.maximum((1 - self.overlap_efficiency) * beside_ms, beside_ms - compute_ms)
+        added_ms = longer_ms(compute_ms, self.beside_ms[:, None], self.overlap_efficiency)
         return self.exposed_ms + self.counts @ added_ms
 
 

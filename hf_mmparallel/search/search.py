@@ -60,6 +60,7 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     simulator.screen(diversify(space.above_memory_limit()), share=0.05, least=4)
     simulator.simulate(share=0.2, least=6)
     simulator.simulate_remaining()
+    simulator.try_shardings(share=0.3)
     simulator.try_orders(share=0.6)
     ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
     while not ranked and (
