@@ -21,6 +21,9 @@ from .sharded_passes import REDUCES_IN_PASSES, parameter_bytes, replicas_per_gro
 from .stage_times import StageCost, stage_costs
 
 
+_EMPTY = ChunkSize(0, 0, 0)
+
+
 class StepCost:
     """
     Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from the sizes of its chunks, see
@@ -107,7 +110,7 @@ class StepCost:
         return {name: size for name, size in sizes.items() if size > 1}
 
     def _chunk_of_forwards(self, graph: TaskGraph) -> NDArray:
-        """int64 `[forwards]`: the index of each forward's chunk among the chunks of its module."""
+        """int64 `[forwards]`: the index of each forward's chunk among the chunks of its module, -1 for empty tasks."""
         stage, microbatch, chunk = graph.columns[:, : graph.num_forwards]
         modules, replicas = (np.array([key[i] for key in graph.stages])[stage] for i in range(2))
         result = np.zeros(graph.num_forwards, np.int64)
@@ -120,9 +123,9 @@ class StepCost:
         """float64 `[2, forwards]`: tokens and squared sequence lengths of the chunk of each forward."""
         modules = np.array([key[0] for key in graph.stages])[graph.columns[0, : graph.num_forwards]]
         chunk = self._chunk_of_forwards(graph)
-        result = np.empty((2, graph.num_forwards))
+        result = np.zeros((2, graph.num_forwards))
         for name, (_, sizes) in self._module_chunks.items():
-            wanted = np.flatnonzero(modules == name)
+            wanted = np.flatnonzero((modules == name) & (chunk >= 0))
             result[:, wanted] = sizes[:, chunk[wanted]]
         return result
 
@@ -137,7 +140,7 @@ class StepCost:
     def _alone_ms(self, task: Task) -> float:
         """Time of a task if no other replica waits for it."""
         cost = self.stages[task.module, task.replica, task.stage]
-        chunk = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), _EMPTY)
         time_ms = cost.forward_ms if task.kind == "fwd" else cost.backward_ms
         return time_ms(chunk.tokens, chunk.squares)
 

@@ -74,6 +74,7 @@ class ModuleStage:
     Attributes:
         asks_own_loss (`bool`): Whether the next forward with logits and targets records the model's own loss.
         own_loss ([`OwnLoss`], *optional*): The recorded loss.
+        modality (`str`, *optional*): What an encoder encodes at present; it encodes one modality after the other.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ModuleStage:
         self._checked = False
         self.asks_own_loss = False
         self.own_loss: OwnLoss | None = None
+        self.modality: str | None = None
         self._own_loss_labels: tuple[Tensor, bool] | None = None  # labels, and `OwnLoss.of_batch`
 
     @property
@@ -214,6 +216,7 @@ class ModuleStage:
         outputs: dict[str, Any] = {}
         sent: list[Tensor] = []
         for number, modality in enumerate(self.present(inputs)):
+            self.modality = modality
             received = None if self.is_first else hidden[number]
             run = StageRun(*self.layers, hidden=received)
             encoded = self._encode(modality, inputs, run)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
-from .parallel_plan import ParallelPlan, Stage, StageKey
+from .parallel_plan import ParallelPlan, ShardingSettings, Stage, StageKey
 
 
 def stage_holds(layers: tuple[int, int], num_layers: int, layer: int) -> bool:
@@ -116,10 +116,12 @@ class ParameterShards:
     Args:
         stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of each copy.
         shards (`tuple[Shard, ...]`): In the order of their slices.
+        zero_stage (`int`, *optional*, defaults to 0): What its copies divide among them, see [`ShardingSettings`].
     """
 
     stages: tuple[StageKey, ...]
     shards: tuple[Shard, ...]
+    zero_stage: int = 0
 
     @classmethod
     def from_copies(
@@ -157,19 +159,27 @@ class ParameterShards:
         """The shards that a rank writes and counts in the gradient norm."""
         return tuple(shard for shard in self.shards if shard.owner == rank)
 
-    def divided(self, shard_size: int | None) -> ParameterShards:
+    def divided(self, sharding: ShardingSettings, trainable: bool) -> ParameterShards:
         """
-        The same with the optimizer's work divided among the holders of each shard (ZeRO).
+        The same with each shard divided among its holders (ZeRO): the optimizer's work on it, and its values in
+        stage 3, where frozen parameters are divided, too. A parameter that several pipeline stages use, such as tied
+        embeddings, is gathered by none of them alone: of it only the optimizer's work is divided.
 
         Args:
-            shard_size (`int`, *optional*):
-                Number of consecutive holders that divide a shard, which other such groups repeat. All holders by
-                default, and where their number is no multiple of it, as may be that of tied parameters.
+            sharding ([`ShardingSettings`]):
+                The settings. All holders divide a shard where their number is no multiple of `shard_size`, as may be
+                that of tied parameters.
+            trainable (`bool`): Whether the parameter gets a gradient.
         """
+        is_in_one_stage = len({(name, index) for name, _, index in self.stages}) == 1
+        zero_stage = sharding.zero_stage if is_in_one_stage else min(sharding.zero_stage, 1)
+        if zero_stage < (1 if trainable else 3):
+            return self
         result: list[Shard] = []
         for shard in self.shards:
             count = len(shard.holders)
-            size = shard_size if shard_size and count % shard_size == 0 else count
+            size = sharding.shard_size or count
+            size = size if count % size == 0 else count
             if size == 1:
                 result.append(shard)
                 continue
@@ -177,7 +187,7 @@ class ParameterShards:
                 updaters = shard.holders[index::size]
                 cuts = (*shard.cuts, Cut("dp", None, index, size))
                 result.append(Shard(cuts, shard.holders, updaters[0], updaters))
-        return ParameterShards(self.stages, tuple(result))
+        return ParameterShards(self.stages, tuple(result), zero_stage)
 
 
 def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, ParameterShards]:
@@ -191,14 +201,13 @@ def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Parameter
         # By identity: equal tables of a module are one object, and those of many replicas are long.
         layout = tuple(dict.fromkeys((name, id(table)) for name, table in uses))
         sharding = plan.modules[spec.used_at[parameter.name][0][0]].sharding
-        shard_size = sharding.shard_size if sharding.zero_stage and parameter.trainable else 1
-        key = (layout, parameter.tp_dim, parameter.tp_blocks, shard_size)
+        key = (layout, parameter.tp_dim, parameter.tp_blocks, sharding, parameter.trainable)
         if key not in known:
             if layout not in columns:
                 columns[layout] = _tp_columns(plan, uses)
             stages, ranks = columns[layout]
             copies = [(_tp_cuts(parameter, index, len(ranks)), column) for index, column in enumerate(ranks)]
-            known[key] = ParameterShards.from_copies(stages, copies).divided(shard_size)
+            known[key] = ParameterShards.from_copies(stages, copies).divided(sharding, parameter.trainable)
         result[parameter.name] = known[key]
     return result
 
@@ -249,7 +258,7 @@ def _tp_columns(
 @dataclass(frozen=True)
 class SyncGroup:
     """
-    Parameters whose gradients the same ranks sum together.
+    Parameters whose gradients the same ranks sum together, or which they divide among them.
 
     Args:
         ranks (`tuple[int, ...]`): The ranks.
@@ -257,12 +266,16 @@ class SyncGroup:
         stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) whose backwards must be done before.
         shard_size (`int`, *optional*, defaults to 1):
             Number of consecutive `ranks` that divide the sum of each parameter, since each of them updates a slice.
+        zero_stage (`int`, *optional*, defaults to 0):
+            In stages 2 and 3 gradients are summed in each backward, and the sum of the step is one between the groups
+            that divide them; in stage 3 the ranks divide the parameters themselves.
     """
 
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
     stages: tuple[StageKey, ...]
     shard_size: int = 1
+    zero_stage: int = 0
 
     @property
     def shard_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -288,6 +301,17 @@ def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
     return sync_groups_of(trained, list(plan.modules))
 
 
+def frozen_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
+    """The frozen parameters that ranks divide among them (ZeRO-3), in one order for all ranks."""
+    shards = parameter_shards(spec, plan)
+    frozen = {
+        name: shards[name]
+        for name, parameter in spec.parameters.items()
+        if not parameter.trainable and shards[name].zero_stage == 3
+    }
+    return sync_groups_of(frozen, list(plan.modules))
+
+
 def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str]) -> list[SyncGroup]:
     """
     The gradient sums of trained parameters: the holders of a shard sum theirs, all of them at once, so that all apply
@@ -298,12 +322,12 @@ def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str
         trained (`Mapping[str, ParameterShards]`): Parameter -> where it lives, in the order of the model.
         modules (`Sequence[str]`): In topological order.
     """
-    names: dict[tuple[tuple[StageKey, ...], tuple[int, ...], int], list[str]] = {}
+    names: dict[tuple[tuple[StageKey, ...], tuple[int, ...], int, int], list[str]] = {}
     lists: dict[int, list[list[str]]] = {}  # of each object, which many parameters share
     for name, shards in trained.items():
         if id(shards) not in lists:
             summed = dict.fromkeys(
-                (shards.stages, shard.holders, shard.zero_cut.num_slices if shard.zero_cut else 1)
+                (shards.stages, shard.holders, shard.zero_cut.num_slices if shard.zero_cut else 1, shards.zero_stage)
                 for shard in shards.shards
                 if len(shard.holders) > 1
             )
@@ -315,5 +339,8 @@ def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str
     def first_stage(group: SyncGroup) -> tuple[int, int]:
         return min((order[name], index) for name, _, index in group.stages)
 
-    groups = [SyncGroup(ranks, tuple(members), stages, size) for (stages, ranks, size), members in names.items()]
+    groups = [
+        SyncGroup(ranks, tuple(members), stages, size, zero_stage if size > 1 else 0)
+        for (stages, ranks, size, zero_stage), members in names.items()
+    ]
     return sorted(groups, key=first_stage, reverse=True)

@@ -48,7 +48,8 @@ class ShardingSettings:
     What the data-parallel and context-parallel copies of a module divide among them (ZeRO).
 
     Args:
-        zero_stage (`int`, *optional*, defaults to 0): 0 divides nothing, 1 the optimizer's state.
+        zero_stage (`int`, *optional*, defaults to 0):
+            0 divides nothing, 1 the optimizer's state, 2 also the gradients, 3 also the weights.
         shard_size (`int`, *optional*):
             Number of copies that divide it, such as those of a node; other groups of as many copies repeat it
             (hybrid sharding). All copies by default.
@@ -132,6 +133,17 @@ class ModulePlan:
     @property
     def tp_size(self) -> int:
         return len(self._mesh[0])
+
+    @property
+    def joint_replicas(self) -> int:
+        """
+        Number of consecutive replicas whose tasks of equal microbatch and chunk run at the same time, since their
+        ranks exchange gradients or weights in them (ZeRO-2 and ZeRO-3); 1 if each runs by itself.
+        """
+        if self.sharding.zero_stage < 2:
+            return 1
+        copies = self.sharding.shard_size or self.dp_size * self.cp_size
+        return max(1, copies // self.cp_size)
 
     @property
     def layout(self) -> str:

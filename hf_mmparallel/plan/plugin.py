@@ -23,7 +23,7 @@ from .reading import plain_data, read_count, read_flag, read_list, read_mapping,
 from .schedules import SCHEDULES, Schedule
 
 AUTO = "auto"
-ZERO_STAGES = (0, 1)
+ZERO_STAGES = (0, 1, 2, 3)
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
 SHARDING = ("zero_stage", "shard_size")
@@ -63,7 +63,8 @@ class ModulePlugin:
         attn_implementation (`str`, *optional*): Attention function, set in this module's config.
         zero_stage (`int`, *optional*, defaults to 0):
             What the `dp_size * cp_size` copies of a parameter divide among them: nothing (0), or the optimizer's
-            state, its step and the sum of its gradients (1).
+            state, its step and the sum of its gradients (1); also the gradients, which are summed in each backward
+            (2); also the weights, which are gathered layer by layer in each forward and backward (3).
         shard_size (`int`, *optional*):
             Number of copies that divide it, such as those of a node; other groups of as many copies repeat it. All
             copies by default.
@@ -123,7 +124,7 @@ class ModulePlugin:
         """Raises `ValueError` for a ZeRO stage that is unknown, and a number of copies without one."""
         if self.zero_stage not in ZERO_STAGES:
             raise ValueError(
-                f"`zero_stage={self.zero_stage}` is not supported yet. Use one of {', '.join(map(str, ZERO_STAGES))}."
+                f"`zero_stage={self.zero_stage}` does not exist. Use one of {', '.join(map(str, ZERO_STAGES))}."
             )
         if self.shard_size is not None and not self.zero_stage:
             raise ValueError(

@@ -78,6 +78,30 @@ def _check_sharding(name: str, module: ModulePlan) -> None:
             f"{module.dp_size}` x `cp_size={module.cp_size}`). Use one of {', '.join(map(str, fits))}, or leave it "
             "out for all copies."
         )
+    if module.sharding.zero_stage > 1:
+        _check_joint(name, module)
+
+
+def _check_joint(name: str, module: ModulePlan) -> None:
+    """Raises `ValueError` unless the replicas that exchange gradients or weights in their tasks can run jointly."""
+    stage, size, cp_size = module.sharding.zero_stage, module.sharding.shard_size, module.cp_size
+    if size is not None and size % cp_size and cp_size % size:
+        raise ValueError(
+            f"`shard_size={size}` of `{name}`: with `zero_stage={stage}` it must divide `cp_size={cp_size}` or be a "
+            "multiple of it, since all cp ranks compute a microbatch together. Use another, or `zero_stage=1`."
+        )
+    if len({tuple(stage.layers for stage in stages) for stages in module.replicas}) > 1:
+        raise ValueError(
+            f"`zero_stage={stage}` of `{name}`: its replicas, which exchange gradients layer by layer, have stages of "
+            "different layers. Give all of them the same, or use `zero_stage=1`."
+        )
+    for stages in zip(*module.replicas, strict=True):
+        ranks = [rank for stage in stages for rank in stage.all_ranks]
+        if ranks != sorted(set(ranks)):
+            raise ValueError(
+                f"`zero_stage={stage}` of `{name}`: the ranks {ranks} of its replicas, which exchange gradients layer "
+                "by layer, are not in ascending order. Sort them, or use `zero_stage=1`."
+            )
 
 
 def resolve_plan(

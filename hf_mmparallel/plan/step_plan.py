@@ -64,10 +64,12 @@ class ChunkTable:
     chunk_of: NDArray
 
     def find(self, replica: NDArray, microbatch: NDArray, chunk: NDArray) -> NDArray:
-        """Indices in the arrays of some of their chunks, given by replica, microbatch and chunk."""
+        """Indices in the arrays of some chunks, given by replica, microbatch and chunk; -1 for those without samples."""
         width, depth = int(self.microbatch.max()) + 1, int(self.chunk.max()) + 1
         keys = (self.replica * width + self.microbatch) * depth + self.chunk
-        return np.searchsorted(keys, (replica * width + microbatch) * depth + chunk)
+        wanted = (replica * width + microbatch) * depth + chunk
+        position = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(keys[position] == wanted, position, -1)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from ..plan import (
     SampleSizes,
     StepPlan,
     Workloads,
+    frozen_groups,
     sync_groups,
 )
 from ..schedule import Task
@@ -47,6 +48,7 @@ from .gradients import (
     scale_gradients,
 )
 from .groups import ProcessGroups
+from .joint_passes import GradientSums, JointPasses, StagePasses
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters, replicated_parameters
@@ -122,6 +124,7 @@ class ParallelEngine(nn.Module):
     Attributes:
         model (`PreTrainedModel`): This rank's part of the model.
         sync_groups (`list[SyncGroup]`): The gradient sums of all ranks, as the plan has them.
+        divided_groups (`list[SyncGroup]`): These, and the frozen parameters that ranks divide among them.
         process_groups ([`ProcessGroups`]): The groups of this rank, by which it communicates.
         gradient_sync ([`GradientSync`]): Runs the sums of this rank.
         inputs ([`RankInputs`]): What this rank reads of a step.
@@ -150,13 +153,15 @@ class ParallelEngine(nn.Module):
         self.costs = self.options.costs or analytic_costs(self.spec, find_device("cpu"))
         # Of the whole model, which the next lines take apart.
         self.encoder_inputs = _encoder_inputs(model)
+        self.parts = module_parts(model)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)
         self.sharded = ShardedModel(model, self.spec, plan, world, self.options.adapter)
         self.shards = self.sharded.shards
-        self.process_groups = ProcessGroups(plan, self.sync_groups, world)
+        self.divided_groups = [*self.sync_groups, *frozen_groups(self.spec, plan)]
+        self.process_groups = ProcessGroups(plan, self.divided_groups, world)
         self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device, self.options.recomputation)
         self.model: Any = model
         self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
@@ -203,7 +208,7 @@ class ParallelEngine(nn.Module):
         named = dict(self.model.named_parameters())
         self.trained = [p for p in named.values() if p.requires_grad]
         by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
-        self.slices = OptimizerSlices(self.sync_groups, named, self.rank, by_ranks)
+        self.slices = self.sharded.slices = OptimizerSlices(self.divided_groups, named, self.rank, by_ranks)
         self.updated = [self.slices.updated(p) for p in self.trained]
         self.counted = [
             self.slices.updated(named[name])
@@ -213,19 +218,30 @@ class ParallelEngine(nn.Module):
         replicated = replicated_parameters(self.sharded, self.stages, self.process_groups, self.partial)
         self._equal_gradients = EqualGradients(replicated)
         self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named)
-        self.gradient_sync = GradientSync(self.sync_groups, named, self.rank, by_ranks, self.slices, self._before_sum)
+        sums = GradientSums(self._before_sum)
+        self.passes = JointPasses(
+            {
+                key: StagePasses(stage, self.slices, sums)
+                for key, stage in self.stages.items()
+                if self.plan.modules[key[0]].sharding.zero_stage >= 2
+            }
+        )
+        self.gradient_sync = GradientSync(self.sync_groups, named, self.rank, by_ranks, self.slices, sums)
         functions = StepFunctions(
             lambda logits, labels, shifted: token_loss(self.model, logits, labels, smoothing, shifted),
             self.gradient_sync.start,
             self._seed_task,
             self.options.forward_context,
+            self.passes,
         )
         transport = DistributedTransport(self.world, self.process_groups.channels)
         self.executor = Executor(self.plan, self.spec, self.stages, transport, by_ranks, functions, self.device)
         self._check_step = StepCheck(
             self.world,
             num_replicas=self.plan.modules[LANGUAGE_MODEL].dp_size,
-            sums=stable_seed(*((g.ranks, g.stages, g.parameters, g.shard_size) for g in self.sync_groups)),
+            sums=stable_seed(
+                *((g.ranks, g.stages, g.parameters, g.shard_size, g.zero_stage) for g in self.divided_groups)
+            ),
             has_shardings=self.inputs.sharder is not None,
         )
 
@@ -237,7 +253,8 @@ class ParallelEngine(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> None:
         """Casts this rank's part of the model for good, and widens the dtypes in which tensors are sent if needed."""
-        cast_values(self.model, dtype)
+        with self.slices.casting():
+            cast_values(self.model, dtype)
         self.cast_to = dtype
         self.executor.payloads.widen(dtype)
         for stage in self.stages.values():
@@ -277,12 +294,12 @@ class ParallelEngine(nn.Module):
         copies = [
             (group.ranks, self.process_groups.by_ranks[group.ranks], {name: named[name] for name in group.parameters})
             for group in self.sync_groups
-            if self.rank in group.ranks
+            if self.rank in group.ranks and group.zero_stage < 3
         ]
         frozen: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
         for name, shards in self.shards.items():
             for shard in shards.on_rank(self.rank):
-                if len(shard.holders) > 1 and not self.spec.parameters[name].trainable:
+                if len(shard.holders) > 1 and not self.spec.parameters[name].trainable and not shard.zero_cut:
                     frozen.setdefault(shard.holders, {})[name] = named[name]
         has_loss = "labels" in inspect.signature(self.model.forward).parameters
         stages = {
@@ -383,7 +400,31 @@ class ParallelEngine(nn.Module):
         """Runs a batch; an action that does not fit into memory says what was predicted for it."""
         self.account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
         out_of_memory = functools.partial(self.account.sentence, device=self.device)
+        self.passes.runs = self._agree_on_modalities(batch)
         return self.executor.run(batch.program, batch, out_of_memory, on_logits)
+
+    def _agree_on_modalities(self, batch: StepBatch) -> dict[str, list[str]]:
+        """
+        Encoder whose ranks exchange weights or gradients layer by layer -> the modalities of which any rank has inputs
+        in this step, since each is a run through the layers. Collective if there is such an encoder.
+        """
+        joint = {
+            name: list(self.parts[name].modalities)
+            for name, module in self.plan.modules.items()
+            if module.sharding.zero_stage >= 2 and name in self.plan.encoders
+        }
+        several = [
+            (name, modality) for name, modalities in joint.items() if len(modalities) > 1 for modality in modalities
+        ]
+        if not several:
+            return joint
+        stages = {key[0]: stage for key, stage in self.stages.items()}
+        own = {
+            (key[0], modality) for key, inputs in batch.batches.items() for modality in stages[key[0]].present(inputs)
+        }
+        has = self.world.all_reduce(torch.tensor([pair in own for pair in several], dtype=torch.int64), "max").tolist()
+        absent = {pair for pair, count in zip(several, has, strict=True) if not count}
+        return {name: [m for m in modalities if (name, m) not in absent] for name, modalities in joint.items()}
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..schedule import Program
 from ..schedule.actions import Action, Message, Task
 from ..schedule.lowering import receive_ahead
 from ..world import ACTIVITY
+from .joint_passes import JointPasses
 from .message_queues import Incoming, MessageQueues
 from .messages import StepMessages
 from .payloads import Payload, Payloads
@@ -44,12 +45,14 @@ class StepFunctions:
         start_sum (`Callable[[int], None]`, *optional*): Starts a gradient sum of the plan, by its index.
         before_forward (`Callable[[Task], None]`, *optional*): Called before each forward, which it may seed.
         forward_context (`Callable[[], AbstractContextManager]`, *optional*): Context of forwards, such as autocast.
+        passes ([`JointPasses`], *optional*): Gathers weights and sums gradients in tasks.
     """
 
     loss: LossFunction
     start_sum: Callable[[int], None] = lambda index: None
     before_forward: Callable[[Task], None] = lambda task: None
     forward_context: Callable[[], AbstractContextManager] = nullcontext
+    passes: JointPasses = field(default_factory=JointPasses)
 
 
 @dataclass
@@ -128,6 +131,8 @@ class Executor:
         actions: Sequence[Action] = program.actions.get(self.rank, ())
         if self.transport.receives_ahead:
             actions = receive_ahead(actions)
+        passes = self.functions.passes
+        passes.start_step(actions)
         marks: list[tuple[Task, Any, Any]] = []
         for action in actions:
             ACTIVITY.now(action)
@@ -139,11 +144,14 @@ class Executor:
                 elif action.message is not None:
                     run.receive(action.message)
                 elif action.task is not None:
+                    passes.begin(action.task)
                     ACTIVITY.waits = True
                     run.queues.wait(action.task)
                     ACTIVITY.waits = False
                     ready = clock.mark()
+                    passes.compute(action.task)
                     run.compute(action.task)
+                    passes.end(action.task)
                     marks.append((action.task, ready, clock.mark()))
             except torch.OutOfMemoryError as error:
                 raise torch.OutOfMemoryError(out_of_memory(action, error)) from error
@@ -211,6 +219,8 @@ class _Step:
             self.release(task)
 
     def compute(self, task: Task) -> None:
+        if self.inputs.is_empty(task):
+            return
         if task.kind == "fwd":
             self.forward(task)
         else:

@@ -69,13 +69,14 @@ class FirstStepCheck:
 
     @torch.no_grad()
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Records numbers of the gradients of this rank alone, before they are summed."""
+        """Adds up numbers of the gradients of this rank alone, before they are summed."""
         for parameter in parameters:
             gradient = torch.zeros(()) if parameter.grad is None else local(parameter.grad).detach()
             size = max(gradient.numel(), 1)
             numbers = [gradient.norm(dtype=torch.float32), gradient.sum(dtype=torch.float32) / size**0.5]
             has_one = torch.tensor(float(parameter.grad is not None))
-            self._gradients[id(parameter)] = torch.stack([number.double().cpu() for number in (*numbers, has_one)])
+            noted = torch.stack([number.double().cpu() for number in (*numbers, has_one)])
+            self._gradients[id(parameter)] = self._gradients.get(id(parameter), 0) + noted
 
     def finish(self, result: StepResult) -> None:
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.nn.utils import get_total_norm
 from ..modeling.dtensors import from_shard, local
 from ..plan import SyncGroup
 from ..world import World
-from .optimizer_slices import OptimizerSlices, buckets, by_slice, slice_of
+from .joint_passes import GradientSums, gradient_dtype, gradients_of
+from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, slice_of
 
 
 def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
@@ -55,12 +56,14 @@ class _Sum:
         group (`ProcessGroup`): All ranks of the sum.
         shard_group (`ProcessGroup`, *optional*): The ranks that divide it, where the optimizer updates slices.
         replica_group (`ProcessGroup`, *optional*): The ranks with the same slices, where there are several.
+        flat_slice ([`FlatSlice`], *optional*): The slice of this rank, where each backward has summed it (ZeRO-2).
     """
 
     parameters: list[nn.Parameter]
     group: dist.ProcessGroup
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    flat_slice: FlatSlice | None = None
 
 
 @dataclass
@@ -87,8 +90,7 @@ class GradientSync:
         rank (`int`): This rank.
         process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
         slices ([`OptimizerSlices`]): What this rank updates.
-        before_sum (`Callable[[Sequence[nn.Parameter]], None]`, *optional*):
-            Called with the parameters of a group before their gradients are summed.
+        sums ([`GradientSums`], *optional*): The sums that grow in each backward.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class GradientSync:
         rank: int,
         process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         slices: OptimizerSlices,
-        before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None,
+        sums: GradientSums | None = None,
     ):
         def group_among(candidates: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
             return next((process_groups[ranks] for ranks in candidates if rank in ranks), None)
@@ -110,31 +112,38 @@ class GradientSync:
                 process_groups[group.ranks],
                 group_among(group.shard_groups),
                 group_among(group.replica_groups),
+                slice_of(slices.updated(parameters[group.parameters[0]])) if group.zero_stage >= 2 else None,
             )
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
-        self.before_sum = before_sum
+        self.in_passes = sums or GradientSums()
         self._started: list[_StartedSum] = []
 
     def start(self, index: int) -> None:
         """Starts the sum `index` of the plan; its ranks call this in the program's order."""
-        of = self.sums[index]
-        self.before_sum(of.parameters)
+        of, in_passes = self.sums[index], self.in_passes
+        if of.flat_slice is None:
+            in_passes.before_sum(of.parameters)
+            in_passes.used.update(parameter for parameter in of.parameters if parameter.grad is not None)
         device = local(of.parameters[0]).device
-        used = torch.tensor([float(p.grad is not None) for p in of.parameters], device=device)
+        used = torch.tensor([float(parameter in in_passes.used) for parameter in of.parameters], device=device)
+        in_passes.used.difference_update(of.parameters)
         started = _StartedSum(of, [dist.all_reduce(used, group=of.group, async_op=True)], used, [])
-        for bucket in buckets(of.parameters, _gradient_dtype):
+        self._started.append(started)
+        if of.flat_slice is not None:
+            started.slices += in_passes.take(of.flat_slice, of.parameters)
+            return
+        for bucket in buckets(of.parameters, gradient_dtype):
             if of.shard_group is None:
                 started.works.append(dist.all_reduce(_flatten_gradients(bucket), group=of.group, async_op=True))
             else:
                 started.works.append(self._reduce_scatter(bucket, of.shard_group, started))
-        self._started.append(started)
 
     @torch.no_grad()
     def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:
         """Starts the sums of the slices of a bucket; its gradients exist until [`~GradientSync.finish`]."""
-        slices = by_slice(_gradients(bucket), dist.get_world_size(group))
+        slices = by_slice(gradients_of(bucket), dist.get_world_size(group))
         for parameter in bucket:
             parameter.grad = None
         mine = torch.empty_like(slices[0])
@@ -172,28 +181,16 @@ class GradientSync:
             start += flat_slice.length(local(parameter).numel())
 
 
-def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    return parameter.grad_dtype or parameter.dtype
-
-
 @torch.no_grad()
 def _flatten_gradients(bucket: Sequence[nn.Parameter]) -> torch.Tensor:
     """One tensor with the gradients of a bucket, zeros where there is none; they become views of it."""
-    pieces = [gradient.reshape(-1) for gradient in _gradients(bucket)]
+    pieces = [gradient.reshape(-1) for gradient in gradients_of(bucket)]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     for parameter, view in zip(bucket, flat.split([p.numel() for p in pieces]), strict=True):
         gradient: Any = parameter.grad
         view = view.view(local(gradient).shape)
         parameter.grad = from_shard(view, gradient) if isinstance(gradient, DTensor) else view
     return flat
-
-
-def _gradients(bucket: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients of a bucket on this rank, made of zeros where there is none."""
-    for parameter in bucket:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter))
-    return [local(parameter.grad) for parameter in bucket if parameter.grad is not None]
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Tensor) -> None:

@@ -1,14 +1,16 @@
 """
-ZeRO-1: each rank's optimizer updates a slice of the parameters that several ranks hold.
+ZeRO: each rank's optimizer updates a slice of the parameters that several ranks hold.
 
 A slice is an equal share of the flattened values that a rank has of one parameter. Sums of gradients end on the rank
-that updates the slice. A step sends as many bytes as without: a reduce-scatter before it, an all-gather after it.
+that updates the slice. A step sends as many bytes as without: a reduce-scatter before it, an all-gather after it. In
+ZeRO-3 the slices have memory of their own, and the parameters have none but between [`gather`] and [`free`].
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +77,7 @@ def local_shard(parameter: torch.Tensor, flat_slice: FlatSlice | None = None) ->
     """A plain parameter that shares the memory of a rank's shard of a parameter, or of a slice of that."""
     values = local(parameter).detach()
     assert values.is_contiguous(), "an optimizer would make a copy"
-    shard: Any = nn.Parameter(values if flat_slice is None else flat_slice.of(values))
+    shard: Any = nn.Parameter(values if flat_slice is None else flat_slice.of(values), parameter.requires_grad)
     shard.sharded_parameter, shard.flat_slice = parameter, flat_slice
     return shard
 
@@ -96,15 +98,40 @@ def join(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return from_shard(value, whole) if isinstance(whole, DTensor) and not isinstance(value, DTensor) else value
 
 
+@dataclass(frozen=True)
+class SlicedGroup:
+    """
+    Parameters of this rank that the same ranks divide.
+
+    Args:
+        flat_slice ([`FlatSlice`]): This rank's slice of each.
+        members (`list[nn.Parameter]`): The parameters.
+        zero_stage (`int`): See [`SyncGroup`].
+    """
+
+    flat_slice: FlatSlice
+    members: list[nn.Parameter]
+    zero_stage: int
+
+
+Gathering = tuple[Any, torch.Tensor, FlatSlice, Sequence[nn.Parameter]]
+"""Work, receiving buffer, slice and parameters of an all-gather in flight."""
+
+
 class OptimizerSlices:
     """
     The slices that this rank's optimizer updates, and the gathering of weights after its step.
 
     Args:
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums of the plan.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums of the plan, and the frozen parameters that are divided.
         parameters (`Mapping[str, nn.Parameter]`): The parameters of this rank, by name.
         rank (`int`): This rank.
         process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
+
+    Attributes:
+        groups (`list[SlicedGroup]`): The parameters that are divided, by the ranks that divide them.
+        by_parameter (`dict[nn.Parameter, nn.Parameter]`): Parameter -> its slice.
+        freed (`set[nn.Parameter]`): Those that only have memory while they are gathered.
     """
 
     def __init__(
@@ -114,8 +141,9 @@ class OptimizerSlices:
         rank: int,
         process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ):
-        self.groups: list[tuple[FlatSlice, list[nn.Parameter]]] = []
+        self.groups: list[SlicedGroup] = []
         self.by_parameter: dict[nn.Parameter, nn.Parameter] = {}
+        self.freed: set[nn.Parameter] = set()
         for sync_group in sync_groups:
             shard_group = next((ranks for ranks in sync_group.shard_groups if rank in ranks), None)
             if shard_group is None:
@@ -125,8 +153,72 @@ class OptimizerSlices:
             for member in members:
                 if not local(member).is_contiguous():  # such as a convolution in `channels_last`
                     member.data = member.data.contiguous()
-            self.groups.append((flat_slice, members))
+            self.groups.append(SlicedGroup(flat_slice, members, sync_group.zero_stage))
             self.by_parameter.update((member, local_shard(member, flat_slice)) for member in members)
+            if sync_group.zero_stage == 3:
+                self.freed.update(members)
+        self._divide()
+
+    @torch.no_grad()
+    def _divide(self) -> None:
+        """Gives the slices of ZeRO-3 memory of their own, and frees the parameters."""
+        for member in self.freed:
+            values, updated = local(member), self.by_parameter[member]
+            flat_slice = slice_of(updated)
+            assert flat_slice is not None
+            updated.data = flat_slice.of(values).clone()
+            storage = values.untyped_storage()
+            if storage.nbytes() != values.nbytes or not storage.resizable():  # shared with a tensor, or a file
+                member.data = member.data.clone()
+            free([member])
+
+    @torch.no_grad()
+    def whole(self, parameter: torch.Tensor) -> torch.Tensor:
+        """
+        A parameter with its values on this rank, which those of ZeRO-3 have only while they are gathered. Collective
+        over the shard group.
+        """
+        if parameter not in self.freed:
+            return parameter
+        return join(self.by_parameter[parameter].detach(), self.by_parameter[parameter])  # type: ignore[index]
+
+    @contextmanager
+    def rewriting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """A block that writes into parameters, after which the slices have what it wrote."""
+        written = [parameter for parameter in parameters if parameter in self.by_parameter]
+        freed = [parameter for parameter in written if parameter in self.freed]
+        allocate(freed)
+        yield
+        with torch.no_grad():
+            for parameter in written:
+                updated = self.by_parameter[parameter]
+                flat_slice = slice_of(updated)
+                assert flat_slice is not None
+                values = flat_slice.of(local(parameter).detach())
+                updated.data = values.clone() if parameter in self.freed else values
+        free(freed)
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """A block that replaces the values of all parameters, which have memory in it. Collective."""
+        for group in self.groups:
+            for bucket in buckets([m for m in group.members if m in self.freed], lambda parameter: parameter.dtype):
+                copy_gathered(*self.gather(group.flat_slice, bucket))
+        with self.rewriting(self.by_parameter):
+            yield
+
+    @torch.no_grad()
+    def gather(self, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> Gathering:
+        """
+        Starts to gather the slices of some parameters of one dtype; [`copy_gathered`] waits for them. Collective over
+        the shard group.
+        """
+        lengths = [flat_slice.length(local(member).numel()) for member in bucket]
+        slices = [padded(self.by_parameter[m], length) for m, length in zip(bucket, lengths, strict=True)]
+        mine = slices[0] if len(slices) == 1 else torch.cat(slices)
+        gathered = mine.new_empty(flat_slice.num_slices, mine.numel())
+        work = dist.all_gather_single(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
+        return work, gathered, flat_slice, bucket
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer updates of a parameter: its slice, or the parameter itself."""
@@ -140,28 +232,38 @@ class OptimizerSlices:
 
     def _gather_weights(self) -> None:
         """Gathers two buckets at a time."""
-        started: deque[tuple[Any, torch.Tensor, FlatSlice, list[nn.Parameter]]] = deque()
-        for flat_slice, members in self.groups:
-            for bucket in buckets(members, lambda parameter: parameter.dtype):
-                lengths = [flat_slice.length(local(member).numel()) for member in bucket]
-                slices = [padded(self.by_parameter[m], length) for m, length in zip(bucket, lengths, strict=True)]
-                mine = slices[0] if len(slices) == 1 else torch.cat(slices)
-                gathered = mine.new_empty(flat_slice.num_slices, mine.numel())
-                work = dist.all_gather_single(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
-                started.append((work, gathered, flat_slice, bucket))
+        started: deque[Gathering] = deque()
+        for group in self.groups:
+            if group.zero_stage == 3:
+                continue
+            for bucket in buckets(group.members, lambda parameter: parameter.dtype):
+                started.append(self.gather(group.flat_slice, bucket))
                 if len(started) > 1:
-                    _copy_gathered(*started.popleft())
+                    copy_gathered(*started.popleft())
         while started:
-            _copy_gathered(*started.popleft())
+            copy_gathered(*started.popleft())
 
 
-def _copy_gathered(work: Any, gathered: torch.Tensor, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> None:
+def copy_gathered(work: Any, gathered: torch.Tensor, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> None:
     """Waits for a bucket of weights, `[num_slices, elements of the slices]`, and copies it into the parameters."""
     work.wait()
     lengths = [flat_slice.length(local(member).numel()) for member in bucket]
     for member, columns in zip(bucket, gathered.split(lengths, 1), strict=True):
-        values = local(member)
+        values = local(member).data  # autograd does not count this as a change of what a forward has saved
         values.copy_(columns.reshape(-1)[: values.numel()].view(values.shape))
+
+
+def allocate(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives freed parameters memory again, in the storage that the graphs of forwards refer to."""
+    for parameter in parameters:
+        values = local(parameter)
+        values.untyped_storage().resize_(values.nbytes)
+
+
+def free(parameters: Iterable[nn.Parameter]) -> None:
+    """Takes the memory of parameters, which keep their shapes."""
+    for parameter in parameters:
+        local(parameter).untyped_storage().resize_(0)
 
 
 def padded(values: torch.Tensor, length: int) -> torch.Tensor:

@@ -8,7 +8,8 @@ and any other layout can load. Keys are those of the original checkpoint format,
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from ..modeling.loading import (
 from ..modeling.tensor_parallel import base_name
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
+from .optimizer_slices import OptimizerSlices
 from .weight_files import read_in_place, write_config, write_index, write_part
 
 _LOAD_CHUNK_BYTES = 1 << 30
@@ -54,6 +56,8 @@ class ShardedModel:
         plan (`ParallelPlan`): The layout.
         world ([`World`]): The ranks.
         adapter ([`Adapter`], *optional*): Its adapters, which are saved and loaded in place of the model.
+        slices ([`OptimizerSlices`], *optional*): What this rank has of the parameters that are divided; none before
+            the model is loaded.
     """
 
     model: Any
@@ -61,6 +65,7 @@ class ShardedModel:
     plan: ParallelPlan
     world: World
     adapter: Adapter | None = None
+    slices: OptimizerSlices | None = None
 
     @functools.cached_property
     def shards(self) -> dict[str, ParameterShards]:
@@ -154,7 +159,13 @@ class ShardedModel:
                 yield name, tensor.detach().cpu(), None
 
     def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
-        """The whole tensor in host memory on its owner; the other ranks of the owner's tp group take part."""
+        """
+        The whole tensor in host memory on its owner; the other ranks of the owner's tp group take part, and those that
+        divide it.
+        """
+        if self.slices is not None:
+            with doing("gathering the slices of a parameter", waits=True):
+                tensor = self.slices.whole(tensor)
         tensor = tensor.detach()
         if isinstance(tensor, DTensor) and is_on_mesh(tensor, self.world.processes[owner]):
             with doing("gathering the shards of a parameter", waits=True):
@@ -222,12 +233,17 @@ class ShardedModel:
             chunk.append(name)
             size += part.numel() * part.element_size()
             if size >= _LOAD_CHUNK_BYTES or index == len(names) - 1:
-                for missing in sorted(read_in_place(model, files, chunk, folder)):
-                    tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
-                    if not tied or read_in_place(model, files, tied[:1], folder):
-                        raise ValueError(another_model(model, folder, [missing]))
+                with self._rewriting(parameters[name] for name in chunk):
+                    for missing in sorted(read_in_place(model, files, chunk, folder)):
+                        tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
+                        if not tied or read_in_place(model, files, tied[:1], folder):
+                            raise ValueError(another_model(model, folder, [missing]))
                 chunk, size = [], 0
         read_in_place(model, files, list(_persistent_buffers(model)), folder)
+
+    def _rewriting(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager:
+        """See [`OptimizerSlices.rewriting`]."""
+        return nullcontext() if self.slices is None else self.slices.rewriting(parameters)
 
     def load_adapters(self, folder: str | Path, adapter: Adapter) -> None:
         """
@@ -266,7 +282,9 @@ class ShardedModel:
                         "it."
                     )
                 value = reader.get_tensor(key)
-                local(parameter).copy_(local(shard_as(value, parameter) if isinstance(parameter, DTensor) else value))
+                with self._rewriting([parameter]):
+                    shard = shard_as(value, parameter) if isinstance(parameter, DTensor) else value
+                    local(parameter).copy_(local(shard))
 
     # Gathering
 

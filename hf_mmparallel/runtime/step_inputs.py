@@ -73,6 +73,11 @@ class StepInputs:
         is_sink = all(edge.source != task.module for edge in self.plan.edges)
         return self.is_last(task) and (task.module == LANGUAGE_MODEL or is_sink)
 
+    def is_empty(self, task: Task) -> bool:
+        """Whether a task has no samples and only takes part in collectives, see [`build_graph`]."""
+        chunks = self.step.chunks.of_replica(task.module, task.replica)
+        return task.microbatch >= len(chunks) or task.chunk >= len(chunks[task.microbatch])
+
     def samples(self, task: Task) -> tuple[int, ...]:
         """Batch indices of the samples of a task."""
         return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]

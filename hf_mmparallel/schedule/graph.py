@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import Edge, ParallelPlan, StageKey, StepPlan
+from ..plan.step_plan import ChunkTable
 from .actions import Message, Task
 
 
@@ -62,12 +63,16 @@ class TaskGraph:
             after its dependencies; the forwards of a stage, and its backwards, are in the order of their chunks.
         forward (`np.ndarray` of shape `[tasks]`): For a backward the index of its forward task, -1 for forwards.
         links (`np.ndarray` of shape `[2, messages]`): Source and target task of each message, as indices.
+        joint (`np.ndarray` of shape `[tasks]`, *optional*):
+            For each task the first of those that run at the same time because their ranks exchange weights or
+            gradients, see [`~ModulePlan.joint_replicas`]; the task itself if it runs alone. `None` if all do.
     """
 
     stages: tuple[StageKey, ...]
     columns: NDArray
     forward: NDArray
     links: NDArray
+    joint: NDArray | None = None
 
     @property
     def num_tasks(self) -> int:
@@ -212,7 +217,8 @@ def spread(starts: NDArray, counts: NDArray) -> NDArray:
 
 def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> TaskGraph:
     """
-    Builds the tasks and messages of a step. Microbatches without samples have none.
+    Builds the tasks and messages of a step. Microbatches without samples have none, but for *empty tasks*: replicas
+    whose tasks run jointly all have the chunks that one of them has, so that their ranks meet.
 
     Args:
         plan (`ParallelPlan`): The layout.
@@ -225,6 +231,9 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
     modules = _forwards(plan, step)
     stages = tuple((name, d, index) for name, module in plan.modules.items() for d, index, _ in module.stages())
     columns = np.concatenate([module.columns for module in modules.values()], axis=1)
+    joint = None
+    if any(module.joint_replicas > 1 for module in plan.modules.values()):
+        joint = np.concatenate([module.joint for module in modules.values()])
     links, runs_back = _links(plan, modules, columns.shape[1])
     forward = np.full(columns.shape[1], -1)
     if training:
@@ -239,7 +248,8 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
         grads = backward_of[links[::-1, runs_back[links[0]]]]
         columns, forward = np.concatenate([columns, columns[:, back]], axis=1), np.concatenate([forward, back])
         links = np.concatenate([links, grads], axis=1)
-    return TaskGraph(stages, columns, forward, links)
+        joint = None if joint is None else np.concatenate([joint, backward_of[joint[back]]])
+    return TaskGraph(stages, columns, forward, links, joint)
 
 
 @dataclass(frozen=True)
@@ -256,6 +266,8 @@ class _Forwards:
         replica (`np.ndarray` of shape `[chunks]`): Replica of the chunk.
         batch_indices (`np.ndarray`): Batch indices of all chunks.
         chunk_of (`np.ndarray`): Chunk of each batch index.
+        joint (`np.ndarray` of shape `[tasks]`): See [`TaskGraph`].
+        is_empty (`np.ndarray` of shape `[tasks]`): Whether the task's chunk has no samples.
     """
 
     columns: NDArray
@@ -266,6 +278,8 @@ class _Forwards:
     replica: NDArray
     batch_indices: NDArray
     chunk_of: NDArray
+    joint: NDArray
+    is_empty: NDArray
 
 
 def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
@@ -274,6 +288,9 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
     num_stages = num_tasks = 0
     for name, module in plan.modules.items():
         table = step.chunk_table(name, module.with_stages)
+        size = module.joint_replicas
+        if size > 1:
+            table = _with_empty_chunks(table, size)
         counts = np.zeros(module.dp_size, np.int64)
         counts[list(module.with_stages)] = [len(module.replicas[replica]) for replica in module.with_stages]
         count = counts[table.replica]
@@ -282,33 +299,64 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
         trainable = np.array([stage.trainable for _, _, stage in module.stages()], bool)[stage - num_stages]
         columns = np.stack([stage, table.microbatch.repeat(count), table.chunk.repeat(count)])
         first = num_tasks + np.cumsum(count) - count
+        joint = num_tasks + np.arange(len(index))
+        if size > 1 and len(index):
+            joint = (
+                first[table.find(table.replica // size * size, table.microbatch, table.chunk)].repeat(count) + index
+            )
+        is_empty = (np.bincount(table.chunk_of, minlength=len(table.chunk)) == 0).repeat(count)
         result[name] = _Forwards(
-            columns, index, trainable, first, count, table.replica, table.batch_indices, table.chunk_of
+            columns,
+            index,
+            trainable,
+            first,
+            count,
+            table.replica,
+            table.batch_indices,
+            table.chunk_of,
+            joint,
+            is_empty,
         )
         num_stages += int(counts.sum())
         num_tasks += len(index)
     return result
 
 
+def _with_empty_chunks(table: ChunkTable, size: int) -> ChunkTable:
+    """Adds to each of `size` consecutive replicas, empty, the chunks that any of them has."""
+    if not len(table.chunk):
+        return table
+    cells = np.unique(np.stack([table.replica // size, table.microbatch, table.chunk]), axis=1)
+    replica = (cells[0, :, None] * size + np.arange(size)).reshape(-1)
+    microbatch, chunk = cells[1].repeat(size), cells[2].repeat(size)
+    order = np.lexsort((chunk, microbatch, replica))
+    result = replace(table, replica=replica[order], microbatch=microbatch[order], chunk=chunk[order])
+    return replace(result, chunk_of=result.find(table.replica, table.microbatch, table.chunk)[table.chunk_of])
+
+
 def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray]:
     """
     Messages between forwards, `[2, links]`, and whether each forward has a backward: its stage is trainable, or a
-    forward that feeds it has one.
+    forward that feeds it or runs jointly with it has one.
     """
     runs_back = np.zeros(num_tasks, bool)
     entering: dict[str, list[NDArray]] = {}
     links: list[NDArray] = []
     start = 0
     for name, forwards in modules.items():
-        inner = start + np.flatnonzero(forwards.index)
+        inner = start + np.flatnonzero((forwards.index > 0) & ~forwards.is_empty)
         links.append(np.stack([inner - 1, inner]))
         needs = runs_back[start : start + len(forwards.index)]  # a view
         needs |= forwards.trainable
         for source, target in entering.get(name, ()):
             np.logical_or.at(runs_back, target, runs_back[source])
-        for index in range(1, int(forwards.index.max(initial=0)) + 1):
-            later = np.flatnonzero(forwards.index == index)
-            needs[later] |= needs[later - 1]
+        joint = forwards.joint - start
+        for index in range(int(forwards.index.max(initial=0)) + 1):
+            tasks = np.flatnonzero(forwards.index == index)
+            if index:
+                needs[tasks] |= needs[tasks - 1]
+            np.logical_or.at(needs, joint[tasks], needs[tasks])
+            needs[tasks] = needs[joint[tasks]]
         for edge in plan.edges:
             if edge.source == name:
                 crossing = _crossing(plan, edge, forwards, modules[edge.target])

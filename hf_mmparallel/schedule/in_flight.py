@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, StageKey, StepPlan
 from ..plan.step_plan import SampleLocations
+from .joint import is_joint, joint_plan, joint_step
 
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
@@ -70,6 +71,13 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     Returns:
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
     """
+    if is_joint(plan):
+        limits = in_flight_1f1b(joint_plan(plan), joint_step(plan, step))
+        return {
+            (name, replica, index): limits[name, replica // module.joint_replicas * module.joint_replicas, index]
+            for name, module in plan.modules.items()
+            for replica, index, _ in module.stages()
+        }
     limits: dict[StageKey, float] = {}
     first: dict[str, NDArray] = {}  # module -> limit of the first stage of each replica
     for name in reversed(list(plan.modules)):
@@ -161,4 +169,10 @@ def in_flight_limits(
     if not plan.policy.fills_memory:
         return limits
     wanted = in_flight_eager(plan, step) if fitting_in_flight is None else fitting_in_flight
-    return {key: max(limit, wanted.get(key, limit)) for key, limit in limits.items()}
+    result = {}
+    for (name, replica, index), limit in limits.items():
+        size = plan.modules[name].joint_replicas
+        first = replica // size * size
+        fits = min(wanted.get((name, member, index), limit) for member in range(first, first + size))
+        result[name, replica, index] = max(limit, fits)
+    return result

@@ -260,8 +260,13 @@ def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
 
 
 def blocking_order(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> NDArray:
-    """Position of each task and each gradient sum in the order of a timeline, int64 `[tasks + groups]`."""
+    """
+    Position of each task and each gradient sum in the order of a timeline, int64 `[tasks + groups]`; joint tasks share
+    one.
+    """
     events = np.array([*timeline.started, *sync_instants(graph, timeline, sync_groups)], np.int64)
     order = np.empty(len(events), np.int64)
     order[np.argsort(events, kind="stable")] = np.arange(len(events))
+    if graph.joint is not None:
+        order[: graph.num_tasks] = order[graph.joint]
     return order

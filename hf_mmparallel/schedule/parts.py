@@ -1,5 +1,6 @@
 """
-The parts of a step: connected components of replicas that exchange tensors or share ranks, planned one by one.
+The parts of a step: connected components of replicas that exchange tensors, share ranks or run jointly, planned one
+by one.
 
 Ranks of different parts share gradient sums only, whose order is the same on every rank. So a rank schedules and
 verifies its own part only. All ranks of the same stages run the same list: one of them, the *representative*, stands
@@ -134,8 +135,12 @@ class Representatives:
 
     @cached_property
     def _neighbours(self) -> np.ndarray:
-        """Pairs of replicas that share ranks, int64 `[pairs, 2]`."""
+        """Pairs of replicas that share ranks or run jointly, int64 `[pairs, 2]`."""
         pairs = [pair for members in self._members_of_rank for pair in pairwise(members)]
+        for name, module in self.plan.modules.items():
+            for replica in range(module.dp_size):
+                if replica % module.joint_replicas:
+                    pairs.append((self._first[name] + replica - 1, self._first[name] + replica))
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     @cached_property
@@ -260,7 +265,9 @@ def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
     for replica in module.with_stages:
         stages = module.replicas[replica]
         replicas[replica] = tuple(replace(stage, mesh=(_renumber(stage.all_ranks, numbers),)) for stage in stages)
-    return replace(module, replicas=tuple(replicas))
+    # `joint_replicas` stays what it is, without the cp ranks.
+    sharding = replace(module.sharding, shard_size=module.joint_replicas) if module.sharding.zero_stage else None
+    return replace(module, replicas=tuple(replicas), sharding=sharding or module.sharding)
 
 
 def _renumber(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:

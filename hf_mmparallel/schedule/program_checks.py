@@ -86,7 +86,8 @@ class _Checker:
         self.num_ranks = plan.world_size
         self.sent: dict[tuple[int, int], list[int]] = {}
         self.received: dict[tuple[int, int], list[int]] = {}
-        # Blocking nodes, which occupy all of their ranks at once: the tasks, then the gradient sums.
+        # Blocking nodes, which occupy all of their ranks at once: the tasks (the first of joint ones), then the sums.
+        self.node_of = list(range(len(graph.tasks))) if graph.joint is None else graph.joint.tolist()
         self.successors: list[list[int]] = [[] for _ in range(len(graph.tasks) + len(sync_groups))]
         self.blocking: dict[int, list[int]] = {}
 
@@ -127,7 +128,7 @@ class _Checker:
             else:
                 summed.update(self.sync_groups[number].stages)
             if kind in ("task", "sync"):
-                node = number if kind == "task" else len(self.graph.tasks) + number
+                node = self.node_of[number] if kind == "task" else len(self.graph.tasks) + number
                 if blocking:
                     self.successors[blocking[-1]].append(node)
                 blocking.append(node)
@@ -172,7 +173,7 @@ class _Checker:
         source, target = self.graph.ends[number]
         if ("task", source) not in done:
             raise ProgramError(f"Rank {rank} has `{action}` before the task that produces it. Move it after the task.")
-        self.successors[blocking[-1]].append(target)
+        self.successors[blocking[-1]].append(self.node_of[target])
         for other in self.ranks[target]:
             self.sent.setdefault((rank, other), []).append(number)
 

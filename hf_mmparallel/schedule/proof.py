@@ -45,8 +45,9 @@ class Proof:
 
         Args:
             order (`np.ndarray` of shape `[tasks + groups]`):
-                Position of each task, then of each gradient sum, in a valid order of the blocking actions. A program
-                with a deadlock passes for no order, since there is no order for a cycle.
+                Position of each task, then of each gradient sum, in a valid order of the blocking actions, of which
+                joint tasks are one. A program with a deadlock passes for no order, since there is no order for a
+                cycle.
             in_order (`bool`): Whether gradient sums have to come in the order of their indices.
         """
         return self._is_complete() and self._is_ordered() and self._keeps_channels() and self._follows(order, in_order)
@@ -144,9 +145,10 @@ class Proof:
         same = np.diff(self.rank_of[positions]) == 0
         # A send comes after the preceding blocking action of its rank.
         before = nodes[np.searchsorted(positions, self.send_at) - 1] if len(positions) else nodes
-        sums = order[first:]
+        sums, joint = order[first:], self.graph.joint
         return bool(
-            (np.diff(nodes)[same] > 0).all()
+            (joint is None or np.array_equal(order[:first], order[joint]))
+            and (np.diff(nodes)[same] > 0).all()
             and (before < order[self.graph.links[1, self.sends[0]]]).all()
             and (not in_order or (np.diff(sums) > 0).all())
         )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .graph import TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
+from .joint import JointTasks
 from .lowering import last_backwards
 from .parts import Representatives
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
@@ -80,12 +81,19 @@ class Replay:
         self.ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
         self.stage_of, self.started = graph.columns[0].tolist(), timeline.started
         self.finished = timeline.finished
+        # Of joint tasks, which start and end together, the first runs in place of all.
+        self.joint = np.arange(graph.num_tasks) if graph.joint is None else graph.joint
+        self.occupied, heads = self.ranks, np.arange(graph.num_tasks)
+        if graph.joint is not None:
+            joint = JointTasks(plan, graph, graph.joint)
+            heads, self.times_ms = joint.tasks, joint.spread(joint.longest(times_ms))
+            self.occupied = joint.occupied
         self.incoming: list[list[tuple[int, float]]] = [[] for _ in range(graph.num_tasks)]
         travel_ms = [0.0] * graph.num_messages if messages_ms is None else messages_ms(graph)
-        for (source, target), message_ms in zip(graph.ends, travel_ms, strict=True):
+        for source, target, message_ms in zip(*self.joint[graph.links].tolist(), travel_ms, strict=True):
             self.incoming[target].append((source, message_ms))
-        of_task = parts[graph.columns[0]]
-        order = np.lexsort((np.array(timeline.started, np.int64), of_task))
+        of_task = parts[graph.columns[0, heads]]
+        order = heads[np.lexsort((np.array(timeline.started, np.int64)[heads], of_task))]
         self.num_parts = int(parts.max(initial=-1)) + 1
         ends = np.cumsum(np.bincount(of_task, minlength=self.num_parts)).tolist()
         self.order = [tasks.tolist() for tasks in np.split(order, ends[:-1])]
@@ -101,7 +109,7 @@ class Replay:
             if started[index] > instant:
                 return
             self.num_done[part] = position + 1
-            ranks = self.ranks[self.stage_of[index]]
+            ranks = self.occupied[self.stage_of[index]]
             start = max([free_ms[rank] for rank in ranks])
             for source, travel_ms in self.incoming[index]:
                 start = max(start, end_ms[source] + travel_ms)
@@ -114,6 +122,10 @@ class Replay:
         """Runs the remaining tasks."""
         for part in range(self.num_parts):
             self.run_until(part, math.inf)
+        if self.graph.joint is not None:
+            joint = self.joint.tolist()
+            self.start_ms = [self.start_ms[index] for index in joint]
+            self.end_ms = [self.end_ms[index] for index in joint]
 
     def run_sums(self, sync_groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
         """

@@ -17,6 +17,7 @@ from ..plan import ParallelPlan, StageKey
 from .actions import Task
 from .graph import TaskCounts, TaskGraph
 from .in_flight import task_phases
+from .joint import JointTasks
 from .windows import Windows, latest_equal
 
 Cost = Callable[[Task], float]
@@ -35,7 +36,7 @@ def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
 class Timeline:
     """
     Simulated times of the tasks of a graph. Events are numbered in the order in which they happen, so that the numbers
-    also order events at equal times.
+    also order events at equal times. Tasks that run jointly share their events.
 
     Args:
         start_ms (`tuple[float, ...]`): Start of each task, in the order of the graph.
@@ -371,6 +372,12 @@ def order_tasks(
             int64 `[stages]`: index of the [`Part`] of each stage. Parts are ordered one by one, and the events of
             each are numbered from 0. One part when left out.
     """
+    if graph.joint is not None:
+        joint = JointTasks(plan, graph, graph.joint)
+        parts = None if parts is None else parts[joint.stages]
+        return joint.expand(
+            order_tasks(joint.plan, joint.graph, joint.longest(times_ms), max_in_flight, alternate, parts)
+        )
     if parts is None and graph.num_tasks >= _MANY_TASKS:
         timeline = _in_windows(plan, graph, times_ms, max_in_flight, alternate)
         if timeline is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -145,12 +145,11 @@ def _function(value: float | Callable) -> Callable:
 
 
 class _Barrier:
-    """A blocking action, with the ranks that have reached it and the number of messages still to arrive."""
+    """A blocking action or joint tasks: the ranks that have reached it, the number of messages still to arrive."""
 
-    __slots__ = ("action", "arrived", "duration_ms", "messages", "ready_ms", "wanted")
+    __slots__ = ("arrived", "duration_ms", "messages", "ready_ms", "wanted")
 
-    def __init__(self, action: Action, wanted: int, duration_ms: float):
-        self.action = action
+    def __init__(self, wanted: int, duration_ms: float):
         self.wanted = wanted
         self.duration_ms = duration_ms
         self.arrived: list[int] = []
@@ -177,6 +176,7 @@ class _Replay:
         self.plan, self.program = plan, program
         self.cost, self.comm_ms, self.sync_ms = cost, comm_ms, sync_ms
         self.barriers: dict[Action, _Barrier] = {}
+        self.joint: dict[Task, _Barrier] = {}  # by the first of joint tasks
         self.transfer: dict[Message, _Transfer] = {}
         # Keyed by `id`: ranks of a stage share action objects, and hashing an action is slow.
         self.known: dict[int, _Barrier | _Transfer | None] = {}
@@ -195,12 +195,16 @@ class _Replay:
         self.sums: dict[int, list[SumSpan]] = {}
 
     def _add_barrier(self, action: Action) -> None:
-        """Creates the barrier of a blocking action, or adds a rank to that of a gradient sum."""
+        """Creates the barrier of a blocking action, or adds to that of a gradient sum or of joint tasks."""
         barrier = self.known.get(id(action)) or self.barriers.get(action)
         if barrier is None and action.task is None:
-            barrier = self.barriers[action] = _Barrier(action, 0, self.sync_ms(action.index))
+            barrier = self.barriers[action] = _Barrier(0, self.sync_ms(action.index))
         elif barrier is None and action.task is not None:
-            barrier = self.barriers[action] = _Barrier(action, len(self._ranks(action.task)), self.cost(action.task))
+            size = self.plan.modules[action.task.module].joint_replicas
+            first = replace(action.task, replica=action.task.replica // size * size)
+            barrier = self.barriers[action] = self.joint.setdefault(first, _Barrier(0, 0.0))
+            barrier.wanted += len(self._ranks(action.task))
+            barrier.duration_ms = max(barrier.duration_ms, self.cost(action.task))
         assert isinstance(barrier, _Barrier)
         barrier.wanted += action.op == "sync"
         self.known[id(action)] = barrier
@@ -263,10 +267,11 @@ class _Replay:
             return
         end = barrier.ready_ms + barrier.duration_ms
         for rank in barrier.arrived:
+            task = self.program.actions[rank][self.position[rank]].task
             self.position[rank] += 1
             self.time_ms[rank] = end
-            if barrier.action.task is not None:
-                self.spans.append(Span(rank, barrier.action.task, barrier.ready_ms, end))
+            if task is not None:
+                self.spans.append(Span(rank, task, barrier.ready_ms, end))
             elif barrier.duration_ms:
                 self._add_sum(rank, barrier.ready_ms, end)
         ready.extend(barrier.arrived)

@@ -14,6 +14,7 @@ from hf_mmparallel.plan import (
     ModuleSpec,
     ParallelPlan,
     ParameterSpec,
+    ShardingSettings,
     Stage,
     StepPlan,
     SyncGroup,
@@ -48,6 +49,7 @@ def make_plan(
     specs: dict[str, ModuleSpec] | None = None,
     schedule: Schedule = "1f1b",
     tied: dict[str, tuple[str, int]] | None = None,
+    sharding: dict[str, ShardingSettings] | None = None,
 ) -> tuple[ModelSpec, ParallelPlan]:
     """`modules[name][replica][stage]` are ranks; layers are cut evenly."""
     specs = specs or {
@@ -63,7 +65,7 @@ def make_plan(
             ranges = list(zip(cuts[:-1], cuts[1:], strict=True))
             trainable = trainable_stages(specs[name], spec.tied, ranges)
             rows.append(tuple(Stage(c, (r,), t) for c, r, t in zip(ranges, ranks, trainable, strict=True)))
-        plans[name] = ModulePlan(tuple(rows))
+        plans[name] = ModulePlan(tuple(rows), sharding=(sharding or {}).get(name, ShardingSettings()))
     return spec, ParallelPlan(plans, spec.edges, schedule)
 
 
@@ -120,14 +122,18 @@ def deferred(num_encoder_stages: int, num_stages: int, num_microbatches: int, sc
 
 
 @st.composite
-def cases(draw, generators: tuple[str, ...] = ()) -> Case:
-    """Any small layout: shared and overlapping ranks, unequal replicas, frozen layers, DeepStack, any arrangement."""
+def cases(draw, generators: tuple[str, ...] = (), joint: bool = False) -> Case:
+    """
+    Any small layout: shared and overlapping ranks, unequal replicas, frozen layers, DeepStack, any arrangement. With
+    `joint` the replicas of some modules run jointly, whose stages are alike and on different ranks.
+    """
     names = draw(
         st.sampled_from([("language_model",), ("vision", "language_model"), ("vision", "audio", "language_model")])
     )
     names += generators
     disjoint = draw(st.booleans())
     specs, modules, next_rank = {}, {}, 0
+    sharding: dict[str, ShardingSettings] = {}
     for name in names:
         frozen = draw(
             st.sampled_from([frozenset(), frozenset(range(-1, 5)), frozenset(range(-1, 4)), frozenset({0, 1})])
@@ -136,6 +142,10 @@ def cases(draw, generators: tuple[str, ...] = ()) -> Case:
         specs[name] = module_spec(name, 4, frozen, layers)
         tp_size = draw(st.integers(1, 2))
         modules[name] = []
+        if joint and draw(st.booleans()):
+            modules[name], sharding[name] = draw(joint_module(next_rank if disjoint else 0, tp_size))
+            next_rank = 1 + max(rank for replica in modules[name] for grid in replica for rank in grid)
+            continue
         for _ in range(draw(st.integers(1, 3))):
             grids = []
             for _ in range(draw(st.integers(1, 4))):
@@ -146,7 +156,7 @@ def cases(draw, generators: tuple[str, ...] = ()) -> Case:
                     grids.append(tuple(draw(st.permutations(range(5)))[:tp_size]))
             modules[name].append(grids)
     tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
-    spec, plan = make_plan(modules, specs, draw(st.sampled_from(SCHEDULES)), tied)
+    spec, plan = make_plan(modules, specs, draw(st.sampled_from(SCHEDULES)), tied, sharding)
     batch_indices = range(draw(st.integers(0, 14)))
     microbatches: dict[str, list[list[list[int]]]] = {}
     for name in names:
@@ -161,6 +171,16 @@ def cases(draw, generators: tuple[str, ...] = ()) -> Case:
                 rows[replica][draw(st.integers(0, sizes[replica] - 1))].append(batch_index)
         microbatches[name] = rows
     return Case(plan, make_step(microbatches, generators), sync_groups(spec, plan))
+
+
+@st.composite
+def joint_module(draw, first_rank: int, tp_size: int) -> tuple[list[list[tuple[int, ...]]], ShardingSettings]:
+    """The ranks of a module whose replicas run jointly, all of them or two at a time, and how they share it."""
+    dp_size, pp_size = draw(st.integers(2, 4)), draw(st.integers(1, 3))
+    ranks = iter(range(first_rank, first_rank + dp_size * pp_size * tp_size))
+    replicas = [[tuple(next(ranks) for _ in range(tp_size)) for _ in range(pp_size)] for _ in range(dp_size)]
+    shard_size = draw(st.sampled_from([None, 2])) if dp_size == 4 else None
+    return replicas, ShardingSettings(draw(st.integers(2, 3)), shard_size)
 
 
 @st.composite

@@ -51,10 +51,21 @@ LAYOUTS: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
 }
 
 
+def in_stage(parallel: dict[str, Any], zero_stage: int) -> dict[str, Any]:
+    """The settings with another ZeRO stage where they have one."""
+    return {
+        name: {**module, **({"zero_stage": zero_stage} if "zero_stage" in module else {})}
+        for name, module in parallel.items()
+    }
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_sharded_layout_equals_the_stock_trainer(name: str):
+def test_a_sharded_layout_equals_the_stock_trainer(name: str, zero_stage: int):
     family, world_size, parallel, arguments = LAYOUTS[name]
-    parallel = parallel() if callable(parallel) else parallel
+    if name == "uneven stages" and zero_stage > 1:
+        pytest.skip("replicas with stages of different layers do not run jointly")
+    parallel = parallel() if callable(parallel) else in_stage(parallel, zero_stage)
     freeze = runs.frozen(parallel) if isinstance(parallel, dict) else {}
     reference = runs.stock(family, freeze=freeze, **arguments)
     ranks = run_distributed(runs.parallel_run, world_size, family, parallel, **arguments)

@@ -1,0 +1,156 @@
+"""Replicas that exchange weights or gradients in their tasks (ZeRO-2 and 3) run these tasks at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.plan import LANGUAGE_MODEL, ShardingSettings, sync_groups
+from hf_mmparallel.schedule import (
+    DeadlockError,
+    Program,
+    Task,
+    build_graph,
+    build_program,
+    check_program,
+    find_representatives,
+    in_flight_limits,
+    lower,
+    order_tasks,
+    program_of_parts,
+    schedule_tasks,
+    simulate,
+)
+from hf_mmparallel.schedule.lowering import blocking_order
+from hf_mmparallel.schedule.proof import Proof
+from hf_mmparallel.schedule.replay import simulate_parts
+from tests.schedule.builders import Case, cases, make_plan, make_step
+
+SETTINGS = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+CASES = st.one_of(cases(joint=True), cases(("image",), joint=True))
+
+
+def uneven(task: Task) -> float:
+    return 1 + (7 * task.microbatch + 3 * task.replica + 5 * len(task.module) + task.chunk) % 4 + (task.kind == "bwd")
+
+
+def first_of(case: Case, task: Task) -> Task:
+    size = case.plan.modules[task.module].joint_replicas
+    return replace(task, replica=task.replica // size * size)
+
+
+@SETTINGS
+@given(CASES, st.booleans())
+def test_replicas_of_a_group_have_the_same_tasks_which_run_at_the_same_time(case, training):
+    program = build_program(case.plan, case.step, case.sync_groups, uneven, training)
+    check_program(case.plan, case.step, case.sync_groups, program, training)
+    together: dict[Task, list[Task]] = {}
+    for task in program.times_ms:
+        together.setdefault(first_of(case, task), []).append(task)
+    for first, tasks in together.items():
+        size = case.plan.modules[first.module].joint_replicas
+        assert sorted(task.replica for task in tasks) == list(range(first.replica, first.replica + size))
+        assert len({program.times_ms[task] for task in tasks}) == 1
+        start_ms, end_ms = program.times_ms[first]
+        assert end_ms - start_ms == pytest.approx(max(map(uneven, tasks)))
+    # Ranks with tasks of the same groups run them in one order.
+    orders = {
+        rank: [first_of(case, action.task) for action in actions if action.task is not None]
+        for rank, actions in program.actions.items()
+    }
+    for order in orders.values():
+        for other in orders.values():
+            assert [task for task in order if task in set(other)] == [task for task in other if task in set(order)]
+
+
+@SETTINGS
+@given(CASES)
+def test_each_chunk_with_samples_has_its_tasks_and_messages_once(case):
+    graph = build_graph(case.plan, case.step)
+    apart = {name: replace(module, sharding=ShardingSettings()) for name, module in case.plan.modules.items()}
+    plain = build_graph(replace(case.plan, modules=apart), case.step)
+    assert set(plain.tasks) <= set(graph.tasks) and len(set(graph.tasks)) == graph.num_tasks
+    assert set(plain.messages) <= set(graph.messages) and len(set(graph.messages)) == graph.num_messages
+    for message in set(graph.messages) - set(plain.messages):  # of a backward that only other replicas need
+        assert message.kind == "grad" and message.source not in plain.tasks
+    for task in set(graph.tasks) - set(plain.tasks):
+        chunks = case.step.chunks.of_replica(task.module, task.replica)
+        is_empty = task.microbatch >= len(chunks) or task.chunk >= len(chunks[task.microbatch])
+        assert is_empty or task.kind == "bwd"
+
+
+@SETTINGS
+@given(CASES, st.booleans())
+def test_the_proof_holds_for_joint_tasks_and_needs_them_at_one_position(case, training):
+    graph = build_graph(case.plan, case.step, training)
+    groups = case.sync_groups if training else []
+    timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step))
+    (lists,) = lower(case.plan, graph, timeline, groups).actions.parts
+    order = blocking_order(graph, timeline, groups)
+    assert Proof(case.plan, graph, groups, lists).holds(order, in_order=True)
+    apart = np.flatnonzero(np.arange(graph.num_tasks) != graph.joint) if graph.joint is not None else []
+    if len(apart):
+        order = 2 * order
+        order[apart[0]] += 1
+        assert not Proof(case.plan, graph, groups, lists).holds(order, in_order=True)
+
+
+@SETTINGS
+@given(CASES, st.booleans())
+def test_simulations_of_programs_and_of_orders_agree(case, training):
+    representatives = find_representatives(case.plan, case.sync_groups)
+    parts = list(representatives.parts(case.step))
+    program = representatives.expand(program_of_parts(parts, uneven, training))
+    simulated = simulate(case.plan, program, uneven)
+    replayed = simulate_parts(representatives, case.step, uneven, training=training)
+    assert replayed.iteration_ms == pytest.approx(simulated.iteration_ms)
+    times = {span.task: (span.start_ms, span.end_ms) for span in replayed.simulation().spans}
+    for span in simulated.spans:
+        assert times[span.task] == pytest.approx((span.start_ms, span.end_ms))
+
+
+@SETTINGS
+@given(CASES)
+def test_a_rank_plans_its_part_as_all_ranks_together_do(case):
+    whole = build_program(case.plan, case.step, case.sync_groups, uneven)
+    representatives = find_representatives(case.plan, case.sync_groups)
+    for rank in whole.actions:
+        part = representatives.expand(program_of_parts(representatives.parts(case.step, rank), uneven))
+        assert whole.actions[rank] == part.actions.get(rank, ())
+
+
+def two_replicas(microbatches: list[list[list[int]]]) -> Case:
+    spec, plan = make_plan({LANGUAGE_MODEL: [[(0,)], [(1,)]]}, sharding={LANGUAGE_MODEL: ShardingSettings(3)})
+    return Case(plan, make_step({LANGUAGE_MODEL: microbatches}), sync_groups(spec, plan))
+
+
+def test_a_replica_with_fewer_microbatches_has_empty_tasks():
+    case = two_replicas([[[0], [1], [2]], [[3]]])
+    graph = build_graph(case.plan, case.step)
+    of_second = sorted(str(task) for task in graph.tasks if task.replica == 1)
+    assert of_second == [f"{kind} language_model.r1.s0 mb{mb}.c0" for kind in ("bwd", "fwd") for mb in range(3)]
+
+
+def test_ranks_that_run_joint_tasks_in_different_orders_are_a_deadlock():
+    case = two_replicas([[[0], [1]], [[2], [3]]])
+    program = build_program(case.plan, case.step, case.sync_groups)
+    first, second = (
+        [action for action in program.actions[1] if action.task is not None and action.task.microbatch == index]
+        for index in range(2)
+    )
+    sums = [action for action in program.actions[1] if action.op == "sync"]
+    wrong = Program({**program.actions, 1: (*second, *first, *sums)})
+    with pytest.raises(DeadlockError, match="rank 0 waits at `fwd language_model.r0.s0 mb0.c0`"):
+        check_program(case.plan, case.step, case.sync_groups, wrong)
+
+
+def test_the_order_of_joint_tasks_has_the_longest_of_their_times():
+    case = two_replicas([[[0]], [[1]]])
+    graph = build_graph(case.plan, case.step)
+    times_ms = [float(1 + 2 * task.replica + (task.kind == "bwd")) for task in graph.tasks]
+    timeline = order_tasks(case.plan, graph, times_ms, {})
+    assert set(timeline.end_ms) == {3.0, 7.0}
