@@ -145,7 +145,7 @@ class StepUse:
         for edge in self.plan.edges:
             if edge.target == name and stage in self.plan.edge_stages(edge, replica):
                 per_microbatch += self.received.get((edge.source, replica), 0.0) / memory.cp_size
-        fixed = memory.input_bytes * float(microbatches[:, 1].sum())
+        fixed = memory.kept_bytes + memory.input_bytes * float(microbatches[:, 1].sum())
         if memory.frees_features:
             fixed += self.sent.get((name, replica), 0.0)
         largest = self.chunks.get((name, replica), np.zeros(3))

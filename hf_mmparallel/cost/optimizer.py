@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from ..plan import ParallelPlan, SyncGroup
 from .collectives import all_gather, slowest
 from .layers import CostModel
-from .sharded_passes import GATHERS_IN_PASSES, parameter_bytes
+from .sharded_passes import GATHERS_IN_PASSES, PassTransfers, parameter_bytes, pass_transfers
 from .stage_memory import stage_memories
 
 
 def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()) -> float:
     """
     Time of clipping, of the optimizer step and, where ranks update slices, of the all-gather of the weights, on the
-    slowest rank.
+    slowest rank. Where passes gather the weights of layers, those outside of layers are counted here.
 
     Args:
         costs (`CostModel`): Costs of layers.
@@ -23,23 +23,22 @@ def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[Syn
     """
     device = costs.device
     times = dict.fromkeys(range(plan.world_size), 0.0)
+    transfers: dict[tuple[str, int], PassTransfers | None] = {}
     for key, memory in stage_memories(costs, plan).items():
-        module = plan.modules[key[0]]
         update_ms = memory.update_bytes / device.memory_bytes_per_ms
-        gather_ms = 0.0
-        if costs.engine.sharded_optimizer:
-            copies = [replica[0].all_ranks[0] for replica in module.replicas]
-            update_ms /= len(copies)
-            gather_ms = all_gather(device, memory.state.optimizer / 2, copies)(1.0, 0.0)
+        if (key[0], key[2]) not in transfers:
+            transfers[key[0], key[2]] = pass_transfers(costs, plan, key[0], key[2])
+        shared = transfers[key[0], key[2]]
+        gather_ms = 0.0 if shared is None else shared.outer_gather_ms
         for rank in plan.stage(*key).all_ranks:
             times[rank] += update_ms + gather_ms
     for group in sync_groups:
-        module, shard_groups = group.stages[0][0], group.shard_groups
-        if not shard_groups or plan.modules[module].sharding.zero_stage >= GATHERS_IN_PASSES:
+        module = group.stages[0][0]
+        if not group.shard_groups or group.zero_stage >= GATHERS_IN_PASSES:
             continue
         weights = parameter_bytes(costs, module, plan.modules[module].tp_size)
         num_bytes = sum(weights[name][0] for name in group.parameters)
-        gather_ms = slowest(all_gather, device, num_bytes, shard_groups)
+        gather_ms = slowest(all_gather, device, num_bytes, group.shard_groups)
         for rank in group.ranks:
             times[rank] += gather_ms
     return max(times.values())

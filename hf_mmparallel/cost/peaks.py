@@ -116,7 +116,7 @@ class _MemoryEvents:
         self._add_features()
         for key, memory in self.memories.items():
             tokens = sum(size[1] for chunk, size in self.activations.items() if chunk[:2] == key[:2])
-            self.allocate(key, 0.0, np.inf, memory.input_bytes * tokens)
+            self.allocate(key, 0.0, np.inf, memory.kept_bytes + memory.input_bytes * tokens)
 
     def _add_features(self) -> None:
         """Adds features at the producer and at the consumer."""

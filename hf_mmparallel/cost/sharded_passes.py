@@ -1,4 +1,4 @@
-"""Times of passes through a stage whose copies share weights and gradients layer by layer (ZeRO 2 and 3)."""
+"""Communication in the passes of stages whose copies share weights or gradients layer by layer (ZeRO 2 and 3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ModulePlan, ParallelPlan
+from ..plan import ModulePlan, ParallelPlan, stage_holds
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_gather
 from .layers import CostModel
@@ -24,33 +24,67 @@ GATHERS_IN_PASSES = 3
 class PassTransfers:
     """
     Communication in the passes of a stage. While a layer computes, the weights of the next one are gathered and the
-    gradients of the one before are reduced. The first gather and the last reduction are exposed, and so is what takes
-    longer than the computation beside it.
+    gradients of the one before are reduced. The first gather and the last reductions are exposed, and so is what takes
+    longer than the computation beside it. Weights outside of layers stay gathered from the first pass of a step to its
+    end; their gradients are reduced at the end of each backward.
 
     Args:
-        gather_ms (`tuple[float, ...]`): Time to gather the weights of each layer of the stage, with the parts before
-            and after all layers where the stage has them.
+        gather_ms (`tuple[float, ...]`): Time to gather the weights of each layer of the stage.
         reduce_ms (`tuple[float, ...]`): Time to reduce the gradients of each.
+        outer_gather_ms (`float`): Time to gather the weights outside of layers, once a step.
+        outer_reduce_ms (`float`): Time to reduce their gradients.
+        outer_rows (`tuple[int, int]`): Whether the stage has the part before all layers, and the part after them.
+        alternates (`bool`):
+            Whether a backward follows each forward and the reverse, so that the last layer of a pass stays gathered
+            for the next pass.
         overlap_efficiency (`float`): Relative compute speed beside communication.
     """
 
     gather_ms: tuple[float, ...]
     reduce_ms: tuple[float, ...]
+    outer_gather_ms: float
+    outer_reduce_ms: float
+    outer_rows: tuple[int, int]
+    alternates: bool
     overlap_efficiency: float
 
-    def of_pass(self, has_backward: NDArray | None = None) -> tuple[NDArray, float]:
+    def of_pass(self, computes: NDArray, is_backward: bool) -> tuple[NDArray, float]:
         """
-        Times of the communication beside the computation of each layer `[layers]`, and of the rest.
+        Communication of a pass.
 
         Args:
-            has_backward (`np.ndarray` of shape `[layers]`, *optional*):
-                For a backward, which layers have one; without it a forward.
+            computes (`np.ndarray` of shape `[rows]`):
+                Whether each part of the stage computes in it: the part before all layers, each layer, and the part
+                after them, if the stage has these.
+            is_backward (`bool`): Whether it is a backward.
+
+        Returns:
+            `tuple[np.ndarray, float]`: Time of the communication beside each part `[rows]`, and of the rest.
         """
-        if has_backward is None:
-            return np.array([*self.gather_ms[1:], 0.0]), self.gather_ms[0]
-        gathers, reduces = (np.where(has_backward, values, 0.0) for values in (self.gather_ms, self.reduce_ms))
-        beside = np.append(0.0, gathers[:-1]) + np.append(reduces[1:], 0.0)
-        return beside, float(gathers[-1] + reduces[0])
+        before, _ = self.outer_rows
+        layers = [layer for layer in range(len(self.gather_ms)) if computes[before + layer]]
+        layers = layers[::-1] if is_backward else layers
+        beside_ms, exposed_ms = np.zeros(len(computes)), self.outer_reduce_ms if is_backward else 0.0
+        for position, layer in enumerate(layers):
+            gather_ms = self.gather_ms[layer]
+            if position:
+                beside_ms[before + layers[position - 1]] += gather_ms
+            elif self.outer_rows[is_backward]:
+                beside_ms[-1 if is_backward else 0] += 0.0 if self.alternates else gather_ms
+            elif not self.alternates:
+                exposed_ms += gather_ms
+            if not is_backward:
+                continue
+            if position + 1 < len(layers):
+                beside_ms[before + layers[position + 1]] += self.reduce_ms[layer]
+            else:
+                exposed_ms += self.reduce_ms[layer]
+        return beside_ms, exposed_ms
+
+
+def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float) -> NDArray:
+    """Time that communication adds to the computation beside it."""
+    return np.maximum((1 - overlap_efficiency) * beside_ms, beside_ms - compute_ms)
 
 
 def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int) -> PassTransfers | None:
@@ -64,19 +98,27 @@ def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int
         index (`int`): Index of the stage in its replicas.
     """
     planned = plan.modules[module]
-    if planned.sharding.zero_stage < REDUCES_IN_PASSES:
+    if planned.sharding.zero_stage < REDUCES_IN_PASSES or num_shards(planned) == 1:
         return None
-    groups = shard_groups(planned, index)
-    if len(groups[0]) == 1:
-        return None
-    slowest = max(groups, key=lambda ranks: all_gather(costs.device, 1e6, ranks)(1.0, 0.0))
-    layers = _stage_at(planned, index)[0]
-    return transfers_among(slowest, costs, module, layers, planned.tp_size, planned.sharding.zero_stage)
+    stages = [replica[min(index, len(replica) - 1)] for replica in planned.replicas if replica]
+    ranks = sorted(tp_group[0] for stage in stages for tp_group in stage.mesh)
+    size = min(num_shards(planned), len(ranks))
+    groups = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+    slowest = max(groups, key=lambda group: all_gather(costs.device, 1e6, group)(1.0, 0.0))
+    alternates = plan.policy.is_one_phase and all(len(replica) <= 1 for replica in planned.replicas)
+    zero_stage = planned.sharding.zero_stage
+    return transfers_among(slowest, costs, module, stages[0].layers, planned.tp_size, zero_stage, alternates)
 
 
 @lru_cache(maxsize=4096)
 def transfers_among(
-    ranks: tuple[int, ...], costs: CostModel, module: str, layers: tuple[int, int], tp_size: int, zero_stage: int
+    ranks: tuple[int, ...],
+    costs: CostModel,
+    module: str,
+    layers: tuple[int, int],
+    tp_size: int,
+    zero_stage: int,
+    alternates: bool,
 ) -> PassTransfers:
     """
     Communication in the passes of a stage.
@@ -88,25 +130,26 @@ def transfers_among(
         layers (`tuple[int, int]`): First layer of the stage, and one past the last layer.
         tp_size (`int`): Size of a tp group.
         zero_stage (`int`): 2 shares gradients, 3 also weights.
+        alternates (`bool`): See [`PassTransfers`].
     """
     num_layers = costs.spec.modules[module].num_layers
-    first = 0 if layers[0] == 0 else layers[0] + 1
-    stop = num_layers + 2 if layers[1] == num_layers else layers[1] + 1
     one = all_gather(costs.device, 1.0, ranks)
-    num_bytes = layer_bytes(costs, module, tp_size)[first:stop]
-    times = np.where(num_bytes > 0, one.token * num_bytes + one.constant, 0.0)
-    gather_ms, reduce_ms = times.T.tolist()
-    none = [0.0] * len(gather_ms)
+
+    def times_ms(num_bytes: Sequence[float]) -> tuple[float, float]:
+        gather_ms, reduce_ms = (one(n, 0.0) if n else 0.0 for n in num_bytes)
+        return (gather_ms if zero_stage >= GATHERS_IN_PASSES else 0.0), reduce_ms
+
+    inner = [times_ms(held_bytes(costs, module, tp_size, (index,))) for index in range(*layers)]
+    outer = tuple(index for index in (-1, num_layers) if stage_holds(layers, num_layers, index))
+    gather_ms, reduce_ms = zip(*inner, strict=True)
     return PassTransfers(
-        tuple(gather_ms if zero_stage >= GATHERS_IN_PASSES else none),
-        tuple(reduce_ms),
+        gather_ms,
+        reduce_ms,
+        *times_ms(held_bytes(costs, module, tp_size, outer)),
+        (int(-1 in outer), int(num_layers in outer)),
+        alternates,
         costs.device.overlap_efficiency,
     )
-
-
-def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float) -> NDArray:
-    """Time that communication adds to the computation beside it."""
-    return np.maximum((1 - overlap_efficiency) * beside_ms, beside_ms - compute_ms)
 
 
 @lru_cache(maxsize=256)
@@ -124,20 +167,17 @@ def parameter_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, tu
     return result
 
 
-@lru_cache(maxsize=256)
-def layer_bytes(costs: CostModel, module: str, tp_size: int) -> NDArray:
+@lru_cache(maxsize=4096)
+def held_bytes(costs: CostModel, module: str, tp_size: int, layers: tuple[int, ...]) -> tuple[float, float]:
     """
-    `[num_layers + 2, 2]`: bytes of the weights of each layer on a rank of a tp group, and of what is sent of the
-    gradients of trained ones; the first row is the part before all layers, the last the part after them.
+    Bytes of the weights of some layers (-1: the part before all, `num_layers`: after them) on a rank of a tp group,
+    and of what is sent of their gradients.
     """
     known = parameter_bytes(costs, module, tp_size)
-    result = np.zeros((costs.spec.modules[module].num_layers + 2, 2))
-    for row in range(len(result)):
-        for use in costs.spec.uses.get((module, row - 1), ()):
-            weights, gradients = known[use.parameter.name]
-            sent = gradients if costs.engine.wide_sums else weights
-            result[row] += weights, sent * use.parameter.trainable
-    return result
+    uses = {use.parameter.name: use.parameter for index in layers for use in costs.spec.uses.get((module, index), ())}
+    weights = sum(known[name][0] for name in uses)
+    sent = sum(known[name][costs.engine.wide_sums] for name, parameter in uses.items() if parameter.trainable)
+    return weights, sent
 
 
 def num_shards(module: ModulePlan) -> int:
@@ -147,23 +187,3 @@ def num_shards(module: ModulePlan) -> int:
         return 1
     size = sharding.shard_size
     return size if size is not None and copies % size == 0 else copies
-
-
-def shard_groups(module: ModulePlan, index: int) -> list[tuple[int, ...]]:
-    """The groups of ranks that divide stage `index` of all replicas, of the first rank of each tp group."""
-    ranks = sorted(tp_group[0] for mesh in _stage_at(module, index)[1] for tp_group in mesh)
-    size = min(num_shards(module), len(ranks))
-    return [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
-
-
-def _stage_at(module: ModulePlan, index: int) -> tuple[tuple[int, int], Sequence]:
-    """The layers of a stage in the first replica, and its mesh in all of them."""
-    stages = [replica[min(index, len(replica) - 1)] for replica in module.replicas if replica]
-    return stages[0].layers, [stage.mesh for stage in stages]
-
-
-def replicas_per_group(module: ModulePlan) -> int:
-    """Number of consecutive replicas whose passes run together, since they share weights or gradients."""
-    if module.sharding.zero_stage < REDUCES_IN_PASSES:
-        return 1
-    return max(1, num_shards(module) // module.cp_size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -91,6 +92,7 @@ class StageMemory:
             Bytes of the sums of the slices that this rank updates under ZeRO, beside the gradients once the last
             backward is done.
         update_bytes (`float`): Memory traffic of clipping and of a fused AdamW step.
+        kept_bytes (`float`): Bytes of weights outside of layers that stay gathered from pass to pass.
         frees_features (`bool`):
             Whether the stage ends an encoder without a backward, so that its features are freed once they are sent.
     """
@@ -106,6 +108,7 @@ class StageMemory:
     bucket_bytes: float
     slice_bytes: float
     update_bytes: float
+    kept_bytes: float
     frees_features: bool
 
     def _scaled(self, chunk: NDArray) -> NDArray:
@@ -283,18 +286,13 @@ def _stage_memory(
     )
     weights = _weights(costs.spec, module, layer_indices, tp_size, shards)
     trained = float(weights.gradients.sum())
-    bucket_bytes = min(trained if is_copied else weights.tied, GRADIENT_BUCKET_BYTES)
-    if shards.divides(REDUCES_IN_PASSES):
-        # A backward allocates all gradients of a layer while those of the layer after it are reduced.
-        weights.largest = weights.gradients + weights.narrow
-        weights.gradients = weights.gradients / shards.count
-        trained, weights.slices, bucket_bytes = trained / shards.count, 0.0, 0.0
-    if shards.divides(GATHERS_IN_PASSES):
-        # In a pass, a layer and the next one are gathered, the largest one through a buffer.
-        by_size = np.sort(weights.by_layer)
-        weights.total /= shards.count
-        for table in (forward, backward):
-            table[:, 2] += by_size[-2:].sum() + by_size[-1]
+    is_summed = is_copied and not shards.divides(REDUCES_IN_PASSES)
+    is_layer = np.array([0 <= index < module_spec.num_layers for index in layer_indices])
+    # A backward allocates the gradients of a layer while those of the layer after it are reduced; those outside of
+    # layers are reduced at its end.
+    weights.largest += 2 * weights.reduced[is_layer].max() + weights.reduced[~is_layer].sum()
+    for table in (forward, backward):  # a layer and the next one are gathered through buffers
+        table[:, 2] += 3 * weights.gathered[is_layer].max()
     return StageMemory(
         RankMemory(weights.total, trained, 2 * weights.updated),
         saved,
@@ -304,11 +302,12 @@ def _stage_memory(
         np.append(weights.largest, 0.0),
         _input_bytes(module_spec),
         cp_size,
-        bucket_bytes,
+        min(trained if is_summed else weights.tied, GRADIENT_BUCKET_BYTES),
         weights.slices,
         # Weights and both moments are read and written; gradients are read for the norm, read and written by
         # clipping, read by the step, and set to zero.
         6.0 * weights.updated + 5.0 * weights.updated_gradients,
+        float(weights.gathered[~is_layer].sum()),
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
     )
 
@@ -316,15 +315,21 @@ def _stage_memory(
 @dataclass
 class _Weights:
     """
-    Weight and gradient bytes of a stage: gradients, those in a dtype below float32, largest gradient and weights per
-    layer; all weights, trained weights that this rank's optimizer updates, their gradients, those of slices alone, and
-    gradients of tied weights.
+    Weight and gradient bytes of a stage on a rank.
+
+    Args:
+        gradients, largest (`np.ndarray` of shape `[layers]`): Gradients that it keeps, and the largest one.
+        gathered, reduced (`np.ndarray` of shape `[layers]`): Weights that passes gather, gradients that they reduce.
+        total (`float`): All weights that it keeps.
+        updated, updated_gradients (`float`): Trained weights that its optimizer updates, and their gradients.
+        slices (`float`): Those of the latter that come beside all gradients when these are summed.
+        tied (`float`): Gradients of tied weights, and of those that the ranks of a tp group hold whole.
     """
 
     gradients: NDArray
-    narrow: NDArray
     largest: NDArray
-    by_layer: NDArray
+    gathered: NDArray
+    reduced: NDArray
     total: float = 0.0
     updated: float = 0.0
     updated_gradients: float = 0.0
@@ -334,6 +339,7 @@ class _Weights:
 
 def _weights(spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size: int, shards: _Shards) -> _Weights:
     result = _Weights(*(np.zeros(len(layer_indices)) for _ in range(4)))
+    used = Counter(use.parameter.name for index in layer_indices for use in spec.uses.get((module, index), ()))
     seen: set[str] = set()
     for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward
         shares = parameter_shares(spec, module, index, tp_size)
@@ -348,14 +354,16 @@ def _weights(spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size
                 result.tied -= 0.0 if over_tp else gradient  # both uses are on this stage
                 continue
             seen.add(p.name)
-            result.total += num_bytes
-            result.by_layer[row] += num_bytes
-            result.narrow[row] += narrow
+            own = replace(shards, zero_stage=1) if p.name in spec.tied and used[p.name] == 1 else shards
+            gathers, reduces = own.divides(GATHERS_IN_PASSES), own.divides(REDUCES_IN_PASSES)
             num_slices = shards.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
+            result.total += num_bytes / (shards.count if gathers else 1)
+            result.gathered[row] += num_bytes * gathers
+            result.gradients[row] += gradient / (shards.count if reduces else 1)
+            result.reduced[row] += gradient * reduces
             result.updated += num_bytes * p.trainable / num_slices
             result.updated_gradients += gradient / num_slices
-            result.slices += gradient / num_slices if num_slices > 1 else 0.0
-            result.gradients[row] += gradient
+            result.slices += gradient / num_slices if num_slices > 1 and not reduces else 0.0
             result.tied += gradient if over_tp or p.name in spec.tied else 0.0
     return result
 

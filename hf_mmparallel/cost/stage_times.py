@@ -137,13 +137,13 @@ class LayerTable:
             cp_size (`int`, *optional*, defaults to 1): Context-parallel size.
             transfers (`PassTransfers`, *optional*): Communication in the passes of a stage of all layers.
         """
-        times = np.zeros(len(self.windows))
-        for compute_ms, has_layer in zip(
-            self.times(tokens, squares, cp_size), (None, self.backward.any(axis=1)), strict=True
-        ):
-            times += compute_ms
-            if transfers is not None:
-                beside_ms, exposed_ms = transfers.of_pass(has_layer)
+        forward, backward = self.times(tokens, squares, cp_size)
+        times = forward + backward
+        if transfers is not None:
+            has_backward = self.backward.any(axis=1)
+            passes = [(forward, np.ones(len(times), bool)), (backward, has_backward)][: 1 + has_backward.any()]
+            for is_backward, (compute_ms, computes) in enumerate(passes):
+                beside_ms, exposed_ms = transfers.of_pass(computes, bool(is_backward))
                 times += longer_ms(compute_ms, beside_ms, transfers.overlap_efficiency)
                 times[0] += exposed_ms
         layers = times[1:-1].copy()
@@ -342,8 +342,8 @@ class SharedPasses:
         """The passes of a stage in one direction."""
         rows = table.rows(stage)
         coefficients = (table.backward if is_backward else table.forward)[rows]
-        has_backward = coefficients.any(axis=1)
-        beside_ms, exposed_ms = transfers.of_pass(has_backward if is_backward else None)
+        computes = coefficients.any(axis=1) if is_backward else np.ones(len(coefficients), bool)
+        beside_ms, exposed_ms = transfers.of_pass(computes, is_backward)
         columns = np.column_stack([coefficients, table.launches[rows], table.windows[rows], beside_ms])
         _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)
         kinds = rows.start + first

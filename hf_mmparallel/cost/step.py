@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
@@ -17,9 +16,8 @@ from ..schedule.actions import Message
 from .collectives import all_gather, all_reduce, slowest
 from .layers import CostModel
 from .row_sizes import ChunkKey, ChunkSize, RowLayout, chunk_sizes
-from .sharded_passes import REDUCES_IN_PASSES, parameter_bytes, replicas_per_group
+from .sharded_passes import REDUCES_IN_PASSES, parameter_bytes
 from .stage_times import StageCost, stage_costs
-
 
 _EMPTY = ChunkSize(0, 0, 0)
 
@@ -83,31 +81,7 @@ class StepCost:
             for back in (False, True):
                 wanted = np.flatnonzero((kind == number) & (is_backward == back))
                 result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], back)
-        self._join_passes(graph, result)
         return result
-
-    def _join_passes(self, graph: TaskGraph, times_ms: NDArray) -> None:
-        """Makes equal passes of replicas that share weights or gradients as long as the longest of them."""
-        if not self._replicas_per_group:
-            return
-        stage, microbatch, chunk = graph.columns
-        keys = [
-            (name, replica // size, index) if (size := self._replicas_per_group.get(name)) else (name, replica, index)
-            for name, replica, index in graph.stages
-        ]
-        numbers: dict[tuple, int] = {}
-        stage = np.array([numbers.setdefault(key, len(numbers)) for key in keys])[stage]
-        columns = np.stack([stage, microbatch, chunk, graph.forward >= 0])
-        _, joint = np.unique(columns, axis=1, return_inverse=True)
-        longest = np.zeros(int(joint.max(initial=-1)) + 1)
-        np.maximum.at(longest, joint.ravel(), times_ms)
-        times_ms[:] = longest[joint.ravel()]
-
-    @cached_property
-    def _replicas_per_group(self) -> dict[str, int]:
-        """Module -> number of replicas whose passes run together, where that is more than one."""
-        sizes = {name: replicas_per_group(module) for name, module in self.plan.modules.items()}
-        return {name: size for name, size in sizes.items() if size > 1}
 
     def _chunk_of_forwards(self, graph: TaskGraph) -> NDArray:
         """int64 `[forwards]`: the index of each forward's chunk among the chunks of its module, -1 for empty tasks."""
@@ -130,15 +104,6 @@ class StepCost:
         return result
 
     def __call__(self, task: Task) -> float:
-        size = self._replicas_per_group.get(task.module)
-        if size is None:
-            return self._alone_ms(task)
-        first = task.replica // size * size
-        together = (replace(task, replica=replica) for replica in range(first, first + size))
-        return max(self._alone_ms(own) for own in together if own.key[:2] + own.key[3:] in self.chunks)
-
-    def _alone_ms(self, task: Task) -> float:
-        """Time of a task if no other replica waits for it."""
         cost = self.stages[task.module, task.replica, task.stage]
         chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), _EMPTY)
         time_ms = cost.forward_ms if task.kind == "fwd" else cost.backward_ms
@@ -225,13 +190,12 @@ class StepCost:
         """
         group, device = self.sync_groups[index], self.costs.device
         module = group.stages[0][0]
-        planned = self.plan.modules[module]
-        gradients = parameter_bytes(self.costs, module, planned.tp_size)
+        gradients = parameter_bytes(self.costs, module, self.plan.modules[module].tp_size)
         num_bytes = sum(gradients[name][1] for name in group.parameters)
         if not group.shard_groups:
             return all_reduce(device, num_bytes, group.ranks)(1.0, 0.0)
         between_ms = slowest(all_reduce, device, num_bytes / group.shard_size, group.replica_groups)
-        if planned.sharding.zero_stage >= REDUCES_IN_PASSES:
+        if group.zero_stage >= REDUCES_IN_PASSES:
             return between_ms
         return slowest(all_gather, device, num_bytes, group.shard_groups) + between_ms
 

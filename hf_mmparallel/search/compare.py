@@ -137,7 +137,7 @@ def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
         return None
     if any(layouts[name].activation_checkpointing != value for name, value in problem.checkpointing.items()):
         return None
-    if any(layout.zero_stage not in problem.zero_stages for layout in layouts.values()):
+    if any(layout.zero_stage not in problem.zero_stages_of(name) for name, layout in layouts.items()):
         return None
     if problem.schedule not in (None, candidate.schedule) or problem.arrangement not in (None, candidate.arrangement):
         return None

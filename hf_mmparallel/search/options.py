@@ -133,10 +133,10 @@ class ModuleOptions:
     @cached_property
     def zero_stages(self) -> tuple[int, ...]:
         """The ZeRO stages that the user has left open; without trained parameters, only weights can be divided."""
-        stages = [stage for stage in self.problem.zero_stages if self.allows("zero_stage", stage)]
-        if not any(p.trainable for p in self.module_spec.parameters) and len(stages) > 1:
-            stages = [stage for stage in stages if stage not in (1, 2)]
-        return tuple(stages)
+        stages = self.problem.zero_stages_of(self.name)
+        if len(stages) == 1 or any(p.trainable for p in self.module_spec.parameters):
+            return stages
+        return tuple(stage for stage in stages if stage in (0, GATHERS_IN_PASSES)) or stages
 
     def shardings(self, tp_size: int) -> list[ShardingSettings]:
         """
@@ -215,7 +215,8 @@ class ModuleOptions:
         if kind.shares_passes and kind.num_shards > 1:
             ranks = tuple(range(0, kind.num_shards * kind.tp_size, kind.tp_size))
             layers = (0, self.module_spec.num_layers)
-            transfers = transfers_among(ranks, costs, self.name, layers, kind.tp_size, kind.sharding.zero_stage)
+            stage = kind.sharding.zero_stage
+            transfers = transfers_among(ranks, costs, self.name, layers, kind.tp_size, stage, alternates=True)
         return table.step_ms(tokens, squares, kind.cp_size, transfers)
 
     def _sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
@@ -285,11 +286,12 @@ class ModuleOptions:
         return self._memories[key]
 
     def _state_bytes(self, kind: ParallelConfig, first: int, stop: int, dp_size: int) -> float:
-        """Weights, gradients and optimizer state of a stage with layers `first` to `stop`."""
+        """Weights, gradients and optimizer state of a stage with layers `first` to `stop`, and what stays gathered."""
         state = self._memory(replace(kind, sharding=ShardingSettings()), first, stop).state
         parts, count = (state.optimizer, state.gradients, state.weights), kind.shards_of(dp_size)
         stage = kind.sharding.zero_stage
-        return sum(part / (count if stage >= first_stage else 1) for first_stage, part in enumerate(parts, 1))
+        held = sum(part / (count if stage >= first_stage else 1) for first_stage, part in enumerate(parts, 1))
+        return held + self._memory(kind, first, stop).kept_bytes
 
     def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False, dp_size: int = 1) -> Any:
         """
@@ -355,9 +357,15 @@ class ModuleOptions:
         result = update_ms + 2 * self._gather_ms(gradients / num_shards, num_groups, stride * num_shards)
         if not kind.shares_passes:
             result += self._gather_ms(gradients, num_shards, stride)
-        if kind.sharding.zero_stage < GATHERS_IN_PASSES:
-            result += self._gather_ms(weights, num_shards, stride)
-        return result
+        share = self._outer_share if kind.sharding.zero_stage >= GATHERS_IN_PASSES else 1.0
+        return result + self._gather_ms(share * weights, num_shards, stride)
+
+    @cached_property
+    def _outer_share(self) -> float:
+        """Share of the weights that are outside of layers, which a step gathers once in any ZeRO stage."""
+        layers = range(self.module_spec.num_layers)
+        outer = sum(p.num_elements for p in self.module_spec.parameters if p.layer not in layers)
+        return outer / sum(p.num_elements for p in self.module_spec.parameters)
 
     def _gather_ms(self, num_bytes: float, num_ranks: int, stride: int) -> float:
         """Time of an all-gather or reduce-scatter over ranks at a distance of `stride`."""

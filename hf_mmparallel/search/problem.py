@@ -192,6 +192,11 @@ class PlanningProblem:
     def spec(self) -> ModelSpec:
         return self.costs.spec
 
+    def zero_stages_of(self, module: str) -> tuple[int, ...]:
+        """The ZeRO stages to choose from for a module: the user's, or all of the problem."""
+        given = self.fixed.get(module, {})
+        return (given["zero_stage"],) if "zero_stage" in given else self.zero_stages
+
     @property
     def first_schedule(self) -> Schedule:
         """The schedule for the comparison of layouts."""

@@ -12,12 +12,11 @@ from hf_mmparallel.cost import StepCost, analytic_costs, memory_per_rank
 from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.optimizer import optimizer_ms
-from hf_mmparallel.cost.sharded_passes import PassTransfers, layer_bytes, pass_transfers
+from hf_mmparallel.cost.sharded_passes import PassTransfers, held_bytes, pass_transfers
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.cost.stage_times import layer_table, stage_costs
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
-from hf_mmparallel.schedule import build_graph, build_program, simulate
 from tests.cost.models import LAYERS, PLAIN, model
 
 SIZES = SampleSizes.uniform({LANGUAGE_MODEL: 10}, 8)
@@ -40,15 +39,27 @@ def cost_of(costs, plan, sizes=SIZES, microbatch_size=1):
     return StepCost(costs, plan, step, sizes, sync_groups(costs.spec, plan))
 
 
-def waited(order, compute, gather, reduce, efficiency: float) -> float:
-    """A pass of two streams, second by second: one computes, the other gathers ahead and then reduces."""
-    now = gather[order[0]]
-    for position, layer in enumerate(order):
-        beside = sum(gather[n] for n in order[position + 1 : position + 2])
-        beside += sum(reduce[n] for n in order[max(0, position - 1) : position])
-        left = compute[layer] - efficiency * beside  # of the computation once communication is over
-        now += beside + max(0.0, left)
-    return now + reduce[order[-1]]
+def waited(computes, gather, reduce, efficiency: float) -> float:
+    """
+    A pass of two streams, part by part: one computes, the other gathers ahead and then reduces.
+
+    Args:
+        computes: (Layer or `None`, compute time) of each part, in the order of the pass.
+        gather, reduce: Times of each layer.
+    """
+    layers = [layer for layer, _ in computes if layer is not None]
+    now, beside, done = 0.0, gather[layers[0]], None
+    for layer, compute in computes:
+        if layer is not None:
+            if layer == computes[0][0]:
+                now += beside
+            following = layers[layers.index(layer) + 1 :]
+            beside = (gather[following[0]] if following else 0.0) + (0.0 if done is None else reduce[done])
+            done = layer
+        elif done is not None:
+            beside = 0.0
+        now += beside + max(0.0, compute - efficiency * beside)
+    return now + reduce[layers[-1]]
 
 
 class TestSums:
@@ -83,7 +94,7 @@ class TestSums:
         costs = analytic_costs(text_model(), PLAIN)
         plans = [plan_of(costs.spec, stage) for stage in (2, 3)]
         kept, gathered = (optimizer_ms(costs, plan, sync_groups(costs.spec, plan)) for plan in plans)
-        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
+        elements = sum(p.num_elements for p in costs.spec.language_model.parameters if p.layer >= 0)
         assert kept - gathered == pytest.approx(3 / 4 * 2 * elements / (PLAIN.link_gb_per_s * 1e6))
 
 
@@ -92,18 +103,36 @@ class TestPasses:
     @pytest.mark.parametrize("link", [1e9, 3.0, 1e-3])
     def test_communication_is_beside_the_neighbours(self, stage, link):
         costs = analytic_costs(text_model(), replace(DEVICE, link_gb_per_s=link))
-        plan = plan_of(costs.spec, stage)
+        plan = replace(plan_of(costs.spec, stage), schedule="gpipe")
         (cost,) = {id(own): own for own in stage_costs(costs, plan).values()}.values()
-        weights, gradients = (3 / 4 * layer_bytes(costs, LANGUAGE_MODEL, 1) / (link * 1e6)).T
+        of_layers = [held_bytes(costs, LANGUAGE_MODEL, 1, (layer,)) for layer in range(LAYERS)]
+        weights, gradients = (3 / 4 * np.array(of_layers) / (link * 1e6)).T
+        outer = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 1, (-1,))[1] / (link * 1e6)
         weights = weights * (stage == 3)
         table = layer_table(costs, LANGUAGE_MODEL)
+        layers = [None, *range(LAYERS), None]
         for tokens in (10.0, 1e4):
-            forward, backward = (own[:, 0] for own in table.times([tokens], [tokens**2]))
-            order, none = list(range(LAYERS + 2)), np.zeros(LAYERS + 2)
-            expected = waited(order, forward, weights, none, 0.5)
+            forward, backward = (own[:, 0].tolist() for own in table.times([tokens], [tokens**2]))
+            expected = waited(list(zip(layers, forward, strict=True)), weights, np.zeros(LAYERS), 0.5)
             assert cost.forward_ms(tokens, tokens**2) == pytest.approx(expected)
-            expected = waited(order[::-1], backward, weights, gradients, 0.5)
+            parts = list(zip(layers, backward, strict=True))[::-1]
+            expected = waited(parts, weights, gradients, 0.5) + outer
             assert cost.backward_ms(tokens, tokens**2) == pytest.approx(expected)
+
+    def test_a_pass_begins_with_the_layer_that_the_one_before_ended_with(self):
+        """One stage runs a forward and a backward in turns; several stages run forwards in a row."""
+        costs = analytic_costs(text_model(), DEVICE)
+        single, several = plan_of(costs.spec, 3), plan_of(costs.spec, 3, pp_size=2)
+        alternates = [pass_transfers(costs, plan, LANGUAGE_MODEL, 0).alternates for plan in (single, several)]
+        assert alternates == [True, False]
+        transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5)
+        kept = replace(transfers, alternates=True)
+        computes = np.ones(3, bool)
+        for own, first, last in ((transfers, 1.0, 4.0), (kept, 0.0, 0.0)):
+            beside, exposed = own.of_pass(computes, False)
+            assert beside.tolist() == [2.0, 4.0, 0.0] and exposed == first
+            beside, exposed = own.of_pass(computes, True)
+            assert beside.tolist() == [16.0, 1.0 + 32.0, 2.0] and exposed == last + 8.0 + 128.0
 
     def test_what_is_frozen_is_gathered_for_the_forward_only(self):
         costs = analytic_costs(text_model(frozen=True), DEVICE)
@@ -112,15 +141,16 @@ class TestPasses:
         assert sharded.forward_ms(10.0, 100.0) > whole.forward_ms(10.0, 100.0)
 
     def test_only_layers_with_a_backward_communicate_in_it(self):
-        transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 0.5)
-        assert [part.tolist() if np.ndim(part) else part for part in transfers.of_pass()] == [[2.0, 4.0, 0.0], 1.0]
-        beside, exposed = transfers.of_pass(np.array([False, True, True]))
-        assert beside.tolist() == [16.0, 32.0, 2.0] and exposed == 4.0
+        transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (1, 1), False, 0.5)
+        beside, exposed = transfers.of_pass(np.array([False, False, True, True, True]), True)
+        assert beside.tolist() == [0.0, 0.0, 32.0, 2.0, 4.0] and exposed == 16.0 + 128.0
+        beside, exposed = transfers.of_pass(np.ones(5, bool), False)
+        assert beside.tolist() == [1.0, 2.0, 4.0, 0.0, 0.0] and exposed == 0.0
 
     def test_gradients_may_be_sent_in_the_dtype_of_the_weights(self):
         for wide, num_bytes in ((True, 4), (False, 2)):
             costs = analytic_costs(text_model(), PLAIN, engine=Engine(wide_sums=wide))
-            weights, gradients = layer_bytes(costs, LANGUAGE_MODEL, 1).sum(axis=0)
+            weights, gradients = held_bytes(costs, LANGUAGE_MODEL, 1, tuple(range(-1, LAYERS + 1)))
             assert gradients == num_bytes / 2 * weights
 
     def test_stages_know_their_own_layers_and_ranks(self):
@@ -128,38 +158,12 @@ class TestPasses:
         costs = analytic_costs(text_model(), device)
         plan = plan_of(costs.spec, 3, pp_size=2, dp_size=4, tp_size=2)
         first, last = (pass_transfers(costs, plan, LANGUAGE_MODEL, index) for index in (0, 1))
-        assert len(first.gather_ms) == len(last.gather_ms) == 1 + LAYERS // 2
-        num_bytes = layer_bytes(costs, LANGUAGE_MODEL, 2)[1, 0]
-        expected = 3 / 4 * num_bytes / device.link_bytes_per_ms((0, 4, 8, 12))
+        assert len(first.gather_ms) == len(last.gather_ms) == LAYERS // 2
+        assert (first.outer_rows, last.outer_rows) == ((1, 0), (0, 1))
+        expected = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 2, (0,))[0] / device.link_bytes_per_ms((0, 4, 8, 12))
         assert first.gather_ms[1] == last.gather_ms[0] == pytest.approx(expected)
         assert pass_transfers(costs, plan_of(costs.spec, 1), LANGUAGE_MODEL, 0) is None
         assert pass_transfers(costs, plan_of(costs.spec, 3, dp_size=1), LANGUAGE_MODEL, 0) is None
-
-    def test_equal_passes_of_replicas_take_as_long_as_the_longest(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        lengths = [10_000, 20_000, 30_000, 40_000, 50_000, 60_000, 70_000, 80_000]
-        sizes = SampleSizes.of_sequences({LANGUAGE_MODEL: [[n] for n in lengths]})
-        for shard_size, per_group in ((None, 4), (2, 2)):
-            plan = plan_of(costs.spec, 3, shard_size)
-            cost = cost_of(costs, plan, sizes)
-            graph = build_graph(plan, cost.step)
-            alone = stage_costs(costs, plan)[LANGUAGE_MODEL, 0, 0]
-            times = dict(zip(graph.tasks, cost.of_graph(graph), strict=True))
-            replicas = cost.step.microbatches[LANGUAGE_MODEL]
-            for task, time_ms in times.items():
-                first = task.replica // per_group * per_group
-                together = [replicas[n][task.microbatch] for n in range(first, first + per_group)]
-                longest = max(lengths[index] for indices in together for index in indices)
-                expected = (alone.forward_ms if task.kind == "fwd" else alone.backward_ms)(longest, longest**2)
-                assert time_ms == cost(task) == pytest.approx(expected)
-
-    def test_a_replica_without_a_microbatch_waits_for_none(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        sizes = SampleSizes.uniform({LANGUAGE_MODEL: 10}, 7)
-        plan = plan_of(costs.spec, 3)
-        cost = cost_of(costs, plan, sizes)
-        program = build_program(plan, cost.step, cost.sync_groups, cost)
-        assert simulate(plan, program, cost, cost.message_ms, cost.sync_ms).iteration_ms > 0
 
 
 class TestMemory:
@@ -183,16 +187,26 @@ class TestMemory:
         assert pairs.total == pytest.approx(2 * all_ranks.total)
 
     def test_gathered_layers_and_their_gradients_exist_while_a_task_runs(self):
-        """The embeddings are the largest layer, the first layer is beside them, and gradients are float32."""
         costs = analytic_costs(text_model(), PLAIN)
         plain, reduced, gathered = (
             stage_memories(costs, plan_of(costs.spec, stage))[LANGUAGE_MODEL, 0, 0] for stage in (0, 2, 3)
         )
-        weights, gradients = layer_bytes(costs, LANGUAGE_MODEL, 1).T
-        more = gathered.transient[:, 2].max() - reduced.transient[:, 2].max()
-        assert more == pytest.approx(2 * weights.max() + np.sort(weights)[-2])
-        assert reduced.largest.max() == pytest.approx(gradients.max() + weights.max())
-        assert plain.largest.max() < reduced.largest.max() + 1
+        (weights, gradients), outer = (held_bytes(costs, LANGUAGE_MODEL, 1, layers) for layers in ((0,), (-1,)))
+        assert gathered.transient[:, 2].max() - reduced.transient[:, 2].max() == pytest.approx(3 * weights)
+        assert reduced.largest.max() - plain.largest.max() == pytest.approx(2 * gradients + outer[1])
+        assert (plain.kept_bytes, reduced.kept_bytes, gathered.kept_bytes) == (0.0, 0.0, outer[0])
+
+    def test_of_weights_that_several_stages_tie_only_the_optimizer_s_state_is_divided(self):
+        spec = ModelSpec({LANGUAGE_MODEL: model().language_model}, {"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)})
+        costs = analytic_costs(spec, PLAIN)
+        whole, split = (
+            stage_memories(costs, plan_of(spec, 3, dp_size=2, pp_size=size))[LANGUAGE_MODEL, 0, 0] for size in (1, 2)
+        )
+        tied = 2 * costs.spec.parameters["embed_tokens.weight"].num_elements
+        layers = held_bytes(costs, LANGUAGE_MODEL, 1, (0, 1))
+        assert split.state.weights == tied + layers[0] / 2 and split.state.gradients == 2 * tied + layers[1] / 2
+        assert split.state.optimizer == (2 * tied + 2 * layers[0]) / 2 and split.kept_bytes == 0.0
+        assert whole.state.weights == (tied + 2 * layers[0]) / 2 and whole.kept_bytes == tied
 
     def test_summed_slices_exist_beside_whole_gradients_but_not_beside_activations(self):
         costs = analytic_costs(text_model(), PLAIN)
