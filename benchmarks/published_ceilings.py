@@ -34,8 +34,8 @@ def best_plans(run: Run) -> dict[str, dict[str, Any]]:
         run (`Run`): What is trained; its layout and microbatch count on more than 64 GPUs only.
 
     Returns:
-        `dict[str, dict]`: `"own_engine"`: by the costs of the study's engine, among plans and, where that engine has
-        it, with parameters sharded. `"ours"`: by the costs of hf_mmparallel's engine and the model's own attention function: nothing is
+        `dict[str, dict]`: `"own_engine"`: by the costs of the study's engine, among plans with the sharding that it
+        has. `"ours"`: by the costs of hf_mmparallel's engine and the model's own attention function: nothing is
         counted that the study's engine has and this one has not.
     """
     ours = analytic_costs(published_model(run.study.key, run.model), run.study.device, 2, OURS)
