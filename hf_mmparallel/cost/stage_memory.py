@@ -338,7 +338,8 @@ class _Weights:
 
 
 def _weights(spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size: int, shards: _Shards) -> _Weights:
-    result = _Weights(*(np.zeros(len(layer_indices)) for _ in range(4)))
+    empty = np.zeros(len(layer_indices))
+    result = _Weights(empty, empty.copy(), empty.copy(), empty.copy())
     used = Counter(use.parameter.name for index in layer_indices for use in spec.uses.get((module, index), ()))
     seen: set[str] = set()
     for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward

@@ -342,7 +342,7 @@ class SharedPasses:
         """The passes of a stage in one direction."""
         rows = table.rows(stage)
         coefficients = (table.backward if is_backward else table.forward)[rows]
-        computes = coefficients.any(axis=1) if is_backward else np.ones(len(coefficients), bool)
+        computes = np.asarray(coefficients.any(axis=1) if is_backward else np.ones(len(coefficients), bool))
         beside_ms, exposed_ms = transfers.of_pass(computes, is_backward)
         columns = np.column_stack([coefficients, table.launches[rows], table.windows[rows], beside_ms])
         _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)

@@ -20,6 +20,7 @@ from ..steps.representatives import predict_batch
 from ..steps.step_planner import Prediction, StepPlanner
 from .candidates import CandidateSpace, EstimatedCandidate
 from .large_samples import runs_large_samples_alone
+from .options import ParallelConfig
 from .problem import Candidate, PlanningProblem, RankedPlan, draw_batch
 
 _NUM_BATCHES, _FEWER_BATCHES = 3, 2
@@ -33,6 +34,7 @@ _SLICE_MEMORY = 1.1  # tolerance of the memory limit for slices
 _ORDERED_LAYOUTS, _ORDERS = 4, 4
 _MUCH_SLOWER = 1.15  # ratio to the best step above which other schedules and arrangements are not tried
 _SHARDED_LAYOUTS = 3  # fastest layouts with which other shardings are tried
+_AS_LONG = 1.01  # ratio of the closed form to that of the current sharding up to which another one is tried
 _MAX_PREDICTIONS = 16  # number of fastest steps whose predictions stay in memory
 _PROMISING = 1.05  # ratio to the best step up to which an order is simulated with all replicas, by its slice
 _SPREAD = 1.05  # ratio to the best mean up to which plans run the next batch as well
@@ -282,22 +284,22 @@ class Simulations:
     def try_shardings(self, share: float) -> None:
         """
         Tries what else the copies of modules can divide, for the fastest layouts: module by module, what is fastest so
-        far with other ZeRO stages, over all copies and over those of a node. As many as a share of the effort allows.
+        far with the other ZeRO stages, over all copies and over those of a node, unless the closed form is slower. As
+        many as a share of the effort allows.
         """
-        num_tasks, tried = 0, set()
+        num_tasks = 0
         for simulated in distinct_sizes(self._whole())[:_SHARDED_LAYOUTS]:
             for name in simulated.candidate.layouts:
                 best = simulated
                 for sharding in self._shardings(simulated.candidate, name):
-                    if num_tasks > share * self.effort:
-                        return
-                    layouts = {**simulated.candidate.layouts}
-                    layouts[name] = replace(layouts[name], sharding=sharding)
+                    layout = replace(simulated.candidate.layouts[name], sharding=sharding)
+                    layouts = {**simulated.candidate.layouts, name: layout}
                     candidate = replace(simulated.candidate, layouts=layouts)
                     key = _key(candidate)
-                    if key in tried or key in self._simulated or key in self._too_large:
+                    if key in self._simulated or key in self._too_large:
                         continue
-                    tried.add(key)
+                    if num_tasks > share * self.effort:
+                        return
                     num_tasks += candidate.num_tasks
                     self._simulate_whole(candidate, simulated.estimated)
                     found = self._simulated.get(key)
@@ -306,20 +308,29 @@ class Simulations:
                 simulated = best
 
     def _shardings(self, candidate: Candidate, name: str) -> list[ShardingSettings]:
-        """Other shardings of a module in a candidate."""
+        """Other shardings of a module in a candidate that the closed form does not exclude, fastest first."""
         options, layout = self.space.options[name], candidate.layouts[name]
         num_copies = layout.dp_size * layout.cp_size
         if num_copies == 1:
             return []
         per_node = options.copies_per_node(layout.tp_size) // layout.pp_size
-        sizes = [size for size in (None, per_node) if size is None or 1 < size < num_copies and num_copies % size == 0]
-        result = [
-            ShardingSettings(stage, size) for stage in options.zero_stages for size in sizes if stage or not size
-        ]
+        divides = 1 < per_node < num_copies and num_copies % per_node == 0
+        sizes = [None, per_node] if divides else [None]
         given = self.problem.fixed.get(name, {})
-        if "shard_size" in given:
-            result = [own for own in result if own.shard_size == given["shard_size"]]
-        return [own for own in result if own != layout.sharding]
+        sizes = [given["shard_size"]] if "shard_size" in given else sizes
+        every = (ShardingSettings(stage, size if stage else None) for stage in options.zero_stages for size in sizes)
+        limit_ms = _AS_LONG * self._module_ms(candidate, name, layout.sharding)
+        times = {own: self._module_ms(candidate, name, own) for own in every if own != layout.sharding}
+        return sorted((own for own, time_ms in times.items() if time_ms <= limit_ms), key=times.__getitem__)
+
+    def _module_ms(self, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
+        """Closed form of the time of a module in a step with another sharding."""
+        options, layout, count = self.space.options[name], candidate.layouts[name], candidate.num_microbatches
+        kind = ParallelConfig(layout.cp_size, layout.tp_size, layout.activation_checkpointing, sharding=sharding)
+        kind = kind.with_shards(layout.dp_size)
+        num_samples = self.problem.global_batch_size / layout.dp_size / count
+        stage_ms = float(options.layer_ms(kind, num_samples).sum()) / layout.pp_size
+        return count * stage_ms + options.sync_ms(kind, layout.dp_size, layout.pp_size)
 
     # Several batches
 
