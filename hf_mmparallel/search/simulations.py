@@ -428,8 +428,12 @@ def _parts(candidate: Candidate) -> int:
 
 
 def _shape(candidate: Candidate) -> tuple:
-    """What schedules and arrangements depend on: the placement, and the number of stages of each module."""
-    return candidate.placement, tuple(layout.pp_size for layout in candidate.layouts.values())
+    """
+    What schedules and arrangements depend on: the placement, the number of stages of each module, and whether its
+    passes communicate.
+    """
+    layouts = candidate.layouts.values()
+    return candidate.placement, tuple((own.pp_size, own.zero_stage >= REDUCES_IN_PASSES) for own in layouts)
 
 
 def _mean_ms(racer: tuple[_Simulated, list[Prediction]]) -> float:
