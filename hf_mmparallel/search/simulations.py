@@ -308,7 +308,10 @@ class Simulations:
                 simulated = best
 
     def _shardings(self, candidate: Candidate, name: str) -> list[ShardingSettings]:
-        """Other shardings of a module in a candidate that the closed form does not exclude, fastest first."""
+        """
+        Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes but not
+        sums, since other tasks may hide them.
+        """
         options, layout = self.space.options[name], candidate.layouts[name]
         num_copies = layout.dp_size * layout.cp_size
         if num_copies == 1:
@@ -321,7 +324,8 @@ class Simulations:
         every = (ShardingSettings(stage, size if stage else None) for stage in options.zero_stages for size in sizes)
         limit_ms = _AS_LONG * self._module_ms(candidate, name, layout.sharding)
         times = {own: self._module_ms(candidate, name, own) for own in every if own != layout.sharding}
-        return sorted((own for own, time_ms in times.items() if time_ms <= limit_ms), key=times.__getitem__)
+        chosen = [own for own in times if times[own] <= limit_ms or own.zero_stage < REDUCES_IN_PASSES]
+        return sorted(chosen, key=times.__getitem__)
 
     def _module_ms(self, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
         """Closed form of the time of a module in a step with another sharding."""

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 
+from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.optimizer import optimizer_ms
 from hf_mmparallel.cost.stage_memory import stage_memories
-from hf_mmparallel.plan import LANGUAGE_MODEL, check_plan, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import compare
 from hf_mmparallel.search.options import ModuleOptions
 from hf_mmparallel.search.problem import Candidate, Layout
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.representatives import predict_batch
+from hf_mmparallel.search.simulations import AS_FAST, step_planner
 from tests.cost.models import LAYERS, PLAIN
 
+from .test_compare import problem
 from .test_search import problem_of
 
 ALL = (0, 1, 2, 3)
+SHORT = SampleSizes.uniform({"vision": 4, LANGUAGE_MODEL: 4}, 48)
 SLOW = replace(PLAIN, node_size=4, link_gb_per_s=2.0, node_link_gb_per_s=0.5, memory_gib=None)
 
 
@@ -41,7 +42,7 @@ class TestSearch:
     @pytest.mark.parametrize("frozen", [(), ("vision",)])
     def test_more_to_choose_from_is_never_slower(self, frozen):
         found = [search_plans(question(frozen=frozen, zero_stages=stages)).best for stages in ((0,), (0, 1), ALL)]
-        assert found[0].step_ms > found[1].step_ms >= found[2].step_ms
+        assert AS_FAST * found[0].step_ms > found[1].step_ms and AS_FAST * found[1].step_ms >= found[2].step_ms
         assert {layout.zero_stage for layout in found[0].candidate.layouts.values()} == {0}
         for own in found:
             check_plan(own.plan, question(frozen=frozen).spec)
@@ -49,19 +50,19 @@ class TestSearch:
     def test_a_state_that_fits_only_where_it_is_divided(self):
         """Too large for a rank as a whole, with one stage and matrices that are not split."""
         fixed = {name: {"pp_size": 1, "tp_size": 1, "cp_size": 1} for name in ("vision", LANGUAGE_MODEL)}
-        free = search_plans(question(fixed=fixed))
-        limits = {
-            stage: max(state.total for state in state_per_rank(plan, stage_memories(question().costs, plan)).values())
-            for stage in (1, 3)
-            for plan in [sharded(ShardingSettings(stage)).plan(question().spec)]
-        }
-        assert limits[3] < limits[1] / 2
-        tight = 0.75 * min(limits[1], free.best.peak_memory_bytes)
+        asked = replace(question(fixed=fixed), sizes=SHORT)
+        state_bytes = {}
+        for stage in (1, 3):
+            plan = sharded(ShardingSettings(stage)).plan(asked.spec)
+            states = state_per_rank(plan, stage_memories(asked.costs, plan))
+            state_bytes[stage] = max(state.total for state in states.values())
+        assert state_bytes[3] < state_bytes[1] / 2
+        tight = replace(asked, memory_bytes=0.75 * state_bytes[1])
         with pytest.raises(ValueError, match="fits"):
-            search_plans(question(fixed=fixed, memory_bytes=tight, zero_stages=(0, 1)))
-        best = search_plans(question(fixed=fixed, memory_bytes=tight)).best
+            search_plans(replace(tight, zero_stages=(0, 1)))
+        best = search_plans(tight).best
         assert max(layout.zero_stage for layout in best.candidate.layouts.values()) >= 2
-        assert best.peak_memory_bytes <= tight
+        assert best.peak_memory_bytes <= 0.75 * state_bytes[1]
 
     @pytest.mark.parametrize(
         "sharding", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3, "shard_size": 2}, {"zero_stage": 1}]
@@ -70,7 +71,7 @@ class TestSearch:
         result = search_plans(question(fixed={LANGUAGE_MODEL: {**sharding, "dp_size": 4}}))
         for own in (result.best, *result.runners_up):
             layout = own.candidate.layouts[LANGUAGE_MODEL]
-            assert (layout.zero_stage, layout.shard_size) == (sharding["zero_stage"], sharding.get("shard_size"))
+            assert all(getattr(layout, name) == value for name, value in sharding.items())
 
     def test_a_single_copy_divides_nothing(self):
         fixed = {name: {"dp_size": 1, "cp_size": 1} for name in ("vision", LANGUAGE_MODEL)}
@@ -78,11 +79,10 @@ class TestSearch:
         assert {layout.sharding for layout in best.candidate.layouts.values()} == {ShardingSettings()}
 
     def test_no_baseline_is_ahead(self):
-        for frozen, batch in itertools.product([(), ("vision",)], (8, 32)):
-            asked = question(frozen=frozen, batch=batch)
-            result = search_plans(asked)
-            for other in compare(asked, result):
-                assert not other.step_ms < result.best.step_ms, (other, result.best.candidate)
+        asked = problem(frozen=(), zero_stages=ALL)
+        result = search_plans(asked)
+        for other in compare(asked, result):
+            assert not other.step_ms < result.best.step_ms, (other, result.best.candidate)
 
 
 class TestClosedForm:
@@ -100,7 +100,7 @@ class TestClosedForm:
         assert {(1, None), (3, None), (3, 4)} <= seen
 
     def test_a_state_above_the_limit_is_divided_over_stages_too(self):
-        asked = question()
+        asked = replace(question(), sizes=SHORT)
         options = ModuleOptions(asked, LANGUAGE_MODEL)
         whole = float(options.state_bytes(options.plain_kinds[0], 2, dp_size=2))
         stages = {
@@ -127,12 +127,13 @@ class TestClosedForm:
         held = sum(float(options[name].state_bytes(kind, 1, dp_size=8)) for name, kind in kinds.items())
         expected = sum(memories[name, 0, 0].state.total + memories[name, 0, 0].kept_bytes for name in kinds)
         assert held == pytest.approx(expected)
-        sums_ms = sum(options[name].sync_ms(kind, 8, 1) for name, kind in kinds.items())
         groups = sync_groups(asked.spec, plan)
-        prediction = predict_batch(step_planner(asked, candidate), asked.sizes.take(range(16)))
-        ends = max(span.end_ms for span in prediction.simulation.spans)
-        after_ms = prediction.simulation.iteration_ms - ends + optimizer_ms(asked.costs, plan, groups)
-        assert sums_ms == pytest.approx(after_ms, rel=0.02)
+        batch = asked.sizes.take(range(16))
+        step = step_planner(asked, candidate).arrange(range(16), batch).step
+        cost = StepCost(asked.costs, plan, step, batch, groups)
+        expected = sum(map(cost.sync_ms, range(len(groups)))) + optimizer_ms(asked.costs, plan, groups)
+        found = sum(options[name].sync_ms(kind, 8, 1) for name, kind in kinds.items())
+        assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_layouts_say_what_they_divide():
