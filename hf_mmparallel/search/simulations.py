@@ -309,8 +309,8 @@ class Simulations:
 
     def _shardings(self, candidate: Candidate, name: str) -> list[ShardingSettings]:
         """
-        Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes but not
-        sums, since other tasks may hide them.
+        Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes. It
+        excludes no sums, since other tasks may hide them.
         """
         options, layout = self.space.options[name], candidate.layouts[name]
         num_copies = layout.dp_size * layout.cp_size
