@@ -62,8 +62,9 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     simulator.screen(diversify(space.above_memory_limit()), share=0.05, least=4)
     simulator.simulate(share=0.2, least=6)
     simulator.simulate_remaining()
-    simulator.try_shardings(share=0.3)
+    simulator.try_shardings(share=0.2)
     simulator.try_orders(share=0.6)
+    simulator.try_shardings(share=0.2)
     ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
     while not ranked and (
         simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting

@@ -62,6 +62,12 @@ def waited(computes, gather, reduce, efficiency: float) -> float:
     return now + reduce[layers[-1]]
 
 
+def transfers_of(costs, plan, index: int) -> PassTransfers:
+    transfers = pass_transfers(costs, plan, LANGUAGE_MODEL, index)
+    assert transfers is not None
+    return transfers
+
+
 class TestSums:
     def test_gradients_come_before_the_step_and_weights_after_it(self):
         """A reduce-scatter of four bytes, an all-gather of two; an all-reduce of four sends them twice."""
@@ -123,7 +129,7 @@ class TestPasses:
         """One stage runs a forward and a backward in turns; several stages run forwards in a row."""
         costs = analytic_costs(text_model(), DEVICE)
         single, several = plan_of(costs.spec, 3), plan_of(costs.spec, 3, pp_size=2)
-        alternates = [pass_transfers(costs, plan, LANGUAGE_MODEL, 0).alternates for plan in (single, several)]
+        alternates = [transfers_of(costs, plan, 0).alternates for plan in (single, several)]
         assert alternates == [True, False]
         transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5)
         kept = replace(transfers, alternates=True)
@@ -157,7 +163,7 @@ class TestPasses:
         device = replace(PLAIN, node_size=4)
         costs = analytic_costs(text_model(), device)
         plan = plan_of(costs.spec, 3, pp_size=2, dp_size=4, tp_size=2)
-        first, last = (pass_transfers(costs, plan, LANGUAGE_MODEL, index) for index in (0, 1))
+        first, last = (transfers_of(costs, plan, index) for index in (0, 1))
         assert len(first.gather_ms) == len(last.gather_ms) == LAYERS // 2
         assert (first.outer_rows, last.outer_rows) == ((1, 0), (0, 1))
         expected = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 2, (0,))[0] / device.link_bytes_per_ms((0, 4, 8, 12))
