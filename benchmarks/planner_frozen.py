@@ -121,7 +121,14 @@ def as_trained(costs: CostModel) -> CostModel:
 def problem_of(costs: CostModel) -> PlanningProblem:
     """The paper's run."""
     return PlanningProblem(
-        costs, cornstarch_sizes(BATCH), SECOND_RUN.num_gpus, BATCH, MEMORY_BYTES, MICROBATCH, arrangement="contiguous"
+        costs,
+        cornstarch_sizes(BATCH),
+        SECOND_RUN.num_gpus,
+        BATCH,
+        MEMORY_BYTES,
+        MICROBATCH,
+        arrangement="contiguous",
+        zero_stages=(0,),
     )
 
 

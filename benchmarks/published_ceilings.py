@@ -8,8 +8,7 @@ from published_study import Run, Study, costs_of, planned, predicted_ms, publish
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device, usable_bytes
 from hf_mmparallel.cost.engine_traits import OURS
-from hf_mmparallel.search.fully_sharded import fully_sharded
-from hf_mmparallel.search.problem import PlanningProblem, draw_batch
+from hf_mmparallel.search.problem import SEARCHED_STAGES, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 
 MOST_GPUS = 64
@@ -35,13 +34,15 @@ def best_plans(run: Run) -> dict[str, dict[str, Any]]:
         run (`Run`): What is trained; its layout and microbatch count on more than 64 GPUs only.
 
     Returns:
-        `dict[str, dict]`: `"own_engine"`: by the costs of the study's engine, among plans and, where that engine has
-        it, FSDP. `"ours"`: by the costs of hf_mmparallel's engine and the model's own attention function: nothing is
+        `dict[str, dict]`: `"own_engine"`: by the costs of the study's engine, among plans with the sharding that it
+        has. `"ours"`: by the costs of hf_mmparallel's engine and the model's own attention function: nothing is
         counted that the study's engine has and this one has not.
     """
     ours = analytic_costs(published_model(run.study.key, run.model), run.study.device, 2, OURS)
     if run.gpus <= MOST_GPUS:
-        own_engine, plans = _searched(run, costs_of(run), run.study.is_fsdp), _searched(run, ours, False)
+        stages = (0, 1) if run.study.has_sharded_optimizer else (0,)
+        stages += (3,) if run.study.has_sharded_optimizer and run.study.is_fsdp else ()
+        own_engine, plans = _searched(run, costs_of(run), stages), _searched(run, ours, SEARCHED_STAGES)
     else:
         own_engine, plans = (predicted_ms(run), "as it ran"), _of_its_sizes(run, ours)
     measured = mfu_of(run, run.step_ms)
@@ -58,17 +59,13 @@ def best_plans(run: Run) -> dict[str, dict[str, Any]]:
     }
 
 
-def _searched(run: Run, costs: CostModel, with_fsdp: bool) -> tuple[float, str]:
+def _searched(run: Run, costs: CostModel, zero_stages: tuple[int, ...]) -> tuple[float, str]:
     """The step of the fastest in ms, and its sizes in words."""
     limit = usable_bytes(run.study.device)
-    problem = PlanningProblem(costs, sizes_of(run, run.batch), run.gpus, run.batch, memory_bytes=limit)
+    sizes = sizes_of(run, run.batch)
+    problem = PlanningProblem(costs, sizes, run.gpus, run.batch, memory_bytes=limit, zero_stages=zero_stages)
     best = search_plans(problem).best
-    answers = [(best.step_ms, str(best.candidate))]
-    if with_fsdp and costs.engine.sharded_optimizer:
-        for own in fully_sharded(problem, [draw_batch(problem, 0)]):
-            if limit is None or own.memory_bytes <= limit:
-                answers.append((own.step_ms, f"FSDP, {own}"))
-    return min(answers)
+    return best.step_ms, str(best.candidate)
 
 
 def _of_its_sizes(run: Run, costs: CostModel) -> tuple[float, str]:

@@ -23,8 +23,6 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.search.fully_sharded import FullySharded, fully_sharded
-from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
@@ -59,7 +57,7 @@ class Run:
     @property
     def is_sharded(self) -> bool:
         """Whether it has data parallelism alone, with sharded parameters."""
-        return bool(self.study.engine.sharded_optimizer and self.study.is_fsdp and self.tp * self.pp * self.cp == 1)
+        return bool(self.study.has_sharded_optimizer and self.study.is_fsdp and self.tp * self.pp * self.cp == 1)
 
     @property
     def dp_size(self) -> int:
@@ -68,7 +66,7 @@ class Run:
     @property
     def num_tasks(self) -> int:
         """Forwards of a step that are simulated."""
-        return 0 if self.is_sharded else self.pp * self.batch // self.microbatch
+        return self.pp * self.batch // self.microbatch
 
     @property
     def step_ms(self) -> float:
@@ -114,10 +112,14 @@ class Study:
 
     @property
     def engine(self) -> Engine:
-        known = {name: value for name, value in self.data["engine"].items() if name != "attention"}
+        known = {n: value for n, value in self.data["engine"].items() if n not in ("attention", "sharded_optimizer")}
         if "message_gb_per_s" in known:
             known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
-        return Engine(**known)
+        return Engine(**{"wide_sums": False, **known})
+
+    @property
+    def has_sharded_optimizer(self) -> bool:
+        return self.data["engine"].get("sharded_optimizer", False)
 
     @property
     def device(self) -> Hardware:
@@ -226,25 +228,8 @@ def published_flops(run: Run) -> float:
 def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
     """Predicted time of a step."""
     costs = costs_of(run, changes)
-    answers = [
-        (_sharded(run, costs, again).step_ms if run.is_sharded else planned(run, costs, again).step_ms)
-        for again in RECOMPUTED[run.recompute]
-    ]
+    answers = [planned(run, costs, again).step_ms for again in RECOMPUTED[run.recompute]]
     return sum(answers) / len(answers)
-
-
-def _sharded(run: Run, costs: CostModel, again: bool) -> FullySharded:
-    """The estimate of FSDP with parameters over all ranks."""
-    sizes = sizes_of(run, run.batch)
-    problem = PlanningProblem(
-        costs,
-        sizes,
-        run.gpus,
-        run.batch,
-        microbatch_size=run.microbatch,
-        checkpointing=dict.fromkeys(costs.spec.modules, again),
-    )
-    return next(own for own in fully_sharded(problem, [sizes]) if own.num_shards == run.dp_size)
 
 
 def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
@@ -256,6 +241,7 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
         cp_size=run.cp,
         layers_per_stage=run.study.data.get("layers", {}).get(run.pp),
         activation_checkpointing=again,
+        zero_stage=3 if run.is_sharded else int(run.study.has_sharded_optimizer),
     )
     count = -(-run.batch // run.dp_size // run.microbatch)
     plan = stages_outermost(resolve_plan(costs.spec, {LANGUAGE_MODEL: plugin}, num_microbatches=count))

@@ -2,9 +2,9 @@
 The search for a plan against brute force over all layouts, with a limit of memory.
 
 Text-only and multimodal models, 8 to 64 GPUs, weights in float32 and bfloat16, short and long samples, packed samples
-of one length and samples of published datasets. In each case schedule and arrangement are named, so that layouts alone
-are compared; the search is then asked again with both left open, beside brute force over every schedule and
-arrangement of the layouts that are at most 10 % slower than the best.
+of one length and samples of published datasets; copies divide nothing. In each case schedule and arrangement are named,
+so that layouts alone are compared; the search is then asked again with both left open, beside brute force over every
+schedule and arrangement of the layouts that are at most 10 % slower than the best.
 
 ```bash
 python benchmarks/search_quality.py
@@ -76,7 +76,8 @@ class Case:
             sizes = PUBLISHED[self.samples].draw(2048, 0)
         device = find_device(self.device)
         memory = USABLE * (device.memory_gib or 0.0) * GIB
-        return PlanningProblem(analytic_costs(spec, device), sizes, self.num_ranks, self.batch, memory)
+        costs = analytic_costs(spec, device)
+        return PlanningProblem(costs, sizes, self.num_ranks, self.batch, memory, zero_stages=(0,))
 
     def _spec(self) -> ModelSpec:
         encoder, language = self.model

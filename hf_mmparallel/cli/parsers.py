@@ -30,8 +30,8 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
                       with cp above 1: distribution of tokens (lpt, zigzag, contiguous, random), gathered keys (auto,
                       row, segments), and tokens per block (128)
   attn_implementation attention function of the module, such as sdpa, flash_attention_2 or bitfield
-  zero_stage          1 to divide the optimizer's state among the copies of the module; not searched
-  shard_size          with zero_stage 1: number of copies that divide it, such as those of a node; all by default
+  zero_stage          what the copies of the module divide: 1 the optimizer's state, 2 also gradients, 3 also weights
+  shard_size          with zero_stage above 0: number of copies that divide it, such as those of a node
   master_weights      false to let the optimizer update 16-bit weights without a float32 copy
   offload_optimizer   true for the optimizer's state and step on the CPU
   offload_params      true for the frozen weights of layers in host memory

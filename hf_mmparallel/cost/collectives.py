@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .devices import Hardware
 from .layers import Polynomial
@@ -43,3 +43,13 @@ def all_gather(device: Hardware, num_bytes: float, ranks: Sequence[int]) -> Poly
     latency_ms = (count - 1).bit_length() * device.step_latency_us(ranks) / 1e3
     travels = (count - 1) / count * num_bytes / device.link_bytes_per_ms(ranks)
     return Polynomial(0.0, travels, latency_ms)
+
+
+def slowest(
+    collective: Callable[[Hardware, float, Sequence[int]], Polynomial],
+    device: Hardware,
+    num_bytes: float,
+    groups: Iterable[Sequence[int]],
+) -> float:
+    """Milliseconds of the slowest of several groups of ranks that communicate at the same time; 0 without groups."""
+    return max((collective(device, num_bytes, ranks)(1.0, 0.0) for ranks in groups), default=0.0)

@@ -30,10 +30,8 @@ class Engine:
             Whether stages are idle while they send and receive.
         message_gb_per_s (`tuple[float, float]`, *optional*):
             Point-to-point bandwidth inside a node and between nodes; `None` for that of the links.
-        sharded_optimizer (`bool`, *optional*, defaults to `False`):
-            Whether each replica updates a shard of the parameters (ZeRO).
-        wide_sums (`bool`, *optional*, defaults to `False`):
-            Whether FSDP reduces gradients in float32 (`reduce_dtype`) instead of the dtype of the parameters.
+        wide_sums (`bool`, *optional*, defaults to `True`):
+            Whether ZeRO 2 and 3 reduce gradients in float32 (`reduce_dtype`) instead of the dtype of the parameters.
     """
 
     fused: bool = False
@@ -43,8 +41,7 @@ class Engine:
     split_norms: bool = False
     blocking_messages: bool = False
     message_gb_per_s: tuple[float, float] | None = None
-    sharded_optimizer: bool = False
-    wide_sums: bool = False
+    wide_sums: bool = True
 
     def message_bytes_per_ms(self, device: Hardware, ranks: Sequence[int]) -> float:
         """Bandwidth between two stages on `ranks`, for each rank of the smaller stage."""

@@ -123,7 +123,7 @@ class _MemoryDemands:
         scale = np.array([self.squares[name], self.tokens[name]]) / memory.cp_size
         saved = memory.saved.sum(axis=0)
         growing, fixed = in_flight * float(saved[:2] @ scale), in_flight * float(saved[2])
-        fixed += memory.input_bytes * self.tokens[name]
+        fixed += memory.kept_bytes + memory.input_bytes * self.tokens[name]
         for edge in self.plan.edges:
             if edge.target == name and stage in self.plan.edge_stages(edge, replica) and edge.source in self.features:
                 copies = self.plan.modules[name].dp_size * memory.cp_size

@@ -15,11 +15,25 @@ from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
 
 
 def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, RankMemory]:
-    """Rank -> weights, gradients with their all-reduce bucket, and optimizer state of all of its stages."""
+    """
+    Rank -> weights, gradients with the bucket of their sums, and optimizer state of all of its stages. The summed
+    slices of all stages but the last one to end its backwards exist beside activations, so they are part of it.
+    """
     result = {rank: RankMemory() for rank in range(plan.world_size)}
     for key, memory in memories.items():
         for rank in plan.stage(*key).all_ranks:
-            result[rank] += memory.state + RankMemory(gradients=memory.bucket_bytes)
+            result[rank] += memory.state + RankMemory(gradients=memory.bucket_bytes + memory.slice_bytes)
+    for rank, last in _last_slices(plan, memories).items():
+        result[rank] += RankMemory(gradients=-last)
+    return result
+
+
+def _last_slices(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, float]:
+    """Rank -> minimum bytes of the summed slices of the stage that ends its backwards last."""
+    result: dict[int, float] = {}
+    for key, memory in memories.items():
+        for rank in plan.stage(*key).all_ranks:
+            result[rank] = min(result.get(rank, memory.slice_bytes), memory.slice_bytes)
     return result
 
 
@@ -62,7 +76,8 @@ def memory_per_rank(
 ) -> dict[int, RankMemory]:
     """
     Upper bound of the peak memory of every rank: all microbatches in flight count as the largest one, all gradients
-    are allocated, and the running task is the one with the largest transient memory.
+    are allocated, and the running task is the one with the largest transient memory. Where they are more, the summed
+    slices of gradients under ZeRO take the place of the activations.
 
     Args:
         costs (`CostModel`): Memory of layers.
@@ -77,14 +92,15 @@ def memory_per_rank(
     """
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
-    use = StepUse(costs, plan, step, sizes)
+    use, last = StepUse(costs, plan, step, sizes), _last_slices(plan, memories)
     live, transient = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
     for key, memory in memories.items():
         fixed, per_microbatch, running = use.of_stage(key, memory)
         for rank in plan.stage(*key).all_ranks:
             live[rank] += fixed + per_microbatch * in_flight.get(key, 0.0)
             transient[rank] = max(transient[rank], running)
-    return {rank: state + RankMemory(activations=live[rank] + transient[rank]) for rank, state in result.items()}
+    beside = {rank: max(live[rank] + transient[rank], last.get(rank, 0.0)) for rank in result}
+    return {rank: state + RankMemory(activations=beside[rank]) for rank, state in result.items()}
 
 
 class StepUse:
@@ -129,7 +145,7 @@ class StepUse:
         for edge in self.plan.edges:
             if edge.target == name and stage in self.plan.edge_stages(edge, replica):
                 per_microbatch += self.received.get((edge.source, replica), 0.0) / memory.cp_size
-        fixed = memory.input_bytes * float(microbatches[:, 1].sum())
+        fixed = memory.kept_bytes + memory.input_bytes * float(microbatches[:, 1].sum())
         if memory.frees_features:
             fixed += self.sent.get((name, replica), 0.0)
         largest = self.chunks.get((name, replica), np.zeros(3))

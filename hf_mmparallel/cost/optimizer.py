@@ -1,41 +1,45 @@
-"""Time of the optimizer step, after the last gradient all-reduce."""
+"""Time of the optimizer step, after the last gradient sum, and of the gathering of weights after it."""
 
 from __future__ import annotations
 
-from ..plan import ParallelPlan
-from .collectives import all_gather
+from collections.abc import Sequence
+
+from ..plan import ParallelPlan, SyncGroup
+from .collectives import all_gather, slowest
 from .layers import CostModel
-from .memory import state_per_rank
-from .stage_memory import RankMemory, stage_memories
+from .sharded_passes import GATHERS_IN_PASSES, PassTransfers, parameter_bytes, pass_transfers
+from .stage_memory import stage_memories
 
 
-def update_bytes(state: RankMemory) -> float:
+def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()) -> float:
     """
-    Memory traffic in bytes of clipping and a fused AdamW step: weights and both moments are read and written;
-    gradients are read for the norm, read and written by clipping, read by the step, and set to zero. Moments are twice
-    the weights that the step updates; of master weights half as many bytes are written into the 16-bit weights.
-    """
-    return 3.0 * (state.optimizer - state.master) + 5.0 * state.gradients + 0.5 * state.master
-
-
-def optimizer_ms(costs: CostModel, plan: ParallelPlan) -> float:
-    """
-    Time of clipping and of the optimizer step on the slowest rank, without what runs on the CPU.
+    Time of clipping, of the optimizer step without what runs on the CPU and, where ranks update slices, of the
+    all-gather of the weights, on the slowest rank. Where passes gather the weights of layers, those outside of layers
+    are counted here.
 
     Args:
         costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
+        sync_groups (`Sequence[SyncGroup]`, *optional*): The gradient sums, which say who updates what.
     """
     device = costs.device
-    states = state_per_rank(plan, stage_memories(costs, plan))
-    if not costs.engine.sharded_optimizer:
-        return max(map(update_bytes, states.values())) / device.memory_bytes_per_ms
-    longest = 0.0
-    for module in plan.modules.values():
-        for _, _, stage in module.stages():
-            copies = [replica[0].all_ranks[0] for replica in module.replicas]
-            for rank in stage.all_ranks[:1]:
-                update_ms = update_bytes(states[rank]) / len(copies) / device.memory_bytes_per_ms
-                gather = all_gather(device, states[rank].optimizer / 2 - states[rank].master, copies)
-                longest = max(longest, update_ms + gather(1.0, 0.0))
-    return longest
+    times = dict.fromkeys(range(plan.world_size), 0.0)
+    transfers: dict[tuple[str, int], PassTransfers | None] = {}
+    for key, memory in stage_memories(costs, plan).items():
+        update_ms = memory.update_bytes / device.memory_bytes_per_ms
+        if (key[0], key[2]) not in transfers:
+            transfers[key[0], key[2]] = pass_transfers(costs, plan, key[0], key[2])
+        shared = transfers[key[0], key[2]]
+        gather_ms = 0.0 if shared is None else shared.outer_gather_ms
+        for rank in plan.stage(*key).all_ranks:
+            times[rank] += update_ms + gather_ms
+    for group in sync_groups:
+        module = group.stages[0][0]
+        if not group.shard_groups or group.zero_stage >= GATHERS_IN_PASSES:
+            continue
+        weights = parameter_bytes(costs, module, plan.modules[module].tp_size)
+        num_bytes = sum(weights[name][0] for name in group.parameters)
+        gather_ms = slowest(all_gather, device, num_bytes, group.shard_groups)
+        for rank in group.ranks:
+            times[rank] += gather_ms
+    return max(times.values())

@@ -118,7 +118,7 @@ class _MemoryEvents:
         self._add_features()
         for key, memory in self.memories.items():
             tokens = sum(size[1] for chunk, size in self.activations.items() if chunk[:2] == key[:2])
-            self.allocate(key, 0.0, np.inf, memory.input_bytes * tokens)
+            self.allocate(key, 0.0, np.inf, memory.kept_bytes + memory.input_bytes * tokens)
 
     def _add_features(self) -> None:
         """Adds features at the producer and at the consumer."""
@@ -142,11 +142,11 @@ class _MemoryEvents:
         return self.step.chunk(task.module, task.replica, task.microbatch, task.chunk)
 
     def add_state(self) -> None:
-        """Adds weights, optimizer state, and the buckets of gradient all-reduces."""
+        """Adds weights, optimizer state, and the buckets and slices of gradient sums."""
         for key, memory in self.memories.items():
             self.allocate(key, 0.0, np.inf, memory.state.weights + memory.state.optimizer)
             ends = [end for task, (_, end) in self.times.items() if task.kind == "bwd" and _is_copy(task, key)]
-            self.allocate(key, max(ends, default=self.end_ms), np.inf, memory.bucket_bytes)
+            self.allocate(key, max(ends, default=self.end_ms), np.inf, memory.bucket_bytes + memory.slice_bytes)
 
 
 def _is_copy(task: Task, key: StageKey) -> bool:

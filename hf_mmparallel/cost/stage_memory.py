@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -31,6 +32,7 @@ from .activations import (
     with_trainable,
 )
 from .layers import CostModel, Polynomial
+from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 from .stage_times import data_gradients
 
 GIB = 2**30
@@ -103,7 +105,12 @@ class StageMemory:
             dtype.
         input_bytes (`float`): Bytes of the inputs per token.
         cp_size (`int`): Context-parallel size.
-        bucket_bytes (`float`): Bytes of the bucket of gradient all-reduces.
+        bucket_bytes (`float`): Bytes of the bucket of gradient sums.
+        slice_bytes (`float`):
+            Bytes of the sums of the slices that this rank updates under ZeRO, beside the gradients once the last
+            backward is done.
+        update_bytes (`float`): Memory traffic of clipping and of a fused AdamW step.
+        kept_bytes (`float`): Bytes of weights outside of layers that stay gathered from pass to pass.
         frees_features (`bool`):
             Whether the stage ends an encoder without a backward, so that its features are freed once they are sent.
     """
@@ -117,6 +124,9 @@ class StageMemory:
     input_bytes: float
     cp_size: int
     bucket_bytes: float
+    slice_bytes: float
+    update_bytes: float
+    kept_bytes: float
     frees_features: bool
 
     def _scaled(self, chunk: NDArray) -> NDArray:
@@ -245,9 +255,31 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
     grid = (stage.cp_size, stage.tp_size)
     planned = plan.modules[module]
     copies, sharding = planned.dp_size * grid[0], planned.sharding
-    shards = (sharding.shard_size or copies, sharding.shard_size is None) if sharding.zero_stage else (1, False)
+    shards = _Shards(sharding.zero_stage, num_shards(planned), sharding.shard_size is None)
     checkpointing, is_copied = planned.activation_checkpointing, copies > 1
     return _stage_memory(costs, module, stage.layers, grid, checkpointing, is_copied, shards, planned.storage)
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """
+    What the copies of a stage divide.
+
+    Args:
+        zero_stage (`int`): 1 divides the optimizer's state, 2 also gradients, 3 also weights.
+        count (`int`): Number of copies that divide it.
+        are_all (`bool`):
+            Whether these are all copies, so that the ranks of a tp group divide the optimizer's state, too, where they
+            hold a parameter whole.
+    """
+
+    zero_stage: int
+    count: int
+    are_all: bool
+
+    def divides(self, zero_stage: int) -> bool:
+        """Whether the copies divide what a ZeRO stage divides first."""
+        return self.count > 1 and self.zero_stage >= zero_stage
 
 
 @lru_cache(maxsize=8192)
@@ -258,18 +290,10 @@ def _stage_memory(
     grid: tuple[int, int],
     checkpointing: bool,
     is_copied: bool,
-    shards: tuple[int, bool],
+    shards: _Shards,
     storage: StorageSettings,
 ) -> StageMemory:
-    """
-    See [`stage_memory`].
-
-    Args:
-        shards (`tuple[int, bool]`):
-            Number of copies that divide the optimizer's state, and whether these are all, so that the ranks of a tp
-            group divide it, too, where they hold a parameter whole.
-        storage (`StorageSettings`): Precision and place of optimizer and frozen weights.
-    """
+    """See [`stage_memory`]."""
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
     entries = _module_memory(costs, module, tp_size, checkpointing)
     layer_indices = [
@@ -282,6 +306,13 @@ def _stage_memory(
     )
     weights = _weights(costs.spec, module, layer_indices, tp_size, shards, storage)
     trained = float(weights.gradients.sum())
+    is_summed = is_copied and not shards.divides(REDUCES_IN_PASSES)
+    is_layer = np.array([0 <= index < module_spec.num_layers for index in layer_indices])
+    # A backward allocates the gradients of a layer while those of the layer after it are reduced; those outside of
+    # layers are reduced at its end.
+    weights.largest += 2 * weights.reduced[is_layer].max() + weights.reduced[~is_layer].sum()
+    for table in (forward, backward):  # a layer and the next one are gathered through buffers
+        table[:, 2] += 3 * weights.gathered[is_layer].max()
     return StageMemory(
         _state(weights, trained, storage),
         saved,
@@ -291,7 +322,10 @@ def _stage_memory(
         np.append(weights.largest, 0.0),
         _input_bytes(module_spec),
         cp_size,
-        min(trained if is_copied else weights.tied, GRADIENT_BUCKET_BYTES),
+        min(trained if is_summed else weights.tied, GRADIENT_BUCKET_BYTES),
+        weights.slices,
+        5.0 * weights.updated_gradients if storage.offload_optimizer else weights.update_bytes,
+        float(weights.gathered[~is_layer].sum()),
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
     )
 
@@ -299,17 +333,39 @@ def _stage_memory(
 @dataclass
 class _Weights:
     """
-    Weight and gradient bytes of a stage: gradients, largest gradient and streamed weights per layer, all other
-    weights, what this rank's optimizer updates, its master weights, and gradients of tied weights.
+    Weight and gradient bytes of a stage on a rank.
+
+    Args:
+        gradients, largest (`np.ndarray` of shape `[layers]`): Gradients that it keeps, and the largest one.
+        gathered, reduced (`np.ndarray` of shape `[layers]`): Weights that passes gather, gradients that they reduce.
+        streamed (`np.ndarray` of shape `[layers]`): Weights in host memory.
+        total (`float`): All weights that it keeps on the device.
+        updated, updated_gradients (`float`): Trained weights that its optimizer updates, and their gradients.
+        master (`float`): Those of the former that are copies of 16-bit weights.
+        slices (`float`): Those of the latter that come beside all gradients when these are summed.
+        tied (`float`): Gradients of tied weights, and of those that the ranks of a tp group hold whole.
     """
 
     gradients: NDArray
     largest: NDArray
+    gathered: NDArray
+    reduced: NDArray
     streamed: NDArray
     total: float = 0.0
     updated: float = 0.0
+    updated_gradients: float = 0.0
     master: float = 0.0
+    slices: float = 0.0
     tied: float = 0.0
+
+    @property
+    def update_bytes(self) -> float:
+        """
+        Memory traffic of clipping and of the optimizer: weights and both moments are read and written, and copies of
+        master weights written; gradients are read for the norm, read and written by clipping, read by the step, and
+        set to zero.
+        """
+        return 6.0 * self.updated + 0.5 * self.master + 5.0 * self.updated_gradients
 
 
 def _state(weights: _Weights, trained: float, storage: StorageSettings) -> RankMemory:
@@ -327,11 +383,13 @@ def _weights(
     module: str,
     layer_indices: Sequence[int],
     tp_size: int,
-    shards: tuple[int, bool],
+    shards: _Shards,
     storage: StorageSettings,
 ) -> _Weights:
-    num_entries, num_layers = len(layer_indices), spec.modules[module].num_layers
-    result = _Weights(np.zeros(num_entries), np.zeros(num_entries), np.zeros(num_entries))
+    num_layers = spec.modules[module].num_layers
+    empty = np.zeros(len(layer_indices))
+    result = _Weights(empty, empty.copy(), empty.copy(), empty.copy(), empty.copy())
+    used = Counter(use.parameter.name for index in layer_indices for use in spec.uses.get((module, index), ()))
     seen: set[str] = set()
     for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward
         shares = parameter_shares(spec, module, index, tp_size)
@@ -346,16 +404,22 @@ def _weights(
                 result.tied -= 0.0 if over_tp else gradient  # both uses are on this stage
                 continue
             seen.add(p.name)
+            own = replace(shards, zero_stage=1) if p.name in spec.tied and used[p.name] == 1 else shards
+            gathers, reduces = own.divides(GATHERS_IN_PASSES), own.divides(REDUCES_IN_PASSES)
+            num_slices = shards.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
             if storage.offload_params and not p.trainable and 0 <= index < num_layers:
                 result.streamed[row] += num_bytes
             else:
-                result.total += num_bytes
+                result.total += num_bytes / (shards.count if gathers else 1)
+                result.gathered[row] += num_bytes * gathers
             if p.trainable:
-                num_updated = num_values / (shards[0] * (tp_size if over_tp and shards[1] else 1))
                 has_master = storage.has_master_weights and value_bytes < FULL
-                result.updated += num_updated * (FULL if has_master else value_bytes)
-                result.master += num_updated * FULL * has_master
-            result.gradients[row] += gradient
+                result.updated += num_values / num_slices * (FULL if has_master else value_bytes)
+                result.master += num_values / num_slices * FULL * has_master
+            result.gradients[row] += gradient / (shards.count if reduces else 1)
+            result.reduced[row] += gradient * reduces
+            result.updated_gradients += gradient / num_slices
+            result.slices += gradient / num_slices if num_slices > 1 and not reduces else 0.0
             result.tied += gradient if over_tp or p.name in spec.tied else 0.0
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -14,6 +14,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage, StageKey
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
 from .layers import CostModel, LayerCost, Polynomial
+from .sharded_passes import PassTransfers, longer_ms, pass_transfers
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
 
@@ -101,6 +102,12 @@ class LayerTable:
             attended[self.windows == window] = windowed_squares(tokens, squares, window, self.is_causal)
         return attended, np.broadcast_to(tokens, attended.shape)
 
+    def rows(self, stage: Stage) -> slice:
+        """The rows of a stage."""
+        num_layers = len(self.windows) - 2
+        first = 0 if stage.layers[0] == 0 else stage.layers[0] + 1
+        return slice(first, num_layers + 2 if stage.layers[1] == num_layers else stage.layers[1] + 1)
+
     def times(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> tuple[NDArray, NDArray]:
         """Forward and backward times of a chunk in each row `[num_layers + 2, ...]`, at least the launch times."""
         sizes = self.sizes(tokens, squares, cp_size)
@@ -117,22 +124,37 @@ class LayerTable:
         forward, backward = (np.einsum("rk,kr...->...", table[:, :2], sizes) for table in tables)
         return forward, backward
 
-    def step_ms(self, tokens: float, squares: float, cp_size: int = 1) -> NDArray:
+    def step_ms(
+        self, tokens: float, squares: float, cp_size: int = 1, transfers: PassTransfers | None = None
+    ) -> NDArray:
         """
         Forward plus backward time of a chunk in each layer `[num_layers]`. The first and last layers include the parts
         before and after the layers, which are on the same stages.
+
+        Args:
+            tokens (`float`): Tokens of the chunk.
+            squares (`float`): Sum of its squared sequence lengths.
+            cp_size (`int`, *optional*, defaults to 1): Context-parallel size.
+            transfers (`PassTransfers`, *optional*): Communication in the passes of a stage of all layers.
         """
         forward, backward = self.times(tokens, squares, cp_size)
         times = forward + backward
+        if transfers is not None:
+            has_backward = self.backward.any(axis=1)
+            passes = [(forward, np.ones(len(times), bool)), (backward, has_backward)][: 1 + has_backward.any()]
+            for is_backward, (compute_ms, computes) in enumerate(passes):
+                beside_ms, exposed_ms = transfers.of_pass(computes, bool(is_backward))
+                times += longer_ms(compute_ms, beside_ms, transfers.overlap_efficiency)
+                times[0] += exposed_ms
         layers = times[1:-1].copy()
         layers[0] += times[0]
         layers[-1] += times[-1]
         return layers
 
-    def stage(self, stage: Stage, num_layers: int) -> StageCost:
+    def stage(self, stage: Stage) -> StageCost:
         """Cost of a stage on each of its ranks."""
-        first = 0 if stage.layers[0] == 0 else stage.layers[0] + 1
-        stop = num_layers + 2 if stage.layers[1] == num_layers else stage.layers[1] + 1
+        held = self.rows(stage)
+        first, stop = held.start, held.stop
         cp_size = stage.cp_size
         rows = range(first, stop)
         polynomials, windows = [], {}
@@ -296,6 +318,75 @@ class StageCost:
         )
 
 
+@dataclass(frozen=True)
+class SharedPasses:
+    """
+    Layers of a stage with equal times in a pass that gathers weights or reduces gradients, by kind of layer.
+
+    Args:
+        counts (`np.ndarray` of shape `[kinds]`): Number of layers.
+        table (`LayerTable`): One row for each kind.
+        beside_ms (`np.ndarray` of shape `[kinds]`): Communication beside the computation of such a layer.
+        exposed_ms (`float`): Communication beside no computation.
+        overlap_efficiency (`float`): Relative compute speed beside communication.
+    """
+
+    counts: NDArray
+    table: LayerTable
+    beside_ms: NDArray
+    exposed_ms: float
+    overlap_efficiency: float
+
+    @classmethod
+    def of(cls, table: LayerTable, stage: Stage, transfers: PassTransfers, is_backward: bool) -> SharedPasses:
+        """The passes of a stage in one direction."""
+        rows = table.rows(stage)
+        coefficients = (table.backward if is_backward else table.forward)[rows]
+        computes = np.asarray(coefficients.any(axis=1) if is_backward else np.ones(len(coefficients), bool))
+        beside_ms, exposed_ms = transfers.of_pass(computes, is_backward)
+        columns = np.column_stack([coefficients, table.launches[rows], table.windows[rows], beside_ms])
+        _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)
+        kinds = rows.start + first
+        chosen = (table.forward[kinds], table.backward[kinds], table.launches[kinds], table.windows[kinds])
+        alike = LayerTable(*chosen, table.is_causal)
+        return cls(counts, alike, beside_ms[first], exposed_ms, transfers.overlap_efficiency)
+
+    def more_ms(self, tokens: NDArray, squares: NDArray, cp_size: int, is_backward: bool) -> NDArray:
+        """Time that the communication adds to the computation of chunks `[chunks]`."""
+        compute_ms = self.table.times(tokens, squares, cp_size)[is_backward]
+        added_ms = longer_ms(compute_ms, self.beside_ms[:, None], self.overlap_efficiency)
+        return self.exposed_ms + self.counts @ added_ms
+
+
+@dataclass(frozen=True)
+class SharedStageCost(StageCost):
+    """
+    A [`StageCost`] whose copies share weights or gradients, so that its passes communicate.
+
+    Args:
+        passes (`tuple[SharedPasses, SharedPasses]`): Its forward and its backward.
+        cp_size (`int`): Context-parallel size.
+    """
+
+    passes: tuple[SharedPasses, ...] = ()
+    cp_size: int = 1
+
+    def forward_ms(self, tokens: float, squares: float) -> float:
+        """See [`StageCost`]."""
+        return float(self.times_ms(np.array([tokens]), np.array([squares]), False)[0])
+
+    def backward_ms(self, tokens: float, squares: float) -> float:
+        """See [`StageCost`]."""
+        return float(self.times_ms(np.array([tokens]), np.array([squares]), True)[0])
+
+    def times_ms(self, tokens: NDArray, squares: NDArray, is_backward: bool) -> NDArray:
+        """See [`StageCost`]."""
+        times_ms = super().times_ms(tokens, squares, is_backward)
+        if is_backward and self.backward == Polynomial():
+            return times_ms
+        return times_ms + self.passes[is_backward].more_ms(tokens, squares, self.cp_size, is_backward)
+
+
 def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCost]:
     """
     Costs of all stages of a plan.
@@ -308,18 +399,32 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
         `dict[tuple[str, int, int], StageCost]`: (module, replica, stage) -> its cost.
     """
     known: dict[tuple, StageCost] = {}
+    shared: dict[tuple[str, int], PassTransfers | None] = {}
     result = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
             first_rank = _first_rank(costs, stage)
             waits_ms = _blocked_token_ms(costs, name, module.replicas[replica], index)
-            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.cp_groups[0]), first_rank, waits_ms)
+            if (name, index) not in shared:
+                shared[name, index] = pass_transfers(costs, plan, name, index)
+            transfers = shared[name, index]
+            link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
+            kind = (name, stage.layers, link, first_rank, waits_ms, transfers)
             if kind not in known:
                 recompute = module.activation_checkpointing
                 table = layer_table(costs, name, module.tp_size, recompute, first_rank)
                 known[kind] = _stage_cost(costs, name, stage, table, recompute, waits_ms)
+                if transfers is not None:
+                    known[kind] = _with_transfers(known[kind], stage, table, transfers)
             result[name, replica, index] = known[kind]
     return result
+
+
+def _with_transfers(cost: StageCost, stage: Stage, table: LayerTable, transfers: PassTransfers) -> StageCost:
+    """The cost of a stage with the communication in its passes."""
+    passes = tuple(SharedPasses.of(table, stage, transfers, is_backward) for is_backward in (False, True))
+    values = {f.name: getattr(cost, f.name) for f in fields(StageCost)}
+    return SharedStageCost(**values, passes=passes, cp_size=stage.cp_size)
 
 
 def _first_rank(costs: CostModel, stage: Stage) -> int:
@@ -333,7 +438,7 @@ def _stage_cost(
     costs: CostModel, module: str, stage: Stage, table: LayerTable, checkpointing: bool, waits_ms: float
 ) -> StageCost:
     module_spec, cp_size, tp_size = costs.spec.modules[module], stage.cp_size, stage.tp_size
-    cost = table.stage(stage, module_spec.num_layers)
+    cost = table.stage(stage)
     if waits_ms:
         waits = Polynomial(token=waits_ms)
         cost = replace(cost, forward=cost.forward + waits, backward=cost.backward + waits)

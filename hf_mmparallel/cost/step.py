@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -13,10 +13,10 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
 from ..schedule.actions import Message
-from .activations import DTYPE_BYTES, FULL, parameter_shares
-from .collectives import all_reduce
+from .collectives import all_gather, all_reduce, slowest
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
+from .sharded_passes import REDUCES_IN_PASSES, parameter_bytes
 from .stage_times import StageCost, stage_costs
 
 
@@ -183,26 +183,19 @@ class StepCost:
 
     def sync_ms(self, index: int) -> float:
         """
-        Time of a gradient all-reduce; under ZeRO of the reduce-scatter, and of the all-gather of weights that follows
-        the optimizer's step and takes as long.
+        Time of a gradient sum: an all-reduce; under ZeRO a reduce-scatter in each shard group, unless backwards reduce
+        their gradients themselves, and an all-reduce of the slices between shard groups.
         """
-        group = self.sync_groups[index]
+        group, device = self.sync_groups[index], self.costs.device
         module = group.stages[0][0]
-        gradient_bytes = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
-        num_bytes = sum(gradient_bytes[name] for name in group.parameters)
-        return all_reduce(self.costs.device, num_bytes, group.ranks)(1.0, 0.0)
-
-
-@lru_cache(maxsize=256)
-def _gradient_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, float]:
-    """Parameter -> bytes of its gradient, in float32 at least, on each rank of a module's tp group."""
-    result = {}
-    for index in range(-1, costs.spec.modules[module].num_layers + 1):
-        shares = parameter_shares(costs.spec, module, index, tp_size)
-        for use in costs.spec.uses.get((module, index), ()):
-            p = use.parameter
-            result[p.name] = shares[p.name] * p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL)
-    return result
+        gradients = parameter_bytes(self.costs, module, self.plan.modules[module].tp_size)
+        num_bytes = sum(gradients[name][1] for name in group.parameters)
+        if not group.shard_groups:
+            return all_reduce(device, num_bytes, group.ranks)(1.0, 0.0)
+        between_ms = slowest(all_reduce, device, num_bytes / group.shard_size, group.replica_groups)
+        if group.zero_stage >= REDUCES_IN_PASSES:
+            return between_ms
+        return slowest(all_gather, device, num_bytes, group.shard_groups) + between_ms
 
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
+SHARDING = ("zero_stage", "shard_size")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
-NOT_SEARCHED = ("zero_stage", "shard_size", *STORAGE)
-HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *NOT_SEARCHED, "activation_checkpointing")
+NOT_SEARCHED = STORAGE
+HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, "activation_checkpointing")
 """Settings that a finished plan contains; the others are written beside the plan."""
 
 
@@ -140,6 +141,11 @@ class ModulePlugin:
         if self.zero_stage not in ZERO_STAGES:
             raise ValueError(
                 f"`zero_stage={self.zero_stage}` does not exist. Use one of {', '.join(map(str, ZERO_STAGES))}."
+            )
+        if self.zero_stage == 3 and self.offload_params:
+            raise ValueError(
+                "`zero_stage=3` divides the weights that `offload_params=True` moves to host memory. Leave one of them "
+                "out."
             )
         if self.shard_size is not None and not self.zero_stage:
             raise ValueError(
@@ -259,8 +265,8 @@ class MultimodalParallelPlugin:
         plan (`ParallelPlan`, *optional*): A finished plan; `modules` may then contain settings, but no sizes.
         auto (`bool`, *optional*, defaults to `False`):
             Whether the Trainer searches for the best plan for the model, the dataset and the launched ranks. Sizes
-            given in `modules`, including 1, and `activation_checkpointing` are kept; the others are chosen. The string
-            `"auto"` in place of a plugin means `auto=True` without further settings.
+            given in `modules`, including 1, `activation_checkpointing`, `zero_stage` and `shard_size` are kept; the
+            others are chosen. The string `"auto"` in place of a plugin means `auto=True` without further settings.
 
     Raises:
         `ValueError`: For settings that contradict each other.
@@ -308,25 +314,36 @@ class MultimodalParallelPlugin:
 
     def check_searched(self, remedy: str) -> None:
         """
-        Raises `ValueError` for a setting of a module that a search chooses by itself or knows nothing of.
+        Raises `ValueError` for a setting of a module that a search chooses by itself.
 
         Args:
             remedy (`str`): What to do to keep the setting.
         """
         default = ModulePlugin()
         for name, module in self.modules.items():
-            for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
-                if getattr(module, key) != getattr(default, key):
-                    cause = "is chosen by the search" if key in CHOSEN_BY_SEARCH else "is not known to the search yet"
-                    raise ValueError(f"`{key}={getattr(module, key)}` of `{name}` {cause}. Leave it out, or {remedy}.")
+            for key in CHOSEN_BY_SEARCH:
+                value = getattr(module, key)
+                if value != getattr(default, key):
+                    raise ValueError(
+                        f"`{key}={value}` of `{name}` is chosen by the search. Leave it out, or {remedy}."
+                    )
 
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:
         """Module -> its explicitly given sizes, which a search keeps."""
+        return self._given(SIZES)
+
+    @property
+    def fixed_sharding(self) -> dict[str, dict[str, Any]]:
+        """Module -> its explicitly given `zero_stage` and `shard_size`, which a search keeps."""
+        return self._given(SHARDING)
+
+    def _given(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Module -> those of some settings that were given explicitly or differ from their defaults."""
         default, result = ModulePlugin(), {}
         for name, module in self.modules.items():
-            sizes = {key: getattr(module, key) for key in SIZES}
-            given = {key: size for key, size in sizes.items() if key in module.named or size != getattr(default, key)}
+            values = {key: getattr(module, key) for key in keys}
+            given = {key: own for key, own in values.items() if key in module.named or own != getattr(default, key)}
             if given:
                 result[name] = given
         return result

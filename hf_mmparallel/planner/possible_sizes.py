@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from ..data.mask_rules import MaskRule
@@ -57,9 +59,9 @@ def check_matrices(spec: ModelSpec, plan: ParallelPlan) -> None:
 
 def possible_sizes(
     model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin
-) -> dict[str, dict[str, int]]:
+) -> dict[str, dict[str, Any]]:
     """
-    Fixed sizes of a search: those set by the user, and those that the model restricts to 1.
+    Fixed sizes and sharding of a search: those set by the user, and sizes that the model restricts to 1.
 
     Args:
         model (`PreTrainedModel`): The model, which may be on the meta device.
@@ -67,9 +69,9 @@ def possible_sizes(
         plugin (`MultimodalParallelPlugin`): The settings of its modules, with the sizes set by the user.
 
     Returns:
-        `dict[str, dict[str, int]]`: Module -> name of a size -> the size.
+        `dict[str, dict[str, Any]]`: Module -> name of a setting -> its value.
     """
-    only: dict[str, dict[str, int]] = {name: {} for name in spec.modules}
+    only: dict[str, dict[str, Any]] = {name: {} for name in spec.modules}
     for name, module in spec.modules.items():
         if whole_matrices(module) is not None:
             only[name]["tp_size"] = 1
@@ -78,8 +80,8 @@ def possible_sizes(
             only[name]["pp_size"] = 1  # its last stage needs that hidden state
     if not _can_share_tokens(model, spec, plugin):
         only[LANGUAGE_MODEL]["cp_size"] = 1
-    fixed = plugin.fixed_sizes
-    merged = {name: {**sizes, **fixed.get(name, {})} for name, sizes in only.items()}
+    fixed, sharding = plugin.fixed_sizes, plugin.fixed_sharding
+    merged = {name: {**own, **fixed.get(name, {}), **sharding.get(name, {})} for name, own in only.items()}
     return {name: sizes for name, sizes in merged.items() if sizes}
 
 

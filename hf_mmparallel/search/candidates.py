@@ -56,7 +56,8 @@ class EstimatedCandidate:
     def family(self) -> tuple:
         """Placement and kind of parallelism of all modules; candidates of one family are similar."""
         kinds = (
-            (c.kind.tp_size, c.kind.cp_size, c.kind.checkpointing, c.pp_size > 1) for c in self.estimates.values()
+            (c.kind.tp_size, c.kind.cp_size, c.kind.checkpointing, c.kind.sharding, c.pp_size > 1)
+            for c in self.estimates.values()
         )
         return (tuple(sorted(self.colocated_with.items())), tuple(kinds))
 
@@ -110,6 +111,15 @@ class _Block:
     num_estimated: int
     num_too_large: int
 
+    @property
+    def shares_passes(self) -> NDArray:
+        """bool `[combinations]`: whether passes of any module communicate."""
+        result = np.zeros(len(self.step_ms), bool)
+        for name, table in self.tables.items():
+            shares = np.array([kind.shares_passes for kind in table.kinds], bool)
+            result |= shares[table.kind[self.combinations.rows[name]]]
+        return result
+
     def estimated(self, index: int) -> EstimatedCandidate:
         """The candidate at an index."""
         estimates = {name: table.estimate(self.combinations.rows[name][index]) for name, table in self.tables.items()}
@@ -157,9 +167,16 @@ class CandidateSpace:
         """All candidates, smallest memory estimate first."""
         return self._in_order(self._memory_bytes, np.ones(len(self), bool))
 
-    def expected_to_fit(self) -> Iterator[EstimatedCandidate]:
-        """Candidates with a memory estimate within the limit, fastest first."""
-        return self._in_order(self._step_ms, self._fits)
+    def expected_to_fit(self, shares_passes: bool | None = None) -> Iterator[EstimatedCandidate]:
+        """
+        Candidates with a memory estimate within the limit, fastest first.
+
+        Args:
+            shares_passes (`bool`, *optional*):
+                Only those with modules whose passes communicate, or only those without any.
+        """
+        chosen = self._fits if shares_passes is None else self._fits & (self._shares_passes == shares_passes)
+        return self._in_order(self._step_ms, chosen)
 
     def above_memory_limit(self) -> Iterator[EstimatedCandidate]:
         """Candidates with a memory estimate above the limit, fastest first."""
@@ -194,6 +211,10 @@ class CandidateSpace:
     @cached_property
     def _memory_bytes(self) -> NDArray:
         return np.concatenate([np.empty(0), *(block.memory_bytes for block in self._blocks)])
+
+    @cached_property
+    def _shares_passes(self) -> NDArray:
+        return np.concatenate([np.empty(0, bool), *(block.shares_passes for block in self._blocks)])
 
     @property
     def _fits(self) -> NDArray:

@@ -108,6 +108,7 @@ def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequen
     for index, kind in enumerate(options.kinds):
         for dp_size in dp_sizes:
             pp_size = stages[stages <= problem.num_ranks // (dp_size * kind.num_ranks)]
+            pp_size = pp_size[options.sharding_helps(kind, dp_size, pp_size)]
             if len(pp_size):
                 blocks.append(_columns(options, num_microbatches, index, dp_size, pp_size))
     names = [f.name for f in fields(LayoutTable) if f.name != "kinds"]
@@ -123,7 +124,7 @@ def _columns(
     options: ModuleOptions, num_microbatches: int, kind_index: int, dp_size: int, pp_size: NDArray
 ) -> dict[str, NDArray]:
     """The columns of layouts that differ only in their number of stages."""
-    kind, count = options.kinds[kind_index], num_microbatches
+    kind, count = options.kinds[kind_index].with_shards(dp_size), num_microbatches
     num_samples = options.problem.global_batch_size / dp_size / count
     num_ranks = dp_size * pp_size * kind.num_ranks
     crosses = num_ranks > options.ranks_within_nodes(kind)
@@ -153,10 +154,10 @@ def _columns(
         "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
         "min_compute_ms": count * unpadded_ms,
         "mean_ms": count * least_whole / pp_size,
-        "state_bytes": options.state_bytes(kind, pp_size),
-        "last_state_bytes": options.state_bytes(kind, pp_size, last=True),
+        "state_bytes": options.state_bytes(kind, pp_size, dp_size=dp_size),
+        "last_state_bytes": options.state_bytes(kind, pp_size, last=True, dp_size=dp_size),
         "saved_bytes": uneven * saved,
-        "mean_bytes": options.state_bytes(kind, 1) / pp_size + least_saved,
+        "mean_bytes": options.state_bytes(kind, 1, dp_size=dp_size) / pp_size + least_saved,
     }
 
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
+from ..plan.parallel_plan import ShardingSettings
 from ..steps.representatives import on_all_ranks, predict_batch
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, diversify
 from .encoders_replicated import ReplicatedEncoders
 from .explain import bound_of, least_memory_bytes, reason_for
-from .fully_sharded import FullySharded, fully_sharded
+from .fully_sharded import FullyShardedLayouts
 from .options import ModuleOptions, ParallelConfig
 from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
 from .ratio import RatioLayouts
@@ -40,7 +41,7 @@ class ComparedPlan:
 
     Args:
         name (`str`): Name of the baseline.
-        plan (`ParallelPlan`, *optional*): Its plan; `None` if the engine can't run it, or if there is none.
+        plan (`ParallelPlan`, *optional*): Its plan; `None` if it has none, or none that the engine can run.
         layout (`str`): Its sizes as text.
         step_ms (`float`): Step time on the batches of our plan, NaN without a plan.
         bubble_fraction (`float`): Share of all ranks' time without a task.
@@ -81,7 +82,7 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
       order.
     - `"single layout"`: one data-, tensor- and pipeline-parallel size for all modules, the encoders as first stages,
       even layers, in the manner of Megatron-LM.
-    - `"FSDP-like"`: every rank data-parallel, parameters gathered layer by layer, in closed form.
+    - `"FSDP-like"`: every rank data-parallel, parameters gathered layer by layer, samples in the sampler's order.
     - `"DistTrain"`: its allocation and its order of samples, see [`allocate`]; even layers.
     - `"ratio-based"`: ranks in proportion to the FLOPs of each module, see [`RatioLayouts`].
     - `"encoders replicated"`: the encoders in every stage of the language model, see [`ReplicatedEncoders`].
@@ -135,6 +136,8 @@ def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
     ):
         return None
     if any(layouts[name].activation_checkpointing != value for name, value in problem.checkpointing.items()):
+        return None
+    if any(layout.zero_stage not in problem.zero_stages_of(name) for name, layout in layouts.items()):
         return None
     if problem.schedule not in (None, candidate.schedule) or problem.arrangement not in (None, candidate.arrangement):
         return None
@@ -224,11 +227,11 @@ class _BaselineEvaluator:
 
     def fully_sharded(self) -> ComparedPlan:
         """The fastest FSDP-like plan."""
-        limit = self._limit_bytes
-        every = fully_sharded(self.problem, self.batches)
-        fitting = [plan for plan in every if plan.memory_bytes <= limit]
-        best = min(fitting, key=lambda p: p.step_ms) if fitting else min(every, key=lambda p: p.memory_bytes)
-        return self._sharded(best)
+        candidates = list(FullyShardedLayouts(self.problem))
+        if not candidates:
+            return self._none(SHARDED, "the ranks do not divide the global batch")
+        ranked = self._best(candidates, "contiguous")
+        return self._compared(SHARDED, ranked, "every rank data-parallel, parameters gathered layer by layer")
 
     def disttrain(self) -> ComparedPlan:
         """The fastest of DistTrain's allocations, one for each microbatch size."""
@@ -307,6 +310,11 @@ class _BaselineEvaluator:
         return [candidate for _, candidate in sorted(candidates, key=lambda pair: pair[0])]
 
     @property
+    def _optimizer_sharding(self) -> ShardingSettings:
+        """The optimizer's state is divided over replicas there."""
+        return ShardingSettings(1 if 1 in self.problem.zero_stages else 0)
+
+    @property
     def _tp_sizes(self) -> tuple[int, ...]:
         return tuple(size for size in (1, 2, 4, 8) if size <= self.problem.costs.device.node_size)
 
@@ -349,6 +357,7 @@ class _BaselineEvaluator:
                 module.dp_size,
                 tp_size=module.tp_size,
                 activation_checkpointing=recomputed[name],
+                sharding=self._optimizer_sharding if module.dp_size > 1 else ShardingSettings(),
             )
             for name, module in allocation.modules.items()
         }
@@ -412,12 +421,6 @@ class _BaselineEvaluator:
         words = "; ".join(text for text in (note, self._excess(peak)) if text)
         figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)
         return ComparedPlan(name, ranked.plan, str(ranked.candidate), *figures, words, ranked.candidate)
-
-    def _sharded(self, plan: FullySharded) -> ComparedPlan:
-        note = "estimated, parameters gathered layer by layer"
-        words = "; ".join(text for text in (note, self._excess(plan.memory_bytes)) if text)
-        figures = (plan.step_ms, plan.bubble_fraction, plan.memory_bytes, plan.flops_utilisation)
-        return ComparedPlan(SHARDED, None, str(plan), *figures, words)
 
     def _none(self, name: str, reason: str) -> ComparedPlan:
         return ComparedPlan(name, None, "", math.nan, math.nan, math.nan, math.nan, reason)

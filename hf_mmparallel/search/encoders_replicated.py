@@ -83,7 +83,7 @@ class ReplicatedEncoders:
     def __iter__(self) -> Iterator[ReplicatedLayout]:
         """All layouts, in no particular order."""
         problem, language = self.problem, self.options[LANGUAGE_MODEL]
-        for kind in language.kinds:
+        for kind in language.plain_kinds:
             if kind.cp_size > 1 or problem.num_ranks % kind.tp_size:
                 continue
             for pp_size in divisors(problem.num_ranks // kind.tp_size)[1:]:
@@ -91,7 +91,8 @@ class ReplicatedEncoders:
                 if pp_size > language.max_stages or problem.global_batch_size % dp_size:
                     continue
                 layers = even_layers(language.module_spec.num_layers, pp_size)
-                layout = Layout(layers, dp_size, tp_size=kind.tp_size, activation_checkpointing=kind.checkpointing)
+                sharding = language.sharding(kind, dp_size)
+                layout = Layout(layers, dp_size, 1, kind.tp_size, kind.checkpointing, sharding)
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
                     yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))
 
@@ -102,7 +103,7 @@ class ReplicatedEncoders:
 
     def _encoder_kind(self, name: str, layout: Layout) -> ParallelConfig:
         """Configuration of an encoder on the ranks of a stage."""
-        kinds = [kind for kind in self.options[name].kinds if kind.tp_size in (1, layout.tp_size)]
+        kinds = [kind for kind in self.options[name].plain_kinds if kind.tp_size in (1, layout.tp_size)]
         return max(kinds, key=lambda kind: (kind.tp_size, kind.checkpointing == layout.activation_checkpointing))
 
     def _estimate_ms(self, kind: ParallelConfig, layout: Layout, count: int) -> float:
@@ -188,7 +189,8 @@ class ReplicatedEncoders:
             options = self.options[name]
             largest = max(float(batch.tokens[name][chunk].sum()) for chunk in batch_indices.values())
             saved = options.saved_bytes(kind) * largest / max(options.tokens, 1.0)
-            total += options.state_bytes(kind, 1) + saved * (in_flight if tables[name].backward.any() else 1.0)
+            state = options.state_bytes(kind, 1, dp_size=self.problem.num_ranks // kind.tp_size)
+            total += state + saved * (in_flight if tables[name].backward.any() else 1.0)
         return total
 
 

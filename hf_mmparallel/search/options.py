@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from ..cost import CostModel, Polynomial, layer_table
 from ..cost.activations import DTYPE_BYTES, FULL, grouped_copies
-from ..cost.collectives import all_reduce
-from ..cost.optimizer import update_bytes
-from ..cost.stage_memory import RankMemory, StageMemory, stage_memory
+from ..cost.collectives import all_gather
+from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, transfers_among
+from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
+from ..plan.parallel_plan import ShardingSettings
 from .mean_microbatch import MeanMicrobatches
 from .partition import partition_all
 from .problem import Layout, PlanningProblem
@@ -36,16 +37,34 @@ class ParallelConfig:
         checkpointing (`bool`): Whether activations are recomputed.
         first_rank (`int`, *optional*, defaults to 0):
             Position in its node of the first rank of a tp group, which matters if the group spans nodes.
+        sharding (`ShardingSettings`, *optional*): What copies divide among them.
+        num_shards (`int`, *optional*, defaults to 1):
+            Number of copies that share weights or gradients, where the time of passes is wanted.
     """
 
     cp_size: int
     tp_size: int
     checkpointing: bool
     first_rank: int = 0
+    sharding: ShardingSettings = ShardingSettings()
+    num_shards: int = 1
 
     @property
     def num_ranks(self) -> int:
         return self.cp_size * self.tp_size
+
+    @property
+    def shares_passes(self) -> bool:
+        """Whether passes gather weights or reduce gradients."""
+        return self.sharding.zero_stage >= REDUCES_IN_PASSES
+
+    def shards_of(self, dp_size: int) -> int:
+        """Number of copies that divide what the ZeRO stage divides, of those of `dp_size` replicas."""
+        return (self.sharding.shard_size or dp_size * self.cp_size) if self.sharding.zero_stage else 1
+
+    def with_shards(self, dp_size: int) -> ParallelConfig:
+        """The configuration with the number of shards of `dp_size` replicas, where passes depend on it."""
+        return replace(self, num_shards=self.shards_of(dp_size)) if self.shares_passes else self
 
 
 class ModuleOptions:
@@ -64,8 +83,8 @@ class ModuleOptions:
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
         self._slowest_stages: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
         self._unevenness: dict[int, float] = {}
-        self._memories: dict[tuple[int, int, bool, int, int], StageMemory] = {}
-        self._sums: dict[tuple[int, int], Polynomial] = {}
+        self._memories: dict[tuple, StageMemory] = {}
+        self._gathers: dict[tuple[int, int], Polynomial] = {}
 
     @property
     def max_stages(self) -> int:
@@ -77,7 +96,10 @@ class ModuleOptions:
 
     @cached_property
     def kinds(self) -> tuple[ParallelConfig, ...]:
-        """Tensor-parallel sizes within a node that divide the model's sizes, with and without recomputation."""
+        """
+        Tensor-parallel sizes within a node that divide the model's sizes, with and without recomputation, each with
+        the sharding of [`~ModuleOptions.shardings`].
+        """
         module_spec, device = self.module_spec, self.problem.costs.device
         largest = min(device.node_size, self.problem.num_ranks)
         counts = (module_spec.num_heads, module_spec.num_kv_heads, module_spec.intermediate_size)
@@ -95,12 +117,74 @@ class ModuleOptions:
         given = self.problem.checkpointing.get(self.name)
         checkpointing = (False, True) if given is None and self._has_backward else (bool(given),)
         return tuple(
-            ParallelConfig(cp, tp, recompute)
+            ParallelConfig(cp, tp, recompute, sharding=sharding)
             for tp in tensor
             for cp in context
             if cp * tp <= self.problem.num_ranks
             for recompute in checkpointing
+            for sharding in self.shardings(tp)
         )
+
+    @cached_property
+    def plain_kinds(self) -> tuple[ParallelConfig, ...]:
+        """The kinds whose passes do not communicate, if there are any."""
+        return tuple(kind for kind in self.kinds if not kind.shares_passes) or self.kinds
+
+    @cached_property
+    def zero_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that the user has left open; without trained parameters, only weights can be divided."""
+        stages = self.problem.zero_stages_of(self.name)
+        if len(stages) == 1 or any(p.trainable for p in self.module_spec.parameters):
+            return stages
+        return tuple(stage for stage in stages if stage in (0, GATHERS_IN_PASSES)) or stages
+
+    def shardings(self, tp_size: int) -> list[ShardingSettings]:
+        """
+        The sharding of layouts in the closed form: the optimizer's state, which costs no time, and everything, over
+        all copies or those of a node. Others differ little from one of these and are tried once sizes are chosen.
+
+        Args:
+            tp_size (`int`): Tensor-parallel size.
+        """
+        plain = [stage for stage in self.zero_stages if stage < REDUCES_IN_PASSES][-1:]
+        shared = [stage for stage in self.zero_stages if stage >= REDUCES_IN_PASSES][-1:]
+        result = [ShardingSettings(stage, self._shard_size(stage)) for stage in plain + shared]
+        per_node = self.copies_per_node(tp_size)
+        if shared and per_node > 1 and self.allows("shard_size", per_node):
+            result.append(ShardingSettings(shared[0], per_node))
+        return list(dict.fromkeys(result))
+
+    def _shard_size(self, zero_stage: int) -> int | None:
+        """The number of copies that the user has set, otherwise all."""
+        return self.problem.fixed.get(self.name, {}).get("shard_size") if zero_stage else None
+
+    def copies_per_node(self, tp_size: int) -> int:
+        """Copies of a module with one stage in a node; 0 if tp groups span nodes."""
+        node_size = self.problem.costs.device.node_size
+        return 0 if node_size % tp_size else node_size // tp_size
+
+    def sharding_helps(self, kind: ParallelConfig, dp_size: int, pp_size: NDArray) -> NDArray:
+        """
+        bool `[layouts]`: whether layouts can have the sharding of a configuration and may need it. Passes that
+        communicate are for modules with a single stage, and for those whose state does not fit otherwise.
+
+        Args:
+            kind (`ParallelConfig`): The configuration.
+            dp_size (`int`): Number of replicas.
+            pp_size (`np.ndarray` of shape `[layouts]`): Numbers of stages.
+        """
+        size, num_copies = kind.sharding.shard_size, dp_size * kind.cp_size
+        if size is not None and num_copies % size:
+            return np.zeros(len(pp_size), bool)
+        plain = self.plain_kinds[0]
+        if not kind.shares_passes or plain.shares_passes:
+            return np.ones(len(pp_size), bool)
+        if num_copies == 1 or size == num_copies:
+            return np.zeros(len(pp_size), bool)
+        limit, kept = self.problem.memory_bytes, replace(kind, sharding=plain.sharding)
+        if size is not None or limit is None:
+            return pp_size == 1
+        return (pp_size == 1) | (self.state_bytes(kept, pp_size, dp_size=dp_size) > limit)
 
     @cached_property
     def _has_backward(self) -> bool:
@@ -127,7 +211,13 @@ class ModuleOptions:
         """See [`~ModuleOptions.layer_ms`]."""
         table = layer_table(costs, self.name, kind.tp_size, kind.checkpointing, kind.first_rank)
         tokens, squares, _ = self._sizes(kind, num_samples, padded)
-        return table.step_ms(tokens, squares, kind.cp_size)
+        transfers = None
+        if kind.shares_passes and kind.num_shards > 1:
+            ranks = tuple(range(0, kind.num_shards * kind.tp_size, kind.tp_size))
+            layers = (0, self.module_spec.num_layers)
+            stage = kind.sharding.zero_stage
+            transfers = transfers_among(ranks, costs, self.name, layers, kind.tp_size, stage, alternates=True)
+        return table.step_ms(tokens, squares, kind.cp_size, transfers)
 
     def _sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
         """`[tokens, squared sequence lengths, stored pairs]` of a mean microbatch."""
@@ -154,7 +244,13 @@ class ModuleOptions:
     def layout(self, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float) -> Layout:
         """The layout with stages balanced for microbatches of `num_samples`."""
         layers = partition_all(self.layer_ms(kind, num_samples), pp_size).partition(pp_size).layers
-        return Layout(layers, dp_size, kind.cp_size, kind.tp_size, kind.checkpointing)
+        return Layout(layers, dp_size, kind.cp_size, kind.tp_size, kind.checkpointing, self.sharding(kind, dp_size))
+
+    def sharding(self, kind: ParallelConfig, dp_size: int) -> ShardingSettings:
+        """The sharding of a layout: a single copy divides nothing, unless the user says so."""
+        given = self.problem.fixed.get(self.name, {})
+        is_copied = dp_size * kind.cp_size > 1
+        return kind.sharding if is_copied or "zero_stage" in given else ShardingSettings()
 
     @cached_property
     def _sample_ms(self) -> tuple[list[float], list[float]]:
@@ -176,20 +272,28 @@ class ModuleOptions:
 
     def _memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
         """Memory of a stage with layers `first` to `stop`."""
-        key = (kind.cp_size, kind.tp_size, kind.checkpointing, first, stop)
+        sharding = kind.sharding if kind.shares_passes else ShardingSettings()
+        key = (kind.cp_size, kind.tp_size, kind.checkpointing, sharding, first, stop)
         if key not in self._memories:
             firsts = range(0, kind.num_ranks, kind.tp_size)
             mesh = tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts)
             stage = Stage((first, stop), mesh)
-            alone = ParallelPlan({self.name: ModulePlan(((stage,),), kind.checkpointing)})
+            # With several copies, tasks hold what passes gather.
+            replicas = ((stage,),) * (2 if kind.shares_passes else 1)
+            module = ModulePlan(replicas, kind.checkpointing, sharding=replace(sharding, shard_size=None))
+            alone = ParallelPlan({self.name: module})
             self._memories[key] = stage_memory(self.problem.costs, alone, self.name, stage)
         return self._memories[key]
 
-    def state(self, cp_size: int, tp_size: int) -> RankMemory:
-        """Weights, gradients and optimizer state of all layers on a rank."""
-        return self._memory(ParallelConfig(cp_size, tp_size, False), 0, self.module_spec.num_layers).state
+    def _state_bytes(self, kind: ParallelConfig, first: int, stop: int, dp_size: int) -> float:
+        """Weights, gradients and optimizer state of a stage with layers `first` to `stop`, and what stays gathered."""
+        state = self._memory(replace(kind, sharding=ShardingSettings()), first, stop).state
+        parts, count = (state.optimizer, state.gradients, state.weights), kind.shards_of(dp_size)
+        stage = kind.sharding.zero_stage
+        held = sum(part / (count if stage >= first_stage else 1) for first_stage, part in enumerate(parts, 1))
+        return held + self._memory(kind, first, stop).kept_bytes
 
-    def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False) -> Any:
+    def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False, dp_size: int = 1) -> Any:
         """
         Estimated bytes of the first or the last stage besides activations.
 
@@ -197,20 +301,24 @@ class ModuleOptions:
             kind (`ParallelConfig`): The configuration.
             pp_size (`int` or `np.ndarray`): Number of stages.
             last (`bool`, *optional*, defaults to `False`): Whether to estimate the last stage.
+            dp_size (`int`, *optional*, defaults to 1): Number of replicas, which may divide it.
         """
         num_layers = self.module_spec.num_layers
-        whole = self._memory(kind, 0, num_layers).state.total
-        end, layer = (memory.state.total for memory in self._ends(kind)[-1 if last else 0])
+        whole = self._state_bytes(kind, 0, num_layers, dp_size)
+        end, layer = (self._state_bytes(kind, *layers, dp_size) for layers in self._end_layers[-1 if last else 0])
         return np.where(pp_size == 1, whole, end + (num_layers / pp_size - 1) * layer)
 
     def _ends(self, kind: ParallelConfig) -> tuple[tuple[StageMemory, StageMemory], ...]:
-        """Memory of a stage with the first layer only and with an inner layer only; the same for the last layer."""
+        """Memory of the stages of `_end_layers`."""
+        first, last = ((self._memory(kind, *end), self._memory(kind, *inner)) for end, inner in self._end_layers)
+        return first, last
+
+    @cached_property
+    def _end_layers(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
+        """Layers of stages with the first layer only and with an inner layer only; the same for the last layer."""
         last = self.module_spec.num_layers
-        if last == 1:
-            alone = self._memory(kind, 0, 1)
-            return (alone, alone), (alone, alone)
-        inner = self._memory(kind, 1, 2) if last > 2 else self._memory(kind, 0, 1)
-        return (self._memory(kind, 0, 1), inner), (self._memory(kind, last - 1, last), inner)
+        inner = (1, 2) if last > 2 else (0, 1)
+        return ((0, 1), inner), ((last - 1, last), inner)
 
     def running_bytes(self, kind: ParallelConfig, num_samples: float) -> tuple[float, float]:
         """Estimated transient bytes of a task on the first and on the last stage."""
@@ -226,27 +334,46 @@ class ModuleOptions:
         return np.array([scores + copies * tokens, tokens, 0.0])
 
     @cached_property
-    def _trained_bytes(self) -> float:
-        """Bytes of the gradients of the whole module, in float32 at least."""
-        trained = (p for p in self.module_spec.parameters if p.trainable)
-        return float(sum(p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL) for p in trained))
+    def _trained_bytes(self) -> tuple[float, float]:
+        """Bytes of the trained weights of the whole module, and of their gradients, in float32 at least."""
+        trained = [p for p in self.module_spec.parameters if p.trainable]
+        sizes = [(p.num_elements, DTYPE_BYTES.get(p.dtype, FULL)) for p in trained]
+        return float(sum(n * size for n, size in sizes)), float(sum(n * max(size, FULL) for n, size in sizes))
 
     @cached_property
     def _update_bytes(self) -> float:
         """Memory traffic of the optimizer step of the whole module."""
-        return update_bytes(self.state(1, 1))
+        return self._memory(ParallelConfig(1, 1, False), 0, self.module_spec.num_layers).update_bytes
 
     def sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> float:
-        """Time of the gradient all-reduce of a stage over its replicas, and of the optimizer step."""
-        copies = dp_size * kind.cp_size
-        key = copies, pp_size * kind.tp_size
-        if key not in self._sums:
-            self._sums[key] = all_reduce(self.problem.costs.device, 1.0, range(0, math.prod(key), key[1]))
-        num_bytes = self._trained_bytes / pp_size / kind.tp_size
-        device = self.problem.costs.device
-        update_ms = self._update_bytes / pp_size / kind.tp_size / device.memory_bytes_per_ms
-        sums = self._sums[key]
-        return sums.token * num_bytes + sums.constant + update_ms
+        """
+        Time of the gradient sums of a stage over its replicas, of the optimizer step, and of the gathering of weights
+        after it.
+        """
+        stride, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
+        weights, gradients = (num_bytes / stride for num_bytes in self._trained_bytes)
+        update_ms = self._update_bytes / stride / num_shards / self.problem.costs.device.memory_bytes_per_ms
+        num_groups = dp_size * kind.cp_size // num_shards
+        result = update_ms + 2 * self._gather_ms(gradients / num_shards, num_groups, stride * num_shards)
+        if not kind.shares_passes:
+            result += self._gather_ms(gradients, num_shards, stride)
+        share = self._outer_share if kind.sharding.zero_stage >= GATHERS_IN_PASSES else 1.0
+        return result + self._gather_ms(share * weights, num_shards, stride)
+
+    @cached_property
+    def _outer_share(self) -> float:
+        """Share of the weights that are outside of layers, which a step gathers once in any ZeRO stage."""
+        layers = range(self.module_spec.num_layers)
+        outer = sum(p.num_elements for p in self.module_spec.parameters if p.layer not in layers)
+        return outer / sum(p.num_elements for p in self.module_spec.parameters)
+
+    def _gather_ms(self, num_bytes: float, num_ranks: int, stride: int) -> float:
+        """Time of an all-gather or reduce-scatter over ranks at a distance of `stride`."""
+        key = num_ranks, stride
+        if key not in self._gathers:
+            self._gathers[key] = all_gather(self.problem.costs.device, 1.0, range(0, num_ranks * stride, stride))
+        one = self._gathers[key]
+        return one.token * num_bytes + one.constant
 
     def saved_bytes(self, kind: ParallelConfig, num_samples: float = 1.0, padded: bool = True) -> float:
         """Saved activations of all layers for a mean microbatch on each rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +12,13 @@ from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
 from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from ..plan.ownership import partly_frozen_stages, trainable_stages
+from ..plan.parallel_plan import ShardingSettings
+from ..plan.plugin import ZERO_STAGES
 from ..plan.schedules import SCHEDULES, Schedule
 from ..steps.step_planner import Prediction
+
+SEARCHED_STAGES = ZERO_STAGES
+"""The ZeRO stages that a search chooses from."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Layout:
         tp_size (`int`, *optional*, defaults to 1): Tensor-parallel size.
         layers (`tuple[int, ...]`): Layers of each stage.
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
+        sharding (`ShardingSettings`, *optional*): What its copies divide among them.
     """
 
     layers: tuple[int, ...]
@@ -33,6 +40,15 @@ class Layout:
     cp_size: int = 1
     tp_size: int = 1
     activation_checkpointing: bool = False
+    sharding: ShardingSettings = ShardingSettings()
+
+    @property
+    def zero_stage(self) -> int:
+        return self.sharding.zero_stage
+
+    @property
+    def shard_size(self) -> int | None:
+        return self.sharding.shard_size
 
     @property
     def pp_size(self) -> int:
@@ -44,8 +60,11 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = (("dp", self.dp_size), ("pp", self.pp_size), ("cp", self.cp_size), ("tp", self.tp_size))
-        words = " x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
-        return f"{words}, recomputed" if self.activation_checkpointing else words
+        words = [" x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"]
+        if self.zero_stage:
+            over = "" if self.shard_size is None else f" over {self.shard_size}"
+            words.append(f"ZeRO-{self.zero_stage}{over}")
+        return ", ".join([*words, "recomputed"] if self.activation_checkpointing else words)
 
 
 @dataclass(frozen=True)
@@ -127,7 +146,7 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
             mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
             stages.append(Stage(layers, mesh, trainable[index], partly[index]))
         replicas.append(tuple(stages))
-    return ModulePlan(tuple(replicas), layout.activation_checkpointing)
+    return ModulePlan(tuple(replicas), layout.activation_checkpointing, sharding=layout.sharding)
 
 
 @dataclass(frozen=True)
@@ -144,10 +163,12 @@ class PlanningProblem:
         microbatch_size (`int`, *optional*): Samples of a microbatch of a language model replica; searched by default.
         schedule (`str`, *optional*): Name of the schedule; searched by default.
         arrangement (`str`, *optional*): Arrangement of batches, see [`ARRANGEMENTS`]; searched by default.
-        fixed (`Mapping[str, Mapping[str, int]]`, *optional*):
-            Module -> sizes set by the user, such as `{"language_model": {"tp_size": 4}}`.
+        fixed (`Mapping[str, Mapping[str, Any]]`, *optional*):
+            Module -> sizes, `zero_stage` and `shard_size` set by the user, such as
+            `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
             Module -> whether its activations are recomputed; both are tried by default.
+        zero_stages (`tuple[int, ...]`, *optional*): The ZeRO stages to choose from.
         effort (`int`, *optional*, defaults to 384):
             Simulation budget in tasks per rank: larger values simulate more candidates.
         seed (`int`, *optional*, defaults to 0): Seed of the batches drawn from `sizes`.
@@ -161,14 +182,20 @@ class PlanningProblem:
     microbatch_size: int | None = None
     schedule: Schedule | None = None
     arrangement: str | None = None
-    fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
+    zero_stages: tuple[int, ...] = SEARCHED_STAGES
     effort: int = 384
     seed: int = 0
 
     @property
     def spec(self) -> ModelSpec:
         return self.costs.spec
+
+    def zero_stages_of(self, module: str) -> tuple[int, ...]:
+        """The ZeRO stages to choose from for a module: the user's, or all of the problem."""
+        given = self.fixed.get(module, {})
+        return (given["zero_stage"],) if "zero_stage" in given else self.zero_stages
 
     @property
     def first_schedule(self) -> Schedule:

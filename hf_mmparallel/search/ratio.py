@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ..cost import module_model_flops
+from ..cost.sharded_passes import REDUCES_IN_PASSES
 from .allocation import proportional_allocation
 from .candidates import CandidateSpace, EstimatedCandidate
 from .combinations import Combinations, LayoutTable, side_by_side
@@ -27,7 +29,8 @@ class RatioLayouts(CandidateSpace):
     """
 
     def __init__(self, problem: PlanningProblem):
-        super().__init__(problem)
+        plain = tuple(stage for stage in problem.zero_stages if stage < REDUCES_IN_PASSES)
+        super().__init__(replace(problem, zero_stages=plain))
         self.work = {}
         for name, options in self.options.items():
             self.work[name] = float(module_model_flops(problem.spec, name, options.tokens, options.squares))
@@ -71,6 +74,7 @@ class RatioLayouts(CandidateSpace):
                 estimate.kind.cp_size,
                 estimate.kind.tp_size,
                 estimate.kind.checkpointing,
+                self.options[name].sharding(estimate.kind, estimate.dp_size),
             )
             for name, estimate in estimated.estimates.items()
         }

@@ -53,14 +53,18 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     if not len(space):
         raise no_plan_error(problem)
     simulator = Simulations(space)
-    simulator.screen(diversify(space.expected_to_fit()), share=0.2, least=32)
+    simulator.screen(diversify(space.expected_to_fit(shares_passes=False)), share=0.2, least=32)
     placement = simulator.best_placement()
-    simulator.screen((c for c in space.expected_to_fit() if c.colocated_with == placement), share=0.1, least=16)
-    simulator.screen(space.expected_to_fit(), share=0.05, least=0)
+    placed = (c for c in space.expected_to_fit(shares_passes=False) if c.colocated_with == placement)
+    simulator.screen(placed, share=0.1, least=16)
+    simulator.screen(space.expected_to_fit(shares_passes=False), share=0.05, least=0)
+    simulator.screen(diversify(space.expected_to_fit(shares_passes=True)), share=0.1, least=8)
     simulator.screen(diversify(space.above_memory_limit()), share=0.05, least=4)
     simulator.simulate(share=0.2, least=6)
     simulator.simulate_remaining()
+    simulator.try_shardings(share=0.2)
     simulator.try_orders(share=0.6)
+    simulator.try_shardings(share=0.2)
     ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
     while not ranked and (
         simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from ..cost.memory import state_per_rank
+from ..cost.sharded_passes import REDUCES_IN_PASSES
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from ..plan.parallel_plan import ShardingSettings
 from ..plan.schedules import Schedule
 from ..steps.representatives import predict_batch
 from ..steps.step_planner import Prediction, StepPlanner
 from .candidates import CandidateSpace, EstimatedCandidate
 from .large_samples import runs_large_samples_alone
+from .options import ParallelConfig
 from .problem import Candidate, PlanningProblem, RankedPlan, draw_batch
 
 _NUM_BATCHES, _FEWER_BATCHES = 3, 2
@@ -30,6 +33,8 @@ _OPTIMISTIC = 1.3  # maximum ratio of the closed-form estimate to the step time
 _SLICE_MEMORY = 1.1  # tolerance of the memory limit for slices
 _ORDERED_LAYOUTS, _ORDERS = 4, 4
 _MUCH_SLOWER = 1.15  # ratio to the best step above which other schedules and arrangements are not tried
+_SHARDED_LAYOUTS = 3  # fastest layouts with which other shardings are tried
+_AS_LONG = 1.01  # ratio of the closed form to that of the current sharding up to which another one is tried
 _MAX_PREDICTIONS = 16  # number of fastest steps whose predictions stay in memory
 _PROMISING = 1.05  # ratio to the best step up to which an order is simulated with all replicas, by its slice
 _SPREAD = 1.05  # ratio to the best mean up to which plans run the next batch as well
@@ -136,10 +141,13 @@ class Simulations:
         fits the memory. Replica imbalance and the larger all-reduce are added from the closed form.
         """
         batch, limit = self.batches[0], self.problem.memory_bytes
-        few = {name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()}
+        small = _slice_of(candidate, parts)
+        few = small.layouts
+        if limit is not None:  # fewer copies divide the state
+            whole_bytes, slice_bytes = (_state_bytes(self.problem, own) for own in (candidate, small))
+            limit += max(0.0, slice_bytes - whole_bytes)
         order = np.argsort(batch.tokens[LANGUAGE_MODEL], kind="stable")
         samples = batch.take(np.sort(order[parts // 2 :: parts]))
-        small = replace(candidate, layouts=few)
         try:
             prediction = self._predict(small, samples, limit)
         except ValueError:  # these samples are larger than average
@@ -271,6 +279,63 @@ class Simulations:
         orders = sorted(times, key=times.__getitem__)
         return [(order, times[order] / first_ms) for order in orders], num_tasks
 
+    # Sharding
+
+    def try_shardings(self, share: float) -> None:
+        """
+        Tries what else the copies of modules can divide, for the fastest layouts: module by module, what is fastest so
+        far with the other ZeRO stages, over all copies and over those of a node, unless the closed form is slower. As
+        many as a share of the effort allows.
+        """
+        num_tasks = 0
+        for simulated in distinct_sizes(self._whole())[:_SHARDED_LAYOUTS]:
+            for name in simulated.candidate.layouts:
+                best = simulated
+                for sharding in self._shardings(simulated.candidate, name):
+                    layout = replace(simulated.candidate.layouts[name], sharding=sharding)
+                    layouts = {**simulated.candidate.layouts, name: layout}
+                    candidate = replace(simulated.candidate, layouts=layouts)
+                    key = _key(candidate)
+                    if key in self._simulated or key in self._too_large:
+                        continue
+                    if num_tasks > share * self.effort:
+                        return
+                    num_tasks += candidate.num_tasks
+                    self._simulate_whole(candidate, simulated.estimated)
+                    found = self._simulated.get(key)
+                    if found is not None and found.step_ms < best.step_ms:
+                        best = found
+                simulated = best
+
+    def _shardings(self, candidate: Candidate, name: str) -> list[ShardingSettings]:
+        """
+        Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes. It
+        excludes no sums, since other tasks may hide them.
+        """
+        options, layout = self.space.options[name], candidate.layouts[name]
+        num_copies = layout.dp_size * layout.cp_size
+        if num_copies == 1:
+            return []
+        per_node = options.copies_per_node(layout.tp_size) // layout.pp_size
+        divides = 1 < per_node < num_copies and num_copies % per_node == 0
+        sizes = [None, per_node] if divides else [None]
+        given = self.problem.fixed.get(name, {})
+        sizes = [given["shard_size"]] if "shard_size" in given else sizes
+        every = (ShardingSettings(stage, size if stage else None) for stage in options.zero_stages for size in sizes)
+        limit_ms = _AS_LONG * self._module_ms(candidate, name, layout.sharding)
+        times = {own: self._module_ms(candidate, name, own) for own in every if own != layout.sharding}
+        chosen = [own for own in times if times[own] <= limit_ms or own.zero_stage < REDUCES_IN_PASSES]
+        return sorted(chosen, key=times.__getitem__)
+
+    def _module_ms(self, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
+        """Closed form of the time of a module in a step with another sharding."""
+        options, layout, count = self.space.options[name], candidate.layouts[name], candidate.num_microbatches
+        kind = ParallelConfig(layout.cp_size, layout.tp_size, layout.activation_checkpointing, sharding=sharding)
+        kind = kind.with_shards(layout.dp_size)
+        num_samples = self.problem.global_batch_size / layout.dp_size / count
+        stage_ms = float(options.layer_ms(kind, num_samples).sum()) / layout.pp_size
+        return count * stage_ms + options.sync_ms(kind, layout.dp_size, layout.pp_size)
+
     # Several batches
 
     def finalists(self, share: float, least: int) -> list[RankedPlan]:
@@ -360,13 +425,19 @@ class Simulations:
 
 
 def _parts(candidate: Candidate) -> int:
-    """Number of equal parts that the replicas of a candidate can be split into."""
+    """Number of equal parts that the replicas of a candidate can be split into; one if their passes communicate."""
+    if any(layout.zero_stage >= REDUCES_IN_PASSES for layout in candidate.layouts.values()):
+        return 1
     return math.gcd(*(layout.dp_size for layout in candidate.layouts.values()))
 
 
 def _shape(candidate: Candidate) -> tuple:
-    """What schedules and arrangements depend on: the placement, and the number of stages of each module."""
-    return candidate.placement, tuple(layout.pp_size for layout in candidate.layouts.values())
+    """
+    What schedules and arrangements depend on: the placement, the number of stages of each module, and whether its
+    passes communicate.
+    """
+    layouts = candidate.layouts.values()
+    return candidate.placement, tuple((own.pp_size, own.zero_stage >= REDUCES_IN_PASSES) for own in layouts)
 
 
 def _mean_ms(racer: tuple[_Simulated, list[Prediction]]) -> float:
@@ -421,11 +492,22 @@ def _state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
     """Whether weights, gradients and optimizer state fit into each rank's memory."""
     if problem.memory_bytes is None:
         return True
-    parts = _parts(candidate)
-    few = {name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()}
-    plan = replace(candidate, layouts=few).plan(problem.spec)
+    is_divided = any(layout.zero_stage for layout in candidate.layouts.values())
+    small = candidate if is_divided else _slice_of(candidate, _parts(candidate))
+    return _state_bytes(problem, small) <= problem.memory_bytes
+
+
+def _state_bytes(problem: PlanningProblem, candidate: Candidate) -> float:
+    """Weights, gradients and optimizer state on the rank with most of them."""
+    plan = candidate.plan(problem.spec)
     states = state_per_rank(plan, stage_memories(problem.costs, plan))
-    return max(state.total for state in states.values()) <= problem.memory_bytes
+    return max(state.total for state in states.values())
+
+
+def _slice_of(candidate: Candidate, parts: int) -> Candidate:
+    """The candidate with 1/`parts` of its replicas."""
+    few = {name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()}
+    return replace(candidate, layouts=few)
 
 
 def step_planner(problem: PlanningProblem, candidate: Candidate) -> StepPlanner:

@@ -66,6 +66,7 @@ class SingleLayouts:
                 estimate.dp_size,
                 tp_size=estimate.kind.tp_size,
                 activation_checkpointing=estimate.kind.checkpointing,
+                sharding=self.options[name].sharding(estimate.kind, estimate.dp_size),
             )
             for name, estimate in estimated.estimates.items()
         }
@@ -74,11 +75,11 @@ class SingleLayouts:
     def _kinds(self) -> list[ParallelConfigs]:
         """Tensor-parallel sizes that all modules support, with recomputation in all that support it or in none."""
         result: list[ParallelConfigs] = []
-        for tp_size in sorted({kind.tp_size for options in self.options.values() for kind in options.kinds}):
+        for tp_size in sorted({kind.tp_size for options in self.options.values() for kind in options.plain_kinds}):
             for recompute in (False, True):
                 kinds = {}
                 for name, options in self.options.items():
-                    same = [kind for kind in options.kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
+                    same = [kind for kind in options.plain_kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
                     if same:
                         kinds[name] = min(same, key=lambda kind: kind.checkpointing != recompute)
                 if len(kinds) == len(self.options) and kinds not in result:
@@ -139,7 +140,9 @@ class SingleLayouts:
     ) -> LayoutEstimate:
         """Sizes of a module with its memory estimates."""
         options = self.options[name]
-        first, last = (float(options.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
+        first, last = (
+            float(options.state_bytes(kind, pp_size, last=is_last, dp_size=dp_size)) for is_last in (False, True)
+        )
         saved = options.saved_bytes(kind, num_samples) / pp_size
         return LayoutEstimate(
             kind, dp_size, pp_size, num_samples, first, last, *options.running_bytes(kind, num_samples), saved

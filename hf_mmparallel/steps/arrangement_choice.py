@@ -61,7 +61,7 @@ def choose_arrangement(planner: StepPlanner, batches: Sequence[SampleSizes]) -> 
     """
     has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
     step_ms: dict[str, float] = {}
-    update_ms = optimizer_ms(planner.costs, planner.plan) if planner.training else 0.0
+    update_ms = optimizer_ms(planner.costs, planner.plan, planner.sync_groups) if planner.training else 0.0
     for arrangement in KEEPING_LIMITS if has_limit else ARRANGEMENT_CANDIDATES:
         tried = planner.with_arrangement(arrangement)
         arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)

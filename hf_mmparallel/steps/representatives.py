@@ -75,7 +75,7 @@ def predict_arranged(planner: StepPlanner, arranged: PlannedStep, sizes: SampleS
     assert sizes is not None
     simulation = _replayed(planner, arranged, sizes, known).simulation()
     memory = memory_per_rank(planner.costs, planner.plan, arranged.step, sizes, simulation.peak_in_flight)
-    update_ms = optimizer_ms(planner.costs, planner.plan) if planner.training else 0.0
+    update_ms = optimizer_ms(planner.costs, planner.plan, planner.sync_groups) if planner.training else 0.0
     utilisation = planner.utilisation(sizes, simulation.iteration_ms + update_ms)
     return Prediction(planner.plan, arranged, sizes, simulation, memory, utilisation, update_ms)
 

@@ -193,7 +193,7 @@ class StepPlanner:
         cost = StepCost(self.costs, self.plan, planned.step, sizes, self.sync_groups)
         simulation = simulate(self.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
         memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, simulation.peak_in_flight)
-        update_ms = optimizer_ms(self.costs, self.plan) if self.training else 0.0
+        update_ms = optimizer_ms(self.costs, self.plan, self.sync_groups) if self.training else 0.0
         utilisation = self.utilisation(sizes, simulation.iteration_ms + update_ms)
         return Prediction(self.plan, planned, sizes, simulation, memory, utilisation, update_ms)
 

@@ -18,6 +18,7 @@ from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
+from ..plan.plugin import ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..planner.answer import Answer, Inputs
 from ..planner.files import page_of, save_plan
@@ -40,6 +41,8 @@ logger = get_logger(__name__)
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
 _NUM_SAMPLES = 1024  # measured samples, unless a global batch has more; a sample may have to be read for it
 _NUM_STREAMED = 256  # the same of a stream
+# Values of `optim` whose update of an element depends on nothing else, so that ranks may update slices (ZeRO).
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,7 @@ def _searched(
         fixed=possible_sizes(prepared.model, prepared.spec, plugin),
         checkpointing=checkpointing,
         seed=args.seed,
+        zero_stages=ZERO_STAGES if args.optim in _ELEMENTWISE else (0,),
     )
     result = search_plans(problem)
     best = result.best

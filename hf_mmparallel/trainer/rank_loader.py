@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ..arrange.rank_batches import RANK_ARRANGEMENTS
 from ..cost import CostModel
+from ..data.arranged_batches import EvenOrder, RankBatchSampler
 from ..data.global_batches import GlobalBatchSampler
-from ..data.rank_batches import EvenOrder, RankBatchSampler
 from ..data.streams import is_stream
 from ..plan import ModelSpec
 from ..steps.rank_planner import RankPlanner

@@ -214,14 +214,6 @@ class TestOptimizer:
         frozen = costs.with_spec(ModelSpec({LANGUAGE_MODEL: costs.spec.language_model.with_frozen(True)}))
         assert optimizer_ms(frozen, plan) == 0.0
 
-    def test_sharded_it_is_a_share_and_the_weights_come_together(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        sharded = analytic_costs(text_model(), PLAIN, engine=Engine(sharded_optimizer=True))
-        plan = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=4)})
-        weights = 2 * sum(p.num_elements for p in costs.spec.language_model.parameters)
-        expected = optimizer_ms(costs, plan) / 4 + 3 / 4 * weights / 450e6
-        assert optimizer_ms(sharded, plan) == pytest.approx(expected)
-
 
 class TestEngines:
     @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
-from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.plan.arrangement_policies import KEEPING_LIMITS
@@ -27,12 +26,14 @@ from hf_mmparallel.search.compare import (
     with_faster,
 )
 from hf_mmparallel.search.encoders_replicated import ReplicatedEncoders
-from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
+from hf_mmparallel.search.fully_sharded import FullyShardedLayouts
 from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import PlanningProblem, draw_batch
 from hf_mmparallel.search.ratio import RatioLayouts
 from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.search.single_layout import SingleLayouts, even_layers
+from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import StepPlanner
 
 from ..cost.models import LAYERS, model
@@ -70,7 +71,7 @@ class TestCompare:
         for name, other in others.items():
             assert other.name == name and other.step_ms > 0 and other.layout and other.note
             assert 0 <= other.bubble_fraction < 1 and 0 < other.flops_utilisation < 1 and other.peak_memory_bytes > 0
-            assert (other.plan is None) == (name in (SHARDED, REPLICATED))
+            assert (other.plan is None) == (name == REPLICATED)
 
     def test_figures_are_those_of_the_plan_at_the_true_costs(self, answer):
         """Simulated with all ranks and another planner."""
@@ -78,6 +79,7 @@ class TestCompare:
         for name, arrangement in (
             (UNAWARE, "contiguous"),
             (SINGLE, "contiguous"),
+            (SHARDED, "contiguous"),
             (DISTTRAIN, "disttrain"),
             (RATIO, "contiguous"),
         ):
@@ -286,65 +288,58 @@ class TestSingleLayout:
 
 
 class TestFullySharded:
-    def test_overlap(self):
-        """The first gather is waited for, of the others what is longer than the layer before."""
-        assert _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0]), 1.0) == 3 + 4 + 5 + 2
-
-    def test_what_runs_beside_a_gather_is_slower(self):
-        """At half the speed the first layer has one of its four ms behind it when the gather of two ms is over."""
-        found = _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0]), 0.5)
-        assert found == 3 + (2 + 3) + 5 + 2
-
-    def test_gradients_may_be_summed_in_float32(self):
-        """Two bytes more for each trained element where links are so slow that nothing else counts."""
-        question = problem(num_ranks=8, microbatch_size=1, checkpointing={"vision": False, LANGUAGE_MODEL: False})
-        device = replace(question.costs.device, link_gb_per_s=1e-3, node_size=8, link_latency_us=0.0)
-        times = []
-        for wide in (False, True):
-            costs = analytic_costs(question.spec, device, engine=Engine(wide_sums=wide))
-            found = fully_sharded(replace(question, costs=costs), [question.sizes.take(range(BATCH))])
-            times.append(next(own.step_ms for own in found if own.num_shards == 8))
-        trained = sum(p.num_elements for p in question.spec.parameters.values() if p.trainable)
-        assert times[1] - times[0] == pytest.approx(BATCH // 8 * 2 * trained * 7 / 8 / 1e3)
-
-    def test_one_rank_only_computes(self):
-        question = problem(num_ranks=1, microbatch_size=1, checkpointing={"vision": False, LANGUAGE_MODEL: False})
-        batch = question.sizes.take(range(BATCH))
-        (found,) = fully_sharded(question, [batch])
-        tables = {name: layer_table(question.costs, name) for name in question.spec.modules}
-        steps = [
-            table.step_ms(batch.tokens[name][batch_index], batch.squares[name][batch_index]).sum()
-            for name, table in tables.items()
-            for batch_index in range(BATCH)
-        ]
-        trained = sum(p.num_elements for p in question.spec.parameters.values() if p.trainable)
-        update_ms = trained * (3 * 2 * 4 + 2 + 5 * 4) / question.costs.device.memory_bytes_per_ms
-        assert found.step_ms == pytest.approx(sum(steps) + update_ms)
-        assert found.bubble_fraction == pytest.approx(update_ms / found.step_ms)
-
     def test_ways_to_run_it(self):
-        """Parameters over a node or all ranks, microbatches of 1 and 2 samples, with and without recomputation."""
+        """Parameters over a node or all ranks, one or two microbatches, with and without recomputation."""
         question = problem()
-        batches = [question.sizes.take(range(BATCH))]
-        padded = fully_sharded(question, batches)
-        question = replace(question, costs=replace(question.costs, packing=True))
-        found = fully_sharded(question, batches)
-        ways = {(own.num_shards, own.microbatch_size, own.checkpointing) for own in found}
-        assert ways == set(itertools.product((4, 8), (1, 2), (False, True)))
-        by_way = {(own.num_shards, own.microbatch_size, own.checkpointing): own for own in found}
-        assert by_way[8, 1, False].memory_bytes < by_way[4, 1, False].memory_bytes < by_way[4, 2, False].memory_bytes
-        assert by_way[8, 2, False].step_ms < by_way[8, 1, False].step_ms  # half as many gathers
-        assert by_way[8, 2, True].step_ms > by_way[8, 2, False].step_ms
-        for packed, other in zip(found, padded, strict=True):  # rows of one sample have no padding
-            assert other.step_ms == packed.step_ms if packed.microbatch_size == 1 else other.step_ms > packed.step_ms
+        found = list(FullyShardedLayouts(question))
+        ways = {(own.layouts["vision"].shard_size, own.num_microbatches, own.layouts[LANGUAGE_MODEL]) for own in found}
+        assert len(ways) == len(found) == 8
+        for own in found:
+            assert own.num_ranks == NUM_RANKS and own.colocated_with == {"vision": LANGUAGE_MODEL}
+            assert len({replace(layout, layers=()) for layout in own.layouts.values()}) == 1
+            layout = own.layouts[LANGUAGE_MODEL]
+            assert (layout.dp_size, layout.zero_stage) == (NUM_RANKS, 3) and layout.shard_size in (None, 4)
+            check_plan(own.plan(question.spec), question.spec)
+        assert {own.layouts[LANGUAGE_MODEL].activation_checkpointing for own in found} == {False, True}
 
-    def test_slow_links_cost_time(self):
+    def test_ranks_that_do_not_divide_the_batch_have_none(self):
+        assert not list(FullyShardedLayouts(problem(num_ranks=6)))
+        assert not list(FullyShardedLayouts(problem(num_ranks=1)))
+
+    def test_settings_of_recomputation_hold(self):
+        for given in ({"vision": True, LANGUAGE_MODEL: True}, {LANGUAGE_MODEL: False}):
+            for own in FullyShardedLayouts(problem(checkpointing=given)):
+                for name, recomputed in given.items():
+                    assert own.layouts[name].activation_checkpointing == recomputed
+
+    def test_it_is_simulated_like_all_others(self, answer):
+        question, result, others = answer
+        candidate = others[SHARDED].candidate
+        planner = step_planner(question, candidate)
+        times = [predict_batch(planner, known.sizes).step_ms for known in result.best.predictions]
+        assert candidate.arrangement == "contiguous"
+        assert others[SHARDED].step_ms == pytest.approx(np.mean(times))
+
+    def test_slow_links_cost_time_and_no_memory(self):
         slow = replace(find_device("a40"), node_link_gb_per_s=0.001)
         question = problem()
         slower = replace(question, costs=replace(question.costs, device=slow))
-        batch = question.sizes.take(range(BATCH))
-        for fast, found in zip(fully_sharded(question, [batch]), fully_sharded(slower, [batch]), strict=True):
-            assert found.step_ms > fast.step_ms and found.memory_bytes == fast.memory_bytes
+        batch = draw_batch(question, 0)
+        for own in FullyShardedLayouts(question):
+            fast, found = (predict_batch(step_planner(asked, own), batch) for asked in (question, slower))
+            assert found.step_ms > fast.step_ms and found.peak_memory_bytes == fast.peak_memory_bytes
+
+    def test_fewer_microbatches_gather_less_often(self):
+        question = problem()
+        batch = draw_batch(question, 0)
+        steps = {
+            (own.layouts[LANGUAGE_MODEL].shard_size, own.num_microbatches): predict_batch(
+                step_planner(question, own), batch
+            )
+            for own in FullyShardedLayouts(replace(question, costs=replace(question.costs, packing=True)))
+            if not own.layouts[LANGUAGE_MODEL].activation_checkpointing
+        }
+        assert steps[None, 2].peak_memory_bytes < steps[4, 2].peak_memory_bytes < steps[4, 1].peak_memory_bytes
 
 
 def test_ratio_of_samples_without_media_is_no_plan():

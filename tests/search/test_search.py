@@ -36,6 +36,7 @@ def sizes_of(count: int, seed: int, modules=("vision", LANGUAGE_MODEL), spread: 
 
 def problem_of(num_ranks: int, batch: int, frozen=(), seed: int = 0, device=PLAIN, **settings) -> PlanningProblem:
     spec = settings.pop("spec", None) or model(frozen)
+    settings.setdefault("zero_stages", (0,))
     sizes = sizes_of(3 * batch, seed, tuple(spec.modules))
     device = find_device(device) if isinstance(device, str) else device
     return PlanningProblem(analytic_costs(spec, device), sizes, num_ranks, batch, **settings)

@@ -1,0 +1,235 @@
+"""What ZeRO changes: when gradients and weights are sent, what passes wait for, and what ranks hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.cost import StepCost, analytic_costs, memory_per_rank
+from hf_mmparallel.cost.engine_traits import Engine
+from hf_mmparallel.cost.memory import state_per_rank
+from hf_mmparallel.cost.optimizer import optimizer_ms
+from hf_mmparallel.cost.sharded_passes import PassTransfers, held_bytes, pass_transfers
+from hf_mmparallel.cost.stage_memory import stage_memories
+from hf_mmparallel.cost.stage_times import layer_table, stage_costs
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan.parallel_plan import ShardingSettings
+from tests.cost.models import LAYERS, PLAIN, model
+
+SIZES = SampleSizes.uniform({LANGUAGE_MODEL: 10}, 8)
+DEVICE = replace(PLAIN, overlap_efficiency=0.5)
+
+
+def text_model(frozen: bool = False) -> ModelSpec:
+    spec = model((LANGUAGE_MODEL,) if frozen else (), tied=False)
+    return ModelSpec({LANGUAGE_MODEL: spec.language_model})
+
+
+def plan_of(spec, stage: int, shard_size: int | None = None, **sizes):
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(**{"dp_size": 4, **sizes})})
+    module = replace(plan.modules[LANGUAGE_MODEL], sharding=ShardingSettings(stage, shard_size))
+    return replace(plan, modules={LANGUAGE_MODEL: module})
+
+
+def cost_of(costs, plan, sizes=SIZES, microbatch_size=1):
+    step = contiguous_step(plan, range(sizes.num_samples), microbatch_size)
+    return StepCost(costs, plan, step, sizes, sync_groups(costs.spec, plan))
+
+
+def waited(computes, gather, reduce, efficiency: float) -> float:
+    """
+    A pass of two streams, part by part: one computes, the other gathers ahead and then reduces.
+
+    Args:
+        computes: (Layer or `None`, compute time) of each part, in the order of the pass.
+        gather, reduce: Times of each layer.
+    """
+    layers = [layer for layer, _ in computes if layer is not None]
+    now, beside, done = 0.0, gather[layers[0]], None
+    for layer, compute in computes:
+        if layer is not None:
+            if layer == computes[0][0]:
+                now += beside
+            following = layers[layers.index(layer) + 1 :]
+            beside = (gather[following[0]] if following else 0.0) + (0.0 if done is None else reduce[done])
+            done = layer
+        elif done is not None:
+            beside = 0.0
+        now += beside + max(0.0, compute - efficiency * beside)
+    return now + reduce[layers[-1]]
+
+
+def transfers_of(costs, plan, index: int) -> PassTransfers:
+    transfers = pass_transfers(costs, plan, LANGUAGE_MODEL, index)
+    assert transfers is not None
+    return transfers
+
+
+class TestSums:
+    def test_gradients_come_before_the_step_and_weights_after_it(self):
+        """A reduce-scatter of four bytes, an all-gather of two; an all-reduce of four sends them twice."""
+        costs = analytic_costs(text_model(), PLAIN)
+        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
+        whole, divided = plan_of(costs.spec, 0), plan_of(costs.spec, 1)
+        gathered_ms = 3 / 4 * elements / (PLAIN.link_gb_per_s * 1e6)
+        sums = [sum(map(cost_of(costs, plan).sync_ms, range(1))) for plan in (whole, divided)]
+        assert sums == pytest.approx([8 * gathered_ms, 4 * gathered_ms])
+        groups = [sync_groups(costs.spec, plan) for plan in (whole, divided)]
+        updates = [optimizer_ms(costs, plan, own) for plan, own in zip((whole, divided), groups, strict=True)]
+        assert updates[1] == pytest.approx(updates[0] / 4 + 2 * gathered_ms)
+
+    def test_groups_that_repeat_slices_sum_them(self):
+        """Nodes of two: a reduce-scatter in each, and an all-reduce of half of the gradients over the network."""
+        device = replace(PLAIN, node_size=2)
+        costs = analytic_costs(text_model(), device)
+        num_bytes = 4 * sum(p.num_elements for p in costs.spec.language_model.parameters)
+        inside = num_bytes / 2 / device.link_bytes_per_ms((0, 1))
+        between = 2 * num_bytes / 2 / 2 / device.link_bytes_per_ms((0, 2))
+        for stage, expected in ((1, inside + between), (2, between), (3, between)):
+            assert cost_of(costs, plan_of(costs.spec, stage, 2)).sync_ms(0) == pytest.approx(expected)
+
+    def test_passes_that_reduce_leave_nothing_to_sum(self):
+        costs = analytic_costs(text_model(), PLAIN)
+        for stage in (2, 3):
+            assert cost_of(costs, plan_of(costs.spec, stage)).sync_ms(0) == 0.0
+
+    def test_weights_that_passes_gather_are_not_gathered_after_the_step(self):
+        costs = analytic_costs(text_model(), PLAIN)
+        plans = [plan_of(costs.spec, stage) for stage in (2, 3)]
+        kept, gathered = (optimizer_ms(costs, plan, sync_groups(costs.spec, plan)) for plan in plans)
+        elements = sum(p.num_elements for p in costs.spec.language_model.parameters if p.layer >= 0)
+        assert kept - gathered == pytest.approx(3 / 4 * 2 * elements / (PLAIN.link_gb_per_s * 1e6))
+
+
+class TestPasses:
+    @pytest.mark.parametrize("stage", [2, 3])
+    @pytest.mark.parametrize("link", [1e9, 3.0, 1e-3])
+    def test_communication_is_beside_the_neighbours(self, stage, link):
+        costs = analytic_costs(text_model(), replace(DEVICE, link_gb_per_s=link))
+        plan = replace(plan_of(costs.spec, stage), schedule="gpipe")
+        (cost,) = {id(own): own for own in stage_costs(costs, plan).values()}.values()
+        of_layers = [held_bytes(costs, LANGUAGE_MODEL, 1, (layer,)) for layer in range(LAYERS)]
+        weights, gradients = (3 / 4 * np.array(of_layers) / (link * 1e6)).T
+        outer = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 1, (-1,))[1] / (link * 1e6)
+        weights = weights * (stage == 3)
+        table = layer_table(costs, LANGUAGE_MODEL)
+        layers = [None, *range(LAYERS), None]
+        for tokens in (10.0, 1e4):
+            forward, backward = (own[:, 0].tolist() for own in table.times([tokens], [tokens**2]))
+            expected = waited(list(zip(layers, forward, strict=True)), weights, np.zeros(LAYERS), 0.5)
+            assert cost.forward_ms(tokens, tokens**2) == pytest.approx(expected)
+            parts = list(zip(layers, backward, strict=True))[::-1]
+            expected = waited(parts, weights, gradients, 0.5) + outer
+            assert cost.backward_ms(tokens, tokens**2) == pytest.approx(expected)
+
+    def test_a_pass_begins_with_the_layer_that_the_one_before_ended_with(self):
+        """One stage runs a forward and a backward in turns; several stages run forwards in a row."""
+        costs = analytic_costs(text_model(), DEVICE)
+        single, several = plan_of(costs.spec, 3), plan_of(costs.spec, 3, pp_size=2)
+        alternates = [transfers_of(costs, plan, 0).alternates for plan in (single, several)]
+        assert alternates == [True, False]
+        transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5)
+        kept = replace(transfers, alternates=True)
+        computes = np.ones(3, bool)
+        for own, first, last in ((transfers, 1.0, 4.0), (kept, 0.0, 0.0)):
+            beside, exposed = own.of_pass(computes, False)
+            assert beside.tolist() == [2.0, 4.0, 0.0] and exposed == first
+            beside, exposed = own.of_pass(computes, True)
+            assert beside.tolist() == [16.0, 1.0 + 32.0, 2.0] and exposed == last + 8.0 + 128.0
+
+    def test_what_is_frozen_is_gathered_for_the_forward_only(self):
+        costs = analytic_costs(text_model(frozen=True), DEVICE)
+        sharded, whole = (next(iter(stage_costs(costs, plan_of(costs.spec, stage)).values())) for stage in (3, 0))
+        assert sharded.backward_ms(10.0, 100.0) == whole.backward_ms(10.0, 100.0) == 0.0
+        assert sharded.forward_ms(10.0, 100.0) > whole.forward_ms(10.0, 100.0)
+
+    def test_only_layers_with_a_backward_communicate_in_it(self):
+        transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (1, 1), False, 0.5)
+        beside, exposed = transfers.of_pass(np.array([False, False, True, True, True]), True)
+        assert beside.tolist() == [0.0, 0.0, 32.0, 2.0, 4.0] and exposed == 16.0 + 128.0
+        beside, exposed = transfers.of_pass(np.ones(5, bool), False)
+        assert beside.tolist() == [1.0, 2.0, 4.0, 0.0, 0.0] and exposed == 0.0
+
+    def test_gradients_may_be_sent_in_the_dtype_of_the_weights(self):
+        for wide, num_bytes in ((True, 4), (False, 2)):
+            costs = analytic_costs(text_model(), PLAIN, engine=Engine(wide_sums=wide))
+            weights, gradients = held_bytes(costs, LANGUAGE_MODEL, 1, tuple(range(-1, LAYERS + 1)))
+            assert gradients == num_bytes / 2 * weights
+
+    def test_stages_know_their_own_layers_and_ranks(self):
+        device = replace(PLAIN, node_size=4)
+        costs = analytic_costs(text_model(), device)
+        plan = plan_of(costs.spec, 3, pp_size=2, dp_size=4, tp_size=2)
+        first, last = (transfers_of(costs, plan, index) for index in (0, 1))
+        assert len(first.gather_ms) == len(last.gather_ms) == LAYERS // 2
+        assert (first.outer_rows, last.outer_rows) == ((1, 0), (0, 1))
+        expected = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 2, (0,))[0] / device.link_bytes_per_ms((0, 4, 8, 12))
+        assert first.gather_ms[1] == last.gather_ms[0] == pytest.approx(expected)
+        assert pass_transfers(costs, plan_of(costs.spec, 1), LANGUAGE_MODEL, 0) is None
+        assert pass_transfers(costs, plan_of(costs.spec, 3, dp_size=1), LANGUAGE_MODEL, 0) is None
+
+
+class TestMemory:
+    @pytest.mark.parametrize(
+        ("stage", "weights", "gradients", "optimizer"),
+        [(0, 2, 4, 4), (1, 2, 4, 1), (2, 2, 1, 1), (3, 0.5, 1, 1)],
+    )
+    def test_state_is_divided(self, stage, weights, gradients, optimizer):
+        costs = analytic_costs(text_model(), PLAIN)
+        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
+        (memory,) = {id(own): own for own in stage_memories(costs, plan_of(costs.spec, stage)).values()}.values()
+        state = memory.state
+        found = [state.weights, state.gradients, state.optimizer]
+        assert found == pytest.approx([elements * n for n in (weights, gradients, optimizer)])
+
+    def test_shards_of_a_group_are_larger(self):
+        costs = analytic_costs(text_model(), PLAIN)
+        all_ranks, pairs = (
+            stage_memories(costs, plan_of(costs.spec, 3, size))[LANGUAGE_MODEL, 0, 0].state for size in (None, 2)
+        )
+        assert pairs.total == pytest.approx(2 * all_ranks.total)
+
+    def test_gathered_layers_and_their_gradients_exist_while_a_task_runs(self):
+        costs = analytic_costs(text_model(), PLAIN)
+        plain, reduced, gathered = (
+            stage_memories(costs, plan_of(costs.spec, stage))[LANGUAGE_MODEL, 0, 0] for stage in (0, 2, 3)
+        )
+        (weights, gradients), outer = (held_bytes(costs, LANGUAGE_MODEL, 1, layers) for layers in ((0,), (-1,)))
+        assert gathered.transient[:, 2].max() - reduced.transient[:, 2].max() == pytest.approx(3 * weights)
+        assert reduced.largest.max() - plain.largest.max() == pytest.approx(2 * gradients + outer[1])
+        assert (plain.kept_bytes, reduced.kept_bytes, gathered.kept_bytes) == (0.0, 0.0, outer[0])
+
+    def test_of_weights_that_several_stages_tie_only_the_optimizer_s_state_is_divided(self):
+        spec = ModelSpec({LANGUAGE_MODEL: model().language_model}, {"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)})
+        costs = analytic_costs(spec, PLAIN)
+        whole, split = (
+            stage_memories(costs, plan_of(spec, 3, dp_size=2, pp_size=size))[LANGUAGE_MODEL, 0, 0] for size in (1, 2)
+        )
+        tied = 2 * costs.spec.parameters["embed_tokens.weight"].num_elements
+        layers = held_bytes(costs, LANGUAGE_MODEL, 1, (0, 1))
+        assert split.state.weights == tied + layers[0] / 2 and split.state.gradients == 2 * tied + layers[1] / 2
+        assert split.state.optimizer == (2 * tied + 2 * layers[0]) / 2 and split.kept_bytes == 0.0
+        assert whole.state.weights == (tied + 2 * layers[0]) / 2 and whole.kept_bytes == tied
+
+    def test_summed_slices_exist_beside_whole_gradients_but_not_beside_activations(self):
+        costs = analytic_costs(text_model(), PLAIN)
+        whole, divided = (plan_of(costs.spec, stage, dp_size=2) for stage in (0, 1))
+        memory = next(iter(stage_memories(costs, divided).values()))
+        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
+        assert memory.slice_bytes == 2 * elements  # four bytes, over two ranks
+        state = state_per_rank(divided, stage_memories(costs, divided))[0]
+        assert state.gradients == memory.state.gradients + memory.bucket_bytes
+        larger = []
+        for length in (1, 100_000):
+            sizes = SampleSizes.uniform({LANGUAGE_MODEL: length}, 8)
+            step = contiguous_step(whole, range(8), 1)
+            before, found = (
+                memory_per_rank(costs, plan, step, sizes, {(LANGUAGE_MODEL, 0, 0): 1.0})[0].activations
+                for plan in (whole, divided)
+            )
+            assert found == max(before, memory.slice_bytes)
+            larger.append(found > before)
+        assert larger == [True, False]
