@@ -2,9 +2,9 @@
 The search for a plan against brute force over all layouts, with a limit of memory.
 
 Text-only and multimodal models, 8 to 64 GPUs, weights in float32 and bfloat16, short and long samples, packed samples
-of one length and samples of published datasets; copies divide nothing. In each case schedule and arrangement are named,
-so that layouts alone are compared; the search is then asked again with both left open, beside brute force over every
-schedule and arrangement of the layouts that are at most 10 % slower than the best.
+of one length and samples of published datasets; copies divide nothing. In each case schedule and arrangement are
+named, so that layouts alone are compared; the search is then asked again with both left open, beside brute force over
+every schedule and arrangement of the layouts that are at most 10 % slower than the best.
 
 ```bash
 python benchmarks/search_quality.py

@@ -144,8 +144,8 @@ class ModulePlugin:
             )
         if self.zero_stage == 3 and self.offload_params:
             raise ValueError(
-                "`zero_stage=3` divides the weights that `offload_params=True` moves to host memory. Leave one of them "
-                "out."
+                "`zero_stage=3` divides the weights that `offload_params=True` moves to host memory. Leave one of "
+                "them out."
             )
         if self.shard_size is not None and not self.zero_stage:
             raise ValueError(
