@@ -48,23 +48,23 @@ class PassTransfers:
     alternates: bool
     overlap_efficiency: float
 
-    def of_pass(self, computes: NDArray, is_backward: bool) -> tuple[NDArray, float]:
+    def of_pass(self, num_rows: int, is_backward: bool) -> tuple[NDArray, float]:
         """
-        Communication of a pass.
+        Communication of a pass. A backward gathers all layers of its stage, also those that have none.
 
         Args:
-            computes (`np.ndarray` of shape `[rows]`):
-                Whether each part of the stage computes in it: the part before all layers, each layer, and the part
-                after them, if the stage has these.
+            num_rows (`int`):
+                Number of parts of the stage: the part before all layers, each layer, and the part after them, if the
+                stage has these.
             is_backward (`bool`): Whether it is a backward.
 
         Returns:
             `tuple[np.ndarray, float]`: Time of the communication beside each part `[rows]`, and of the rest.
         """
         before, _ = self.outer_rows
-        layers = [layer for layer in range(len(self.gather_ms)) if computes[before + layer]]
+        layers = list(range(len(self.gather_ms)))
         layers = layers[::-1] if is_backward else layers
-        beside_ms, exposed_ms = np.zeros(len(computes)), self.outer_reduce_ms if is_backward else 0.0
+        beside_ms, exposed_ms = np.zeros(num_rows), self.outer_reduce_ms if is_backward else 0.0
         for position, layer in enumerate(layers):
             gather_ms = self.gather_ms[layer]
             if position:

@@ -140,10 +140,8 @@ class LayerTable:
         forward, backward = self.times(tokens, squares, cp_size)
         times = forward + backward
         if transfers is not None:
-            has_backward = self.backward.any(axis=1)
-            passes = [(forward, np.ones(len(times), bool)), (backward, has_backward)][: 1 + has_backward.any()]
-            for is_backward, (compute_ms, computes) in enumerate(passes):
-                beside_ms, exposed_ms = transfers.of_pass(computes, bool(is_backward))
+            for is_backward, compute_ms in enumerate([forward, backward][: 1 + int(self.backward.any())]):
+                beside_ms, exposed_ms = transfers.of_pass(len(times), bool(is_backward))
                 times += longer_ms(compute_ms, beside_ms, transfers.overlap_efficiency)
                 times[0] += exposed_ms
         layers = times[1:-1].copy()
@@ -342,8 +340,7 @@ class SharedPasses:
         """The passes of a stage in one direction."""
         rows = table.rows(stage)
         coefficients = (table.backward if is_backward else table.forward)[rows]
-        computes = np.asarray(coefficients.any(axis=1) if is_backward else np.ones(len(coefficients), bool))
-        beside_ms, exposed_ms = transfers.of_pass(computes, is_backward)
+        beside_ms, exposed_ms = transfers.of_pass(len(coefficients), is_backward)
         columns = np.column_stack([coefficients, table.launches[rows], table.windows[rows], beside_ms])
         _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)
         kinds = rows.start + first
