@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ModulePlan, ParallelPlan, stage_holds
+from ..plan import ModulePlan, ParallelPlan, ShardingSettings, stage_holds
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_gather
 from .layers import CostModel
@@ -31,7 +31,8 @@ class PassTransfers:
     Args:
         gather_ms (`tuple[float, ...]`): Time to gather the weights of each layer of the stage.
         reduce_ms (`tuple[float, ...]`): Time to reduce the gradients of each.
-        outer_gather_ms (`float`): Time to gather the weights outside of layers, once a step.
+        outer_gather_ms (`float`):
+            Time to gather, once a step, the weights outside of layers, or all that stay gathered from pass to pass.
         outer_reduce_ms (`float`): Time to reduce their gradients.
         outer_rows (`tuple[int, int]`): Whether the stage has the part before all layers, and the part after them.
         alternates (`bool`):
@@ -106,8 +107,7 @@ def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int
     groups = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
     slowest = max(groups, key=lambda group: all_gather(costs.device, 1e6, group)(1.0, 0.0))
     alternates = plan.policy.is_one_phase and all(len(replica) <= 1 for replica in planned.replicas)
-    zero_stage = planned.sharding.zero_stage
-    return transfers_among(slowest, costs, module, stages[0].layers, planned.tp_size, zero_stage, alternates)
+    return transfers_among(slowest, costs, module, stages[0].layers, planned.tp_size, planned.sharding, alternates)
 
 
 @lru_cache(maxsize=4096)
@@ -117,7 +117,7 @@ def transfers_among(
     module: str,
     layers: tuple[int, int],
     tp_size: int,
-    zero_stage: int,
+    sharding: ShardingSettings,
     alternates: bool,
 ) -> PassTransfers:
     """
@@ -129,7 +129,7 @@ def transfers_among(
         module (`str`): The module.
         layers (`tuple[int, int]`): First layer of the stage, and one past the last layer.
         tp_size (`int`): Size of a tp group.
-        zero_stage (`int`): 2 shares gradients, 3 also weights.
+        sharding ([`ShardingSettings`]): What they share.
         alternates (`bool`): See [`PassTransfers`].
     """
     num_layers = costs.spec.modules[module].num_layers
@@ -137,15 +137,19 @@ def transfers_among(
 
     def times_ms(num_bytes: Sequence[float]) -> tuple[float, float]:
         gather_ms, reduce_ms = (one(n, 0.0) if n else 0.0 for n in num_bytes)
-        return (gather_ms if zero_stage >= GATHERS_IN_PASSES else 0.0), reduce_ms
+        return (gather_ms if sharding.zero_stage >= GATHERS_IN_PASSES else 0.0), reduce_ms
 
     inner = [times_ms(held_bytes(costs, module, tp_size, (index,))) for index in range(*layers)]
     outer = tuple(index for index in (-1, num_layers) if stage_holds(layers, num_layers, index))
     gather_ms, reduce_ms = zip(*inner, strict=True)
+    outer_gather_ms, outer_reduce_ms = times_ms(held_bytes(costs, module, tp_size, outer))
+    if not sharding.reshard_after_forward:
+        outer_gather_ms, gather_ms = outer_gather_ms + sum(gather_ms), (0.0,) * len(gather_ms)
     return PassTransfers(
         gather_ms,
         reduce_ms,
-        *times_ms(held_bytes(costs, module, tp_size, outer)),
+        outer_gather_ms,
+        outer_reduce_ms,
         (int(-1 in outer), int(num_layers in outer)),
         alternates,
         costs.device.overlap_efficiency,

@@ -110,7 +110,7 @@ class StageMemory:
             Bytes of the sums of the slices that this rank updates under ZeRO, beside the gradients once the last
             backward is done.
         update_bytes (`float`): Memory traffic of clipping and of a fused AdamW step.
-        kept_bytes (`float`): Bytes of weights outside of layers that stay gathered from pass to pass.
+        kept_bytes (`float`): Bytes of weights that stay gathered from pass to pass.
         frees_features (`bool`):
             Whether the stage ends an encoder without a backward, so that its features are freed once they are sent.
     """
@@ -255,7 +255,9 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
     grid = (stage.cp_size, stage.tp_size)
     planned = plan.modules[module]
     copies, sharding = planned.dp_size * grid[0], planned.sharding
-    shards = _Shards(sharding.zero_stage, num_shards(planned), sharding.shard_size is None)
+    shards = _Shards(
+        sharding.zero_stage, num_shards(planned), sharding.shard_size is None, sharding.reshard_after_forward
+    )
     checkpointing, is_copied = planned.activation_checkpointing, copies > 1
     return _stage_memory(costs, module, stage.layers, grid, checkpointing, is_copied, shards, planned.storage)
 
@@ -271,11 +273,13 @@ class _Shards:
         are_all (`bool`):
             Whether these are all copies, so that the ranks of a tp group divide the optimizer's state, too, where they
             hold a parameter whole.
+        reshards (`bool`): Whether gathered layers are freed in each pass.
     """
 
     zero_stage: int
     count: int
     are_all: bool
+    reshards: bool
 
     def divides(self, zero_stage: int) -> bool:
         """Whether the copies divide what a ZeRO stage divides first."""
@@ -312,7 +316,7 @@ def _stage_memory(
     # layers are reduced at its end.
     weights.largest += 2 * weights.reduced[is_layer].max() + weights.reduced[~is_layer].sum()
     for table in (forward, backward):  # a layer and the next one are gathered through buffers
-        table[:, 2] += 3 * weights.gathered[is_layer].max()
+        table[:, 2] += (3 if shards.reshards else 1) * weights.gathered[is_layer].max()
     return StageMemory(
         _state(weights, trained, storage),
         saved,
@@ -325,7 +329,7 @@ def _stage_memory(
         min(trained if is_summed else weights.tied, GRADIENT_BUCKET_BYTES),
         weights.slices,
         5.0 * weights.updated_gradients if storage.offload_optimizer else weights.update_bytes,
-        float(weights.gathered[~is_layer].sum()),
+        float(weights.gathered[~is_layer].sum() if shards.reshards else weights.gathered.sum()),
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
     )
 

@@ -53,10 +53,14 @@ class ShardingSettings:
         shard_size (`int`, *optional*):
             Number of copies that divide it, such as those of a node; other groups of as many copies repeat it
             (hybrid sharding). All copies by default.
+        reshard_after_forward (`bool`, *optional*, defaults to `True`):
+            In ZeRO-3, whether the weights of a layer are freed after each forward and backward, and gathered again for
+            the next. If not, they stay gathered from the first forward of a step to its last backward.
     """
 
     zero_stage: int = 0
     shard_size: int | None = None
+    reshard_after_forward: bool = True
 
 
 @dataclass(frozen=True)
@@ -396,7 +400,8 @@ def _read_module(data: Any, name: str) -> ModulePlan:
     if not replicas or not all(replicas):
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
     checkpointing = read_flag(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")
-    sharding = read_mapping(data.get("sharding", {}), f"`sharding` of `{name}`", (), ["zero_stage", "shard_size"])
+    known = [field.name for field in fields(ShardingSettings)]
+    sharding = read_mapping(data.get("sharding", {}), f"`sharding` of `{name}`", (), known)
     storage = read_mapping(
         data.get("storage", {}), f"`storage` of `{name}`", (), [field.name for field in fields(StorageSettings)]
     )

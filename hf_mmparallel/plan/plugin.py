@@ -27,7 +27,7 @@ AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
-SHARDING = ("zero_stage", "shard_size")
+SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
 NOT_SEARCHED = STORAGE
 HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, "activation_checkpointing")
@@ -71,6 +71,10 @@ class ModulePlugin:
         shard_size (`int`, *optional*):
             Number of copies that divide it, such as those of a node; other groups of as many copies repeat it. All
             copies by default.
+        reshard_after_forward (`bool`, *optional*, defaults to `True`):
+            In ZeRO-3, whether the weights of a layer are freed after each forward and backward, and gathered again for
+            the next. If not, they stay gathered from the first forward of a step to its last backward: fewer bytes
+            are sent, and memory is saved between steps only.
         master_weights (`bool`, *optional*):
             Whether the optimizer updates a float32 copy of each trained bfloat16 or float16 weight, with the float32
             gradient, and rounds the result into the weight. By default it does; `False` lets it update the 16-bit
@@ -98,6 +102,7 @@ class ModulePlugin:
     attn_implementation: str | None = None
     zero_stage: int = 0
     shard_size: int | None = None
+    reshard_after_forward: bool = True
     master_weights: bool | None = None
     offload_optimizer: bool = False
     offload_params: bool = False
@@ -147,6 +152,11 @@ class ModulePlugin:
                 "`zero_stage=3` divides the weights that `offload_params=True` moves to host memory. Leave one of "
                 "them out."
             )
+        if self.zero_stage != 3 and not self.reshard_after_forward:
+            raise ValueError(
+                f"`reshard_after_forward=False` has no effect with `zero_stage={self.zero_stage}`, which divides no "
+                "weights. Leave it out, or use `zero_stage=3`."
+            )
         if self.shard_size is not None and not self.zero_stage:
             raise ValueError(
                 f"`shard_size={self.shard_size}` has no effect with `zero_stage=0`. Leave it out, or use "
@@ -158,7 +168,7 @@ class ModulePlugin:
         if self.layers_per_stage is not None:
             for count in read_list(self.layers_per_stage, "`layers_per_stage`"):
                 read_count(count, "An entry of `layers_per_stage`")
-        for name in ("activation_checkpointing", "offload_optimizer", "offload_params"):
+        for name in ("activation_checkpointing", "offload_optimizer", "offload_params", "reshard_after_forward"):
             read_flag(getattr(self, name), f"`{name}`")
         if self.master_weights is not None:
             read_flag(self.master_weights, "`master_weights`")
@@ -188,7 +198,7 @@ class ModulePlugin:
     @property
     def sharding(self) -> ShardingSettings:
         """What the copies of the module divide among them."""
-        return ShardingSettings(self.zero_stage, self.shard_size)
+        return ShardingSettings(self.zero_stage, self.shard_size, self.reshard_after_forward)
 
     @property
     def storage(self) -> StorageSettings:
@@ -265,7 +275,7 @@ class MultimodalParallelPlugin:
         plan (`ParallelPlan`, *optional*): A finished plan; `modules` may then contain settings, but no sizes.
         auto (`bool`, *optional*, defaults to `False`):
             Whether the Trainer searches for the best plan for the model, the dataset and the launched ranks. Sizes
-            given in `modules`, including 1, `activation_checkpointing`, `zero_stage` and `shard_size` are kept; the
+            given in `modules`, including 1, `activation_checkpointing` and the settings of ZeRO are kept; the
             others are chosen. The string `"auto"` in place of a plugin means `auto=True` without further settings.
 
     Raises:
@@ -335,7 +345,7 @@ class MultimodalParallelPlugin:
 
     @property
     def fixed_sharding(self) -> dict[str, dict[str, Any]]:
-        """Module -> its explicitly given `zero_stage` and `shard_size`, which a search keeps."""
+        """Module -> its explicitly given settings of ZeRO, which a search keeps."""
         return self._given(SHARDING)
 
     def _given(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:

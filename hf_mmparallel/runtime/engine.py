@@ -259,8 +259,9 @@ class ParallelEngine(nn.Module):
 
     def _passes_of(self, key: StageKey, sums: GradientSums) -> StagePasses | LastBackward | None:
         """What happens beside the computation in the tasks of a stage."""
-        if self.plan.modules[key[0]].sharding.zero_stage >= 2:
-            return StagePasses(self.stages[key], self.slices, sums)
+        sharding = self.plan.modules[key[0]].sharding
+        if sharding.zero_stage >= 2:
+            return StagePasses(self.stages[key], self.slices, sums, sharding.reshard_after_forward)
         if sum(other[0] == key[0] for other in self.stages) > 1:  # may add to the same gradients
             return None
         return LastBackward(self.stages[key], functools.partial(self.gradient_sync.reach, key))

@@ -135,10 +135,11 @@ class StagePasses:
         stage ([`ModuleStage`]): The stage.
         slices ([`OptimizerSlices`]): What this rank has of divided parameters.
         sums ([`GradientSums`]): The sums of gradients.
+        reshards (`bool`, *optional*, defaults to `True`): See [`pass_actions`].
     """
 
-    def __init__(self, stage: ModuleStage, slices: OptimizerSlices, sums: GradientSums):
-        self.stage, self.slices, self.sums = stage, slices, sums
+    def __init__(self, stage: ModuleStage, slices: OptimizerSlices, sums: GradientSums, reshards: bool = True):
+        self.stage, self.slices, self.sums, self.reshards = stage, slices, sums, reshards
         groups = [group for group in slices.groups if group.zero_stage >= 2]
         parameters = [parameter for _, parameter in stage.parameters()]
         layers = list(stage.own_layers.values())
@@ -171,7 +172,7 @@ class StagePasses:
             kinds (`Sequence[str]`): Kind of each pass.
             runs (`Sequence[Run]`): The forwards through the layers that any rank may have in a pass.
         """
-        passes = step_passes(kinds, len(self.units) - 1, len(runs), self.gathers)
+        passes = step_passes(kinds, len(self.units) - 1, len(runs), self.gathers, self.reshards)
         self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
 
     def begin(self, is_empty: bool) -> None:

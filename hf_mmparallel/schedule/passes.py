@@ -45,6 +45,7 @@ def pass_actions(
     num_runs: int = 1,
     *,
     gathers: bool = True,
+    reshards: bool = True,
     previous: Kind | None = None,
     following: Kind | None = None,
 ) -> tuple[PassAction, ...]:
@@ -65,6 +66,8 @@ def pass_actions(
         num_layers (`int`): Layers of the stage.
         num_runs (`int`, *optional*, defaults to 1): Forwards through the layers in one task, one for each modality.
         gathers (`bool`, *optional*, defaults to `True`): Whether weights are divided (ZeRO-3); if not, gradients only.
+        reshards (`bool`, *optional*, defaults to `True`):
+            Whether layers are freed in each pass; if not, in the last one only, and gathered in the first.
         previous (`str`, *optional*): Kind of the stage's previous pass in the step; `None` for the first one.
         following (`str`, *optional*): Kind of its next pass; `None` for the last one.
 
@@ -73,27 +76,36 @@ def pass_actions(
     """
     order = [(layer, run) for run in range(num_runs) for layer in range(num_layers)]
     order = order if kind == "fwd" else order[::-1]
-    ends = {None: None, "fwd": (0, num_layers - 1), "bwd": (num_layers - 1, 0)}
-    first, last = ends[kind] or (0, 0)
-    is_kept = previous is not None and (ends[previous] or (0, 0))[1] == first
-    keeps = following is not None and (ends[following] or (0, 0))[0] == last
-    result: list[PassAction] = []
-    if previous is None:
-        result.append(PassAction("gather", REST))
-    for position, (layer, run) in enumerate(order):
-        left = order[position - 1] if position else None
-        if left is None and not is_kept:
+    ends = {"fwd": (0, num_layers - 1), "bwd": (num_layers - 1, 0)}  # first and last layer of a pass
+    held: set[int] = set()
+    if previous is not None:
+        held.update(range(num_layers) if not reshards else {ends[previous][1]} & {ends[kind][0]})
+    result = [PassAction("gather", REST)] if previous is None else []
+
+    def gather(layer: int, run: int) -> None:
+        if layer not in held:
+            held.add(layer)
             result.append(PassAction("gather", layer, run))
-        if left is not None and left[0] != layer:
-            result.append(PassAction("free", *left))
-        if position + 1 < len(order) and order[position + 1][0] != layer:
-            result.append(PassAction("gather", *order[position + 1]))
-        if left is not None:
-            result.append(PassAction("sum", *left))
+
+    def free(position: int) -> None:
+        layer, run = order[position]
+        is_over = following is None and position >= len(order) - num_layers
+        if reshards or is_over:
+            held.remove(layer)
+            result.append(PassAction("free", layer, run))
+
+    for position, (layer, run) in enumerate(order):
+        gather(layer, run)
+        if position and order[position - 1][0] != layer:
+            free(position - 1)
+        if position + 1 < len(order):
+            gather(*order[position + 1])
+        if position:
+            result.append(PassAction("sum", *order[position - 1]))
         result.append(PassAction("compute", layer, run))
     if order:
-        if not keeps:
-            result.append(PassAction("free", *order[-1]))
+        if following is None or ends[following][0] != order[-1][0]:
+            free(len(order) - 1)
         result.append(PassAction("sum", *order[-1]))
     result.append(PassAction("sum", REST))
     if following is None:
@@ -104,18 +116,20 @@ def pass_actions(
 
 
 def step_passes(
-    kinds: Sequence[Kind], num_layers: int, num_runs: int = 1, gathers: bool = True
+    kinds: Sequence[Kind], num_layers: int, num_runs: int = 1, gathers: bool = True, reshards: bool = True
 ) -> list[tuple[PassAction, ...]]:
     """
     The actions of all passes of a stage in one step.
 
     Args:
         kinds (`Sequence[str]`): Kind of each pass, in order.
-        num_layers, num_runs, gathers: See [`pass_actions`].
+        num_layers, num_runs, gathers, reshards: See [`pass_actions`].
     """
     neighbours = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
     return [
-        pass_actions(kind, num_layers, num_runs, gathers=gathers, previous=previous, following=following)
+        pass_actions(
+            kind, num_layers, num_runs, gathers=gathers, reshards=reshards, previous=previous, following=following
+        )
         for previous, kind, following in neighbours
     ]
 

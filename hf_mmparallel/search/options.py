@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -148,15 +149,34 @@ class ModuleOptions:
         """
         plain = [stage for stage in self.zero_stages if stage < REDUCES_IN_PASSES][-1:]
         shared = [stage for stage in self.zero_stages if stage >= REDUCES_IN_PASSES][-1:]
-        result = [ShardingSettings(stage, self._shard_size(stage)) for stage in plain + shared]
+        result = [self.sharding_of(stage, self._given.get("shard_size")) for stage in plain + shared]
         per_node = self.copies_per_node(tp_size)
         if shared and per_node > 1 and self.allows("shard_size", per_node):
-            result.append(ShardingSettings(shared[0], per_node))
+            result.append(self.sharding_of(shared[0], per_node))
         return list(dict.fromkeys(result))
 
-    def _shard_size(self, zero_stage: int) -> int | None:
-        """The number of copies that the user has set, otherwise all."""
-        return self.problem.fixed.get(self.name, {}).get("shard_size") if zero_stage else None
+    @property
+    def _given(self) -> Mapping[str, Any]:
+        """The settings of the user."""
+        return self.problem.fixed.get(self.name, {})
+
+    def sharding_of(self, zero_stage: int, shard_size: int | None) -> ShardingSettings:
+        """The settings of a ZeRO stage, with those of the user that apply to it."""
+        reshards = zero_stage < GATHERS_IN_PASSES or self._given.get("reshard_after_forward", True)
+        return ShardingSettings(zero_stage, shard_size if zero_stage else None, reshards)
+
+    def all_shardings(self, sizes: Sequence[int | None]) -> list[ShardingSettings]:
+        """
+        All shardings that the user has left open.
+
+        Args:
+            sizes (`Sequence[int | None]`): Numbers of copies that divide something.
+        """
+        result = [self.sharding_of(stage, size) for stage in self.zero_stages for size in sizes]
+        if "reshard_after_forward" not in self._given:
+            kept = [own for own in result if own.zero_stage == GATHERS_IN_PASSES]
+            result += [replace(own, reshard_after_forward=False) for own in kept]
+        return list(dict.fromkeys(result))
 
     def copies_per_node(self, tp_size: int) -> int:
         """Copies of a module with one stage in a node; 0 if tp groups span nodes."""
@@ -215,8 +235,7 @@ class ModuleOptions:
         if kind.shares_passes and kind.num_shards > 1:
             ranks = tuple(range(0, kind.num_shards * kind.tp_size, kind.tp_size))
             layers = (0, self.module_spec.num_layers)
-            stage = kind.sharding.zero_stage
-            transfers = transfers_among(ranks, costs, self.name, layers, kind.tp_size, stage, alternates=True)
+            transfers = transfers_among(ranks, costs, self.name, layers, kind.tp_size, kind.sharding, alternates=True)
         return table.step_ms(tokens, squares, kind.cp_size, transfers)
 
     def _sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:

@@ -64,6 +64,8 @@ class Layout:
         if self.zero_stage:
             over = "" if self.shard_size is None else f" over {self.shard_size}"
             words.append(f"ZeRO-{self.zero_stage}{over}")
+        if not self.sharding.reshard_after_forward:
+            words.append("weights kept")
         return ", ".join([*words, "recomputed"] if self.activation_checkpointing else words)
 
 

@@ -321,9 +321,9 @@ class Simulations:
         sizes = [None, per_node] if divides else [None]
         given = self.problem.fixed.get(name, {})
         sizes = [given["shard_size"]] if "shard_size" in given else sizes
-        every = (ShardingSettings(stage, size if stage else None) for stage in options.zero_stages for size in sizes)
         limit_ms = _AS_LONG * self._module_ms(candidate, name, layout.sharding)
-        times = {own: self._module_ms(candidate, name, own) for own in every if own != layout.sharding}
+        every = [own for own in options.all_shardings(sizes) if own != layout.sharding]
+        times = {own: self._module_ms(candidate, name, own) for own in every}
         chosen = [own for own in times if times[own] <= limit_ms or own.zero_stage < REDUCES_IN_PASSES]
         return sorted(chosen, key=times.__getitem__)
 

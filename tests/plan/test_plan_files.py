@@ -181,6 +181,11 @@ def test_what_is_no_plugin_is_a_sentence(value, message):
         ({"cp_method": "zigzag"}, "method='zigzag'.* has no effect with `cp_size=1`"),
         ({"zero_stage": 4}, "`zero_stage=4` does not exist. Use one of 0, 1, 2, 3."),
         ({"shard_size": 2}, "`shard_size=2` has no effect with `zero_stage=0`."),
+        (
+            {"zero_stage": 2, "reshard_after_forward": False},
+            "`reshard_after_forward=False` has no effect",
+        ),
+        ({"zero_stage": 3, "offload_params": True}, "`zero_stage=3` divides the weights that `offload_params=True`"),
         ({"zero_stage": 1, "shard_size": 0}, "`shard_size` is `0`; it must be"),
         (
             {"pp_size": 3, "layers_per_stage": [2, 2]},

@@ -31,10 +31,11 @@ def kinds(draw) -> list[str]:
     return result + in_flight * ["bwd"]
 
 
-@given(kinds(), st.integers(1, 5), st.integers(1, 2), st.booleans())
-def test_what_is_computed_is_gathered_and_at_most_two_layers_are(kinds, num_layers, num_runs, gathers):
+@given(kinds(), st.integers(1, 5), st.integers(1, 2), st.booleans(), st.booleans())
+def test_what_is_computed_is_gathered_and_at_most_two_layers_are(kinds, num_layers, num_runs, gathers, reshards):
     gathered: set[int] = set()
-    for kind, actions in zip(kinds, step_passes(kinds, num_layers, num_runs, gathers), strict=True):
+    count = 0
+    for kind, actions in zip(kinds, step_passes(kinds, num_layers, num_runs, gathers, reshards), strict=True):
         order = [(run, layer) for run in range(num_runs) for layer in range(num_layers)]
         computed = [(action.run, action.layer) for action in actions if action.op == "compute"]
         assert computed == (order if kind == "fwd" else order[::-1])
@@ -44,6 +45,7 @@ def test_what_is_computed_is_gathered_and_at_most_two_layers_are(kinds, num_laye
             if action.op == "gather":
                 assert action.layer not in gathered
                 gathered.add(action.layer)
+                count += 1
             elif action.op == "free":
                 gathered.remove(action.layer)
             elif action.op == "sum":
@@ -52,9 +54,10 @@ def test_what_is_computed_is_gathered_and_at_most_two_layers_are(kinds, num_laye
             else:
                 assert not gathers or {REST, action.layer} <= gathered
                 done.append(action.layer)
-            assert len(gathered - {REST}) <= 2
+            assert len(gathered - {REST}) <= (2 if reshards else num_layers)
         assert summed == ([] if kind == "fwd" else [*(layer for _, layer in computed), REST])
     assert not gathered
+    assert reshards or not gathers or not kinds or count == num_layers + 1
 
 
 @given(kinds(), st.integers(2, 5))

@@ -238,6 +238,14 @@ def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(na
     runs.assert_same_run(ranks[0], reference)
 
 
+def test_weights_that_stay_gathered_through_a_step_are_those_of_the_step():
+    kept = {"zero_stage": 3, "reshard_after_forward": False}
+    parallel = {VISION: {"dp_size": 2, **kept}, LM: {"dp_size": 2, "pp_size": 2, **kept}}
+    reference = runs.stock("llava", **ADAMW)
+    ranks = run_distributed(runs.parallel_run, 6, "llava", parallel, **ADAMW)
+    runs.assert_same_run(ranks[0], reference)
+
+
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_recomputed_layers_are_gathered_for_their_backward(zero_stage: int):
     one = {"zero_stage": zero_stage, "activation_checkpointing": True}
