@@ -32,6 +32,8 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   attn_implementation attention function of the module, such as sdpa, flash_attention_2 or bitfield
   zero_stage          what the copies of the module divide: 1 the optimizer's state, 2 also gradients, 3 also weights
   shard_size          with zero_stage above 0: number of copies that divide it, such as those of a node
+  reshard_after_forward
+                      with zero_stage 3: false for weights that stay gathered through a step
   master_weights      false to let the optimizer update 16-bit weights without a float32 copy
   offload_optimizer   true for the optimizer's state and step on the CPU
   offload_params      true for the frozen weights of layers in host memory
