@@ -35,8 +35,8 @@ def check_deepspeed(args: TrainingArguments, modules: Mapping[str, ModulePlugin]
                 _check_equal(name, key, value, *values[key])
             elif key == "optimizer.type" and args.optim not in _ADAMW:
                 raise ValueError(
-                    f"`optimizer.type={value!r}` in `deepspeed` of `{name}` contradicts `optim={str(args.optim)!r}`. "
-                    'Use `optim="adamw_torch"`, or remove `optimizer`.'
+                    f"`optimizer.type={value!r}` in `deepspeed` of `{name}` contradicts `optim="
+                    f'{OptimizerNames(args.optim).value!r}`. Use `optim="adamw_torch"`, or remove `optimizer`.'
                 )
 
 

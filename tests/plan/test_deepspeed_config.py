@@ -115,10 +115,11 @@ def test_a_zero_stage_beside_the_configuration_must_be_its_own():
 
 @pytest.mark.parametrize("shares_ranks", [False, True])
 def test_zero_3_with_stages_is_refused(shares_ranks: bool):
-    sizes = {"pp_size": 2, "dp_size": 2}
+    sizes: dict[str, Any] = {"pp_size": 2, "dp_size": 2}
+    own: dict[str, Any] = {"colocate_with": "vision"} if shares_ranks else sizes
     modules = {
         "vision": ModulePlugin(**sizes),
-        LANGUAGE_MODEL: ModulePlugin(deepspeed=STAGE_3, **({"colocate_with": "vision"} if shares_ranks else sizes)),
+        LANGUAGE_MODEL: ModulePlugin(deepspeed=STAGE_3, **own),
     }
     with pytest.raises(ValueError, match=r"stage=3` in `deepspeed` of `language_model` .* `pp_size=2`: .* Use `zero"):
         resolve_plan(SPEC, modules)
