@@ -59,6 +59,7 @@ def test_a_file_and_its_contents_set_the_zero_stage(tmp_path: Path):
 def test_an_optimizer_on_the_cpu_is_a_setting():
     config = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
     assert deepspeed_settings(config) == {"zero_stage": 1, "offload_optimizer": True}
+    assert ModulePlugin(deepspeed=config).offload_optimizer and not ModulePlugin(deepspeed=USUAL).offload_optimizer
     assert deepspeed_settings({}) == {"zero_stage": 0}
     assert deepspeed_settings({"zero_optimization": {"offload_optimizer": None}}) == {"zero_stage": 0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,31 @@ def two(stage: int, **settings: Any) -> dict[str, Any]:
     return {"dp_size": 2, "deepspeed": config(stage), **settings}
 
 
+def offloaded(stage: int) -> dict[str, Any]:
+    """A configuration with the optimizer on the CPU."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    return config(stage, zero_optimization=zero)
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "the encoder, stage 1": (4, {VISION: two(1), LM: {"dp_size": 2}}),
     "the encoder, stage 2": (4, {VISION: two(2), LM: {"dp_size": 2}}),
     "both, stages 2 and 1": (4, {VISION: two(2), LM: two(1)}),
     "the language model, stage 3": (3, {LM: two(3)}),
     "shared ranks": (2, {VISION: two(2), LM: {"colocate_with": VISION, "deepspeed": config(2)}}),
+    "an optimizer on the CPU": (3, {LM: {"dp_size": 2, "deepspeed": offloaded(2)}}),
     "pp": (5, {LM: two(2, pp_size=2)}),
     "tp": (5, {LM: two(2, tp_size=2)}),
 }
 
 
 def sharded_run(parallel: dict[str, Any]) -> runs.Run:
-    """A run on this rank, whose plan has the ZeRO stages of the configurations."""
+    """A run on this rank, whose plan has what the configurations ask for."""
     trainer = runs.make_trainer("llava", parallel, **ADAMW)
     for name, module in trainer.plan.modules.items():
-        stage = parallel[name].get("deepspeed", config(0))["zero_optimization"]["stage"]
-        assert module.sharding.zero_stage == stage, name
+        zero = parallel[name].get("deepspeed", config(0))["zero_optimization"]
+        assert module.sharding.zero_stage == zero["stage"], name
+        assert module.storage.offload_optimizer == ("offload_optimizer" in zero), name
     return runs.run_of(trainer)
 
 
@@ -109,11 +118,18 @@ def test_another_global_batch_ends_all_ranks():
 
 
 @pytest.mark.distributed
-def test_a_contradiction_ends_all_ranks():
-    parallel = {LM: {"dp_size": 2, "deepspeed": {"gradient_clipping": 2.0}}}
-    assert_ranks_raise(
-        runs.parallel_run, 3, "llava", parallel, match="`gradient_clipping=2.0` in .* contradicts `max_grad_norm=0.5`"
-    )
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"deepspeed": {"gradient_clipping": 2.0}}, "`gradient_clipping=2.0` in .* contradicts `max_grad_norm=0.5`"),
+        ({"deepspeed": {"zero_optimisation": {}}}, "`deepspeed` has no `zero_optimisation`. Did you mean"),
+        ({"deepspeed": config(3), "pp_size": 2}, "can't be used with `pp_size=2`: .* Use `zero_stage=3`"),
+        ({"deepspeed": config(2), "zero_stage": 1}, "`zero_stage=1` contradicts `deepspeed` beside it"),
+    ],
+)
+def test_what_can_not_hold_ends_all_ranks(settings: dict[str, Any], sentence: str):
+    parallel = {LM: {"dp_size": 2, **settings}}
+    assert_ranks_raise(functools.partial(runs.parallel_run, **ADAMW), 3, "llava", parallel, match=sentence)
 
 
 def arguments(deepspeed: dict[str, Any], **given: Any) -> MultimodalTrainingArguments:
