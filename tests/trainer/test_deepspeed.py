@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
+from hf_mmparallel.plan.deepspeed_config import KEYS
 from hf_mmparallel.trainer import engine_trainer
 from hf_mmparallel.trainer.deepspeed_arguments import check_optimizer_class
 from tests import tiny
@@ -193,3 +195,21 @@ def test_keys_without_effect_are_told_of():
         "No effect in `deepspeed` of `language_model`: `zero_optimization.overlap_comm`, "
         "`zero_optimization.reduce_bucket_size`. They tune or report what DeepSpeed itself runs."
     )
+
+
+def test_every_key_of_deepspeed_is_known():
+    """The sections that DeepSpeed describes by classes; one that is new there is honoured, idle or refused here."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    precision = importlib.import_module("deepspeed.runtime.precision_config")
+    sections = {
+        "zero_optimization": zero.DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": zero.DeepSpeedZeroOffloadParamConfig,
+        "bf16": precision.DeepSpeedBF16Config,
+        "fp16": precision.DeepSpeedFP16Config,
+    }
+    for section, described in sections.items():
+        there = {field.alias or name for name, field in described.model_fields.items()}
+        prefix = f"{section}."
+        here = {key.removeprefix(prefix).partition(".")[0] for key in KEYS if key.startswith(prefix)}
+        assert there == here, section
