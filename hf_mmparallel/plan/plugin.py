@@ -353,19 +353,18 @@ class MultimodalParallelPlugin:
 
     def check_searched(self, remedy: str) -> None:
         """
-        Raises `ValueError` for a setting of a module that a search chooses by itself.
+        Raises `ValueError` for a setting of a module that a search chooses by itself or knows nothing of.
 
         Args:
             remedy (`str`): What to do to keep the setting.
         """
         default = ModulePlugin()
         for name, module in self.modules.items():
-            for key in CHOSEN_BY_SEARCH:
+            for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
                 value = getattr(module, key)
                 if value != getattr(default, key):
-                    raise ValueError(
-                        f"`{key}={value}` of `{name}` is chosen by the search. Leave it out, or {remedy}."
-                    )
+                    cause = "is chosen by the search" if key in CHOSEN_BY_SEARCH else "is not known to the search yet"
+                    raise ValueError(f"`{key}={value}` of `{name}` {cause}. Leave it out, or {remedy}.")
 
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:
