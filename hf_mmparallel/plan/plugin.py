@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .deepspeed_config import deepspeed_settings, read_deepspeed
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,
@@ -29,8 +30,8 @@ SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
-NOT_SEARCHED = STORAGE
-HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, "activation_checkpointing")
+NOT_SEARCHED = ("deepspeed", *STORAGE)
+HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *NOT_SEARCHED, "activation_checkpointing")
 """Settings that a finished plan contains; the others are written beside the plan."""
 
 
@@ -85,6 +86,11 @@ class ModulePlugin:
         offload_params (`bool`, *optional*, defaults to `False`):
             Whether the frozen weights of this module's layers are in host memory and come to the device layer by
             layer, one layer ahead of its use.
+        deepspeed (`str` or `dict`, *optional*):
+            DeepSpeed configuration, as the path of its JSON file or as a dict. Its ZeRO stage and the offloading of
+            its optimizer become settings of this module; batch sizes, clipping, precision and optimizer in it must be
+            those of the arguments, or `"auto"`. Keys that can't be honoured are refused. The package `deepspeed` is
+            not needed.
         named (`frozenset[str]`, *optional*):
             Names of the settings that were given explicitly, also with their default value; filled by
             [`~ModulePlugin.from_dict`]. A search does not change them.
@@ -106,12 +112,14 @@ class ModulePlugin:
     master_weights: bool | None = None
     offload_optimizer: bool = False
     offload_params: bool = False
+    deepspeed: str | dict[str, Any] | None = None
     cp_method: str = "lpt"
     cp_mode: str = "auto"
     cp_block: int = 128
     named: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self):
+        self._read_deepspeed()
         self._check_types()
         if self.layers_per_stage is not None:
             self.layers_per_stage = list(self.layers_per_stage)
@@ -139,6 +147,36 @@ class ModulePlugin:
             raise ValueError(
                 f"`{self.context}` has no effect with `cp_size=1`. Leave `cp_method`, `cp_mode` and `cp_block` out, "
                 "or use a `cp_size` above 1."
+            )
+
+    def _read_deepspeed(self) -> None:
+        """
+        Takes the settings of a DeepSpeed configuration.
+
+        Raises:
+            `ValueError`: If it asks for another value than one that is given beside it.
+        """
+        if self.deepspeed is None:
+            return
+        self.deepspeed = read_deepspeed(self.deepspeed)
+        settings = deepspeed_settings(self.deepspeed)
+        defaults = {f.name: f.default for f in _settings(type(self))}
+        for key, value in settings.items():
+            given = getattr(self, key)
+            if given != value and (given != defaults[key] or key in self.named):
+                raise ValueError(
+                    f"`{key}={given!r}` contradicts `deepspeed` beside it, which asks for {value!r}. Leave `{key}` "
+                    "out."
+                )
+            setattr(self, key, value)
+
+    def check_deepspeed_stages(self, name: str, num_stages: int) -> None:
+        """Raises `ValueError` for a DeepSpeed configuration of ZeRO-3 of the module `name` with several stages."""
+        if self.deepspeed is not None and self.zero_stage == 3 and num_stages > 1:
+            raise ValueError(
+                f"`zero_optimization.stage=3` in `deepspeed` of `{name}` can't be used with `pp_size={num_stages}`: "
+                "DeepSpeed has no ZeRO-3 of a pipeline, whose forwards and backwards alternate. Use `zero_stage=3`, "
+                "which this package runs in any order, in place of `deepspeed`."
             )
 
     def _check_sharding(self) -> None:
@@ -233,6 +271,7 @@ class ModulePlugin:
             **dataclasses.asdict(plan.storage),
         }
         given = self.to_dict()
+        self.check_deepspeed_stages(name, planned["pp_size"])
         if self.colocate_with is not None:
             raise ValueError(
                 f"`colocate_with={self.colocate_with!r}` of `{name}` has no effect beside a plan, which already says "
@@ -324,19 +363,18 @@ class MultimodalParallelPlugin:
 
     def check_searched(self, remedy: str) -> None:
         """
-        Raises `ValueError` for a setting of a module that a search chooses by itself.
+        Raises `ValueError` for a setting of a module that a search chooses by itself or knows nothing of.
 
         Args:
             remedy (`str`): What to do to keep the setting.
         """
         default = ModulePlugin()
         for name, module in self.modules.items():
-            for key in CHOSEN_BY_SEARCH:
+            for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
                 value = getattr(module, key)
                 if value != getattr(default, key):
-                    raise ValueError(
-                        f"`{key}={value}` of `{name}` is chosen by the search. Leave it out, or {remedy}."
-                    )
+                    cause = "is chosen by the search" if key in CHOSEN_BY_SEARCH else "is not known to the search yet"
+                    raise ValueError(f"`{key}={value}` of `{name}` {cause}. Leave it out, or {remedy}.")
 
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:

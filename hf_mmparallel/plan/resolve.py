@@ -171,6 +171,7 @@ def resolve_plan(
         if host is None:
             next_rank += plugin.num_ranks
         settings = plugins.get(name, plugin)
+        settings.check_deepspeed_stages(name, plugin.pp_size)
         modules[name] = ModulePlan(
             tuple(replicas), settings.activation_checkpointing, settings.context, settings.sharding, settings.storage
         )

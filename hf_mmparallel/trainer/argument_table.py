@@ -236,7 +236,9 @@ ARGUMENTS: Mapping[str, Entry] = {
     "ddp_timeout": Honoured("TrainingArguments._setup_devices"),
     "fsdp": Refused(bool, "it shards one model over one mesh", "Use `dp_size` of the modules."),
     "fsdp_config": WithoutEffect("`fsdp` is refused"),
-    "deepspeed": Refused(bool, "it wraps one model on all ranks", "Use `dp_size` of the modules."),
+    "deepspeed": Refused(
+        bool, "it wraps one model on all ranks", "Use `dp_size` of the modules, and `deepspeed` of a module."
+    ),
     "debug": Refused(
         lambda value: any(option == "underflow_overflow" for option in value),
         "what other ranks hold is NaN here, and would be reported",

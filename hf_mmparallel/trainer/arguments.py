@@ -14,6 +14,7 @@ from .._environment import launched_processes
 from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
 from ..plan.reading import plain_data, reject_unknown_keys
+from .deepspeed_arguments import check_deepspeed
 
 ON_BAD_SAMPLE = ("raise", "skip")
 
@@ -177,6 +178,8 @@ class MultimodalTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value not in (None, AUTO) and value <= 0:
                 raise ValueError(f"`{name}={value}` must be above 0.")
+        if (plugin := self.plugin) is not None:
+            check_deepspeed(self, plugin.modules)
 
     @property
     def plugin(self) -> MultimodalParallelPlugin | None:

@@ -43,6 +43,7 @@ from ..runtime.engine import EngineOptions, ParallelEngine
 from ..runtime.host_memory import check_host_memory, check_storage
 from ..world import World
 from .arguments import MultimodalTrainingArguments
+from .deepspeed_arguments import check_global_batch
 from .start_checks import check_model
 
 logger = get_logger(__name__)
@@ -115,6 +116,7 @@ def checkpointing_settings(args: TrainingArguments) -> Recomputation:
 def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, args: TrainingArguments) -> Any:
     """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
     configs = adapter_configs(model, plugin)
+    check_global_batch(plugin.modules, args.per_device_train_batch_size * args.gradient_accumulation_steps)
     base: Any = base_model_of(model)
     spec = apply_module_settings(base, plugin)
     if plugin.plan is not None:
@@ -328,6 +330,7 @@ def build_engine(
     check_storage(spec, plan)
     check_host_memory(prepared.costs, plan, world)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
+    check_global_batch(plugin.modules, global_batch_size)
     options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,

@@ -33,6 +33,7 @@ from .argument_table import check_arguments, settings_idle_under_a_plan, setting
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .columns import choose_collator
+from .deepspeed_arguments import check_optimizer_class, deepspeed_keys_without_effect
 from .loaders import StepLoaders
 from .optimizer_state import stock_groups
 from .overrides import check_assignment
@@ -107,6 +108,7 @@ class EngineTrainer(Trainer):
         check_arguments(args)
         check_launcher(args)
         check_trainer(model, given)
+        check_optimizer_class(plugin.modules, given)
         self.args = args  # for `world`; the stock constructor sets those of its own loop
         with shared_failure("preparing the model"):
             check_output_folder(args, self.world)
@@ -122,7 +124,7 @@ class EngineTrainer(Trainer):
             self.add_callback(PredictionCallback())
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
-        for idle in settings_idle_under_a_plan(args):
+        for idle in (*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)):
             logger.warning(idle)
         if self.is_world_process_zero():
             with shared_failure("reporting the plan"):

@@ -1,0 +1,215 @@
+"""Modules with a DeepSpeed configuration train as the stock Trainer does, and it agrees with the arguments."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.plan import ModulePlugin
+from hf_mmparallel.plan.deepspeed_config import KEYS
+from hf_mmparallel.trainer import engine_trainer
+from hf_mmparallel.trainer.deepspeed_arguments import check_optimizer_class
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+
+from . import runs
+
+VISION, LM = "vision", "language_model"
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+
+
+def config(stage: int, **sections: Any) -> dict[str, Any]:
+    """A configuration in which everything that the arguments have is theirs."""
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    return {
+        "zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": params},
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        **sections,
+    }
+
+
+def two(stage: int, **settings: Any) -> dict[str, Any]:
+    """Two copies of a module, with a configuration."""
+    return {"dp_size": 2, "deepspeed": config(stage), **settings}
+
+
+def offloaded(stage: int) -> dict[str, Any]:
+    """A configuration with the optimizer on the CPU."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    return config(stage, zero_optimization=zero)
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "the encoder, stage 1": (4, {VISION: two(1), LM: {"dp_size": 2}}),
+    "the encoder, stage 2": (4, {VISION: two(2), LM: {"dp_size": 2}}),
+    "both, stages 2 and 1": (4, {VISION: two(2), LM: two(1)}),
+    "the language model, stage 3": (3, {LM: two(3)}),
+    "shared ranks": (2, {VISION: two(2), LM: {"colocate_with": VISION, "deepspeed": config(2)}}),
+    "an optimizer on the CPU": (3, {LM: {"dp_size": 2, "deepspeed": offloaded(2)}}),
+    "pp": (5, {LM: two(2, pp_size=2)}),
+    "tp": (5, {LM: two(2, tp_size=2)}),
+}
+
+
+def sharded_run(parallel: dict[str, Any]) -> runs.Run:
+    """A run on this rank, whose plan has what the configurations ask for."""
+    trainer = runs.make_trainer("llava", parallel, **ADAMW)
+    for name, module in trainer.plan.modules.items():
+        zero = parallel[name].get("deepspeed", config(0))["zero_optimization"]
+        assert module.sharding.zero_stage == zero["stage"], name
+        assert module.storage.offload_optimizer == ("offload_optimizer" in zero), name
+    return runs.run_of(trainer)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_equals_the_stock_trainer(name: str):
+    world_size, parallel = LAYOUTS[name]
+    reference = runs.stock("llava", **ADAMW)
+    parallel = {VISION: {}, **parallel}
+    ranks = run_distributed(sharded_run, world_size, parallel)
+    runs.assert_same_run(ranks[0], reference)
+    assert all(rank.logs == ranks[0].logs for rank in ranks)
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, **ADAMW}
+
+
+def continued(folder: Path, parallel: dict[str, Any], checkpoint: Path | None = None) -> runs.Run:
+    """A run on this rank that saves every two steps."""
+    trainer = runs.make_trainer("llava", parallel, str(folder), **SAVING)
+    return runs.run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
+
+
+@pytest.mark.distributed
+def test_its_checkpoints_are_those_of_any_layout(tmp_path: Path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config(2)))
+    parallel = {VISION: {"freeze": True}, LM: {"dp_size": 2, "deepspeed": str(file)}}
+    straight = run_distributed(continued, 3, tmp_path / "run", parallel)[0]
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    again = run_distributed(continued, 3, tmp_path / "again", parallel, checkpoint)[0]
+    assert again.logs == straight.logs
+    stages = {VISION: {"freeze": True}, LM: {"pp_size": 2}}
+    runs.assert_same_run(run_distributed(continued, 3, tmp_path / "stages", stages, checkpoint)[0], straight)
+
+
+def sized(batch: int) -> None:
+    """A Trainer with a number of samples of a step in a configuration, where the arguments have 8."""
+    runs.make_trainer("llava", {LM: {"dp_size": 2, "deepspeed": {"train_batch_size": batch}}})
+
+
+@pytest.mark.distributed
+def test_another_global_batch_ends_all_ranks():
+    run_distributed(sized, 3, runs.GLOBAL_BATCH)
+    assert_ranks_raise(
+        sized, 3, 2 * runs.GLOBAL_BATCH, match="`train_batch_size=16` in .* contradicts `global_batch_size=8`"
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"deepspeed": {"gradient_clipping": 2.0}}, "`gradient_clipping=2.0` in .* contradicts `max_grad_norm=0.5`"),
+        ({"deepspeed": {"zero_optimisation": {}}}, "`deepspeed` has no `zero_optimisation`. Did you mean"),
+        ({"deepspeed": config(3), "pp_size": 2}, "can't be used with `pp_size=2`: .* Use `zero_stage=3`"),
+        ({"deepspeed": config(2), "zero_stage": 1}, "`zero_stage=1` contradicts `deepspeed` beside it"),
+    ],
+)
+def test_what_can_not_hold_ends_all_ranks(settings: dict[str, Any], sentence: str):
+    parallel = {LM: {"dp_size": 2, **settings}}
+    assert_ranks_raise(functools.partial(runs.parallel_run, **ADAMW), 3, "llava", parallel, match=sentence)
+
+
+def arguments(deepspeed: dict[str, Any], **given: Any) -> MultimodalTrainingArguments:
+    """Arguments with a configuration of the language model."""
+    given = {"use_cpu": True, "report_to": [], "output_dir": "unused", **given}
+    return MultimodalTrainingArguments(parallel={LM: {"deepspeed": deepspeed}}, **given)
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "sentence"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, "contradicts `per_device_train_batch_size=8`"),
+        ({"gradient_accumulation_steps": 4}, "contradicts `gradient_accumulation_steps=1`"),
+        ({"gradient_clipping": 0.5}, "contradicts `max_grad_norm=1.0`"),
+        ({"bf16": {"enabled": True}}, "contradicts `bf16=False`"),
+        ({"optimizer": {"params": {"lr": 1e-3}}}, "contradicts `learning_rate=5e-05`"),
+        ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "contradicts `adam_beta1`, `adam_beta2=.0.9, 0.999.`"),
+        ({"optimizer": {"params": {"eps": 1e-6}}}, "contradicts `adam_epsilon=1e-08`"),
+        ({"optimizer": {"params": {"weight_decay": 0.1}}}, "contradicts `weight_decay=0.0`"),
+    ],
+)
+def test_values_of_the_arguments_are_not_contradicted(deepspeed: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=rf"in `deepspeed` of `language_model` {sentence}. Make them equal"):
+        arguments(deepspeed)
+
+
+def test_values_that_agree_pass():
+    arguments({"gradient_clipping": 1, "optimizer": {"params": {"betas": (0.9, 0.999), "lr": 5e-5}}})
+    with pytest.raises(ValueError, match="`optimizer.type='AdamW'` in .* contradicts `optim='sgd'`. Use `optim="):
+        arguments({"optimizer": {"type": "AdamW"}}, optim="sgd")
+    arguments({"zero_optimization": {"stage": 2}}, optim="sgd")
+
+
+def test_an_optimizer_class_beside_that_of_the_configuration_is_refused():
+    given = {"optimizer_cls_and_kwargs": (object, {})}
+    check_optimizer_class({LM: ModulePlugin(deepspeed={})}, given)
+    with pytest.raises(ValueError, match="`optimizer_cls_and_kwargs` contradicts `optimizer` in `deepspeed` of `lang"):
+        check_optimizer_class({LM: ModulePlugin(deepspeed=config(1))}, given)
+
+
+def test_one_process_checks_the_global_batch():
+    args = arguments({"train_batch_size": 16}, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="`train_batch_size=16` in .* contradicts `global_batch_size=8`"):
+        MultimodalParallelTrainer(model=tiny.FAMILIES["llava"](), args=args)
+
+
+def told() -> list[str]:
+    """The warnings of a Trainer on this rank."""
+    texts: list[str] = []
+    logger: Any = copy.copy(engine_trainer.logger)
+    logger.warning = texts.append
+    engine_trainer.logger = logger
+    runs.make_trainer("llava", {LM: two(1)}, **ADAMW)
+    return texts
+
+
+@pytest.mark.distributed
+def test_keys_without_effect_are_told_of():
+    (text,) = run_distributed(told, 3)[0]
+    assert text == (
+        "No effect in `deepspeed` of `language_model`: `zero_optimization.overlap_comm`, "
+        "`zero_optimization.reduce_bucket_size`. They tune or report what DeepSpeed itself runs."
+    )
+
+
+def test_every_key_of_deepspeed_is_known():
+    """The sections that DeepSpeed describes by classes; one that is new there is honoured, idle or refused here."""
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    precision = importlib.import_module("deepspeed.runtime.precision_config")
+    sections = {
+        "zero_optimization": zero.DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": zero.DeepSpeedZeroOffloadParamConfig,
+        "bf16": precision.DeepSpeedBF16Config,
+        "fp16": precision.DeepSpeedFP16Config,
+    }
+    for section, described in sections.items():
+        there = {field.alias or name for name, field in described.model_fields.items()}
+        prefix = f"{section}."
+        here = {key.removeprefix(prefix).partition(".")[0] for key in KEYS if key.startswith(prefix)}
+        assert there == here, section
