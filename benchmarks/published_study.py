@@ -244,7 +244,10 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
         zero_stage=3 if run.is_sharded else int(run.study.has_sharded_optimizer),
     )
     count = -(-run.batch // run.dp_size // run.microbatch)
-    plan = stages_outermost(resolve_plan(costs.spec, {LANGUAGE_MODEL: plugin}, num_microbatches=count))
+    shared = ModulePlugin(colocate_with=LANGUAGE_MODEL, activation_checkpointing=again, zero_stage=plugin.zero_stage)
+    plugins = {name: plugin if name == LANGUAGE_MODEL else shared for name in costs.spec.modules}
+    plan = resolve_plan(costs.spec, plugins, num_microbatches=count)
+    plan = stages_outermost(plan) if run.pp > 1 else plan
     groups = sync_groups(costs.spec, plan)
     sizes = sizes_of(run, run.batch)
     planner = StepPlanner(costs, plan, groups, run.microbatch)
@@ -252,7 +255,7 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
 
 
 def stages_outermost(plan: ParallelPlan) -> ParallelPlan:
-    """The same plan with ranks in the order of the other engines: stages vary slowest, then replicas."""
+    """The plan of one module with ranks in the order of the other engines: stages vary slowest, then replicas."""
     (module,) = plan.modules.values()
     num_stages, first = len(module.replicas[0]), module.replicas[0][0]
     grid = len(first.all_ranks)

@@ -177,8 +177,9 @@ class ModulePlan:
         """
         if self.sharding.zero_stage < 2:
             return 1
-        copies = self.sharding.shard_size or self.dp_size * self.cp_size
-        return max(1, copies // self.cp_size)
+        copies = self.dp_size * self.cp_size
+        size = self.sharding.shard_size or copies
+        return max(1, (copies if copies % size else size) // self.cp_size)
 
     @property
     def layout(self) -> str:

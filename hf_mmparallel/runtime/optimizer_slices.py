@@ -176,7 +176,7 @@ class OptimizerSlices:
             updated.data = flat_slice.of(values).clone()
             storage = values.untyped_storage()
             if storage.nbytes() != values.nbytes or not storage.resizable():  # shared with a tensor, or a file
-                member.data = member.data.clone()
+                values.data = values.data.clone()
             free([member])
 
     @torch.no_grad()

@@ -232,9 +232,8 @@ def test_auto_keeps_to_what_is_set_and_shares_ranks_where_that_needs_it():
     first, *_ = run_distributed(auto_run, 4, "llava", SHARED, global_batch_size=8, timeout=120)
     runs.assert_same_run(first["run"], stock)
     plan = first["plan"]
-    assert (
-        plan.modules["vision"].layout == "dp 4 x pp 1 x tp 1" and not plan.modules["vision"].activation_checkpointing
-    )
+    vision = plan.modules["vision"]
+    assert vision.layout.startswith("dp 4 x pp 1 x tp 1") and not vision.activation_checkpointing
     assert plan.modules[LANGUAGE_MODEL].layout == "dp 1 x pp 2 x tp 2" and plan.schedule == "eager"
     assert "on shared ranks" in first["result"]
 
