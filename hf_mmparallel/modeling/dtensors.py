@@ -11,6 +11,16 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
+def give_own_memory(parameter: torch.nn.Parameter) -> None:
+    """Copies the values of a parameter on this rank into contiguous memory that nothing else refers to."""
+    values = local(parameter).clone(memory_format=torch.contiguous_format)
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = values  # whose `data` is that of the whole tensor, which has none
+    else:
+        parameter.data = values
+
+
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape of a parameter, also of one that DeepSpeed's ZeRO-3 shards, which is empty on every rank."""
     return getattr(parameter, "ds_shape", parameter.shape)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..cost import GRADIENT_BUCKET_BYTES
-from ..modeling.dtensors import from_shard, local
+from ..modeling.dtensors import from_shard, give_own_memory, local
 from ..plan import SyncGroup
 from ..world import doing
 
@@ -159,7 +159,7 @@ class OptimizerSlices:
             members = [parameters[name] for name in sync_group.parameters]
             for member in members:
                 if not local(member).is_contiguous():  # such as a convolution in `channels_last`
-                    member.data = member.data.contiguous()
+                    give_own_memory(member)
             self.groups.append(SlicedGroup(flat_slice, members, sync_group.zero_stage))
             self.by_parameter.update((member, local_shard(member, flat_slice)) for member in members)
             if sync_group.zero_stage == 3:
@@ -176,7 +176,7 @@ class OptimizerSlices:
             updated.data = flat_slice.of(values).clone()
             storage = values.untyped_storage()
             if storage.nbytes() != values.nbytes or not storage.resizable():  # shared with a tensor, or a file
-                values.data = values.data.clone()
+                give_own_memory(member)
             free([member])
 
     @torch.no_grad()

@@ -40,6 +40,7 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.planner.possible_sizes import possible_sizes
 from hf_mmparallel.profiling.device_detection import products_in
 from hf_mmparallel.runtime.engine import EngineOptions, ParallelEngine
+from hf_mmparallel.runtime.optimizer_slices import join
 from hf_mmparallel.search import options
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
@@ -136,8 +137,12 @@ def run_candidate(family: str, freeze: str, candidate: Candidate) -> dict[str, A
     batch = StepBatch.of(source.read(planned.step), planned.program, engine.rank)
     totals = engine.train_step(batch, 0)
     held = {n: p for n, p in engine.model.named_parameters() if n in engine.shards and p.requires_grad}
-    mine = [n for n in held if engine.shards[n].on_rank(engine.rank) and held[n].grad is not None]
-    gradients = {n: whole(held[n].grad).clone() for n in mine}
+    mine = {n: engine.slices.updated(p) for n, p in held.items() if engine.shards[n].on_rank(engine.rank)}
+    gradients = {
+        n: whole(own.grad if own is held[n] else join(own.grad, own)).clone()
+        for n, own in mine.items()
+        if own.grad is not None
+    }
     return {"loss": totals.loss, "norm": float(engine.gradient_norm()), "gradients": gradients}
 
 
