@@ -234,24 +234,28 @@ def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
 
 def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
     """A plan of the run's sizes, as `hf-mmparallel plan` predicts it."""
-    plugin = ModulePlugin(
+    # In 16 bits: with float32 copies, the largest runs of engines that divide activations over tp do not fit here.
+    settings = {
+        "activation_checkpointing": again,
+        "zero_stage": 3 if run.is_sharded else int(run.study.has_sharded_optimizer),
+        "master_weights": False,
+    }
+    sizes = ModulePlugin(
         dp_size=run.dp_size,
         tp_size=run.tp,
         pp_size=run.pp,
         cp_size=run.cp,
         layers_per_stage=run.study.data.get("layers", {}).get(run.pp),
-        activation_checkpointing=again,
-        zero_stage=3 if run.is_sharded else int(run.study.has_sharded_optimizer),
+        **settings,
     )
+    first, *others = costs.spec.modules
+    plugins = {first: sizes, **{name: ModulePlugin(colocate_with=first, **settings) for name in others}}
     count = -(-run.batch // run.dp_size // run.microbatch)
-    shared = ModulePlugin(colocate_with=LANGUAGE_MODEL, activation_checkpointing=again, zero_stage=plugin.zero_stage)
-    plugins = {name: plugin if name == LANGUAGE_MODEL else shared for name in costs.spec.modules}
     plan = resolve_plan(costs.spec, plugins, num_microbatches=count)
     plan = stages_outermost(plan) if run.pp > 1 else plan
     groups = sync_groups(costs.spec, plan)
-    sizes = sizes_of(run, run.batch)
     planner = StepPlanner(costs, plan, groups, run.microbatch)
-    return predict_batch(planner, sizes)
+    return predict_batch(planner, sizes_of(run, run.batch))
 
 
 def stages_outermost(plan: ParallelPlan) -> ParallelPlan:

@@ -20,7 +20,7 @@ KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "published_runs
 MOST_TASKS = 20_000  # simulated in a few seconds
 CHECKED = ("original", "copy", "unread")
 REACHED = {
-    "own_engine": {"llava_a100", "mosaic_a100", "mosaic_h100", "nanotron_1b", "torchtitan_h100"},
+    "own_engine": {"llava_a100", "mosaic_a100", "mosaic_h100", "nanotron_1b", "torchtitan_a100"},
     "ours": {"llava_a100"},
 }
 """Studies whose best published MFU a plan reaches, by the costs of the study's engine and of hf_mmparallel's."""
