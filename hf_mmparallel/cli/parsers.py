@@ -34,6 +34,7 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   shard_size          with zero_stage above 0: number of copies that divide it, such as those of a node
   reshard_after_forward
                       with zero_stage 3: false for weights that stay gathered through a step
+  deepspeed           a DeepSpeed JSON, whose ZeRO stage and offload the module takes; in no search
   master_weights      false to let the optimizer update 16-bit weights without a float32 copy
   offload_optimizer   true for the optimizer's state and step on the CPU
   offload_params      true for the frozen weights of layers in host memory

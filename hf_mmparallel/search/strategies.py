@@ -62,7 +62,8 @@ def least_stages(
         after (array of the same shape): Stages between the module and the end of the model.
     """
     spare = capacity_bytes - saved_bytes
-    deep = (state_bytes + saved_bytes * after) / np.where(spare > 0, spare, 1.0)
+    with np.errstate(over="ignore"):  # an infinite number of stages, of which the minimum takes nothing
+        deep = (state_bytes + saved_bytes * after) / np.where(spare > 0, spare, 1.0)
     flat = (state_bytes + saved_bytes * num_microbatches) / capacity_bytes
     return np.where(spare > 0, np.minimum(deep, flat), flat)
 
