@@ -41,6 +41,8 @@ from hf_mmparallel.trainer import start_report
 
 FSDP2 = "FSDP2"
 OURS = {f"ours, stage {stage}": stage for stage in ZERO_STAGES}
+KEPT = "ours, stage 3, weights kept"
+OURS[KEPT] = 3
 DEEPSPEED = {f"DeepSpeed, stage {stage}": stage for stage in (1, 2, 3)}
 PEERS = {0: (), 1: ("DeepSpeed, stage 1",), 2: ("DeepSpeed, stage 2",), 3: (FSDP2, "DeepSpeed, stage 3")}
 """Stage of ours -> those that divide as much among the ranks."""
@@ -120,7 +122,7 @@ def make_trainer(variant: str, shapes: common.Shapes, num_steps: int) -> Trainer
     world_size = int(os.environ["WORLD_SIZE"])
     global_batch = MICROBATCH * ACCUMULATION * world_size
     if variant in OURS:
-        sharding = {"zero_stage": OURS[variant]}
+        sharding = {"zero_stage": OURS[variant], "reshard_after_forward": variant != KEPT}
         modules = {"vision": {"dp_size": world_size, **sharding}}
         modules["language_model"] = {"colocate_with": "vision", **sharding}
         args: Any = MultimodalTrainingArguments(
