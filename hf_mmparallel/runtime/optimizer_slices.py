@@ -208,10 +208,10 @@ class OptimizerSlices:
     @contextmanager
     def casting(self) -> Iterator[None]:
         """A block that replaces the values of all parameters, which have memory in it. Collective."""
-        for group in self.groups:
-            for bucket in buckets([m for m in group.members if m in self.freed], lambda parameter: parameter.dtype):
-                copy_gathered(*self.gather(group.flat_slice, bucket))
         with self.rewriting(self.by_parameter):
+            for group in self.groups:
+                for bucket in buckets(group.divided_weights, lambda parameter: parameter.dtype):
+                    copy_gathered(*self.gather(group.flat_slice, bucket))
             yield
 
     @torch.no_grad()

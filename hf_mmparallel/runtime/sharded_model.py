@@ -255,9 +255,9 @@ class ShardedModel:
         aliases: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name)
-        parameters = dict(self.model.named_parameters())
+        parameters, adapters = dict(self.model.named_parameters()), adapter_parameters(self.model)
         for name in self.shards:
-            if not self.holds(name) or name in adapter_parameters(self.model):
+            if not self.holds(name) or name in adapters:
                 continue
             parameter = parameters[name]
             found = (files.weight(alias, parameter.shape) for alias in aliases[id(parameter)])

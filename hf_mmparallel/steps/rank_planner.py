@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ class RankPlanner:
             raise ValueError(self._refusal(*unlike, has_input[unlike[1]], len(ranks[0])))
         return ranks
 
-    @property
+    @cached_property
     def _plan(self) -> ParallelPlan:
         """Every module whole on a rank."""
         return resolve_plan(self.costs.spec, {})

@@ -238,6 +238,23 @@ def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(na
     runs.assert_same_run(ranks[0], reference)
 
 
+def evaluated_in_half(parallel: dict[str, Any]) -> tuple[float, float, int]:
+    """Losses of evaluations before and after the weights are cast, and bytes of the weights afterwards."""
+    trainer = runs.make_trainer("llama", parallel)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.args.bf16_full_eval = True
+    after = trainer.evaluate()["eval_loss"]
+    return before, after, sum(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_divided_weights_can_be_cast(zero_stage: int):
+    ranks = run_distributed(evaluated_in_half, 2, {LM: {"dp_size": 2, "zero_stage": zero_stage}})
+    for before, after, num_bytes in ranks:
+        assert after != before and after == pytest.approx(before, rel=1e-2)
+        assert (num_bytes == 0) == (zero_stage == 3)
+
+
 def test_weights_that_stay_gathered_through_a_step_are_those_of_the_step():
     kept = {"zero_stage": 3, "reshard_after_forward": False}
     parallel = {VISION: {"dp_size": 2, **kept}, LM: {"dp_size": 2, "pp_size": 2, **kept}}
