@@ -9,7 +9,7 @@ from .graph import GradientFlow, TaskGraph, build_graph
 from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
 from .lowering import build_program, lower, program_of_parts, receive_ahead
 from .parts import Part, Representatives, find_representatives, representative_ranks
-from .passes import REST, PassAction, pass_actions, pass_ms, step_passes
+from .passes import REST, PassAction, pass_actions, step_passes
 from .program import Program
 from .program_checks import check_program
 from .replay import Replay, simulate_parts
@@ -46,7 +46,6 @@ __all__ = [
     "microbatch_forward_ms",
     "order_tasks",
     "pass_actions",
-    "pass_ms",
     "program_of_parts",
     "receive_ahead",
     "representative_ranks",

@@ -7,7 +7,7 @@ depend on nothing but what all of these ranks know, so that each of them issues 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -132,34 +132,3 @@ def step_passes(
         )
         for previous, kind, following in neighbours
     ]
-
-
-def pass_ms(
-    actions: Sequence[PassAction],
-    compute_ms: Callable[[int], float],
-    gather_ms: Callable[[int], float],
-    sum_ms: Callable[[int], float],
-) -> float:
-    """
-    Duration of a pass whose collectives run one after the other beside the computation.
-
-    Args:
-        actions (`Sequence[PassAction]`): See [`pass_actions`].
-        compute_ms (`Callable[[int], float]`): Layer -> time of its forward or backward in this pass.
-        gather_ms (`Callable[[int], float]`): Layer or [`REST`] -> time of its all-gather.
-        sum_ms (`Callable[[int], float]`): Layer or [`REST`] -> time of its reduce-scatter.
-
-    Returns:
-        `float`: Milliseconds from the first gather to the end of computation and collectives.
-    """
-    computed = sent = 0.0  # when the device and the link are free
-    gathered: dict[int, float] = {}
-    for action in actions:
-        if action.op == "gather":
-            sent = gathered[action.layer] = max(sent, computed) + gather_ms(action.layer)
-        elif action.op == "compute":
-            computed = max(computed, gathered.get(REST, 0.0), gathered.get(action.layer, 0.0))
-            computed += compute_ms(action.layer)
-        elif action.op == "sum":
-            sent = max(sent, computed) + sum_ms(action.layer)
-    return max(computed, sent)

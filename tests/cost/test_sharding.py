@@ -17,6 +17,7 @@ from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.cost.stage_times import layer_table, stage_costs
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
+from hf_mmparallel.schedule import REST, pass_actions
 from tests.cost.models import LAYERS, PLAIN, model
 
 SIZES = SampleSizes.uniform({LANGUAGE_MODEL: 10}, 8)
@@ -138,6 +139,26 @@ class TestPasses:
             assert beside.tolist() == [2.0, 4.0, 0.0] and exposed == first
             beside, exposed = own.of_pass(3, True)
             assert beside.tolist() == [16.0, 1.0 + 32.0, 2.0] and exposed == last + 8.0 + 128.0
+
+    @pytest.mark.parametrize("kind", ["fwd", "bwd"])
+    @pytest.mark.parametrize("alternates", [False, True])
+    def test_communication_is_that_of_the_actions_that_run(self, kind, alternates):
+        """What a pass issues between two computations runs beside the second one, but for the first gather."""
+        gather, reduce = (1.0, 2.0, 4.0), (8.0, 16.0, 32.0)
+        transfers = PassTransfers(gather, reduce, 64.0, 128.0, (0, 0), alternates, 0.5)
+        other = {"fwd": "bwd", "bwd": "fwd"}[kind] if alternates else kind
+        beside, pending, exposed = np.zeros(3), 0.0, 0.0
+        for action in pass_actions(kind, 3, previous=other, following=other):
+            if action.op == "compute":
+                beside[action.layer], pending = pending, 0.0
+            elif action.op == "gather" and action.layer == {"fwd": 0, "bwd": 2}[kind]:
+                exposed += gather[action.layer]
+            elif action.op == "gather":
+                pending += gather[action.layer]
+            elif action.op == "sum":
+                pending += 128.0 if action.layer == REST else reduce[action.layer]
+        found = transfers.of_pass(3, kind == "bwd")
+        assert found[0].tolist() == beside.tolist() and found[1] == exposed + pending
 
     def test_what_is_frozen_is_gathered_for_the_forward_only(self):
         costs = analytic_costs(text_model(frozen=True), DEVICE)

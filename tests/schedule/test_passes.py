@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_mmparallel.schedule import REST, pass_actions, pass_ms, step_passes
+from hf_mmparallel.schedule import REST, step_passes
 
 
 def test_a_forward_and_a_backward_of_three_layers():
@@ -67,14 +66,3 @@ def test_a_layer_with_which_the_next_pass_begins_is_gathered_once(kinds, num_lay
     ends = {"fwd": (0, num_layers - 1), "bwd": (num_layers - 1, 0)}
     kept = sum(ends[a][1] == ends[b][0] for a, b in zip(kinds, kinds[1:], strict=False))
     assert count == num_layers * len(kinds) - kept
-
-
-def test_the_time_of_a_pass_shows_the_collectives_that_nothing_hides():
-    only = {"previous": None, "following": None}
-    forward = pass_actions("fwd", 4, **only)
-    hidden = pass_ms(forward, lambda layer: 10.0, lambda layer: 4.0, lambda layer: 0.0)
-    assert hidden == pytest.approx(4 + 4 + 4 * 10)  # what is in no layer, and the first layer
-    bound = pass_ms(forward, lambda layer: 1.0, lambda layer: 4.0, lambda layer: 0.0)
-    assert bound == pytest.approx(4 + 4 * 4 + 1)
-    backward = pass_actions("bwd", 4, gathers=False, **only)
-    assert pass_ms(backward, lambda layer: 10.0, lambda layer: 4.0, lambda layer: 3.0) == pytest.approx(40 + 3 + 3)
