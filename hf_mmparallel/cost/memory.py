@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,21 @@ def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory])
     Rank -> weights, gradients with the bucket of their sums, and optimizer state of all of its stages. The summed
     slices of all stages but the last one to end its backwards exist beside activations, so they are part of it.
     """
-    result = {rank: RankMemory() for rank in range(plan.world_size)}
+    on_rank: list[tuple[int, ...]] = [()] * plan.world_size  # the ids of the memories of its stages
     for key, memory in memories.items():
         for rank in plan.stage(*key).all_ranks:
-            result[rank] += memory.state + RankMemory(gradients=memory.bucket_bytes + memory.slice_bytes)
-    for rank, last in _last_slices(plan, memories).items():
-        result[rank] += RankMemory(gradients=-last)
-    return result
+            on_rank[rank] += (id(memory),)
+    known = {id(memory): memory for memory in memories.values()}
+    states = {ids: _summed_state([known[number] for number in ids]) for ids in set(on_rank)}
+    return {rank: states[ids] for rank, ids in enumerate(on_rank)}
+
+
+def _summed_state(memories: Sequence[StageMemory]) -> RankMemory:
+    """What a rank with some stages has besides activations, see [`state_per_rank`]."""
+    result = RankMemory()
+    for memory in memories:
+        result += memory.state + RankMemory(gradients=memory.bucket_bytes + memory.slice_bytes)
+    return result + RankMemory(gradients=-min((memory.slice_bytes for memory in memories), default=0.0))
 
 
 def _last_slices(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -80,6 +80,7 @@ class _Tables:
         component_of: Stage -> its component.
         components: Component -> its stages.
         one_at_a_time: Component -> whether all of its stages are on the same ranks.
+        neighbours: Stage -> the stages that share ranks with it, itself among them; only where a component has others.
         components_of_part, tasks_of_part: Part -> its components and its tasks.
     """
 
@@ -110,6 +111,7 @@ class _Tables:
             for of_stage, component in zip(ranks, self.component_of, strict=True)
         ]
         self.first_rank = [of_stage[0] for of_stage in self.ranks]
+        self.neighbours = self._neighbours()
         self.phases = _phases(plan, graph)
         self.num_forwards = graph.num_forwards
 
@@ -120,6 +122,19 @@ class _Tables:
         self.forwards = _lists(graph.columns[0, :first], np.arange(first), len(graph.stages))
         self.cell, self.opens = counts.cell.tolist(), counts.opens.tolist()
         self.stage_of, self.microbatch, self.chunk = graph.columns.tolist()
+
+    def _neighbours(self) -> list[tuple[int, ...]]:
+        """See the attribute."""
+        on_rank: dict[int, list[int]] = {}
+        for stage, ranks in enumerate(self.ranks):
+            for rank in ranks:
+                on_rank.setdefault(rank, []).append(stage)
+        return [
+            ()
+            if self.one_at_a_time[component]
+            else tuple({other: None for rank in ranks for other in on_rank[rank]})
+            for component, ranks in zip(self.component_of, self.ranks, strict=True)
+        ]
 
 
 def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
@@ -157,23 +172,24 @@ class _Simulation:
         tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
         stage_of, first_rank, component_of = tables.stage_of, tables.first_rank, tables.component_of
         followers, stops, num_forwards = tables.followers, tables.stops, tables.num_forwards
-        missing, busy = self.missing, self.busy
+        missing, busy, neighbours = self.missing, self.busy, tables.neighbours
         push, pop, dispatch, finish = heapq.heappush, heapq.heappop, self._dispatch, self._finish
         for component in tables.components_of_part[part]:
-            dispatch(component, now)
+            dispatch(component, tables.components[component], now)
         while left:
             if self.alternate and not running:
                 return None
             if running and running[0][0] >= limit_ms:
                 return None
             assert running, "limits below those of `in_flight_1f1b` deadlock"
-            dirty: set[int] = set()
+            dirty: dict[int, set[int]] = {}  # component -> its stages that may be able to start a task
             event_ms = latest_equal(running[0][0])
             while running and running[0][0] <= event_ms:
                 now, index = pop(running)
                 left -= 1
                 finish(index)
-                dirty.add(component_of[stage_of[index]])
+                stage = stage_of[index]
+                dirty.setdefault(component_of[stage], set()).update(neighbours[stage])
                 for other in followers[stops[index] : stops[index + 1]]:
                     missing[other] -= 1
                     if not missing[other]:
@@ -181,9 +197,9 @@ class _Simulation:
                         if other >= num_forwards:
                             push(self.backwards[stage], other)
                         if not busy[first_rank[stage]]:  # a busy stage is dispatched when it becomes free
-                            dirty.add(component_of[stage])
+                            dirty.setdefault(component_of[stage], set()).add(stage)
             for component in sorted(dirty):
-                dispatch(component, now)
+                dispatch(component, dirty[component], now)
         return now
 
     def adopt(self, other: _Simulation, part: int) -> _Simulation:
@@ -213,8 +229,11 @@ class _Simulation:
             return backwards[0]
         return forward
 
-    def _dispatch(self, component: int, now: float) -> None:
-        """Starts tasks on the free ranks of a component, by priority, until none can start."""
+    def _dispatch(self, component: int, changed: Iterable[int], now: float) -> None:
+        """
+        Starts tasks on the free ranks of a component, by priority, until none can start. Of its stages on different
+        ranks only those that changed since the last time can start a task.
+        """
         stages, tables, busy = self.tables.components[component], self.tables, self.busy
         if tables.one_at_a_time[component]:
             if busy[tables.ranks[stages[0]][0]]:
@@ -228,12 +247,12 @@ class _Simulation:
             if candidates:
                 self._start(candidates[0] if len(candidates) == 1 else min(candidates, key=self._priority), now)
             return
-        while True:
-            free = (stage for stage in stages if not any(map(busy.__getitem__, tables.ranks[stage])))
-            candidates = [index for index in map(self._candidate, free) if index >= 0]
-            if not candidates:
-                return
-            self._start(min(candidates, key=self._priority), now)
+        free = [stage for stage in changed if not any(map(busy.__getitem__, tables.ranks[stage]))]
+        candidates = [index for index in map(self._candidate, free) if index >= 0]
+        # A start changes what no other stage could run next, only which ranks are free.
+        for index in sorted(candidates, key=self._priority):
+            if not any(map(busy.__getitem__, tables.ranks[tables.stage_of[index]])):
+                self._start(index, now)
 
     def _priority(self, index: int) -> tuple[bool, int, int, int, int]:
         """Sort key of tasks of stages that share ranks: backwards, and forwards that are due, come first."""
