@@ -83,6 +83,9 @@ class ModuleOptions:
         self.microbatches = MeanMicrobatches(problem, name)
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
         self._slowest_stages: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
+        self._layers: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
+        self._states: dict[tuple[ParallelConfig, int, bool], tuple[float, float, float]] = {}
+        self._sums: dict[tuple[ParallelConfig, int, int], float] = {}
         self._unevenness: dict[int, float] = {}
         self._memories: dict[tuple, StageMemory] = {}
         self._gathers: dict[tuple[int, int], Polynomial] = {}
@@ -225,7 +228,15 @@ class ModuleOptions:
         Returns:
             `np.ndarray` of shape `[num_layers]`: Milliseconds.
         """
-        return self._layer_ms(self.problem.costs, kind, num_samples, padded)
+        key = self._timed(kind, num_samples, padded)
+        if key not in self._layers:
+            self._layers[key] = self._layer_ms(self.problem.costs, kind, num_samples, padded)
+        return self._layers[key]
+
+    def _timed(self, kind: ParallelConfig, num_samples: float, padded: bool) -> tuple[ParallelConfig, float, bool]:
+        """What times of layers depend on."""
+        timed = kind if kind.shares_passes else replace(kind, sharding=ShardingSettings())
+        return timed, num_samples, padded and self.microbatches.grows(kind.cp_size)
 
     def _layer_ms(self, costs: CostModel, kind: ParallelConfig, num_samples: float, padded: bool) -> NDArray:
         """See [`~ModuleOptions.layer_ms`]."""
@@ -254,7 +265,7 @@ class ModuleOptions:
 
     def slowest_stages_ms(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
         """float64 `[max_stages]`: time on the slowest of 1, 2, ... stages, see [`~ModuleOptions.layer_ms`]."""
-        key = (kind, num_samples, padded and self.microbatches.grows(kind.cp_size))
+        key = self._timed(kind, num_samples, padded)
         if key not in self._slowest_stages:
             costs = self.layer_ms(kind, num_samples, padded)
             self._slowest_stages[key] = partition_all(costs, self.max_stages).slowest_stages_ms
@@ -322,9 +333,12 @@ class ModuleOptions:
             last (`bool`, *optional*, defaults to `False`): Whether to estimate the last stage.
             dp_size (`int`, *optional*, defaults to 1): Number of replicas, which may divide it.
         """
-        num_layers = self.module_spec.num_layers
-        whole = self._state_bytes(kind, 0, num_layers, dp_size)
-        end, layer = (self._state_bytes(kind, *layers, dp_size) for layers in self._end_layers[-1 if last else 0])
+        num_layers, key = self.module_spec.num_layers, (kind, dp_size, last)
+        if key not in self._states:
+            end, layer = self._end_layers[-1 if last else 0]
+            layers = ((0, num_layers), end, layer)
+            self._states[key] = tuple(self._state_bytes(kind, *own, dp_size) for own in layers)  # type: ignore[assignment]
+        whole, end, layer = self._states[key]
         return np.where(pp_size == 1, whole, end + (num_layers / pp_size - 1) * layer)
 
     def _ends(self, kind: ParallelConfig) -> tuple[tuple[StageMemory, StageMemory], ...]:
@@ -369,6 +383,13 @@ class ModuleOptions:
         Time of the gradient sums of a stage over its replicas, of the optimizer step, and of the gathering of weights
         after it.
         """
+        key = kind, dp_size, pp_size
+        if key not in self._sums:
+            self._sums[key] = self._computed_sync_ms(kind, dp_size, pp_size)
+        return self._sums[key]
+
+    def _computed_sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> float:
+        """See [`~ModuleOptions.sync_ms`]."""
         stride, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
         weights, gradients = (num_bytes / stride for num_bytes in self._trained_bytes)
         update_ms = self._update_bytes / stride / num_shards / self.problem.costs.device.memory_bytes_per_ms
