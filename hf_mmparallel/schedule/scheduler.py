@@ -130,9 +130,7 @@ class _Tables:
             for rank in ranks:
                 on_rank.setdefault(rank, []).append(stage)
         return [
-            ()
-            if self.one_at_a_time[component]
-            else tuple({other: None for rank in ranks for other in on_rank[rank]})
+            () if self.one_at_a_time[component] else tuple({other: None for rank in ranks for other in on_rank[rank]})
             for component, ranks in zip(self.component_of, self.ranks, strict=True)
         ]
 

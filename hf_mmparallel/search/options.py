@@ -144,13 +144,14 @@ class ModuleOptions:
 
     def shardings(self, tp_size: int) -> list[ShardingSettings]:
         """
-        The sharding of layouts in the closed form: the optimizer's state, which costs no time, and everything, over
-        all copies or those of a node. Others differ little from one of these and are tried once sizes are chosen.
+        The sharding of layouts in the closed form: the optimizer's state or nothing, whichever takes less time (see
+        [`~ModuleOptions.sharding_helps`]), and everything, over all copies or those of a node. Others differ little
+        from one of these and are tried once sizes are chosen.
 
         Args:
             tp_size (`int`): Tensor-parallel size.
         """
-        plain = [stage for stage in self.zero_stages if stage < REDUCES_IN_PASSES][-1:]
+        plain = [stage for stage in self.zero_stages if stage < REDUCES_IN_PASSES][::-1]
         shared = [stage for stage in self.zero_stages if stage >= REDUCES_IN_PASSES][-1:]
         result = [self.sharding_of(stage, self._given.get("shard_size")) for stage in plain + shared]
         per_node = self.copies_per_node(tp_size)
@@ -200,7 +201,9 @@ class ModuleOptions:
         if size is not None and num_copies % size:
             return np.zeros(len(pp_size), bool)
         plain = self.plain_kinds[0]
-        if not kind.shares_passes or plain.shares_passes:
+        if not kind.shares_passes:
+            return self._is_faster_plain(kind, dp_size, pp_size)
+        if plain.shares_passes:
             return np.ones(len(pp_size), bool)
         if num_copies == 1 or size == num_copies:
             return np.zeros(len(pp_size), bool)
@@ -208,6 +211,25 @@ class ModuleOptions:
         if size is not None or limit is None:
             return pp_size == 1
         return (pp_size == 1) | (self.state_bytes(kept, pp_size, dp_size=dp_size) > limit)
+
+    def _is_faster_plain(self, kind: ParallelConfig, dp_size: int, pp_size: NDArray) -> NDArray:
+        """
+        bool `[layouts]`: whether sums and optimizer step take less time than with the other stage whose passes do not
+        communicate. The optimizer's state is divided if that takes as long, or if it does not fit otherwise.
+        """
+        stages = [stage for stage in self.zero_stages if stage < REDUCES_IN_PASSES]
+        if len(stages) == 1:
+            return np.ones(len(pp_size), bool)
+        divided, whole = (
+            replace(kind, sharding=self.sharding_of(stage, self._given.get("shard_size"))) for stage in (1, 0)
+        )
+        divided_ms, whole_ms = (
+            np.array([self.sync_ms(own, dp_size, int(stages)) for stages in pp_size]) for own in (divided, whole)
+        )
+        is_whole = whole_ms < divided_ms
+        if self.problem.memory_bytes is not None:
+            is_whole &= self.state_bytes(whole, pp_size, dp_size=dp_size) <= self.problem.memory_bytes
+        return is_whole == (not kind.sharding.zero_stage)
 
     @cached_property
     def _has_backward(self) -> bool:

@@ -11,8 +11,13 @@ from dataclasses import replace
 from ..steps.representatives import on_all_ranks
 from .candidates import CandidateSpace, diversify
 from .explain import bound_of, no_plan_error, reason_for
-from .problem import PlanningProblem, SearchResult
-from .simulations import Simulations, distinct_sizes
+from .finalists import finalists, with_large_samples
+from .options import ModuleOptions
+from .orders import try_orders
+from .problem import PlanningProblem, RankedPlan, SearchResult
+from .ranking import distinct_sizes, in_order
+from .shardings import try_shardings
+from .simulations import FEW_RANKS, Simulations, key_of
 
 _RUNNERS_UP = 3
 
@@ -49,29 +54,15 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
 
 def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     """See [`search_plans`]."""
-    space = CandidateSpace(problem)
-    if not len(space):
+    spaces = [CandidateSpace(own) for own in nested_problems(problem)]
+    if not len(spaces[-1]):
         raise no_plan_error(problem)
-    simulator = Simulations(space)
-    simulator.screen(diversify(space.expected_to_fit(shares_passes=False)), share=0.2, least=32)
-    placement = simulator.best_placement()
-    placed = (c for c in space.expected_to_fit(shares_passes=False) if c.colocated_with == placement)
-    simulator.screen(placed, share=0.1, least=16)
-    simulator.screen(space.expected_to_fit(shares_passes=False), share=0.05, least=0)
-    simulator.screen(diversify(space.expected_to_fit(shares_passes=True)), share=0.1, least=8)
-    simulator.screen(diversify(space.above_memory_limit()), share=0.05, least=4)
-    simulator.simulate(share=0.2, least=6)
-    simulator.simulate_remaining()
-    simulator.try_shardings(share=0.2)
-    simulator.try_orders(share=0.6)
-    simulator.try_shardings(share=0.2)
-    ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
-    while not ranked and (
-        simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting
-    ):
-        simulator.simulate(share=0.2, least=6)
-        ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
-    ranked = ranked or simulator.with_large_samples(1 + _RUNNERS_UP)
+    simulator = Simulations(spaces[-1])
+    found: dict[str, RankedPlan] = {}
+    for space in spaces:
+        simulator.space = space
+        found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
+    ranked = in_order(found.values()) or with_large_samples(simulator, 1 + _RUNNERS_UP)
     if not ranked:
         raise no_plan_error(problem)
     best, *others = (
@@ -84,10 +75,50 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
         tuple(replace(other, bound=bound_of(problem, other)) for other in others),
         tuple(reason_for(best, other) for other in others),
         simulator.rejected(),
-        space.num_estimated,
+        spaces[-1].num_estimated,
         simulator.num_simulated,
         time.perf_counter() - start,
     )
+
+
+def nested_problems(problem: PlanningProblem) -> list[PlanningProblem]:
+    """
+    The problems that are searched one after the other, the last with all choices. On few ranks, where a search takes
+    little time, the ZeRO stages to choose from grow one by one, so that more of them never give a slower plan: what is
+    simulated with the first ones is what a search with these alone simulates.
+
+    Args:
+        problem (`PlanningProblem`): The planning problem.
+    """
+    stages = sorted(problem.zero_stages)
+    counts = range(1, len(stages) + 1) if problem.num_ranks <= FEW_RANKS else [len(stages)]
+    problems = [replace(problem, zero_stages=tuple(stages[:count])) for count in counts]
+    chosen = {tuple(ModuleOptions(own, name).zero_stages for name in own.spec.modules): own for own in problems}
+    return list(chosen.values())
+
+
+def _best_of(simulator: Simulations) -> list[RankedPlan]:
+    """The fastest plans of the simulator's candidates that fit all batches."""
+    space = simulator.space
+    simulator.screen(diversify(space.expected_to_fit(shares_passes=False)), share=0.2, least=32)
+    placement = simulator.best_placement()
+    placed = (c for c in space.expected_to_fit(shares_passes=False) if c.colocated_with == placement)
+    simulator.screen(placed, share=0.1, least=16)
+    simulator.screen(space.expected_to_fit(shares_passes=False), share=0.05, least=0)
+    simulator.screen(diversify(space.expected_to_fit(shares_passes=True)), share=0.1, least=8)
+    simulator.screen(diversify(space.above_memory_limit()), share=0.05, least=4)
+    simulator.simulate(share=0.2, least=6)
+    simulator.simulate_remaining()
+    try_shardings(simulator, share=0.2)
+    try_orders(simulator, share=0.6)
+    try_shardings(simulator, share=0.2)
+    ranked = finalists(simulator, share=0.3, least=1 + _RUNNERS_UP)
+    while not ranked and (
+        simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting
+    ):
+        simulator.simulate(share=0.2, least=6)
+        ranked = finalists(simulator, share=0.3, least=1 + _RUNNERS_UP)
+    return ranked
 
 
 @contextmanager

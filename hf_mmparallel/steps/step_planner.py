@@ -145,15 +145,20 @@ class StepPlanner:
                 Module -> maximum tokens per microbatch; computed for these samples by default.
             epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
         """
-        if sizes is None:
-            workloads = Workloads.alike(self.plan.modules, len(samples))
-        else:
-            memory_bytes = self.memory_bytes if token_limits is None else None
-            workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
-            if token_limits is not None:
-                workloads = replace(workloads, token_limits=token_limits)
-        step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.arrangement, epoch)
-        return PlannedStep(step, Program({}), sizes, workloads)
+        workloads = (
+            Workloads.alike(self.plan.modules, len(samples)) if sizes is None else self.workloads(sizes, token_limits)
+        )
+        return PlannedStep(self.arranged(samples, workloads, epoch), Program({}), sizes, workloads)
+
+    def workloads(self, sizes: SampleSizes, token_limits: Mapping[str, int] | None = None) -> Workloads:
+        """The workloads that samples are arranged by, see [`~StepPlanner.arrange`]."""
+        memory_bytes = self.memory_bytes if token_limits is None else None
+        workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
+        return workloads if token_limits is None else replace(workloads, token_limits=token_limits)
+
+    def arranged(self, samples: Sequence[int], workloads: Workloads, epoch: int = 0) -> StepPlan:
+        """The arrangement of samples by their workloads."""
+        return arrange_step(self.plan, samples, workloads, self.microbatch_size, self.arrangement, epoch)
 
     @cached_property
     def representatives(self) -> Representatives:

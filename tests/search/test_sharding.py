@@ -16,8 +16,9 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import compare
 from hf_mmparallel.search.options import ModuleOptions
 from hf_mmparallel.search.problem import Candidate, Layout
+from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.simulations import AS_FAST, step_planner
+from hf_mmparallel.search.simulations import step_planner
 from tests.cost.models import LAYERS, PLAIN
 
 from .test_compare import problem
