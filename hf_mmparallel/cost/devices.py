@@ -35,6 +35,9 @@ class Hardware:
         node_size (`int`): Number of devices in a node (or NVLink domain).
         node_link_gb_per_s (`float`): Bandwidth of one network card of a node, one way.
         network_cards (`int`): Number of network cards of a node.
+        host_link_gb_per_s (`float`, *optional*): Bandwidth between a device and host memory, one way.
+        host_memory_gib (`float`, *optional*): Memory of the host of a node; `None` if it is unknown.
+        host_memory_gb_per_s (`float`, *optional*): Peak bandwidth of that memory, which the devices of a node share.
         multiprocessors (`int`, *optional*): Streaming multiprocessors or compute units of the whole device; a
             partition, such as a MIG instance, has a share of them.
         link_latency_us (`float`, *optional*, defaults to 5): Latency of a message inside a node, in microseconds.
@@ -74,6 +77,9 @@ class Hardware:
     node_size: int
     node_link_gb_per_s: float
     network_cards: int
+    host_link_gb_per_s: float | None = None
+    host_memory_gib: float | None = None
+    host_memory_gb_per_s: float | None = None
     multiprocessors: int | None = None
     link_latency_us: float = 5.0
     node_link_latency_us: float = 12.0
@@ -116,6 +122,21 @@ class Hardware:
     def memory_bytes_per_ms(self) -> float:
         """Memory bandwidth that kernels reach, in bytes per millisecond."""
         return self.memory_gb_per_s * 1e6 * self.memory_efficiency
+
+    @property
+    def host_link_bytes_per_ms(self) -> float | None:
+        """Bandwidth between the device and host memory, in bytes per millisecond; `None` if it is unknown."""
+        return None if self.host_link_gb_per_s is None else 1e6 * self.host_link_gb_per_s
+
+    @property
+    def host_memory_bytes_per_ms(self) -> float | None:
+        """
+        A device's share of the bandwidth of host memory, in bytes per millisecond, as far as a kernel reaches it;
+        `None` if it is unknown.
+        """
+        if self.host_memory_gb_per_s is None:
+            return None
+        return 1e6 * self.host_memory_gb_per_s * self.memory_efficiency / self.node_size
 
     @property
     def network_gb_per_s(self) -> float:

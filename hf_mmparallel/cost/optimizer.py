@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..plan import ParallelPlan, SyncGroup
 from .collectives import all_gather, slowest
+from .host_step import host_step_ms
 from .layers import CostModel
 from .sharded_passes import GATHERS_IN_PASSES, PassTransfers, parameter_bytes, pass_transfers
 from .stage_memory import stage_memories
@@ -13,7 +14,7 @@ from .stage_memory import stage_memories
 
 def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()) -> float:
     """
-    Time of clipping, of the optimizer step without what runs on the CPU and, where ranks update slices, of the
+    Time of clipping, of the optimizer step, on the device or the CPU, and, where ranks update slices, of the
     all-gather of the weights, on the slowest rank. Where passes gather the weights of layers, those outside of layers
     are counted here.
 
@@ -26,7 +27,7 @@ def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[Syn
     times = dict.fromkeys(range(plan.world_size), 0.0)
     transfers: dict[tuple[str, int], PassTransfers | None] = {}
     for key, memory in stage_memories(costs, plan).items():
-        update_ms = memory.update_bytes / device.memory_bytes_per_ms
+        update_ms = memory.update_bytes / device.memory_bytes_per_ms + host_step_ms(device, memory.host_step)
         if (key[0], key[2]) not in transfers:
             transfers[key[0], key[2]] = pass_transfers(costs, plan, key[0], key[2])
         shared = transfers[key[0], key[2]]

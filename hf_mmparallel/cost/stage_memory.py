@@ -31,6 +31,7 @@ from .activations import (
     transient_memory,
     with_trainable,
 )
+from .host_step import HostStep
 from .layers import CostModel, Polynomial
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 from .stage_times import data_gradients
@@ -110,6 +111,7 @@ class StageMemory:
             Bytes of the sums of the slices that this rank updates under ZeRO, beside the gradients once the last
             backward is done.
         update_bytes (`float`): Memory traffic of clipping and of a fused AdamW step.
+        host_step (`HostStep`): What a step on the CPU moves.
         kept_bytes (`float`): Bytes of weights that stay gathered from pass to pass.
         frees_features (`bool`):
             Whether the stage ends an encoder without a backward, so that its features are freed once they are sent.
@@ -126,6 +128,7 @@ class StageMemory:
     bucket_bytes: float
     slice_bytes: float
     update_bytes: float
+    host_step: HostStep
     kept_bytes: float
     frees_features: bool
 
@@ -329,6 +332,7 @@ def _stage_memory(
         min(trained if is_summed else weights.tied, GRADIENT_BUCKET_BYTES),
         weights.slices,
         5.0 * weights.updated_gradients if storage.offload_optimizer else weights.update_bytes,
+        weights.host_step if storage.offload_optimizer else HostStep(),
         float(weights.gathered[~is_layer].sum() if shards.reshards else weights.gathered.sum()),
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
     )
@@ -361,6 +365,15 @@ class _Weights:
     master: float = 0.0
     slices: float = 0.0
     tied: float = 0.0
+
+    @property
+    def host_step(self) -> HostStep:
+        """
+        Weights and both moments are read and written in host memory, gradients arrive there and are read, and weights
+        are read once more to be sent. (Under ZeRO-2 and 3 the slices of this rank are all that it has.)
+        """
+        sent = self.updated - 0.5 * self.master
+        return HostStep(6.0 * self.updated + 2.0 * self.updated_gradients + sent, self.updated_gradients, sent)
 
     @property
     def update_bytes(self) -> float:

@@ -14,7 +14,8 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage, StageKey
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
 from .layers import CostModel, LayerCost, Polynomial
-from .sharded_passes import PassTransfers, longer_ms, pass_transfers
+from .sharded_passes import PassTransfers, longer_ms
+from .streamed_layers import transfers_in_passes
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
 
@@ -403,7 +404,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
             first_rank = _first_rank(costs, stage)
             waits_ms = _blocked_token_ms(costs, name, module.replicas[replica], index)
             if (name, index) not in shared:
-                shared[name, index] = pass_transfers(costs, plan, name, index)
+                shared[name, index] = transfers_in_passes(costs, plan, name, index)
             transfers = shared[name, index]
             link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
             kind = (name, stage.layers, link, first_rank, waits_ms, transfers)

@@ -30,8 +30,8 @@ SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
-NOT_SEARCHED = ("deepspeed", *STORAGE)
-HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *NOT_SEARCHED, "activation_checkpointing")
+NOT_SEARCHED = ("deepspeed",)
+HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
 """Settings that a finished plan contains; the others are written beside the plan."""
 
 
@@ -314,8 +314,9 @@ class MultimodalParallelPlugin:
         plan (`ParallelPlan`, *optional*): A finished plan; `modules` may then contain settings, but no sizes.
         auto (`bool`, *optional*, defaults to `False`):
             Whether the Trainer searches for the best plan for the model, the dataset and the launched ranks. Sizes
-            given in `modules`, including 1, `activation_checkpointing` and the settings of ZeRO are kept; the
-            others are chosen. The string `"auto"` in place of a plugin means `auto=True` without further settings.
+            given in `modules`, including 1, `activation_checkpointing`, the settings of ZeRO, `master_weights` and
+            those of offloading are kept; the others are chosen. The string `"auto"` in place of a plugin means
+            `auto=True` without further settings.
 
     Raises:
         `ValueError`: For settings that contradict each other.
@@ -385,6 +386,11 @@ class MultimodalParallelPlugin:
     def fixed_sharding(self) -> dict[str, dict[str, Any]]:
         """Module -> its explicitly given settings of ZeRO, which a search keeps."""
         return self._given(SHARDING)
+
+    @property
+    def fixed_storage(self) -> dict[str, dict[str, Any]]:
+        """Module -> its explicitly given settings of precision and host memory, which a search keeps."""
+        return self._given(STORAGE)
 
     def _given(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Module -> those of some settings that were given explicitly or differ from their defaults."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import reduce
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -61,7 +63,7 @@ def possible_sizes(
     model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin
 ) -> dict[str, dict[str, Any]]:
     """
-    Fixed sizes and sharding of a search: those set by the user, and sizes that the model restricts to 1.
+    Fixed sizes, sharding and storage of a search: those set by the user, and sizes that the model restricts to 1.
 
     Args:
         model (`PreTrainedModel`): The model, which may be on the meta device.
@@ -80,8 +82,8 @@ def possible_sizes(
             only[name]["pp_size"] = 1  # its last stage needs that hidden state
     if not _can_share_tokens(model, spec, plugin):
         only[LANGUAGE_MODEL]["cp_size"] = 1
-    fixed, sharding = plugin.fixed_sizes, plugin.fixed_sharding
-    merged = {name: {**own, **fixed.get(name, {}), **sharding.get(name, {})} for name, own in only.items()}
+    given = (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage)
+    merged = {name: reduce(operator.or_, (own.get(name, {}) for own in given), only[name]) for name in only}
     return {name: sizes for name, sizes in merged.items() if sizes}
 
 

@@ -132,7 +132,7 @@ def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
     problem = result.problem
     layouts = candidate.layouts
     if candidate.num_ranks != problem.num_ranks or any(
-        getattr(layouts[name], size) != value for name, sizes in problem.fixed.items() for size, value in sizes.items()
+        layouts[name].setting(key) != value for name, given in problem.fixed.items() for key, value in given.items()
     ):
         return None
     if any(layouts[name].activation_checkpointing != value for name, value in problem.checkpointing.items()):

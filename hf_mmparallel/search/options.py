@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from ..cost import CostModel, Polynomial, layer_table
 from ..cost.activations import DTYPE_BYTES, FULL, grouped_copies
 from ..cost.collectives import all_gather
+from ..cost.host_step import host_step_ms
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
+from ..cost.streamed_layers import streamed_transfers
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
 from ..plan.parallel_plan import ShardingSettings
 from .mean_microbatch import MeanMicrobatches
@@ -81,6 +83,7 @@ class ModuleOptions:
         self.problem, self.name = problem, name
         self.module_spec: ModuleSpec = problem.spec.modules[name]
         self.microbatches = MeanMicrobatches(problem, name)
+        self.storage = problem.storage_of(name)
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
         self._slowest_stages: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
         self._layers: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
@@ -138,6 +141,8 @@ class ModuleOptions:
     def zero_stages(self) -> tuple[int, ...]:
         """The ZeRO stages that the user has left open; without trained parameters, only weights can be divided."""
         stages = self.problem.zero_stages_of(self.name)
+        if self.storage.offload_params and len(stages) > 1:  # copies do not divide what is in host memory
+            stages = tuple(stage for stage in stages if stage < GATHERS_IN_PASSES)
         if len(stages) == 1 or any(p.trainable for p in self.module_spec.parameters):
             return stages
         return tuple(stage for stage in stages if stage in (0, GATHERS_IN_PASSES)) or stages
@@ -269,6 +274,8 @@ class ModuleOptions:
             ranks = tuple(range(0, kind.num_shards * kind.tp_size, kind.tp_size))
             layers = (0, self.module_spec.num_layers)
             transfers = transfers_among(ranks, costs, self.name, layers, kind.tp_size, kind.sharding, alternates=True)
+        elif self.storage.offload_params:
+            transfers = streamed_transfers(costs, self.name, (0, self.module_spec.num_layers), kind.tp_size)
         return table.step_ms(tokens, squares, kind.cp_size, transfers)
 
     def _sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
@@ -296,7 +303,8 @@ class ModuleOptions:
     def layout(self, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float) -> Layout:
         """The layout with stages balanced for microbatches of `num_samples`."""
         layers = partition_all(self.layer_ms(kind, num_samples), pp_size).partition(pp_size).layers
-        return Layout(layers, dp_size, kind.cp_size, kind.tp_size, kind.checkpointing, self.sharding(kind, dp_size))
+        sizes = (layers, dp_size, kind.cp_size, kind.tp_size)
+        return Layout(*sizes, kind.checkpointing, self.sharding(kind, dp_size), self.storage)
 
     def sharding(self, kind: ParallelConfig, dp_size: int) -> ShardingSettings:
         """The sharding of a layout: a single copy divides nothing, unless the user says so."""
@@ -332,7 +340,9 @@ class ModuleOptions:
             stage = Stage((first, stop), mesh)
             # With several copies, tasks hold what passes gather.
             replicas = ((stage,),) * (2 if kind.shares_passes else 1)
-            module = ModulePlan(replicas, kind.checkpointing, sharding=replace(sharding, shard_size=None))
+            module = ModulePlan(
+                replicas, kind.checkpointing, sharding=replace(sharding, shard_size=None), storage=self.storage
+            )
             alone = ParallelPlan({self.name: module})
             self._memories[key] = stage_memory(self.problem.costs, alone, self.name, stage)
         return self._memories[key]
@@ -396,9 +406,13 @@ class ModuleOptions:
         return float(sum(n * size for n, size in sizes)), float(sum(n * max(size, FULL) for n, size in sizes))
 
     @cached_property
-    def _update_bytes(self) -> float:
-        """Memory traffic of the optimizer step of the whole module."""
-        return self._memory(ParallelConfig(1, 1, False), 0, self.module_spec.num_layers).update_bytes
+    def _update_ms(self) -> float:
+        """Time of the optimizer step of the whole module on one rank."""
+        device, memory = (
+            self.problem.costs.device,
+            self._memory(ParallelConfig(1, 1, False), 0, self.module_spec.num_layers),
+        )
+        return memory.update_bytes / device.memory_bytes_per_ms + host_step_ms(device, memory.host_step)
 
     def sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> float:
         """
@@ -414,7 +428,7 @@ class ModuleOptions:
         """See [`~ModuleOptions.sync_ms`]."""
         stride, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
         weights, gradients = (num_bytes / stride for num_bytes in self._trained_bytes)
-        update_ms = self._update_bytes / stride / num_shards / self.problem.costs.device.memory_bytes_per_ms
+        update_ms = self._update_ms / stride / num_shards
         num_groups = dp_size * kind.cp_size // num_shards
         result = update_ms + 2 * self._gather_ms(gradients / num_shards, num_groups, stride * num_shards)
         if not kind.shares_passes:

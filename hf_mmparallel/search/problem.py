@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cost import CostModel
+from ..cost import MEMORY_SHARE, CostModel
+from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
 from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from ..plan.ownership import partly_frozen_stages, trainable_stages
-from ..plan.parallel_plan import ShardingSettings
-from ..plan.plugin import ZERO_STAGES
+from ..plan.parallel_plan import ShardingSettings, StorageSettings
+from ..plan.plugin import STORAGE, ZERO_STAGES
 from ..plan.schedules import SCHEDULES, Schedule
 from ..steps.step_planner import Prediction
 
@@ -33,6 +34,7 @@ class Layout:
         layers (`tuple[int, ...]`): Layers of each stage.
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
         sharding (`ShardingSettings`, *optional*): What its copies divide among them.
+        storage (`StorageSettings`, *optional*): Precision and place of its optimizer and frozen weights.
     """
 
     layers: tuple[int, ...]
@@ -41,6 +43,11 @@ class Layout:
     tp_size: int = 1
     activation_checkpointing: bool = False
     sharding: ShardingSettings = ShardingSettings()
+    storage: StorageSettings = StorageSettings()
+
+    def setting(self, name: str) -> Any:
+        """The value of a setting of [`ModulePlugin`] that a search keeps."""
+        return next(getattr(own, name) for own in (self, self.sharding, self.storage) if hasattr(own, name))
 
     @property
     def zero_stage(self) -> int:
@@ -66,6 +73,10 @@ class Layout:
             words.append(f"ZeRO-{self.zero_stage}{over}")
         if not self.sharding.reshard_after_forward:
             words.append("weights kept")
+        if self.storage.offload_optimizer:
+            words.append("optimizer on the CPU")
+        if self.storage.offload_params:
+            words.append("frozen weights in host memory")
         return ", ".join([*words, "recomputed"] if self.activation_checkpointing else words)
 
 
@@ -148,7 +159,9 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
             mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
             stages.append(Stage(layers, mesh, trainable[index], partly[index]))
         replicas.append(tuple(stages))
-    return ModulePlan(tuple(replicas), layout.activation_checkpointing, sharding=layout.sharding)
+    return ModulePlan(
+        tuple(replicas), layout.activation_checkpointing, sharding=layout.sharding, storage=layout.storage
+    )
 
 
 @dataclass(frozen=True)
@@ -166,11 +179,14 @@ class PlanningProblem:
         schedule (`str`, *optional*): Name of the schedule; searched by default.
         arrangement (`str`, *optional*): Arrangement of batches, see [`ARRANGEMENTS`]; searched by default.
         fixed (`Mapping[str, Mapping[str, Any]]`, *optional*):
-            Module -> sizes, `zero_stage` and `shard_size` set by the user, such as
+            Module -> sizes and settings of ZeRO, master weights and offloading set by the user, such as
             `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
             Module -> whether its activations are recomputed; both are tried by default.
         zero_stages (`tuple[int, ...]`, *optional*): The ZeRO stages to choose from.
+        offloads (`bool`, *optional*, defaults to `True`):
+            Whether optimizer state and frozen weights may be put into host memory where the user leaves that open. The
+            device has to say how large and how fast it is.
         effort (`int`, *optional*, defaults to 384):
             Simulation budget in tasks per rank: larger values simulate more candidates.
         seed (`int`, *optional*, defaults to 0): Seed of the batches drawn from `sizes`.
@@ -187,6 +203,7 @@ class PlanningProblem:
     fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
     zero_stages: tuple[int, ...] = SEARCHED_STAGES
+    offloads: bool = True
     effort: int = 384
     seed: int = 0
 
@@ -198,6 +215,19 @@ class PlanningProblem:
         """The ZeRO stages to choose from for a module: the user's, or all of the problem."""
         given = self.fixed.get(module, {})
         return (given["zero_stage"],) if "zero_stage" in given else self.zero_stages
+
+    def storage_of(self, module: str) -> StorageSettings:
+        """Precision and place of a module's optimizer and frozen weights, as far as the user says."""
+        given = self.fixed.get(module, {})
+        return StorageSettings(**{key: given[key] for key in STORAGE if key in given})
+
+    @property
+    def host_bytes(self) -> float | None:
+        """Memory of a node's host that plans may use; `None` if its size or speed is unknown."""
+        device = self.costs.device
+        if device.host_memory_gib is None or None in (device.host_link_gb_per_s, device.host_memory_gb_per_s):
+            return None
+        return MEMORY_SHARE * GIB * device.host_memory_gib
 
     @property
     def first_schedule(self) -> Schedule:

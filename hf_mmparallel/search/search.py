@@ -12,6 +12,7 @@ from ..steps.representatives import on_all_ranks
 from .candidates import CandidateSpace, diversify
 from .explain import bound_of, no_plan_error, reason_for
 from .finalists import finalists, with_large_samples
+from .host_memory import offloaded_problems, try_host_memory
 from .options import ModuleOptions
 from .orders import try_orders
 from .problem import PlanningProblem, RankedPlan, SearchResult
@@ -55,13 +56,15 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
 def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     """See [`search_plans`]."""
     spaces = [CandidateSpace(own) for own in nested_problems(problem)]
-    if not len(spaces[-1]):
-        raise no_plan_error(problem)
-    simulator = Simulations(spaces[-1])
-    found: dict[str, RankedPlan] = {}
+    simulator, found = Simulations(spaces[-1]), dict[str, RankedPlan]()
     for space in spaces:
         simulator.space = space
         found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
+    for own in offloaded_problems(problem):
+        if not found:
+            simulator.space = CandidateSpace(own)
+            found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
+    simulator.space = spaces[-1]
     ranked = in_order(found.values()) or with_large_samples(simulator, 1 + _RUNNERS_UP)
     if not ranked:
         raise no_plan_error(problem)
@@ -112,6 +115,7 @@ def _best_of(simulator: Simulations) -> list[RankedPlan]:
     try_shardings(simulator, share=0.2)
     try_orders(simulator, share=0.6)
     try_shardings(simulator, share=0.2)
+    try_host_memory(simulator, share=0.1)
     ranked = finalists(simulator, share=0.3, least=1 + _RUNNERS_UP)
     while not ranked and (
         simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting

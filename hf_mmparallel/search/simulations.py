@@ -93,7 +93,7 @@ class Simulations:
             if estimated.min_compute_ms >= best_ms and num_tried >= least:
                 continue
             candidate = self.space.candidate(estimated)
-            tasks = self._try(candidate, estimated)
+            tasks = self.screen_one(candidate, estimated)
             num_tried += tasks > 0
             num_fitting += tasks > 0 and key_of(candidate) in self.known
             num_tasks += tasks
@@ -104,7 +104,7 @@ class Simulations:
         """Number of slices that fit, of candidates that have not been simulated with all replicas."""
         return sum(not simulated.is_whole for simulated in self.known.values())
 
-    def _try(self, candidate: Candidate, estimated: EstimatedCandidate) -> int:
+    def screen_one(self, candidate: Candidate, estimated: EstimatedCandidate) -> int:
         """
         Simulates a slice of a candidate, or all of a small step; returns the effort, 0 if the candidate is known.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 
 from ..cost.memory import state_per_rank
@@ -23,11 +24,26 @@ def num_parts(candidate: Candidate) -> int:
 
 def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
     """Whether weights, gradients and optimizer state fit into each rank's memory."""
+    if not host_fits(problem, candidate):
+        return False
     if problem.memory_bytes is None:
         return True
     is_divided = any(layout.zero_stage for layout in candidate.layouts.values())
     small = candidate if is_divided else slice_of(candidate, num_parts(candidate))
     return state_bytes(problem, small) <= problem.memory_bytes
+
+
+def host_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Whether what is kept in host memory fits each node; on an unknown host that is only what the user asks for."""
+    storages = {name: layout.storage for name, layout in candidate.layouts.items()}
+    if not any(own.offload_optimizer or own.offload_params for own in storages.values()):
+        return True
+    if problem.host_bytes is None:
+        return all(own == problem.storage_of(name) for name, own in storages.items())
+    plan, nodes = candidate.plan(problem.spec), defaultdict[int, float](float)
+    for rank, state in state_per_rank(plan, stage_memories(problem.costs, plan)).items():
+        nodes[rank // problem.costs.device.node_size] += state.host
+    return max(nodes.values()) <= problem.host_bytes
 
 
 def state_bytes(problem: PlanningProblem, candidate: Candidate) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..arrange.contiguous import num_microbatches
 from ..callbacks.base import not_worth_a_run
+from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
@@ -26,6 +27,7 @@ from ..planner.inputs import ModelSource, Samples
 from ..planner.possible_sizes import possible_sizes
 from ..planner.settings import Settings
 from ..planner.text import origins, print_labelled, print_runners_up, summary
+from ..runtime.host_memory import available_bytes
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
@@ -41,6 +43,7 @@ logger = get_logger(__name__)
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
 _NUM_SAMPLES = 1024  # measured samples, unless a global batch has more; a sample may have to be read for it
 _NUM_STREAMED = 256  # the same of a stream
+_ON_CPU = ("adamw_torch", "adamw_torch_fused")  # those whose step may be on the CPU
 # Values of `optim` whose update of an element depends on nothing else, so that ranks may update slices (ZeRO).
 _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
@@ -178,14 +181,15 @@ def saved_plan(
 
 
 def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
-    """Raises `ValueError` if a plan has other sizes than those that are set."""
-    for name, sizes in plugin.fixed_sizes.items():
-        module = plan.modules[name]
-        derived = {"pp_size": len(module.replicas[0])}
-        for key, size in sizes.items():
-            has = derived.get(key) or getattr(module, key)
-            if has != size:
-                raise ValueError(f"`{key}={size}` is set for `{name}`, and it has {has}.")
+    """Raises `ValueError` if a plan has other sizes, sharding or storage than those that are set."""
+    for given in (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage):
+        for name, settings in given.items():
+            module = plan.modules[name]
+            sizes = {key: getattr(module, key) for key in ("dp_size", "cp_size", "tp_size")}
+            has = {**sizes, "pp_size": len(module.replicas[0]), **asdict(module.sharding), **asdict(module.storage)}
+            for key, value in settings.items():
+                if has[key] != value:
+                    raise ValueError(f"`{key}={value}` is set for `{name}`, and it has {has[key]}.")
 
 
 def _searched(
@@ -203,7 +207,7 @@ def _searched(
     checkpointing = _checkpointing(prepared, plugin, args)
     assert samples.measured is not None
     problem = PlanningProblem(
-        costs,
+        _with_own_host(costs),
         samples.measured,
         args.world_size,
         batch,
@@ -214,6 +218,7 @@ def _searched(
         checkpointing=checkpointing,
         seed=args.seed,
         zero_stages=ZERO_STAGES if args.optim in _ELEMENTWISE else (0,),
+        offloads=args.optim in _ON_CPU,
     )
     result = search_plans(problem)
     best = result.best
@@ -235,6 +240,14 @@ def _searched(
     size = best.microbatch_size
     arrangement = best.candidate.arrangement
     return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, arrangement, result)
+
+
+def _with_own_host(costs: CostModel) -> CostModel:
+    """The costs with the free memory of this host in place of that of the device's usual server."""
+    device = costs.device
+    if device.host_memory_gib is None:
+        return costs
+    return replace(costs, device=replace(device, host_memory_gib=available_bytes() / GIB))
 
 
 def _checkpointing(

@@ -293,7 +293,7 @@ def test_recomputation_where_memory_asks_for_it():
 
 def test_a_model_that_fits_no_plan_says_by_how_much_and_what_helps():
     with pytest.raises(ValueError, match=r"No plan for 2 x h100 fits: .*GiB more than.*(ranks|checkpointing)"):
-        search_plans(problem_of(2, 8, memory_bytes=5e6))
+        search_plans(problem_of(2, 8, memory_bytes=5e6, offloads=False))
     with pytest.raises(ValueError, match=r"No layout .* 3 x h100 .*language_model tp_size=3"):
         search_plans(problem_of(3, 8, fixed={LANGUAGE_MODEL: {"tp_size": 3}}))
 
