@@ -53,7 +53,7 @@ _RANGES = {
     "link_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),
     "node_link_gb_per_s": _Range(0.11, 1_000, "GB/s (10^9 bytes a second, one way)"),
     "host_link_gb_per_s": _Range(0.5, 1_000, "GB/s (10^9 bytes a second, one way)"),
-    "host_memory_gib": _Range(1, 65_536, "GiB (2^30 bytes)"),
+    "host_memory_gib": _Range(8, 65_536, "GiB (2^30 bytes)"),
     "host_memory_gb_per_s": _Range(5, 50_000, "GB/s (10^9 bytes a second)"),
     **dict.fromkeys(("node_size", "network_cards", "multiprocessors"), _COUNT),
     "message_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),

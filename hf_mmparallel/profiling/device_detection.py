@@ -38,6 +38,7 @@ _TIMED = {
     "float32": (torch.float32, "ieee"),
 }
 """Key of [`PEAK_OF_DTYPE`] -> dtype of the tensors, and torch's setting for products of float32."""
+_OF_HOST = ("host_link_gb_per_s", "host_memory_gib", "host_memory_gb_per_s")
 _SMALLEST = ("memory_gb_per_s", "link_gb_per_s", "overlap_efficiency")
 _SMALLEST += ("masked_attention_share", "block_attention_share")
 _LONGEST = ("link_latency_us", "node_link_latency_us", "launch_us")
@@ -130,11 +131,18 @@ def slowest(devices: Sequence[Hardware]) -> Hardware:
         },
         memory_efficiency=_slowest_efficiency(devices, "memory_efficiency", ["memory_gb_per_s"]),
         memory_gib=min(memories, default=None),
+        **{field: _smallest_if_known(devices, field) for field in _OF_HOST},
         node_size=node_size,
         network_cards=network.network_cards,
         node_link_gb_per_s=network.node_link_gb_per_s * node_size / network.node_size,
         **{field: _slowest_of_set(devices, field) for field in _DEFAULTS},
     )
+
+
+def _smallest_if_known(devices: Sequence[Hardware], field: str) -> float | None:
+    """The smallest of a number; `None` if it is unknown of any device."""
+    values = [getattr(device, field) for device in devices]
+    return None if None in values else min(values)
 
 
 def _slowest_efficiency(devices: Sequence[Hardware], field: str, peaks: Iterable[str]) -> float:
