@@ -219,7 +219,8 @@ class GradientSumCosts:
                 continue
             module = self.plan.modules[kind.module]
             table = layer_table(self.costs, kind.module, module.tp_size, module.activation_checkpointing)
-            _, backward_ms = table.times(*sizes.min(axis=1), kind.stage.cp_size)
+            tokens, squares = sizes.min(axis=1).tolist()
+            _, backward_ms = table.times(tokens, squares, kind.stage.cp_size)
             rows = table.rows(kind.stage)
             done_ms = np.concatenate([[0.0], np.cumsum(backward_ms[rows])])
             # Nothing tells that the first layer of the stage is complete but the end of the backward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
@@ -16,7 +17,8 @@ from ..schedule.actions import Message
 from .gradient_sums import GradientSumCosts, SumTimes
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
-from .stage_times import StageCost, stage_costs
+from .sharded_passes import TimedTransfer
+from .stage_times import SharedStageCost, StageCost, stage_costs
 
 
 class StepCost:
@@ -193,8 +195,23 @@ class StepCost:
         times = self.sums.times(index, self._last_chunks)
         return float(times.exposed_ms[times.index == index].sum()) + self.sums.after_ms(index)
 
+    def timed_transfers(self, task: Task) -> list[TimedTransfer]:
+        """
+        When weights are gathered and gradients reduced in a task; in joint tasks, when the longest one does it, with
+        which all others communicate.
+        """
+        size = self.plan.modules[task.module].joint_replicas
+        first = task.replica // size * size
+        joint = [replace(task, replica=replica) for replica in range(first, first + size)]
+        longest = max(joint, key=self) if size > 1 else task
+        cost = self.stages[longest.stage_key]
+        if not isinstance(cost, SharedStageCost):
+            return []
+        chunk = self.chunks.get((longest.module, longest.replica, longest.microbatch, longest.chunk), NO_TOKENS)
+        return cost.timed_transfers(chunk.tokens, chunk.squares, task.kind == "bwd")
+
     def sum_times(self, index: int) -> SumTimes:
-        """Times of the buckets of a gradient sum, and of the other ones that its first rank has for the same stages."""
+        """Times of the buckets of a gradient sum, and of other ones of its first rank for the same stages."""
         return self.sums.times(index, self._last_chunks)
 
     def _last_chunks(self, module: str, replicas: NDArray) -> NDArray:

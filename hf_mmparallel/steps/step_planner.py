@@ -93,7 +93,9 @@ class StepPlanner:
     def with_arrangement(self, arrangement: str) -> StepPlanner:
         """The same planner with another arrangement; shares cached properties of the layout."""
         result = replace(self, arrangement=arrangement)
-        result.__dict__.update(representatives=self.representatives, stage_costs=self.stage_costs, sum_costs=self.sum_costs)
+        result.__dict__.update(
+            representatives=self.representatives, stage_costs=self.stage_costs, sum_costs=self.sum_costs
+        )
         return result
 
     def with_token_limits(self, typical: SampleSizes) -> StepPlanner:
