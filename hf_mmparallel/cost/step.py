@@ -219,8 +219,16 @@ class StepCost:
         if module not in self._module_chunks:
             return np.zeros((2, 0))
         table, sizes = self._module_chunks[module]
-        last = np.searchsorted(table.replica, replicas, side="right") - 1
-        return sizes[:, last[(last >= 0) & (table.replica[last] == replicas)]]
+        return sizes[:, last_chunks(table, replicas)]
+
+
+def last_chunks(table: ChunkTable, replicas: NDArray) -> NDArray:
+    """
+    Indices of the last chunks of replicas, without replicas that have none. Their backwards come last, but for some
+    layouts with deferred samples or replicas of unequal speed, where the sizes of another chunk would count.
+    """
+    last = np.searchsorted(table.replica, replicas, side="right") - 1
+    return last[(last >= 0) & (table.replica[last] == replicas)]
 
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
