@@ -115,7 +115,7 @@ class Study:
         known = {n: value for n, value in self.data["engine"].items() if n not in ("attention", "sharded_optimizer")}
         if "message_gb_per_s" in known:
             known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
-        return Engine(**{"wide_sums": False, **known})
+        return Engine(**{"wide_sums": False, "early_sums": False, **known})
 
     @property
     def has_sharded_optimizer(self) -> bool:

@@ -62,7 +62,7 @@ def run_plan(args: argparse.Namespace) -> None:
         console.print(what_if_table(answer, what_ifs), highlight=False)
     if comparison:
         console.print(comparison_table(answer, comparison), highlight=False)
-    print_gantt(console, answer.prediction.simulation)
+    print_gantt(console, answer.drawn)
     if args.output:
         save_plan(args.output, answer, args.command_line)
         console.print(f"Plan written to {args.output}", highlight=False, soft_wrap=True)
@@ -182,10 +182,10 @@ def write_files(
         what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): Changes and their results.
     """
     if args.picture:
-        gantt_png(answer.prediction.simulation, args.picture)
+        gantt_png(answer.drawn, args.picture)
         console.print(f"Picture written to {args.picture}", highlight=False, soft_wrap=True)
     if args.trace:
-        chrome_trace(answer.prediction.simulation, args.trace)
+        chrome_trace(answer.drawn, args.trace)
         console.print(f"Trace written to {args.trace}", highlight=False, soft_wrap=True)
     if args.html:
         from ..page import write_page

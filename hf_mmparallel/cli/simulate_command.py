@@ -44,7 +44,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     console = new_console()
     report(console, answer)
     warn_of_memory(console, answer)
-    print_gantt(console, answer.prediction.simulation)
+    print_gantt(console, answer.drawn)
     write_files(console, args, answer)
 
 

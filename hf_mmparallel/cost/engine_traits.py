@@ -32,6 +32,8 @@ class Engine:
             Point-to-point bandwidth inside a node and between nodes; `None` for that of the links.
         wide_sums (`bool`, *optional*, defaults to `True`):
             Whether ZeRO 2 and 3 reduce gradients in float32 (`reduce_dtype`) instead of the dtype of the parameters.
+        early_sums (`bool`, *optional*, defaults to `True`):
+            Whether the gradient sums of ZeRO 0 and 1 start bucket by bucket in the last backward, instead of after it.
     """
 
     fused: bool = False
@@ -42,6 +44,7 @@ class Engine:
     blocking_messages: bool = False
     message_gb_per_s: tuple[float, float] | None = None
     wide_sums: bool = True
+    early_sums: bool = True
 
     def message_bytes_per_ms(self, device: Hardware, ranks: Sequence[int]) -> float:
         """Bandwidth between two stages on `ranks`, for each rank of the smaller stage."""

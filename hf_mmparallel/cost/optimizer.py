@@ -14,17 +14,28 @@ from .stage_memory import stage_memories
 
 def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()) -> float:
     """
-    Time of clipping, of the optimizer step, on the device or the CPU, and, where ranks update slices, of the
-    all-gather of the weights, on the slowest rank. Where passes gather the weights of layers, those outside of layers
-    are counted here.
+    Time of [`optimizer_times`] on the slowest rank.
 
     Args:
         costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
         sync_groups (`Sequence[SyncGroup]`, *optional*): The gradient sums, which say who updates what.
     """
+    return max(map(sum, optimizer_times(costs, plan, sync_groups).values()))
+
+
+def optimizer_times(
+    costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()
+) -> dict[int, tuple[float, float]]:
+    """
+    Rank -> time of clipping and of the optimizer step, on the device or the CPU, and, where ranks update slices, of the
+    all-gather of the weights. Where passes gather the weights of layers, those outside of layers are counted here.
+
+    Args:
+        costs, plan, sync_groups: See [`optimizer_ms`].
+    """
     device = costs.device
-    times = dict.fromkeys(range(plan.world_size), 0.0)
+    updates, gathers = (dict.fromkeys(range(plan.world_size), 0.0) for _ in range(2))
     transfers: dict[tuple[str, int], PassTransfers | None] = {}
     for key, memory in stage_memories(costs, plan).items():
         update_ms = memory.update_bytes / device.memory_bytes_per_ms + host_step_ms(device, memory.host_step)
@@ -33,7 +44,8 @@ def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[Syn
         shared = transfers[key[0], key[2]]
         gather_ms = 0.0 if shared is None else shared.outer_gather_ms
         for rank in plan.stage(*key).all_ranks:
-            times[rank] += update_ms + gather_ms
+            updates[rank] += update_ms
+            gathers[rank] += gather_ms
     for group in sync_groups:
         module = group.stages[0][0]
         if not group.shard_groups or group.zero_stage >= GATHERS_IN_PASSES:
@@ -42,5 +54,5 @@ def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[Syn
         num_bytes = sum(weights[name][0] for name in group.parameters)
         gather_ms = slowest(all_gather, device, num_bytes, group.shard_groups)
         for rank in group.ranks:
-            times[rank] += gather_ms
-    return max(times.values())
+            gathers[rank] += gather_ms
+    return {rank: (update_ms, gathers[rank]) for rank, update_ms in updates.items()}

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ModulePlan, ParallelPlan, ShardingSettings, stage_holds
+from ..schedule import REST, PassAction, pass_actions
+from ..schedule.actions import Kind
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_gather
 from .layers import CostModel
@@ -51,7 +53,7 @@ class PassTransfers:
 
     def of_pass(self, num_rows: int, is_backward: bool) -> tuple[NDArray, float]:
         """
-        Communication of a pass. A backward gathers all layers of its stage, also those that have none.
+        Communication of a pass, from the actions that run in it, see [`pass_slots`].
 
         Args:
             num_rows (`int`):
@@ -62,25 +64,136 @@ class PassTransfers:
         Returns:
             `tuple[np.ndarray, float]`: Time of the communication beside each part `[rows]`, and of the rest.
         """
-        before, _ = self.outer_rows
-        layers = list(range(len(self.gather_ms)))
-        layers = layers[::-1] if is_backward else layers
-        beside_ms, exposed_ms = np.zeros(num_rows), self.outer_reduce_ms if is_backward else 0.0
-        for position, layer in enumerate(layers):
-            gather_ms = self.gather_ms[layer]
-            if position:
-                beside_ms[before + layers[position - 1]] += gather_ms
-            elif self.outer_rows[is_backward]:
-                beside_ms[-1 if is_backward else 0] += 0.0 if self.alternates else gather_ms
-            elif not self.alternates:
-                exposed_ms += gather_ms
-            if not is_backward:
-                continue
-            if position + 1 < len(layers):
-                beside_ms[before + layers[position + 1]] += self.reduce_ms[layer]
-            else:
-                exposed_ms += self.reduce_ms[layer]
-        return beside_ms, exposed_ms
+        transfer, row = _placed(*self._slots_of(is_backward))
+        times_ms = np.array([*self.gather_ms, 0.0, *self.reduce_ms, self.outer_reduce_ms])
+        row_ms = np.bincount(row, times_ms[transfer], num_rows + 1)
+        return row_ms[:-1], float(row_ms[-1])
+
+    def timed(self, compute_ms: NDArray, is_backward: bool) -> tuple[list[TimedTransfer], float]:
+        """
+        When the weights of each layer are gathered and its gradients reduced in a pass.
+
+        Args:
+            compute_ms (`np.ndarray` of shape `[rows]`): Time of each part of the stage, without communication.
+            is_backward (`bool`): Whether it is a backward.
+
+        Returns:
+            `tuple[list[TimedTransfer], float]`: The transfers that take time, in order, and the length of the pass.
+        """
+        result, now = [], 0.0
+        for slot in pass_slots(*self._slots_of(is_backward)):
+            own_ms = 0.0 if slot.row is None else float(compute_ms[slot.row])
+            times_ms = [self._action_ms(action) for action in slot.beside]
+            slot_ms = own_ms + float(longer_ms(np.array(own_ms), np.array(sum(times_ms)), self.overlap_efficiency))
+            computed_ms, start_ms = now + min(slot_ms, own_ms / self.overlap_efficiency), now
+            for action, transfer_ms in zip(slot.beside, times_ms, strict=True):
+                if transfer_ms:
+                    result.append(TimedTransfer(action, start_ms, start_ms + transfer_ms, computed_ms))
+                start_ms += transfer_ms
+            now += slot_ms
+        return result, now
+
+    def _slots_of(self, is_backward: bool) -> tuple[Kind, int, tuple[int, int], bool]:
+        """The arguments of [`pass_slots`]."""
+        return "bwd" if is_backward else "fwd", len(self.gather_ms), self.outer_rows, self.alternates
+
+    def _action_ms(self, action: PassAction) -> float:
+        """Time of a transfer of a pass, but for the gathering of what stays gathered."""
+        if action.op == "gather":
+            return 0.0 if action.layer == REST else self.gather_ms[action.layer]
+        return self.outer_reduce_ms if action.layer == REST else self.reduce_ms[action.layer]
+
+
+@dataclass(frozen=True)
+class TimedTransfer:
+    """
+    A transfer in a pass.
+
+    Args:
+        action ([`PassAction`]): A gather or a sum.
+        start_ms (`float`): Its start, from that of the pass.
+        end_ms (`float`): Its end.
+        computed_ms (`float`): End of the computation beside it.
+    """
+
+    action: PassAction
+    start_ms: float
+    end_ms: float
+    computed_ms: float
+
+    def scaled(self, factor: float) -> TimedTransfer:
+        """The transfer in a pass that takes `factor` times as long."""
+        return TimedTransfer(self.action, *(factor * ms for ms in (self.start_ms, self.end_ms, self.computed_ms)))
+
+
+@dataclass(frozen=True)
+class PassSlot:
+    """
+    A part of a pass, at whose end both its computation and its communication are done.
+
+    Args:
+        row (`int`, *optional*): The part of the stage that computes; `None` if none does.
+        beside (`tuple[PassAction, ...]`): The transfers beside it, in order.
+    """
+
+    row: int | None
+    beside: tuple[PassAction, ...]
+
+
+@lru_cache(maxsize=4096)
+def pass_slots(kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool) -> tuple[PassSlot, ...]:
+    """
+    The actions of a pass between others, by the computation beside which they run: what was issued since the one
+    before. What a layer waits for itself comes before it, beside the part of the stage before all layers if it has
+    one.
+
+    Args:
+        kind (`str`): `"fwd"` or `"bwd"`.
+        num_layers (`int`): Layers of the stage.
+        outer_rows, alternates: See [`PassTransfers`].
+
+    Returns:
+        `tuple[PassSlot, ...]`: In order.
+    """
+    other: Kind = "fwd" if (kind == "bwd") == alternates else "bwd"
+    actions = [a for a in pass_actions(kind, num_layers, previous=other, following=other) if a.op != "free"]
+    before, _ = outer_rows
+    row_before, row_after = 0 if before else None, before + num_layers if outer_rows[1] else None
+    first, last = (row_before, row_after) if kind == "fwd" else (row_after, row_before)
+    computed = [position for position, action in enumerate(actions) if action.op == "compute"]
+    result, issued = [], []
+    for position, action in enumerate(actions):
+        if action.op != "compute":
+            issued.append(action)
+            continue
+        own = max((n for n, a in enumerate(issued, 1) if (a.op, a.layer) == ("gather", action.layer)), default=0)
+        if position == computed[0]:
+            result.append(PassSlot(first, tuple(issued[:own])))
+        elif own:
+            result.append(PassSlot(None, tuple(issued[:own])))
+        result.append(PassSlot(before + action.layer, tuple(issued[own:])))
+        issued = []
+    result += [PassSlot(last, ()), PassSlot(None, tuple(issued))]
+    return tuple(slot for slot in result if slot.row is not None or slot.beside)
+
+
+@lru_cache(maxsize=4096)
+def _placed(kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool) -> tuple[NDArray, NDArray]:
+    """
+    For each transfer of a pass, its index among the gathers and then the sums of `num_layers` layers and the rest, and
+    the row beside which it runs, or one past the last row.
+    """
+    num_rows = num_layers + sum(outer_rows)
+    pairs = [
+        (
+            (action.op == "sum") * (num_layers + 1) + (num_layers if action.layer == REST else action.layer),
+            num_rows if slot.row is None else slot.row,
+        )
+        for slot in pass_slots(kind, num_layers, outer_rows, alternates)
+        for action in slot.beside
+    ]
+    transfer, row = np.array(pairs, np.int64).reshape(-1, 2).T
+    return transfer, row
 
 
 def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float) -> NDArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import chain
 
@@ -14,7 +14,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage, StageKey
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
 from .layers import CostModel, LayerCost, Polynomial
-from .sharded_passes import PassTransfers, longer_ms
+from .sharded_passes import PassTransfers, TimedTransfer, longer_ms
 from .streamed_layers import transfers_in_passes
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
@@ -364,10 +364,16 @@ class SharedStageCost(StageCost):
     Args:
         passes (`tuple[SharedPasses, SharedPasses]`): Its forward and its backward.
         cp_size (`int`): Context-parallel size.
+        table (`LayerTable`): Times of the layers of the module.
+        rows (`slice`): The rows of the stage.
+        transfers ([`PassTransfers`]): The communication.
     """
 
     passes: tuple[SharedPasses, ...] = ()
     cp_size: int = 1
+    table: LayerTable = field(kw_only=True)
+    rows: slice = field(kw_only=True)
+    transfers: PassTransfers = field(kw_only=True)
 
     def forward_ms(self, tokens: float, squares: float) -> float:
         """See [`StageCost`]."""
@@ -383,6 +389,18 @@ class SharedStageCost(StageCost):
         if is_backward and self.backward == Polynomial():
             return times_ms
         return times_ms + self.passes[is_backward].more_ms(tokens, squares, self.cp_size, is_backward)
+
+    def timed_transfers(self, tokens: float, squares: float, is_backward: bool) -> list[TimedTransfer]:
+        """
+        When weights are gathered and gradients reduced in the pass of a chunk, see [`PassTransfers.timed`]. Relative
+        to a pass of the time of [`~StageCost.times_ms`], which may have more than the layers: what they wait for.
+        """
+        length_ms = (self.backward_ms if is_backward else self.forward_ms)(tokens, squares)
+        if not length_ms:
+            return []
+        compute_ms = self.table.times(tokens, squares, self.cp_size)[is_backward][self.rows]
+        found, of_layers_ms = self.transfers.timed(compute_ms, is_backward)
+        return [transfer.scaled(length_ms / of_layers_ms) for transfer in found]
 
 
 def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCost]:
@@ -422,7 +440,8 @@ def _with_transfers(cost: StageCost, stage: Stage, table: LayerTable, transfers:
     """The cost of a stage with the communication in its passes."""
     passes = tuple(SharedPasses.of(table, stage, transfers, is_backward) for is_backward in (False, True))
     values = {f.name: getattr(cost, f.name) for f in fields(StageCost)}
-    return SharedStageCost(**values, passes=passes, cp_size=stage.cp_size)
+    held = {"table": table, "rows": table.rows(stage), "transfers": transfers}
+    return SharedStageCost(**values, passes=passes, cp_size=stage.cp_size, **held)
 
 
 def _first_rank(costs: CostModel, stage: Stage) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
@@ -13,11 +14,11 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
 from ..schedule.actions import Message
-from .collectives import all_gather, all_reduce, slowest
+from .gradient_sums import GradientSumCosts, SumTimes
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
-from .sharded_passes import REDUCES_IN_PASSES, parameter_bytes
-from .stage_times import StageCost, stage_costs
+from .sharded_passes import TimedTransfer
+from .stage_times import SharedStageCost, StageCost, stage_costs
 
 
 class StepCost:
@@ -30,7 +31,8 @@ class StepCost:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each batch index of the step.
-        sync_groups (`Sequence[SyncGroup]`, *optional*): The gradient all-reduces, for [`~StepCost.sync_ms`].
+        sync_groups (`Sequence[SyncGroup]` or [`GradientSumCosts`], *optional*):
+            The gradient sums, or what is known of them for all steps, for [`~StepCost.sync_ms`].
         stages (`Mapping[tuple[str, int, int], StageCost]`, *optional*):
             Precomputed [`stage_costs`] of the plan, or of a larger plan that it is a part of.
     """
@@ -41,10 +43,13 @@ class StepCost:
         plan: ParallelPlan,
         step: StepPlan,
         sizes: SampleSizes,
-        sync_groups: Sequence[SyncGroup] = (),
+        sync_groups: Sequence[SyncGroup] | GradientSumCosts = (),
         stages: Mapping[StageKey, StageCost] | None = None,
     ):
-        self.costs, self.plan, self.step, self.sizes, self.sync_groups = costs, plan, step, sizes, sync_groups
+        self.costs, self.plan, self.step, self.sizes = costs, plan, step, sizes
+        is_known = isinstance(sync_groups, GradientSumCosts)
+        self.sums = sync_groups if is_known else GradientSumCosts(costs, plan, sync_groups)
+        self.sync_groups = self.sums.sync_groups
         self.stages = stage_costs(costs, plan) if stages is None else stages
         self._links: dict[tuple[StageKey, StageKey], tuple[float, float]] = {}
         self._crossing: dict[tuple, int] = {}
@@ -183,19 +188,47 @@ class StepCost:
 
     def sync_ms(self, index: int) -> float:
         """
-        Time of a gradient sum: an all-reduce; under ZeRO a reduce-scatter in each shard group, unless backwards reduce
-        their gradients themselves, and an all-reduce of the slices between shard groups.
+        Time that a gradient sum adds to the step, of which a part runs beside the last backward: an all-reduce; under
+        ZeRO a reduce-scatter in each shard group, unless backwards reduce their gradients themselves, and an
+        all-reduce of the slices between shard groups.
         """
-        group, device = self.sync_groups[index], self.costs.device
-        module = group.stages[0][0]
-        gradients = parameter_bytes(self.costs, module, self.plan.modules[module].tp_size)
-        num_bytes = sum(gradients[name][1] for name in group.parameters)
-        if not group.shard_groups:
-            return all_reduce(device, num_bytes, group.ranks)(1.0, 0.0)
-        between_ms = slowest(all_reduce, device, num_bytes / group.shard_size, group.replica_groups)
-        if group.zero_stage >= REDUCES_IN_PASSES:
-            return between_ms
-        return slowest(all_gather, device, num_bytes, group.shard_groups) + between_ms
+        times = self.sums.times(index, self._last_chunks)
+        return float(times.exposed_ms[times.index == index].sum()) + self.sums.after_ms(index)
+
+    def timed_transfers(self, task: Task) -> list[TimedTransfer]:
+        """
+        When weights are gathered and gradients reduced in a task; in joint tasks, when the longest one does it, with
+        which all others communicate.
+        """
+        size = self.plan.modules[task.module].joint_replicas
+        first = task.replica // size * size
+        joint = [replace(task, replica=replica) for replica in range(first, first + size)]
+        longest = max(joint, key=self) if size > 1 else task
+        cost = self.stages[longest.stage_key]
+        if not isinstance(cost, SharedStageCost):
+            return []
+        chunk = self.chunks.get((longest.module, longest.replica, longest.microbatch, longest.chunk), NO_TOKENS)
+        return cost.timed_transfers(chunk.tokens, chunk.squares, task.kind == "bwd")
+
+    def sum_times(self, index: int) -> SumTimes:
+        """Times of the buckets of a gradient sum, and of other ones of its first rank for the same stages."""
+        return self.sums.times(index, self._last_chunks)
+
+    def _last_chunks(self, module: str, replicas: NDArray) -> NDArray:
+        """Tokens and squared lengths `[2, chunks]` of the chunks of replicas that run backwards last."""
+        if module not in self._module_chunks:
+            return np.zeros((2, 0))
+        table, sizes = self._module_chunks[module]
+        return sizes[:, last_chunks(table, replicas)]
+
+
+def last_chunks(table: ChunkTable, replicas: NDArray) -> NDArray:
+    """
+    Indices of the last chunks of replicas, without replicas that have none. Their backwards come last, but for some
+    layouts with deferred samples or replicas of unequal speed, where the sizes of another chunk would count.
+    """
+    last = np.searchsorted(table.replica, replicas, side="right") - 1
+    return last[(last >= 0) & (table.replica[last] == replicas)]
 
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..schedule.actions import Task
-from ..schedule.simulator import Simulation, Span, SumSpan
+from ..schedule.simulator import Simulation, Span, SumSpan, TransferSpan
+from .lanes import KINDS, draw_lane, lane_text
 
 COLORS = ("#2F6DB5", "#E0762B", "#2E9B6B", "#8A5BB8", "#C2476B", "#7A6A53")
 SUM_COLOR = "#8C929B"
@@ -61,6 +62,18 @@ def _end_ms(timeline: Timeline) -> float:
     return max((span.end_ms for span in (*_spans(timeline), *_sums(timeline))), default=0.0)
 
 
+def _latest_ms(timeline: Timeline, lanes: Sequence[Sequence[TransferSpan]]) -> float:
+    """The end of the last task, gradient sum, or communication in a lane."""
+    return max([_end_ms(timeline), *(span.end_ms for lane in lanes for span in lane)])
+
+
+def _lanes(timeline: Timeline, rows: Sequence[_Row]) -> list[Sequence[TransferSpan]]:
+    """The communication of the first rank of each row, if it is known."""
+    if not isinstance(timeline, Simulation) or timeline.transfers is None:
+        return [()] * len(rows)
+    return [timeline.transfers(row.ranks[0]) for row in rows]
+
+
 def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
     """A row per rank; ranks with equal rows are merged if there are more than `merge_above`."""
     count = timeline.num_ranks if isinstance(timeline, Simulation) else 0
@@ -103,7 +116,8 @@ def _ms(value: float) -> str:
 def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows: int = 32) -> str:
     """
     Draws a timeline as text: a digit is the forward of a microbatch, a letter its backward (`a` for 0), `=` a gradient
-    sum.
+    sum. Where it is known, a line below has the communication of weights and gradients: `-` beside tasks, `=` beside
+    none.
 
     Args:
         timeline ([`Simulation`] or `Sequence[Span]`): The timeline.
@@ -114,12 +128,15 @@ def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows
         `str`: A line about the scale, and one line per row.
     """
     rows = _rows(timeline, max_rows)
-    end = _end_ms(timeline)
+    lanes = _lanes(timeline, rows[:max_rows])
+    end = _latest_ms(timeline, lanes)
     letters = "digits: forward of microbatch 0-9, letters: backward of microbatch a-j"
-    lines = [f"{_summary(timeline)}; {letters}{', =: gradient sum' if _sums(timeline) else ''}, .: idle"]
+    sums = ", =: gradient sum" if _sums(timeline) else ""
+    below = "; below, -: communication beside tasks, =: exposed" if any(lanes) else ""
+    lines = [f"{_summary(timeline)}; {letters}{sums}, .: idle{below}"]
     shown = rows[:max_rows]
     indent = max((len(row.label) for row in shown), default=0)
-    for row in shown:
+    for row, lane in zip(shown, lanes, strict=True):
         cells = ["."] * width
         bars: list[tuple[Span | SumSpan, str]] = [(span, "=") for span in row.sums]  # short tasks may cover these
         for span, letter in [*bars, *((span, _letter(span.task)) for span in row.spans)]:
@@ -127,6 +144,8 @@ def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows
             last = max(int(span.end_ms / end * width + 1e-6), first + 1)
             cells[first:last] = letter * (last - first)
         lines.append(f"{row.label:<{indent}} |{''.join(cells[:width])}|")
+        if lane:
+            lines.append(f"{'':<{indent}} |{lane_text(lane, end, width)}|")
     if len(rows) > len(shown):
         lines.append(f"... and {sum(len(row.ranks) for row in rows[max_rows:])} more ranks")
     return "\n".join(lines)
@@ -157,7 +176,8 @@ def gantt_png(
 ) -> None:
     """
     Draws a row per rank: light bars are forwards, dark bars backwards, the color is the module, the number the
-    microbatch; gray bars are gradient sums.
+    microbatch; gray bars are what gradient sums add. Where it is known, a lane below the bars has the gathering of
+    weights and the sums of gradients, beside tasks or exposed, and ends with the optimizer's step.
 
     Args:
         simulation ([`Simulation`] or `Sequence[Span]`): The timeline.
@@ -174,38 +194,47 @@ def gantt_png(
         panels.append(("measured", measured))
     colors = _colors(*(timeline for _, timeline in panels))
     all_rows = [_rows(timeline, MAX_ROWS) for _, timeline in panels]
+    all_lanes = [_lanes(timeline, rows[:MAX_ROWS]) for (_, timeline), rows in zip(panels, all_rows, strict=True)]
     heights = [max(1, min(len(rows), MAX_ROWS)) for rows in all_rows]
-    row_inches = 0.42 if sum(heights) <= 24 else 0.26
+    has_lanes = any(lane for lanes in all_lanes for lane in lanes)
+    row_inches = (0.42 if sum(heights) <= 24 else 0.26) * (1.4 if has_lanes else 1.0)
     figure = Figure(figsize=(14, 1.55 + row_inches * sum(heights) + 0.75 * (len(panels) - 1)), dpi=140)
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    end = max(_end_ms(timeline) for _, timeline in panels) or 1.0
-    for axis, (name, timeline), rows in zip(axes, panels, all_rows, strict=True):
-        _draw_rows(axis, rows, colors, end)
+    drawn = zip([timeline for _, timeline in panels], all_lanes, strict=True)
+    end = max(_latest_ms(timeline, lanes) for timeline, lanes in drawn) or 1.0
+    for axis, (name, timeline), rows, lanes in zip(axes, panels, all_rows, all_lanes, strict=True):
+        _draw_rows(axis, rows, lanes, colors, end)
         text = f"{title}: {_summary(timeline)}" if len(panels) == 1 else f"{title}, {name}: {_summary(timeline)}"
         axis.set_title(text, loc="left", fontsize=12, fontweight="bold", pad=8, color="#222222")
     axes[-1].set_xlabel("time (ms)", fontsize=10, color="#444444")
-    _draw_legend(figure, colors, any(_sums(timeline) for _, timeline in panels))
+    kinds = {(span.op, span.is_exposed) for lanes in all_lanes for lane in lanes for span in lane}
+    num_lines = _draw_legend(figure, colors, any(_sums(timeline) for _, timeline in panels), kinds)
     inches = figure.get_size_inches()[1]
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.38 / inches))
+    figure.tight_layout(rect=(0, 0, 1, 1 - (0.18 + 0.2 * num_lines) / inches))
     figure.savefig(path)
 
 
-def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: float) -> None:
-    """Draws the bars, numbers and labels of one panel."""
+def _draw_rows(
+    axis: Any, rows: Sequence[_Row], lanes: Sequence[Sequence[TransferSpan]], colors: Mapping[str, str], end: float
+) -> None:
+    """Draws the bars, lanes, numbers and labels of one panel."""
     from matplotlib.collections import PolyCollection
 
     shown = rows[:MAX_ROWS]
     boxes, faces, edges = [], [], []
-    for y, row in enumerate(shown):
-        low, high = y - 0.22, y + 0.22
+    for y, (row, lane) in enumerate(zip(shown, lanes, strict=True)):
+        bottom = y + (0.12 if lane else 0.40)
+        middle, half = (y - 0.40 + bottom) / 2, 0.55 * (bottom - y + 0.40) / 2
+        draw_lane(axis, lane, end, y + 0.40, y + 0.17)
+        low, high = middle - half, middle + half
         for span in row.sums:
             boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
             faces.append(SUM_COLOR)
             edges.append(SUM_COLOR)
         for span in row.spans:
             share = 0.38 if span.task.kind == "fwd" else 1.0
-            low, high = y - 0.40, y + 0.40
+            low, high = y - 0.40, bottom
             boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
             faces.append(tint(colors[span.task.module], share))
             inches = 11.5 * (span.end_ms - span.start_ms) / end
@@ -215,7 +244,7 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
             if inches > 0.075 * len(text) + 0.03:
                 axis.text(
                     (span.start_ms + span.end_ms) / 2,
-                    y + 0.02,
+                    middle + 0.02,
                     text,
                     ha="center",
                     va="center",
@@ -238,8 +267,8 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
         side.set_visible(False)
 
 
-def _draw_legend(figure: Any, colors: Mapping[str, str], has_sums: bool) -> None:
-    """Draws a light and a dark box per module, in the upper right corner."""
+def _draw_legend(figure: Any, colors: Mapping[str, str], has_sums: bool, kinds: Collection[tuple[str, bool]]) -> int:
+    """Draws a light and a dark box per module, in the upper right corner; returns the number of lines."""
     from matplotlib.patches import Patch
 
     handles = []
@@ -248,17 +277,20 @@ def _draw_legend(figure: Any, colors: Mapping[str, str], has_sums: bool) -> None
         handles.append(Patch(facecolor=color, label=f"{module} backward"))
     if has_sums:
         handles.append(Patch(facecolor=SUM_COLOR, label="gradient sum"))
+    handles += [Patch(facecolor=color, label=name) for kind, (color, name) in KINDS.items() if kind in kinds]
     handles.append(Patch(facecolor="#F3F4F6", edgecolor="#C9CCD1", label="idle"))
+    num_columns = min(len(handles), 5 if kinds else 8)
     figure.legend(
         handles=handles,
         loc="upper right",
-        ncols=min(len(handles), 8),
+        ncols=num_columns,
         frameon=False,
         fontsize=9,
         handlelength=1.2,
         columnspacing=1.4,
         borderaxespad=0.4,
     )
+    return -(-len(handles) // num_columns)
 
 
 def chrome_trace(
@@ -268,7 +300,8 @@ def chrome_trace(
 ) -> None:
     """
     Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process for the prediction, a second one for the
-    measurement, a thread per rank with its tasks and gradient sums.
+    measurement, a thread per rank with its tasks and gradient sums. Where it is known, another process has the
+    communication of weights and gradients, with a thread for one of the ranks with equal tasks, of 64 at most.
 
     Args:
         simulation ([`Simulation`] or `Sequence[Span]`): The prediction.
@@ -308,7 +341,26 @@ def chrome_trace(
             }
             for span in _sums(timeline)
         )
+        events.extend(_lane_events(timeline, name, len(panels) + process))
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _lane_events(timeline: Timeline, name: str, process: int) -> Iterator[dict[str, Any]]:
+    """The communication in a timeline as events of a process of its own."""
+    rows = _rows(timeline, 0)[:MAX_ROWS]
+    lanes = _lanes(timeline, rows)
+    if any(lanes):
+        yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{name}, communication"}}
+    for lane in lanes:
+        for span in lane:
+            yield {
+                "ph": "X",
+                "name": KINDS[span.op, span.is_exposed][1],
+                "cat": span.op,
+                "pid": process,
+                "tid": span.rank,
+                **_times(span.start_ms, span.end_ms),
+            }
 
 
 def _times(start_ms: float, end_ms: float) -> dict[str, float]:

@@ -91,6 +91,8 @@ def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
     memory: MemoryCurves | None = page.memory
     has_sums = any(row.sums for row in rows)
     columns = ["ranks", "stages", "tasks", "busy", *(["gradient sums", "idle beside sums"] if has_sums else ["idle"])]
+    has_lanes = any(row.lanes for row in rows)
+    columns += ["communication beside tasks", "exposed"] if has_lanes else []
     columns += ["peak GiB"] if memory else []
     cells = []
     for row in rows:
@@ -98,7 +100,10 @@ def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
         peak = [f"{max(map(memory.peak_bytes, row.ranks)) / GIB:.3g}"] if memory else []
         stages = ", ".join(f"{name} replica {replica} stage {stage}" for name, replica, stage in row.stages)
         sums = [_ms(row.sums_us / 1e3)] if has_sums else []
-        cells.append([row.label, stages, str(len(row.tasks)), _ms(row.busy_us / 1e3), *sums, f"{idle:.1%}", *peak])
+        sent = [_ms(row.communication_us(exposed) / 1e3) for exposed in (False, True)] if has_lanes else []
+        cells.append(
+            [row.label, stages, str(len(row.tasks)), _ms(row.busy_us / 1e3), *sums, f"{idle:.1%}", *sent, *peak]
+        )
     return TextTable(columns, cells, columns[2:])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..drawing.lanes import KINDS
 from ..drawing.timeline import COLORS, rank_ranges
 from ..plan import ParallelPlan, StageKey
 from ..schedule import Simulation, Task
@@ -15,6 +16,8 @@ from .content import MemoryCurves
 
 # Memory is quantized to this share of the highest value.
 MEMORY_RESOLUTION = 1e-4
+# Transfers in a page, of 10 bytes or so each.
+MAX_TRANSFERS = 100_000
 TaskTimes = tuple[tuple[Task, int, int], ...]
 SumTimes = tuple[tuple[int, int], ...]
 
@@ -28,11 +31,15 @@ class RankRow:
         ranks (`tuple[int, ...]`): The ranks.
         tasks (`tuple[tuple[Task, int, int], ...]`): Tasks with start and end in microseconds, in the order of starts.
         sums (`tuple[tuple[int, int], ...]`): Starts and ends of gradient sums in microseconds.
+        lanes (`tuple[tuple[tuple[int, int], ...], ...]`):
+            Starts and ends of the communication of the first rank, by kind in the order of [`KINDS`]; none if it is
+            unknown.
     """
 
     ranks: tuple[int, ...]
     tasks: TaskTimes
     sums: SumTimes = ()
+    lanes: tuple[SumTimes, ...] = ()
 
     @property
     def label(self) -> str:
@@ -54,10 +61,19 @@ class RankRow:
         """Time of gradient sums."""
         return sum(end - start for start, end in self.sums)
 
+    def communication_us(self, is_exposed: bool) -> int:
+        """Time of communication beside tasks, or exposed."""
+        chosen = [
+            lane
+            for (op, exposed), lane in zip(KINDS, self.lanes, strict=False)
+            if op != "update" and exposed == is_exposed
+        ]
+        return sum(end - start for lane in chosen for start, end in lane)
+
 
 def rank_rows(simulation: Simulation) -> list[RankRow]:
     """
-    The rows of a timeline, in the order of their lowest ranks.
+    The rows of a timeline, in the order of their lowest ranks. The last ones of a large page have no lanes.
 
     Args:
         simulation (`Simulation`): A simulated step.
@@ -71,7 +87,21 @@ def rank_rows(simulation: Simulation) -> list[RankRow]:
     merged: dict[tuple[TaskTimes, SumTimes], list[int]] = {}
     for rank in sorted(by_rank):
         merged.setdefault((tuple(by_rank[rank]), tuple(sums[rank])), []).append(rank)
-    return [RankRow(tuple(ranks), *times) for times, ranks in merged.items()]
+    rows, left = [], MAX_TRANSFERS
+    for times, ranks in merged.items():
+        lanes = _lanes(simulation, ranks[0]) if left > 0 else ()
+        left -= sum(map(len, lanes))
+        rows.append(RankRow(tuple(ranks), *times, lanes))
+    return rows
+
+
+def _lanes(simulation: Simulation, rank: int) -> tuple[SumTimes, ...]:
+    """The communication of a rank by kind, see [`RankRow`]."""
+    spans = [] if simulation.transfers is None else simulation.transfers(rank)
+    lanes: dict[tuple[str, bool], list[tuple[int, int]]] = {kind: [] for kind in KINDS}
+    for span in spans:
+        lanes[span.op, span.is_exposed].append((_us(span.start_ms), _us(span.end_ms)))
+    return tuple(map(tuple, lanes.values())) if spans else ()
 
 
 def module_colors(plan: ParallelPlan) -> dict[str, str]:
@@ -87,7 +117,8 @@ def timeline_data(
 
     Tasks are columns of integers: `gap` is the time in microseconds since the end of the task before, `duration` that
     of the task; `task` is `2 * (microbatch * chunks + chunk) + backward`; `stage` is an index into `stages`, a single
-    number if a row has one stage only. Gradient sums have gaps and durations as well, if there are any.
+    number if a row has one stage only. Gradient sums and the lanes of communication have gaps and durations as well,
+    if there are any.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -105,11 +136,13 @@ def timeline_data(
             f"the simulation has stage {min(unknown)}, which is not in the plan. Simulate the plan of the page."
         )
     names = list(plan.modules)
+    has_lanes = any(row.lanes for row in rows)
     num_chunks = 1 + max((task.chunk for row in rows for task, _, _ in row.tasks), default=0)
     unit = _memory_unit(memory) if memory is not None else 1
     return {
-        "end": max([_us(simulation.iteration_ms), *(row.tasks[-1][2] for row in rows if row.tasks)]),
+        "end": max([_us(simulation.iteration_ms), *map(_end_us, rows)]),
         "modules": [{"name": name, "color": color} for name, color in module_colors(plan).items()],
+        "lanes": [{"color": color, "name": name} for color, name in KINDS.values()] if has_lanes else [],
         "stages": [[names.index(name), replica, index] for name, replica, index in stages],
         "chunks": num_chunks,
         "rows": [
@@ -118,12 +151,19 @@ def timeline_data(
                 "ranks": len(row.ranks),
                 **_columns(row.tasks, stages, num_chunks),
                 **({"sums": _gaps(row.sums)} if row.sums else {}),
+                **({"lanes": list(map(_gaps, row.lanes))} if row.lanes else {}),
                 **({"memory": _memory(memory, _fullest(memory, row.ranks), unit)} if memory is not None else {}),
             }
             for row in rows
         ],
         "memory": None if memory is None else {"unit": unit, "capacity": memory.capacity_bytes},
     }
+
+
+def _end_us(row: RankRow) -> int:
+    """The end of the last task or communication of a row."""
+    lanes = [lane[-1][1] for lane in row.lanes if lane]
+    return max([0, *(end for _, _, end in row.tasks[-1:]), *lanes])
 
 
 def _us(time_ms: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from ..arrange import num_microbatches
@@ -12,8 +13,10 @@ from ..cost.calibration import costs_from, read_costs
 from ..data.global_batches import GlobalBatch
 from ..drawing.timeline import rank_ranges
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
+from ..schedule import Simulation
 from ..search.problem import PlanningProblem, SearchResult
 from ..steps.arrangement_choice import choose_arrangement
+from ..steps.communication import with_communication
 from ..steps.step_planner import Prediction, StepPlanner
 from .inputs import ModelSource, Samples
 from .settings import Settings, check_searchable, has_all_sizes
@@ -103,6 +106,11 @@ class Answer:
     def sync_groups(self) -> list[SyncGroup]:
         """The gradient all-reduces."""
         return sync_groups(self.costs.spec, self.plan)
+
+    @cached_property
+    def drawn(self) -> Simulation:
+        """The simulated step for pictures, with its communication."""
+        return with_communication(self.prediction, self.costs, self.sync_groups)
 
     @property
     def step_ms(self) -> float:

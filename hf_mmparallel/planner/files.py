@@ -231,7 +231,7 @@ def page_of(
         subtitle=f"{samples_text(answer)}. {batch_text(answer)}.",
         plan=answer.plan,
         modules=answer.settings.plugin.modules,
-        simulation=prediction.simulation,
+        simulation=answer.drawn,
         summary=[(label, text) for label, text in [*summary(answer), *origins(answer)] if label != "Bound"],
         bound="" if result is None else result.best.bound,
         table=TextTable(cells.columns, cells.rows, cells.right),

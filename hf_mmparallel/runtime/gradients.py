@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from ..modeling.dtensors import from_shard, local
 from ..plan import StageKey, SyncGroup
+from ..schedule import SumBucket, sum_buckets
 from ..world import World
 from .joint_passes import GradientSums, gradient_dtype, gradients_of
 from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, slice_of
@@ -84,22 +85,6 @@ class _StartedSum:
     used: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Bucket:
-    """
-    Parameters whose gradients are summed by one collective.
-
-    Args:
-        index (`int`): Index of the sum in the plan.
-        parameters (`list[nn.Parameter]`): Of one dtype.
-        layer (`int`): The first of their layers; -1 if there are some in no layer.
-    """
-
-    index: int
-    parameters: list[nn.Parameter]
-    layer: int
-
-
 class GradientSync:
     """
     Sums the gradients of one step over the ranks that hold the same slice of a parameter.
@@ -155,7 +140,7 @@ class GradientSync:
                 self._same_stages.setdefault(groups[index].stages, []).append(index)
         self._stages_of = {index: groups[index].stages for index in self.sums}
         self._started: dict[int, _StartedSum] = {}
-        self._left: dict[tuple[StageKey, ...], list[_Bucket]] = {}  # of this step, the next one last
+        self._left: dict[tuple[StageKey, ...], list[SumBucket[nn.Parameter]]] = {}  # of this step, the next one last
 
     def reach(self, stage: StageKey, layer: int) -> None:
         """
@@ -201,14 +186,10 @@ class GradientSync:
             else:
                 started.works.append(self._reduce_scatter(parameters, of.shard_group, started))
 
-    def _buckets(self, indices: Sequence[int]) -> list[_Bucket]:
+    def _buckets(self, indices: Sequence[int]) -> list[SumBucket[nn.Parameter]]:
         """The buckets of some sums, in the order in which a backward completes them."""
-        result = []
-        for index in indices:
-            ordered = sorted(self.sums[index].parameters, key=lambda parameter: -self.layers[parameter])
-            for bucket in buckets(ordered, gradient_dtype):
-                result.append(_Bucket(index, bucket, min(self.layers[parameter] for parameter in bucket)))
-        return sorted(result, key=lambda bucket: -bucket.layer)
+        sums = {index: self.sums[index].parameters for index in indices}
+        return sum_buckets(sums, self.layers.__getitem__, lambda ordered: buckets(ordered, gradient_dtype))
 
     @torch.no_grad()
     def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:

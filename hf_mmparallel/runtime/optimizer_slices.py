@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..cost import GRADIENT_BUCKET_BYTES
 from ..modeling.dtensors import from_shard, give_own_memory, local
 from ..plan import SyncGroup
+from ..schedule import in_buckets
 from ..world import doing
 
 
@@ -292,23 +293,14 @@ def buckets(
     parameters: Sequence[nn.Parameter], dtype_of: Callable[[nn.Parameter], torch.dtype]
 ) -> Iterator[list[nn.Parameter]]:
     """
-    Consecutive parameters whose tensors have one dtype and fit into a bucket; a larger one has its own.
+    [`in_buckets`] for the tensors of this rank.
 
     Args:
         parameters (`Sequence[nn.Parameter]`): The parameters.
         dtype_of (`Callable`): Parameter -> dtype of what is sent of it.
     """
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(dtype_of(parameter), []).append(parameter)
-    for dtype, members in by_dtype.items():
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for parameter in members:
-            num_bytes = local(parameter).numel() * dtype.itemsize
-            if bucket and size + num_bytes > GRADIENT_BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += num_bytes
-        yield bucket
+
+    def bytes_of(parameter: nn.Parameter) -> int:
+        return local(parameter).numel() * dtype_of(parameter).itemsize
+
+    return in_buckets(parameters, dtype_of, bytes_of, GRADIENT_BUCKET_BYTES)

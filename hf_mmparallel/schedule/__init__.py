@@ -14,7 +14,8 @@ from .program import Program
 from .program_checks import check_program
 from .replay import Replay, simulate_parts
 from .scheduler import Timeline, default_cost, order_tasks, schedule_tasks
-from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
+from .simulator import Simulation, Span, SumSpan, TransferSpan, microbatch_forward_ms, simulate
+from .sum_buckets import SumBucket, in_buckets, sum_buckets
 
 __all__ = [
     "REST",
@@ -30,15 +31,18 @@ __all__ = [
     "Representatives",
     "Simulation",
     "Span",
+    "SumBucket",
     "SumSpan",
     "Task",
     "TaskGraph",
     "Timeline",
+    "TransferSpan",
     "build_graph",
     "build_program",
     "check_program",
     "default_cost",
     "find_representatives",
+    "in_buckets",
     "in_flight_1f1b",
     "in_flight_eager",
     "in_flight_limits",
@@ -54,4 +58,5 @@ __all__ = [
     "simulate_parts",
     "stage_depths",
     "step_passes",
+    "sum_buckets",
 ]

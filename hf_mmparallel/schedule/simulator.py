@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 
@@ -50,6 +51,26 @@ class SumSpan:
     end_ms: float
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class TransferSpan:
+    """
+    Communication of weights or gradients on a rank, or the optimizer's update between both.
+
+    Args:
+        rank (`int`): The rank.
+        start_ms (`float`): Its start.
+        end_ms (`float`): Its end.
+        op (`str`): `"gather"` of weights, `"sum"` of gradients, or `"update"`.
+        is_exposed (`bool`): Whether the rank computes nothing beside it.
+    """
+
+    rank: int
+    start_ms: float
+    end_ms: float
+    op: Literal["gather", "sum", "update"]
+    is_exposed: bool
+
+
 @dataclass(frozen=True)
 class Simulation:
     """
@@ -62,7 +83,9 @@ class Simulation:
         peak_in_flight (`dict[tuple[str, int, int], float]`):
             (module, replica, stage) -> maximum number of microbatches whose forward has started and whose backward has
             not ended; a chunk counts as its fraction of the microbatch.
-        sums (`tuple[SumSpan, ...]`, *optional*): The gradient sums that take time, by start time.
+        sums (`tuple[SumSpan, ...]`, *optional*): The time that gradient sums add, by start time.
+        transfers (`Callable[[int], Sequence[TransferSpan]]`, *optional*):
+            Rank -> its communication by start time, beside and between its tasks, for pictures; `None` if unknown.
     """
 
     spans: tuple[Span, ...]
@@ -70,6 +93,7 @@ class Simulation:
     num_ranks: int
     peak_in_flight: dict[StageKey, float]
     sums: tuple[SumSpan, ...] = ()
+    transfers: Callable[[int], Sequence[TransferSpan]] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def busy_ms(self) -> dict[int, float]:

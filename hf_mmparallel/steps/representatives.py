@@ -95,7 +95,7 @@ def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
 def _replayed(planner: StepPlanner, arranged: PlannedStep, sizes: SampleSizes, known: SampleSizes | None) -> Replay:
     """Replays a step with the costs of `sizes`, ordered by those of the sizes known in advance, if any."""
     costs, plan, step = planner.costs, planner.plan, arranged.step
-    cost = StepCost(costs, plan, step, sizes, planner.representatives.first_represented, planner.stage_costs)
+    cost = StepCost(costs, plan, step, sizes, planner.sum_costs, planner.stage_costs)
     fitting = None
     if known is not None and plan.policy.fills_memory and planner.training:
         fitting = fitting_in_flight(costs, plan, step, known, planner.memory_bytes)

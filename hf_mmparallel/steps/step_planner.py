@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..arrange import arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, fitting_in_flight, memory_per_rank, model_flops
+from ..cost.gradient_sums import GradientSumCosts
 from ..cost.optimizer import optimizer_ms
 from ..cost.stage_times import StageCost, stage_costs
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads
@@ -92,7 +93,9 @@ class StepPlanner:
     def with_arrangement(self, arrangement: str) -> StepPlanner:
         """The same planner with another arrangement; shares cached properties of the layout."""
         result = replace(self, arrangement=arrangement)
-        result.__dict__.update(representatives=self.representatives, stage_costs=self.stage_costs)
+        result.__dict__.update(
+            representatives=self.representatives, stage_costs=self.stage_costs, sum_costs=self.sum_costs
+        )
         return result
 
     def with_token_limits(self, typical: SampleSizes) -> StepPlanner:
@@ -169,6 +172,11 @@ class StepPlanner:
     def stage_costs(self) -> Mapping[StageKey, StageCost]:
         """The costs of the stages, which do not depend on the step."""
         return stage_costs(self.costs, self.plan)
+
+    @cached_property
+    def sum_costs(self) -> GradientSumCosts:
+        """The costs of the gradient sums of [`~StepPlanner.representatives`]."""
+        return GradientSumCosts(self.costs, self.plan, self.representatives.first_represented)
 
     def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
         """

@@ -16,6 +16,7 @@ from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine
 from ..schedule import Simulation
 from ..steps.arrangement_choice import ArrangementChoice, choose_arrangement
+from ..steps.communication import with_communication
 from ..steps.representatives import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
 from ..steps.step_planner import PlannedStep, StepPlanner
 from .loaders import base_planner, training_planner
@@ -148,4 +149,5 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, global_batch_size: int
 def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes | None = None) -> StepReport:
     """The prediction for a step, by the sizes of its samples or by `sizes`."""
     prediction = on_all_ranks(predict_arranged(planner, planned, sizes))
-    return StepReport(planned, prediction.simulation, prediction.memory, optimizer_ms=prediction.optimizer_ms)
+    drawn = with_communication(prediction, planner.costs, planner.sync_groups)
+    return StepReport(planned, drawn, prediction.memory, optimizer_ms=prediction.optimizer_ms)

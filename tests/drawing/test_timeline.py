@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from PIL import Image, ImageColor
 
+from hf_mmparallel.drawing.lanes import KINDS, column_shares, lane_text
 from hf_mmparallel.drawing.timeline import SUM_COLOR, chrome_trace, gantt_png, gantt_text, rank_ranges
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
-from hf_mmparallel.schedule import Simulation, Span, Task, build_program, simulate
+from hf_mmparallel.schedule import Simulation, Span, Task, TransferSpan, build_program, simulate
 from tests.schedule.builders import cases, chain, make_step, module_spec
 
 
@@ -141,3 +142,49 @@ def test_rank_ranges():
     assert rank_ranges([3, 0, 1, 2]) == "0-3"
     assert rank_ranges([0, 2, 3, 9]) == "0, 2-3, 9"
     assert rank_ranges(range(0, 20, 2)) == "0, 2, ... (10 ranks)"
+
+
+def communication(rank: int) -> list[TransferSpan]:
+    """A gather beside the first task and partly exposed, a sum after the last one, and the optimizer."""
+    return [
+        TransferSpan(rank, 0.0, 1.0, "gather", False),
+        TransferSpan(rank, 1.0, 1.5, "gather", True),
+        TransferSpan(rank, 9.0, 13.0, "sum", True),
+        TransferSpan(rank, 13.0, 14.0, "update", True),
+        TransferSpan(rank, 14.0, 16.0, "gather", True),
+    ]
+
+
+def test_columns_have_shares_of_the_communication():
+    shares = column_shares(communication(0), 16.0, 16)
+    assert shares["gather", False].tolist() == [1.0] + [0.0] * 15
+    assert shares["gather", True].tolist() == [0.0, 0.5] + [0.0] * 12 + [1.0, 1.0]
+    assert shares["sum", True].tolist() == [0.0] * 9 + [1.0] * 4 + [0.0] * 3
+    whole = {kind: 16.0 * share.mean() for kind, share in column_shares(communication(0), 16.0, 7).items()}
+    assert whole == pytest.approx(
+        {("gather", False): 1.0, ("gather", True): 2.5, ("sum", True): 4.0, ("update", True): 1.0}
+    )
+    assert lane_text(communication(0), 16.0, 8) == "-....==="
+
+
+def test_lanes_are_drawn_below_the_tasks(with_sums, tmp_path):
+    drawn = replace(with_sums, transfers=communication)
+    head, first, lane, *_ = gantt_text(drawn, width=16).splitlines()
+    assert "-: communication beside tasks" in head
+    assert first.endswith("|01..aa.bb====...|") and lane.endswith("|-........=======|")
+    gantt_png(drawn, tmp_path / "lanes.png")
+    with Image.open(tmp_path / "lanes.png") as picture:
+        counts = {color: count for count, color in picture.convert("RGB").getcolors(10**7) or []}
+    for kind in (("gather", False), ("gather", True), ("sum", True), ("update", True)):
+        assert counts.get(ImageColor.getrgb(KINDS[kind][0]), 0) > 200, kind
+
+
+def test_the_trace_has_the_lanes_of_one_of_equal_ranks(with_sums, tmp_path):
+    chrome_trace(replace(with_sums, transfers=communication), tmp_path / "lanes.json")
+    events = [e for e in json.loads((tmp_path / "lanes.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    found = [(e["tid"], e["cat"], e["ts"], e["dur"]) for e in events if e["pid"] == 1]
+    ranks = sorted({rank for rank, *_ in found})
+    assert ranks == [0, 2] or ranks == [0, 1]
+    assert found == [
+        (s.rank, s.op, 1e3 * s.start_ms, 1e3 * (s.end_ms - s.start_ms)) for rank in ranks for s in communication(rank)
+    ]

@@ -24,15 +24,16 @@ function decodeTimes({ gap, duration }) {
   return { start, end };
 }
 
-/** A row of the data with absolute times: `start`, `end`, `stageOf(i)`, its gradient sums, and its memory. */
+/** A row of the data with absolute times: `start`, `end`, `stageOf(i)`, its gradient sums, its lanes, and its memory. */
 function decodeRow(data, row, index) {
   const { start, end } = decodeTimes(row);
   const sums = decodeTimes(row.sums || { gap: [], duration: [] });
+  const lanes = (row.lanes || []).map((lane) => ({ ranks: 1, ...decodeTimes(lane) }));
   const stageOf = Array.isArray(row.stage) ? (i) => row.stage[i] : () => row.stage;
   const stages = Array.isArray(row.stage) ? [...new Set(row.stage)] : [row.stage];
   const modules = [...new Set(stages.map((stage) => data.stages[stage][0]))];
   const memory = row.memory && decodeMemory(row.memory);
-  return { index, label: row.label, ranks: row.ranks, code: row.task, start, end, sums, stageOf, stages, modules, memory };
+  return { index, label: row.label, ranks: row.ranks, code: row.task, start, end, sums, lanes, stageOf, stages, modules, memory };
 }
 
 /** What task `i` of a decoded row is. */

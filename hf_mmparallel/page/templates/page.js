@@ -73,6 +73,16 @@ function wordsAt(canvas, x, y) {
   }
   const row = rows[Math.floor((y - AXIS + $("scroll").scrollTop) / layout.row)];
   if (!row || y < AXIS) return null;
+  const inLanes = (y - AXIS + $("scroll").scrollTop) % layout.row > layout.row - layout.lane;
+  const kind = inLanes ? row.lanes.findIndex(({ start, end }) => countUpTo(start, time) > countUpTo(end, time)) : -1;
+  if (kind >= 0) {
+    const lane = row.lanes[kind];
+    const l = countUpTo(lane.end, time);
+    return [
+      `${row.label}: ${data.lanes[kind].name}`,
+      `starts at ${ms(lane.start[l])} ms, takes ${ms(lane.end[l] - lane.start[l])} ms`,
+    ];
+  }
   const i = countUpTo(row.end, time);
   if (i < row.start.length && row.start[i] <= time) {
     const task = taskOf(data, row, i);

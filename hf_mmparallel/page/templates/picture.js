@@ -13,7 +13,8 @@ const canvases = { gantt: $("gantt"), busy: $("busy"), memory: $("memory") };
 const AXIS = 22;
 const BUSY_HEIGHT = 46;
 const MEMORY_HEIGHT = 150;
-const layout = { left: 0, width: 0, full: 0, row: 0, height: 0 };
+const hasLanes = allRows.some((row) => row.lanes.length);
+const layout = { left: 0, width: 0, full: 0, row: 0, lane: 0, height: 0 };
 
 const timeAt = (x) => view.start + ((x - layout.left) / layout.width) * (view.end - view.start);
 const xOf = (time) => layout.left + ((time - view.start) / (view.end - view.start)) * layout.width;
@@ -36,7 +37,8 @@ function readColors() {
 /** Sizes that follow from the width of the window and the number of rows. */
 function measure() {
   layout.full = $("chart").clientWidth;
-  layout.row = rows.length > 24 ? 17 : 24;
+  layout.lane = hasLanes ? (rows.length > 24 ? 7 : 10) : 0;
+  layout.row = (rows.length > 24 ? 17 : 24) + layout.lane;
   layout.height = Math.min(AXIS + rows.length * layout.row, Math.max(220, Math.round(0.6 * window.innerHeight)));
   $("scroll").style.height = `${layout.height}px`;
   $("spacer").style.height = `${AXIS + rows.length * layout.row - layout.height}px`;
@@ -103,7 +105,8 @@ function drawGantt() {
 }
 
 function drawRow(pen, row, y) {
-  const [top, height, middle] = [y + 2, layout.row - 4, y + layout.row / 2 + 0.5];
+  const bars = layout.row - layout.lane;
+  const [top, height, middle] = [y + 2, bars - 4, y + bars / 2 + 0.5];
   if (row === chosen) {
     pen.fillStyle = colors.mark;
     pen.fillRect(0, y, 4, layout.row);
@@ -119,6 +122,7 @@ function drawRow(pen, row, y) {
     const [from, to] = [clampX(xOf(row.sums.start[i])), clampX(xOf(row.sums.end[i]))];
     pen.fillRect(from, top + height / 4, Math.max(0.75, to - from), height / 2);
   }
+  drawLanes(pen, row, y + bars - 1);
   let drawn = -1; // the pixel that bars thinner than one have filled
   for (let i = countUpTo(row.end, view.start); i < row.start.length && row.start[i] < view.end; i++) {
     const module = data.stages[row.stageOf(i)][0];
@@ -138,6 +142,23 @@ function drawRow(pen, row, y) {
     pen.fillStyle = shade.text;
     pen.fillText(text, (from + to) / 2, middle);
   }
+}
+
+/** Below the tasks of a row, the share of each column in which its ranks communicate, by kind. */
+function drawLanes(pen, row, top) {
+  const columns = Math.max(1, Math.round(layout.width));
+  const [height, width] = [layout.lane - 2, layout.width / columns];
+  const filled = new Float64Array(columns);
+  row.lanes.forEach((lane, kind) => {
+    if (!lane.start.length) return;
+    pen.fillStyle = data.lanes[kind].color;
+    busyShare([lane], view, columns).forEach((share, column) => {
+      if (share <= 0) return;
+      const from = Math.min(1, filled[column]);
+      filled[column] += share;
+      pen.fillRect(layout.left + column * width, top + from * height, width + 0.25, Math.min(share, 1 - from) * height);
+    });
+  });
 }
 
 /** A line through the values of all columns. */

@@ -1,0 +1,114 @@
+"""The communication that pictures show is that which the simulated step waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.cost import StepCost, analytic_costs
+from hf_mmparallel.data.global_batches import GlobalBatch
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.schedule import Simulation, TransferSpan
+from hf_mmparallel.steps.communication import with_communication
+from hf_mmparallel.steps.representatives import on_all_ranks, predict_arranged
+from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
+from tests.cost.models import PLAIN
+from tests.cost.test_gradient_sums import LAYERS, text_model
+
+
+def predicted(zero_stage: int, efficiency: float = 0.6, **sizes) -> tuple[Prediction, Simulation, StepCost]:
+    """Four samples of unequal sizes in two replicas."""
+    spec = text_model()
+    costs = analytic_costs(spec, replace(PLAIN, overlap_efficiency=efficiency, link_gb_per_s=100.0))
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, zero_stage=zero_stage, **sizes)})
+    tokens = np.array([4096, 1024, 2048, 3072])
+    lengths = SampleSizes({LANGUAGE_MODEL: tokens}, {LANGUAGE_MODEL: tokens.astype(float) ** 2})
+    groups = sync_groups(spec, plan)
+    planner = StepPlanner(costs, plan, groups, 1, "contiguous", lengths.take)
+    prediction = on_all_ranks(predict_arranged(planner, planner.arrange_batch(GlobalBatch((0, 1, 2, 3)))))
+    cost = StepCost(costs, plan, prediction.planned.step, prediction.sizes, groups)
+    return prediction, with_communication(prediction, costs, groups), cost
+
+
+def of_rank(simulation: Simulation, rank: int) -> list[TransferSpan]:
+    assert simulation.transfers is not None
+    return list(simulation.transfers(rank))
+
+
+def total_ms(spans, op: str, exposed: bool | None = None) -> float:
+    chosen = [span for span in spans if span.op == op and exposed in (None, span.is_exposed)]
+    return sum(span.end_ms - span.start_ms for span in chosen)
+
+
+@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_rank_has_one_transfer_at_a_time_and_ends_with_the_step(zero_stage, pp_size):
+    prediction, simulation, _ = predicted(zero_stage, pp_size=pp_size)
+    ends = []
+    for rank in range(simulation.num_ranks):
+        spans = of_rank(simulation, rank)
+        assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(spans)), spans
+        assert {span.rank for span in spans} == {rank}
+        ends.append(spans[-1].end_ms)
+    assert max(ends) == pytest.approx(prediction.step_ms)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_gathers_and_sums_are_in_the_passes(zero_stage):
+    prediction, simulation, cost = predicted(zero_stage)
+    tasks, inside = defaultdict(list), defaultdict(float)
+    for span in simulation.spans:
+        tasks[span.rank].append(span)
+    (transfers,) = {id(stage.transfers): stage.transfers for stage in cost.stages.values()}.values()
+    for rank, own in tasks.items():
+        for transfer in of_rank(simulation, rank):
+            if transfer.start_ms < prediction.simulation.iteration_ms - 1e-9:
+                assert any(t.start_ms - 1e-9 <= transfer.start_ms <= transfer.end_ms <= t.end_ms + 1e-9 for t in own)
+                inside[rank, transfer.op] += transfer.end_ms - transfer.start_ms
+        backwards = sum(span.task.kind == "bwd" for span in own)
+        assert inside[rank, "sum"] == pytest.approx(backwards * (sum(transfers.reduce_ms) + transfers.outer_reduce_ms))
+        # The last layer stays gathered between a forward and its backward, and the first one after it.
+        ends = transfers.gather_ms[-1] + transfers.gather_ms[0]
+        assert inside[rank, "gather"] == pytest.approx(backwards * (2 * sum(transfers.gather_ms) - ends))
+
+
+def test_exposed_communication_is_what_tasks_have_beside_computation():
+    """At full speed beside communication, a pass is as long as its computation and what it waits for."""
+    _, simulation, cost = predicted(3, efficiency=1.0)
+    whole = predicted(0, efficiency=1.0)[2]
+    before = [span for span in of_rank(simulation, 0) if span.end_ms <= simulation.iteration_ms + 1e-9]
+    exposed = total_ms(before, "gather", True)
+    exposed += total_ms(of_rank(simulation, 0), "sum", True)
+    slower = 0.0
+    for span in simulation.spans:
+        if span.rank == 0:
+            joint = [replace(span.task, replica=replica) for replica in (0, 1)]
+            longest = max(joint, key=cost)
+            slower += cost(longest) - whole(longest)
+    assert exposed == pytest.approx(slower) and exposed > 0
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_sums_start_in_the_last_backward_and_are_drawn_once(zero_stage):
+    _, simulation, cost = predicted(zero_stage)
+    times = cost.sum_times(0)
+    last = max(span.start_ms for span in simulation.spans if span.task.kind == "bwd")
+    for rank in (0, 1):
+        sums = [span for span in of_rank(simulation, rank) if span.op == "sum"]
+        assert sums[0].start_ms > last and not sums[0].is_exposed
+        assert total_ms(sums, "sum") == pytest.approx(float((times.end_ms - times.start_ms).sum()))
+        assert sums[-1].end_ms == pytest.approx(simulation.iteration_ms) and sums[-1].is_exposed
+        added = [span.end_ms - span.start_ms for span in simulation.sums if span.rank == rank]
+        assert total_ms(sums, "sum", True) < sum(added) == pytest.approx(cost.sync_ms(0))
+
+
+def test_the_optimizer_gathers_what_it_updated():
+    kept, divided = (predicted(stage)[1] for stage in (0, 1))
+    late = [[s for s in of_rank(own, 0) if s.start_ms >= own.iteration_ms - 1e-9] for own in (kept, divided)]
+    assert [[span.op for span in spans] for spans in late] == [["update"], ["update", "gather"]]
+    assert total_ms(late[1], "update") == pytest.approx(total_ms(late[0], "update") / 2)
+    assert LAYERS == 4 and all(span.is_exposed for spans in late for span in spans)
