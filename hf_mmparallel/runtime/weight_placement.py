@@ -42,10 +42,12 @@ def placed_weights(
             The names of parameters that are placed, of a layer at a time, and last of all of them. They may lose their
             memory before the next layer is placed.
     """
-    first_names = {parameter: name for name, parameter in model.named_parameters() if not is_unowned(parameter)}
-    names = [[first_names[p] for p in layer.parameters() if p in first_names] for layer in layers]
+    # By id, since a reference to a parameter would keep the memory of all of it after it has been cut.
+    name_of = {id(parameter): name for name, parameter in model.named_parameters() if not is_unowned(parameter)}
+    names = [[name_of[id(p)] for p in layer.parameters() if id(p) in name_of] for layer in layers]
+    every = list(name_of.values())
     if load is not None:
-        shard(first_names.values())  # on the meta device, so that a rank reads its shards only
+        shard(every)  # on the meta device, so that a rank reads its shards only
         yield from load(model, names)
     else:
         for layer, of_layer in zip(layers, names, strict=True):
@@ -55,5 +57,5 @@ def placed_weights(
     model.to(device)
     if load is None:
         in_layers = {name for of_layer in names for name in of_layer}
-        shard([name for name in first_names.values() if name not in in_layers])
-    yield list(first_names.values())
+        shard([name for name in every if name not in in_layers])
+    yield every
