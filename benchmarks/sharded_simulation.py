@@ -58,24 +58,24 @@ from hf_mmparallel.schedule import Task, build_program, simulate
 from hf_mmparallel.world import World
 
 GOAL = 0.10
-FAST_GB_PER_S, SLOW_GB_PER_S = 0.012, 0.003
+FAST_GB_PER_S, SLOW_GB_PER_S = 0.004, 0.001
 """Links on which a layer arrives while another is computed, and on which it does not."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and of a step: the forward of a layer takes about 20 ms for a microbatch."""
+    """Sizes of the model and of a step: the forward of a layer takes about 60 ms for a microbatch."""
 
     width: int = 64
-    num_layers: int = 8
+    num_layers: int = 4
     length: int = 16
     microbatch: int = 2
     num_microbatches: int = 4
-    tflops: float = 1.8e-4
+    tflops: float = 0.6e-4
 
 
 SIZES = Sizes()
-QUICK = Sizes(num_layers=4, num_microbatches=2, tflops=1.8e-3)
+QUICK = Sizes(num_microbatches=2, tflops=6e-4)
 
 
 @dataclass(frozen=True)
