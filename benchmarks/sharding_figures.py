@@ -1,4 +1,4 @@
-"""The table of sharded layouts beside FSDP2 and DeepSpeed on the pages, see `pages.py`."""
+"""The tables of sharded layouts on the pages: beside FSDP2 and DeepSpeed, and as predicted, see `pages.py`."""
 
 from __future__ import annotations
 
@@ -20,4 +20,15 @@ def sharding() -> str:
     return table(header, rows)
 
 
-BLOCKS = {"sharding": sharding}
+def sharded_simulation() -> str:
+    """Predicted and measured steps with modelled durations."""
+    header = "| layout | predicted ms | measured ms | error | exposed transfers |"
+    rows = []
+    for case in result("sharded_simulation")["cases"]:
+        exposed = 1 - case["without_transfers_ms"] / case["predicted_ms"]
+        times = f"{ms(case['predicted_ms'])} | {ms(case['measured_ms'])}"
+        rows.append(f"| {case['case']} | {times} | {100 * case['error']:.1f} % | {100 * exposed:.1f} % |")
+    return table(header, rows)
+
+
+BLOCKS = {"sharding": sharding, "sharded_simulation": sharded_simulation}

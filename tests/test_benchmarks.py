@@ -57,6 +57,16 @@ def test_simulator_error_has_a_prediction_for_each_measured_step(tmp_path):
         assert case["measured_ms"] > 0.9 * case["predicted_ms"]  # tasks that did not sleep would be done much sooner
 
 
+def test_sharded_simulation_predicts_layouts_that_gather_and_sum_layer_by_layer(tmp_path):
+    cases = _quick("sharded_simulation", tmp_path)["cases"]
+    assert {(case["world_size"], case["zero_stage"]) for case in cases} == {(4, 2), (4, 3), (8, 2), (8, 3)}
+    assert len({case["case"] for case in cases}) == len(cases)
+    for case in cases:
+        assert 0 < case["without_transfers_ms"] < case["predicted_ms"] and case["transfers_a_step"] > 0
+        assert case["measured_ms"] > 0.9 * case["predicted_ms"]  # what did not sleep would be done much sooner
+        assert case["error"] == pytest.approx(abs(case["predicted_ms"] / case["measured_ms"] - 1))
+
+
 def test_context_parallel_balance_compares_every_way_to_cut_a_row(tmp_path):
     result = _quick("context_parallel_balance", tmp_path)
     assert result["torch's block mask has the same blocks"] is True

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import zlib
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .._files import readable
 from ..world import World
-from .tensor_parallel import base_name
+from .checkpoint_reader import CheckpointReader, adapted_layers, adapter_parameters, another_model
 from .unowned import is_unowned
-
-WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
@@ -77,42 +73,15 @@ def _model_class(config: Any) -> Any:
     )
 
 
-def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
-    """
-    The safetensors files of a folder or of a model on the Hub.
-
-    Raises:
-        `ValueError`: If there are none.
-    """
-    from transformers.utils.hub import cached_file
-
-    folder = Path(folder_or_id)
-
-    def find(name: str) -> Path | None:
-        if folder.is_dir():
-            return folder / name if (folder / name).is_file() else None
-        path = cached_file(str(folder_or_id), name, _raise_exceptions_for_missing_entries=False)
-        return None if path is None else Path(path)
-
-    index = find(WEIGHTS_INDEX)
-    if index is not None:
-        with readable(index):
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [find(name) for name in names]
-        missing = [name for name, file in zip(names, files, strict=True) if file is None]
-        if missing:
-            raise ValueError(f"`{folder_or_id}` has no `{missing[0]}`, which its index names. Copy the file there.")
-        return [file for file in files if file is not None]
-    single = find(WEIGHTS)
-    if single is None:
-        raise ValueError(
-            f"`{folder_or_id}` has neither `{WEIGHTS}` nor `{WEIGHTS_INDEX}`. Give a folder written by "
-            f"`save_pretrained`; to convert other formats, load and save the model once."
-        )
-    return [single]
-
-
 def load_owned(model: Any, folder_or_id: str | Path, device: torch.device | str = "cpu") -> None:
+    """[`load_layers`] of a model as one layer."""
+    for _ in load_layers(model, folder_or_id, device, ()):
+        pass
+
+
+def load_layers(
+    model: Any, folder_or_id: str | Path, device: torch.device | str, layers: Iterable[Collection[str]]
+) -> Iterator[list[str]]:
     """
     Loads the parameters and buffers of `model` that are on the meta device, in place, and reads nothing else.
 
@@ -122,15 +91,33 @@ def load_owned(model: Any, folder_or_id: str | Path, device: torch.device | str 
     Args:
         model (`PreTrainedModel`): The pruned model of this rank, before or after tensor parallelism.
         folder_or_id (`str` or `Path`): Folder or model id of the weights.
-        device (`torch.device`, *optional*, defaults to `"cpu"`): Device of the loaded tensors.
+        device (`torch.device`): Device of the loaded tensors.
+        layers (`Iterable[Collection[str]]`):
+            Parameters that are loaded together, one layer after the other. All others follow.
+
+    Yields:
+        `list[str]`: The parameters that have been loaded, after each layer. They may lose their memory before the next
+        layer is loaded.
 
     Raises:
         `ValueError`: If the checkpoint lacks a parameter or has it in another shape, and so is of another model.
     """
     adapters = adapter_parameters(model)
-    names = {name for name, tensor in _state(model).items() if tensor.is_meta and name not in adapters}
+    left = {name: None for name, tensor in _state(model).items() if tensor.is_meta and name not in adapters}
     trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-    missing = fill_parameters(model, checkpoint_files(folder_or_id), names, device, str(folder_or_id))
+    missing: set[str] = set()
+    with CheckpointReader(model, folder_or_id) as reader:
+        for layer in (*layers, list(left)):
+            names = [name for name in layer if name in left]
+            for name in names:
+                del left[name]
+            lost = reader.fill(names, device)
+            missing |= lost
+            loaded = [name for name in names if name not in lost]
+            for name in loaded:
+                if name in trainable:
+                    model.get_parameter(name).requires_grad_(trainable[name])
+            yield loaded
     missing -= _tie(model, missing)
     initialize_rest(model, missing, device, str(folder_or_id))
     _initialize_adapters(model, device)
@@ -141,150 +128,6 @@ def load_owned(model: Any, folder_or_id: str | Path, device: torch.device | str 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, including tied names, and persistent buffers."""
     return model.state_dict(keep_vars=True)
-
-
-def adapter_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters of a model's adapters."""
-    return {
-        f"{name}.{parameter}"
-        for name, layer in _adapted_layers(model)
-        for parameter, _ in layer.named_parameters()
-        if not parameter.startswith("base_layer.")
-    }
-
-
-def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and modules of the layers with an adapter."""
-    return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]
-
-
-@contextmanager
-def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Replaces layers with an adapter by their base layers, whose names are those of a base checkpoint."""
-    layers = _adapted_layers(model)
-
-    def put(name: str, layer: nn.Module) -> None:
-        parent, _, attribute = name.rpartition(".")
-        model.get_submodule(parent)._modules[attribute] = layer
-
-    for name, layer in layers:
-        put(name, layer.base_layer)
-    try:
-        yield
-    finally:
-        for name, layer in layers:
-            put(name, layer)
-
-
-@contextmanager
-def _showing_only(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """
-    Restricts `model.state_dict()` to some names, so that the loader skips all other checkpoint keys as unexpected.
-    """
-
-    def keep(module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
-        for name in [name for name in state if name not in names]:
-            del state[name]
-
-    handle = model.register_state_dict_post_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def fill_parameters(
-    model: Any, files: Collection[Path], names: Collection[str], device: torch.device | str, source: str
-) -> set[str]:
-    """
-    Replaces the meta tensors `names` of a model by tensors from the files.
-
-    Returns:
-        `set[str]`: Names that are not in the files.
-
-    Raises:
-        `ValueError`: If a tensor has another shape.
-    """
-    from safetensors import safe_open
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import convert_and_load_state_dict_in_model
-    from transformers.modeling_utils import LoadStateDictConfig
-
-    if not names:
-        return set()
-    plain = {base_name(name): name for name in names}
-    with ExitStack() as stack:
-        slices, file_names = {}, {}
-        for file in files:
-            with readable(file):
-                reader = stack.enter_context(safe_open(str(file), framework="pt"))
-            for key in reader.keys():  # noqa: SIM118
-                slices[key], file_names[key] = reader.get_slice(key), file.name
-        stack.enter_context(_without_adapters(model))
-        stack.enter_context(_showing_only(model, plain))
-        stack.enter_context(_quiet())
-        _check_shapes(model, slices, file_names, source)
-        config = LoadStateDictConfig(
-            device_map={"": torch.device(device)}, weight_mapping=cast(Any, get_model_conversion_mapping(model))
-        )
-        info, _ = convert_and_load_state_dict_in_model(model, slices, config)
-    for name, shape, expected in sorted(info.mismatched_keys, key=str):
-        raise ValueError(_wrong_shape(source, "its converted tensor", tuple(shape), name, tuple(expected)))
-    for name, error in info.conversion_errors.items():
-        raise ValueError(f"`{source}`: the tensors of `{name}` can't be converted: {error.strip().splitlines()[-1]}")
-    return {plain[name] for name in info.missing_keys}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides the progress bar of transformers' loader."""
-    from transformers.utils import logging
-
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()
-
-
-def _check_shapes(model: Any, slices: dict[str, Any], file_names: dict[str, str], source: str) -> None:
-    """Raises `ValueError` for tensors whose shape differs from the whole parameter's; a shard might not show it."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    expected = model.state_dict()
-    for key in sorted(slices, key=dot_natural_key):
-        name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
-        if converted is None and name in expected:
-            shape, wanted = tuple(slices[key].get_shape()), tuple(expected[name].shape)
-            if shape != wanted:
-                raise ValueError(_wrong_shape(source, f"`{key}` in `{file_names[key]}`", shape, name, wanted))
-
-
-def _wrong_shape(source: str, what: str, shape: tuple, name: str, expected: tuple) -> str:
-    return (
-        f"`{source}` is a checkpoint of another model: {what} has shape {shape}, the model's `{name}` has {expected}. "
-        f"Give the checkpoint that belongs to this configuration."
-    )
-
-
-def another_model(model: nn.Module, source: str | Path, lost: list[str]) -> str:
-    """Error message for parameters that a checkpoint lacks."""
-    others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-    return (
-        f"`{source}` is a checkpoint of another model: none of its files has `{lost[0]}`{others} of "
-        f"`{type(model).__name__}`. Give the checkpoint that belongs to this configuration."
-    )
 
 
 def _tie(model: Any, missing: set[str]) -> set[str]:
@@ -330,7 +173,7 @@ def initialize_rest(model: Any, missing: set[str], device: torch.device | str, s
 
 def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
     """Initialises LoRA matrices on the meta device as `peft` does, with a seed from the name: equal on all ranks."""
-    for name, layer in _adapted_layers(model):
+    for name, layer in adapted_layers(model):
         empty = {key: p for key, p in layer.named_parameters() if p.is_meta and not key.startswith("base_layer.")}
         if not empty:
             continue

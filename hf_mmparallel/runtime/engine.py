@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,7 @@ from .sharded_model import ShardedModel
 from .step_check import StepCheck
 from .step_result import StepResult
 from .transport import DistributedTransport
+from .weight_placement import LoadFunction, layers_of_rank, placed_weights
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class EngineOptions:
     Args:
         label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
         seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
-        load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
+        load (`Callable`, *optional*): Loads the owned weights after pruning, see [`LoadFunction`].
         costs (`CostModel`, *optional*):
             Costs of layers, the same on all ranks; context parallelism cuts tokens by them.
         adapter ([`Adapter`], *optional*): The adapters of the model, which are saved and loaded in place of it.
@@ -102,7 +103,7 @@ class EngineOptions:
 
     label_smoothing: float = 0.0
     seed: int = 0
-    load: Callable[[PreTrainedModel], None] | None = None
+    load: LoadFunction | None = None
     costs: CostModel | None = None
     adapter: Adapter | None = None
     recomputation: Recomputation = Recomputation()
@@ -167,6 +168,8 @@ class ParallelEngine(nn.Module):
         self.process_groups = ProcessGroups(plan, self.divided_groups, world)
         self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device, self.options.recomputation)
         self.model: Any = model
+        self.slices = OptimizerSlices(self.divided_groups, {}, self.rank, self.process_groups.by_ranks)
+        self.sharded.slices = self.slices
         self.streamed: dict[str, StreamedLayers] = {}  # by module
         self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
         self._load()
@@ -198,15 +201,11 @@ class ParallelEngine(nn.Module):
         return {name: every - own for name, own in self.encoder_inputs.items()}
 
     def _load(self) -> None:
-        """Moves this rank's weights to its device, each sharded over its tp group, or back to host memory."""
-        if self.options.load is None:
-            self.model.to(self.device)
-            self._shard_layers()
-        else:
-            self._shard_layers()  # on the meta device, so that a rank reads its shards only
-            self.options.load(self.model)
-            self.model.to(self.device)
-
+        """Brings this rank's weights to its device, each sharded over its tp group, or back to host memory."""
+        layers = layers_of_rank(self.stages)
+        for names in placed_weights(self.model, layers, self.device, self.options.load, self._shard):
+            wanted = set(names)
+            self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
         for name, module in self.plan.modules.items():
             stages = [stage for key, stage in self.stages.items() if key[0] == name]
             if module.storage.offload_params and stages:
@@ -218,7 +217,6 @@ class ParallelEngine(nn.Module):
         named = dict(self.model.named_parameters())
         self.trained = [p for p in named.values() if p.requires_grad]
         by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
-        self.slices = self.sharded.slices = OptimizerSlices(self.divided_groups, named, self.rank, by_ranks)
         self.updated = [self.slices.updated(p) for p in self.trained]
         self.storage = {
             named[name]: self.plan.modules[self.spec.used_at[name][0][0]].storage
@@ -274,8 +272,10 @@ class ParallelEngine(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> None:
         """Casts this rank's part of the model for good, and widens the dtypes in which tensors are sent if needed."""
-        with self.slices.casting():
-            cast_values(self.model, dtype)
+        for part in (*layers_of_rank(self.stages), self.model):  # whose layers are cast by then
+            parameters = [p for p in part.parameters() if p.dtype != dtype]
+            with self.slices.casting(parameters):
+                cast_values(part, dtype)
         for streamed in self.streamed.values():
             streamed.hold()
         self.cast_to = dtype
@@ -283,13 +283,14 @@ class ParallelEngine(nn.Module):
         for stage in self.stages.values():
             stage.widen(dtype)
 
-    def _shard_layers(self) -> None:
-        """Applies tensor parallelism to the stages of this rank."""
+    def _shard(self, names: Collection[str]) -> None:
+        """Applies tensor parallelism to some parameters of this rank."""
         for module, replica, index in self.stages:
             stage = self.plan.stage(module, replica, index)
             mesh = self.process_groups.tp_mesh(stage.mesh[stage.cp_rank_of(self.rank)])
-            if mesh is not None:
-                owned = {name for name, shards in self.shards.items() if (module, replica, index) in shards.stages}
+            held = self.shards.keys() & set(names)
+            owned = {name for name in held if (module, replica, index) in self.shards[name].stages}
+            if mesh is not None and owned:
                 self.partial |= apply_module_tp(self.model, self.spec.modules[module], mesh, owned)
 
     def plan_steps_with(self, planner: StepPlanner) -> None:

@@ -134,8 +134,7 @@ class FirstStepCheck:
             trained = {name: gradients[id(p)] for name, p in shared.parameters.items() if id(p) in gradients}
             if not trained:
                 continue
-            device = local(next(iter(shared.parameters.values()))).device
-            high, low = _extremes(torch.stack(list(trained.values())).to(device), shared.group)
+            high, low = _extremes(torch.stack(list(trained.values())).to(self.world.device), shared.group)
             rounding = _SMALLEST * float(high[:, 0].max())
             for name, largest, smallest in zip(trained, high.tolist(), low.tolist(), strict=True):
                 spread = max(largest[0] - smallest[0], largest[1] - smallest[1])

@@ -12,6 +12,7 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import GIB, stage_memories
 from ..plan import ModelSpec, ParallelPlan
 from ..world import World
+from .cgroup_memory import cgroup_available_bytes
 
 
 def check_storage(spec: ModelSpec, plan: ParallelPlan) -> None:
@@ -33,8 +34,10 @@ def check_storage(spec: ModelSpec, plan: ParallelPlan) -> None:
 
 
 def available_bytes() -> int:
-    """Bytes of host memory that new processes can have without swapping."""
-    return psutil.virtual_memory().available
+    """Bytes of host memory that this process can have without swapping, below the limits of its control groups."""
+    in_groups = cgroup_available_bytes()
+    of_machine = psutil.virtual_memory().available
+    return of_machine if in_groups is None else min(of_machine, in_groups)
 
 
 def check_host_memory(costs: CostModel, plan: ParallelPlan, world: World) -> None:

@@ -132,7 +132,7 @@ class OptimizerSlices:
 
     Args:
         sync_groups (`Sequence[SyncGroup]`): The gradient sums of the plan, and the frozen parameters that are divided.
-        parameters (`Mapping[str, nn.Parameter]`): The parameters of this rank, by name.
+        parameters (`Mapping[str, nn.Parameter]`): See [`~OptimizerSlices.take`].
         rank (`int`): This rank.
         process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
 
@@ -152,25 +152,44 @@ class OptimizerSlices:
         self.groups: list[SlicedGroup] = []
         self.by_parameter: dict[nn.Parameter, nn.Parameter] = {}
         self.freed: set[nn.Parameter] = set()
+        self._names: list[dict[str, int]] = []  # of the parameters of each group, with their positions
+        self._taken: dict[str, nn.Parameter] = {}
         for sync_group in sync_groups:
             shard_group = next((ranks for ranks in sync_group.shard_groups if rank in ranks), None)
             if shard_group is None:
                 continue
             flat_slice = FlatSlice(shard_group.index(rank), len(shard_group), process_groups[shard_group])
-            members = [parameters[name] for name in sync_group.parameters]
+            self.groups.append(SlicedGroup(flat_slice, [], sync_group.zero_stage))
+            self._names.append({name: position for position, name in enumerate(sync_group.parameters)})
+        self.take(parameters)
+
+    def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """
+        Adds parameters whose values are on the device. In ZeRO-3 only this rank's slices of them are kept.
+
+        Args:
+            parameters (`Mapping[str, nn.Parameter]`):
+                By name. Those that are not divided, or have been added before, are left as they are.
+        """
+        new = {name: parameter for name, parameter in parameters.items() if name not in self._taken}
+        self._taken |= new
+        for group, positions in zip(self.groups, self._names, strict=True):
+            members = [parameter for name, parameter in new.items() if name in positions]
+            if not members:
+                continue
             for member in members:
                 if not local(member).is_contiguous():  # such as a convolution in `channels_last`
                     give_own_memory(member)
-            self.groups.append(SlicedGroup(flat_slice, members, sync_group.zero_stage))
-            self.by_parameter.update((member, local_shard(member, flat_slice)) for member in members)
-            if sync_group.zero_stage == 3:
-                self.freed.update(members)
-        self._divide()
+            self.by_parameter.update((member, local_shard(member, group.flat_slice)) for member in members)
+            group.members[:] = [self._taken[name] for name in positions if name in self._taken]
+            if group.zero_stage == 3:
+                self._divide(members)
 
     @torch.no_grad()
-    def _divide(self) -> None:
-        """Gives the slices of ZeRO-3 memory of their own, and frees the parameters."""
-        for member in self.freed:
+    def _divide(self, members: Sequence[nn.Parameter]) -> None:
+        """Gives slices memory of their own, and frees the parameters."""
+        for member in members:
+            self.freed.add(member)
             values, updated = local(member), self.by_parameter[member]
             flat_slice = slice_of(updated)
             assert flat_slice is not None
@@ -207,11 +226,13 @@ class OptimizerSlices:
         free(freed)
 
     @contextmanager
-    def casting(self) -> Iterator[None]:
-        """A block that replaces the values of all parameters, which have memory in it. Collective."""
-        with self.rewriting(self.by_parameter):
+    def casting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """A block that replaces the values of parameters, which have memory in it. Collective."""
+        wanted = set(parameters)
+        with self.rewriting(wanted):
             for group in self.groups:
-                for bucket in buckets(group.divided_weights, lambda parameter: parameter.dtype):
+                members = [member for member in group.divided_weights if member in wanted]
+                for bucket in buckets(members, lambda parameter: parameter.dtype):
                     copy_gathered(*self.gather(group.flat_slice, bucket))
             yield
 

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,20 @@ from ..adapters.adapter_files import (
     parameters_to_save,
     write_adapters,
 )
-from ..modeling.dtensors import is_on_mesh, local, shard_as
-from ..modeling.loading import (
+from ..modeling.checkpoint_reader import (
     WEIGHTS,
     WEIGHTS_INDEX,
+    CheckpointReader,
     adapter_parameters,
     another_model,
-    checkpoint_files,
 )
+from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
 from ..modeling.tensor_parallel import base_name
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
 from .optimizer_slices import OptimizerSlices
 from .sharded_files import ShardedFiles, sharded_files
 from .weight_files import read_in_place, write_config, write_index, write_part
-
-_LOAD_CHUNK_BYTES = 1 << 30
 
 
 @dataclass
@@ -57,8 +56,7 @@ class ShardedModel:
         plan (`ParallelPlan`): The layout.
         world ([`World`]): The ranks.
         adapter ([`Adapter`], *optional*): Its adapters, which are saved and loaded in place of the model.
-        slices ([`OptimizerSlices`], *optional*): What this rank has of the parameters that are divided; none before
-            the model is loaded.
+        slices ([`OptimizerSlices`], *optional*): What this rank has of the parameters that are divided.
     """
 
     model: Any
@@ -170,7 +168,8 @@ class ShardedModel:
         tensor = tensor.detach()
         if isinstance(tensor, DTensor) and is_on_mesh(tensor, self.world.processes[owner]):
             with doing("gathering the shards of a parameter", waits=True):
-                tensor = tensor.full_tensor()
+                shard = local(tensor).to(self.world.device)  # NCCL refuses frozen weights that are in host memory
+                tensor = from_shard(shard, tensor).full_tensor()
         return tensor.cpu() if owner == self.world.rank else None
 
     def _owner_of_buffer(self, name: str) -> int:
@@ -221,33 +220,27 @@ class ShardedModel:
         self.world.raise_together(lambda: self._read(folder))
 
     def _read(self, folder: str | Path) -> None:
-        """Reads the parameters of this rank, about a gigabyte at a time."""
+        """Reads the parameters of this rank, layer by layer."""
         has_safetensors = any((Path(folder) / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
         sharded = None if has_safetensors else sharded_files(Path(folder))
         if sharded is not None:
             self._read_sharded(sharded, folder)
             return
-        model, files = self.model, checkpoint_files(folder)
-        adapters = adapter_parameters(model)
+        adapters = adapter_parameters(self.model)
         aliases: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name)
-        parameters = dict(model.named_parameters())
-        names = [name for name in self.shards if self.holds(name) and name not in adapters]
-        chunk: list[str] = []
-        size = 0
-        for index, name in enumerate(names):
-            part = local(parameters[name])
-            chunk.append(name)
-            size += part.numel() * part.element_size()
-            if size >= _LOAD_CHUNK_BYTES or index == len(names) - 1:
-                with self._rewriting(parameters[name] for name in chunk):
-                    for missing in sorted(read_in_place(model, files, chunk, folder)):
+        parameters = dict(self.model.named_parameters())
+        held = [name for name in self.shards if self.holds(name) and name not in adapters]
+        with CheckpointReader(self.model, folder) as reader:
+            for _, layer in groupby(held, key=self.spec.used_at.__getitem__):
+                names = list(layer)
+                with self._rewriting(parameters[name] for name in names):
+                    for missing in sorted(read_in_place(reader, names)):
                         tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
-                        if not tied or read_in_place(model, files, tied[:1], folder):
-                            raise ValueError(another_model(model, folder, [missing]))
-                chunk, size = [], 0
-        read_in_place(model, files, list(_persistent_buffers(model)), folder)
+                        if not tied or read_in_place(reader, tied[:1]):
+                            raise ValueError(another_model(self.model, folder, [missing]))
+            read_in_place(reader, list(_persistent_buffers(self.model)))
 
     @torch.no_grad()
     def _read_sharded(self, files: ShardedFiles, folder: str | Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modeling.checkpoint_reader import WEIGHTS_INDEX, CheckpointReader
 from ..modeling.dtensors import local
-from ..modeling.loading import WEIGHTS_INDEX, fill_parameters
 from ..plan import ModelSpec
 from .atomic import sync_file
 
@@ -60,8 +60,9 @@ def write_config(model: Any, folder: Path) -> None:
 
 
 @torch.no_grad()
-def read_in_place(model: Any, files: Collection[Path], names: Collection[str], folder: str | Path) -> set[str]:
-    """Copies tensors from files into the live ones; returns the names that no file has."""
+def read_in_place(reader: CheckpointReader, names: Collection[str]) -> set[str]:
+    """Copies tensors from files into those of the reader's model; returns the names that no file has."""
+    model = reader.model
     live: dict[str, tuple[dict[str, Any], torch.Tensor]] = {}
     try:
         for name in names:
@@ -71,7 +72,7 @@ def read_in_place(model: Any, files: Collection[Path], names: Collection[str], f
             live[name] = (home, home[attribute])
             empty = torch.empty_like(home[attribute], device="meta")
             home[attribute] = nn.Parameter(empty, requires_grad=False) if home is module._parameters else empty
-        missing = fill_parameters(model, files, names, "cpu", str(folder))
+        missing = reader.fill(names, "cpu")
         for name, (home, tensor) in live.items():
             if name not in missing:
                 local(tensor).copy_(local(home[name.rpartition(".")[2]]))

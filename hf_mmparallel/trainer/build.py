@@ -25,8 +25,9 @@ from ..cost.profile import LayerProfile
 from ..data.packing import ATTENTION
 from ..data.randomness import seeded
 from ..modeling import build_model_spec
+from ..modeling.checkpoint_reader import checkpoint_files
 from ..modeling.checkpointing import Recomputation
-from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
+from ..modeling.loading import build_on_meta, check_equal_models, load_layers
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -334,7 +335,7 @@ def build_engine(
     options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
-        load=None if source is None else lambda pruned: load_owned(pruned, source, world.device),
+        load=None if source is None else lambda pruned, layers: load_layers(pruned, source, world.device, layers),
         costs=prepared.costs,
         adapter=prepared.adapter,
         recomputation=checkpointing_settings(args),

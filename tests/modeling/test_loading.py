@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from hf_mmparallel.modeling.loading import build_on_meta, check_equal_models, load_owned
+from hf_mmparallel.modeling.loading import build_on_meta, check_equal_models, load_layers, load_owned
 from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
@@ -107,6 +107,30 @@ def test_fused_experts_are_converted(tmp_path):
     model = build_on_meta(tmp_path)
     load_owned(model, tmp_path)
     assert all(torch.equal(p, reference.get_parameter(name)) for name, p in model.named_parameters())
+
+
+def test_layers_are_loaded_one_after_the_other(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    reference = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=3, num_local_experts=2, vocab_size=20))
+    reference.save_pretrained(tmp_path)
+    model = build_on_meta(tmp_path)
+    layers = [[f"model.layers.{i}.{name}" for name, _ in model.model.layers[i].named_parameters()] for i in (1, 0)]
+    values, found = {}, []
+    for names in load_layers(model, tmp_path, "cpu", layers):
+        found.append(list(names))
+        there = {name for name, p in model.named_parameters() if not p.is_meta}
+        assert there == {name for of_layer in found for name in of_layer} & {n for n, _ in model.named_parameters()}
+        for name in names:
+            values[name] = model.get_parameter(name).detach().clone()
+            model.get_parameter(name).data.fill_(torch.nan)  # it may have no memory any more
+    assert found[:2] == layers and "model.layers.2.mlp.gate.weight" in found[2] and "lm_head.weight" in found[2]
+    assert all(torch.equal(values[name], p) for name, p in reference.named_parameters())
+    assert all(p.isnan().all() for p in model.parameters())  # nothing was written again
+    # Keys of the layers that were loaded first are reverted as well when the model is saved.
+    assert revert_weight_conversion(model, values).keys() == load_file(tmp_path / "model.safetensors").keys()
 
 
 def test_adapters_are_initialised_and_the_base_is_read(tmp_path):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 from hf_mmparallel.modeling.dtensors import local
@@ -193,3 +198,54 @@ def test_streamed_weights_are_saved(tmp_path: Path):
     got = type(want).from_pretrained(tmp_path)
     for name, value in want.state_dict().items():
         assert torch.equal(got.state_dict()[name], value), name
+
+
+class RefusingHostMemory(TorchDispatchMode):
+    """
+    Process groups that take tensors of a device only, as those of NCCL do, where weights in host memory are not on the
+    device: moving them there copies them.
+
+    Args:
+        weights (`Sequence[torch.Tensor]`): What is in host memory.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]):
+        super().__init__()
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        self.num_moved = 0
+        self.move = torch.Tensor.to
+
+    def is_on_host(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self.storages
+
+    def moved(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = self.move(tensor, *args, **kwargs)
+        if not isinstance(tensor, DTensor) and self.is_on_host(tensor) and args and isinstance(args[0], torch.device):
+            self.num_moved += 1
+            return result.clone()
+        return result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if "c10d" in func.namespace and any(map(self.is_on_host, tree_leaves((args, kwargs)))):
+            raise RuntimeError("No backend type associated with device type cpu")
+        return func(*args, **(kwargs or {}))
+
+
+def gathered_from_host(parallel: dict[str, Any]) -> tuple[dict[str, torch.Tensor] | None, int]:
+    """The weights that rank 0 gathers, and how many weights this rank has moved to its device for it."""
+    trainer = runs.make_trainer("llava", parallel)
+    hosts = [host for streamed in trainer.engine.streamed.values() for host in streamed._host.values()]
+    refusing = RefusingHostMemory(hosts)
+    with refusing, mock.patch.object(torch.Tensor, "to", lambda *args, **kwargs: refusing.moved(*args, **kwargs)):
+        weights = trainer.engine.sharded.gather_state_dict()
+    return weights, refusing.num_moved
+
+
+def test_shards_in_host_memory_are_gathered_on_the_device():
+    ranks = run_distributed(gathered_from_host, 3, {VISION: {}, LM: {"tp_size": 2, **STREAM}})
+    want, got = tiny.FAMILIES["llava"]().state_dict(), ranks[0][0]
+    assert got is not None and got.keys() == want.keys()
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    assert [moved > 0 for _, moved in ranks] == [False, True, True]

@@ -1,13 +1,19 @@
-"""The bytes of live tensors under ZeRO stages: the peak that was predicted, and state of the theoretical size."""
+"""Memory under ZeRO stages: the predicted peak, state of the theoretical size, and no layer more at any time."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import resource
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import memory_error
 import pytest
+import torch
 import torch.distributed as dist
 import transformers
 from live_bytes import LiveBytes
@@ -17,7 +23,7 @@ from transformers import TrainerCallback
 from hf_mmparallel.cost import analytic_costs
 from hf_mmparallel.plan.plugin import ZERO_STAGES
 from tests import tiny
-from tests.distributed import run_distributed
+from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
 
@@ -107,3 +113,143 @@ def test_state_has_its_theoretical_size(stage: int, num_copies: int):
     weights, others = 1 / num_copies if stage == 3 else 1, 1 / num_copies if stage else 1
     for state, num_bytes in run_distributed(state_of, num_copies, {LM: {"dp_size": num_copies, "zero_stage": stage}}):
         assert state == pytest.approx(num_bytes * (weights + 3 * others), rel=0.05)
+
+
+# A model that is divided while it is laid out
+
+LAYERS = 8
+
+
+def wide_model(seed: int = 0) -> transformers.LlamaForCausalLM:
+    """A language model whose weights are in layers, but for the thousandth part."""
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": LAYERS}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**tiny.TEXT, **sizes}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights of [`wide_model`]."""
+    path = tmp_path_factory.mktemp("model")
+    wide_model().save_pretrained(path)
+    return path
+
+
+def peaks(folder: Path, parallel: dict[str, Any]) -> dict[str, float]:
+    """Peaks of live bytes on this rank while a model is laid out, loaded again, and cast, in shares of its weights."""
+    runs.draw_nothing()
+    found = {}
+    with LiveBytes() as counter:
+        trainer = runs.make_trainer("llama", parallel, model=str(folder))
+        found["laid out"] = counter.peak_bytes
+        gc.collect()
+        found["kept"] = counter.live_bytes
+        counter.reset()
+        trainer.engine.sharded.load_model(folder)
+        found["loaded"] = counter.peak_bytes
+        counter.reset()
+        trainer.engine.cast(torch.bfloat16)
+        found["cast"] = counter.peak_bytes
+    num_bytes = 4 * trainer.engine.spec.num_parameters
+    return {name: value / num_bytes for name, value in found.items()}
+
+
+DIVIDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp": (4, {"dp_size": 4}),
+    "dp and tp": (4, {"dp_size": 2, "tp_size": 2}),
+    "dp and cp": (4, {"dp_size": 2, "cp_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_rank_never_has_more_than_its_slices_and_one_layer(folder: Path, name: str):
+    world_size, sizes = DIVIDED[name]
+    layer = 1 / LAYERS
+    for rank in run_distributed(peaks, world_size, folder, {LM: {**sizes, "zero_stage": 3}}):
+        assert rank["kept"] == pytest.approx(1 / world_size, rel=0.02)
+        assert 1 / world_size < rank["laid out"] <= 1 / world_size + 1.1 * layer
+        assert rank["loaded"] <= 1 / world_size + 2.1 * layer  # the layer, and what is read of it
+        assert rank["cast"] <= 1 / world_size + 2.6 * layer  # the layer in both dtypes, and as it is gathered
+
+
+class SecondMemory(LiveBytes):
+    """
+    Counts what comes to a device from host memory, as if the CPU, the device of these tests, had memory of its
+    own: moving a parameter that is in host memory copies it.
+
+    Args:
+        model (`nn.Module`): What is in host memory.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self._on_host = {id(parameter): parameter.untyped_storage() for parameter in model.parameters()}
+        self._patches.enter_context(mock.patch.object(torch.Tensor, "to", self._moving(torch.Tensor.to)))
+
+    def _moving(self, move: Any) -> Any:
+        def moved(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            result = move(tensor, *args, **kwargs)
+            if args and isinstance(args[0], torch.device) and self._on_host.pop(id(tensor), None) is not None:
+                return result.detach().clone()
+            return result
+
+        return moved
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if all(storage._cdata != kept._cdata for kept in self._on_host.values()):
+            super()._count(storage)
+
+
+def moved_peak(parallel: dict[str, Any]) -> float:
+    """Peak of the bytes that come to a device on this rank, in shares of the weights of a model in host memory."""
+    runs.draw_nothing()
+    model = wide_model()
+    with SecondMemory(model) as counter:
+        trainer = runs.make_trainer("llama", parallel, model=model)
+    return counter.peak_bytes / (4 * trainer.engine.spec.num_parameters)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_model_in_host_memory_comes_to_the_device_layer_by_layer(name: str):
+    world_size, sizes = DIVIDED[name]
+    for peak in run_distributed(moved_peak, world_size, {LM: {**sizes, "zero_stage": 3}}):
+        assert 1 / world_size < peak <= 1 / world_size + 2.1 / LAYERS  # the layer in both memories
+
+
+# A limit that the operating system enforces
+
+LIMITED = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+
+
+def data_bytes() -> int:
+    """Bytes of this process that count against `RLIMIT_DATA`."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    return 1024 * int(line.split()[1])
+
+
+def limited_run(folder: Path, parallel: dict[str, Any], more_bytes: int) -> runs.Run:
+    """A run of a rank that may have so many bytes more than before its model is made."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back to the system at once
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more_bytes, hard))
+    trainer = runs.make_trainer("llama", parallel, model=str(folder), **LIMITED)
+    trainer.train()
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    return runs.Run(runs.step_logs(trainer), None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts mapped memory on Linux only")
+def test_a_model_that_does_not_fit_into_a_rank_trains_at_stage_3(folder: Path):
+    """
+    State of 16 bytes for each parameter does not fit below the limit. A quarter of it on each rank does, beside the
+    mapped file of 4 bytes for each, and what is used for the plan.
+    """
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    limit = 15 * model.num_parameters()
+    reference = runs.stock("llama", model=model, **LIMITED)
+    layout = {"dp_size": 4}
+    assert_ranks_raise(limited_run, 4, folder, {LM: layout}, limit, match="can't allocate memory")
+    for run in run_distributed(limited_run, 4, folder, {LM: {**layout, "zero_stage": 3}}, limit):
+        assert len(run.logs) == len(reference.logs) > 0
+        for got, want in zip(run.logs, reference.logs, strict=True):
+            assert got == pytest.approx(want, rel=2e-5)
