@@ -228,12 +228,8 @@ class ShardedModel:
             self._read_sharded(sharded, folder)
             return
         model, files = self.model, checkpoint_files(folder)
-        adapters = adapter_parameters(model)
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        parameters = dict(model.named_parameters())
-        names = [name for name in self.shards if self.holds(name) and name not in adapters]
+        parameters, aliases = dict(model.named_parameters()), self._aliases()
+        names = self._read_names()
         chunk: list[str] = []
         size = 0
         for index, name in enumerate(names):
@@ -243,7 +239,7 @@ class ShardedModel:
             if size >= _LOAD_CHUNK_BYTES or index == len(names) - 1:
                 with self._rewriting(parameters[name] for name in chunk):
                     for missing in sorted(read_in_place(model, files, chunk, folder)):
-                        tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
+                        tied = [alias for alias in aliases[missing] if alias != missing]
                         if not tied or read_in_place(model, files, tied[:1], folder):
                             raise ValueError(another_model(model, folder, [missing]))
                 chunk, size = [], 0
@@ -252,15 +248,10 @@ class ShardedModel:
     @torch.no_grad()
     def _read_sharded(self, files: ShardedFiles, folder: str | Path) -> None:
         """Reads the parameters and buffers of this rank one by one from the files of FSDP2 or DeepSpeed."""
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        parameters, adapters = dict(self.model.named_parameters()), adapter_parameters(self.model)
-        for name in self.shards:
-            if not self.holds(name) or name in adapters:
-                continue
+        parameters, aliases = dict(self.model.named_parameters()), self._aliases()
+        for name in self._read_names():
             parameter = parameters[name]
-            found = (files.weight(alias, parameter.shape) for alias in aliases[id(parameter)])
+            found = (files.weight(alias, parameter.shape) for alias in aliases[name])
             value = next((value for value in found if value is not None), None)
             if value is None or value.shape != parameter.shape:
                 raise ValueError(another_model(self.model, folder, [name]))
@@ -270,6 +261,18 @@ class ShardedModel:
             value = files.weight(name, buffer.shape)
             if value is not None:
                 buffer.copy_(value)
+
+    def _read_names(self) -> list[str]:
+        """The parameters that this rank reads from a checkpoint: those that it holds, without adapters."""
+        adapters = adapter_parameters(self.model)
+        return [name for name in self.shards if self.holds(name) and name not in adapters]
+
+    def _aliases(self) -> dict[str, list[str]]:
+        """First name of each parameter -> all of its names, of which a checkpoint may have any."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return {own[0]: own for own in names.values()}
 
     def _rewriting(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager:
         """See [`OptimizerSlices.rewriting`]."""
