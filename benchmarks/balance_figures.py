@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from figures import all_arrangements, chart_net, ratio, result, spread
+from figures import all_arrangements, chart_net, percent, ratio, result, spread, table
 
-BLOCKS: Mapping[str, Callable[[], str]] = {}
+
+def rank_balance() -> str:
+    """The waiting of ranks without a plan, by the arrangement of their batches."""
+    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in result("rank_balance")["balance"]:
+        case = (row["samples"], row["packed"], row["ranks"], row["accumulation"])
+        rows.setdefault(case, {})[row["arrangement"]] = row
+    lines = []
+    for (samples, packed, ranks, count), own in rows.items():
+        stock, even = own["contiguous"], own["hierarchical"]
+        cells = [f"{percent(stock[key])} / {percent(even[key])} %" for key in ("rank_excess", "turn_excess")]
+        lines.append(
+            f"| {samples} | {'packed' if packed else 'padded'} | {ranks} | {count} | {' | '.join(cells)} "
+            f"| {ratio(even['faster'])} |"
+        )
+    return table("| samples | rows | ranks | accumulation steps | fullest rank | turns | faster |", lines)
 
 
 def over_bound(arrangement: str, bound: str) -> str:
@@ -90,4 +105,5 @@ def quotes_of_page() -> Iterator[str]:
     yield from rows_of_microbatch_balance()
 
 
+BLOCKS: Mapping[str, Callable[[], str]] = {"rank_balance": rank_balance}
 QUOTES = {"docs/benchmarks.md": quotes_of_page}

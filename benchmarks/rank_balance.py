@@ -125,7 +125,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     table = Table(*columns, title="Excess over the mean work of a rank")
     for row in result["balance"]:
         cells = [row["samples"], "packed" if row["packed"] else "padded", str(row["ranks"]), str(row["accumulation"])]
-        cells += [row["arrangement"], f"{row['mean_ms']:.3g}"]
+        cells += [row["arrangement"], f"{row['mean_ms']:.3f}" if row["mean_ms"] < 10 else f"{row['mean_ms']:,.0f}"]
         cells += [f"{100 * row['rank_excess']:.1f} %", f"{100 * row['turn_excess']:.1f} %", f"{row['faster']:.2f}"]
         table.add_row(*cells)
     return [table]
