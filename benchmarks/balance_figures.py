@@ -22,7 +22,8 @@ def rank_balance() -> str:
             f"| {samples} | {'packed' if packed else 'padded'} | {ranks} | {count} | {' | '.join(cells)} "
             f"| {ratio(even['faster'])} |"
         )
-    return table("| samples | rows | ranks | accumulation steps | fullest rank: stock / arranged | turns: stock / arranged | faster |", lines)
+    columns = ("fullest rank: stock / arranged", "turns: stock / arranged", "faster")
+    return table(f"| samples | rows | ranks | accumulation steps | {' | '.join(columns)} |", lines)
 
 
 def over_bound(arrangement: str, bound: str) -> str:
