@@ -1,12 +1,29 @@
-"""Sentences of `docs/benchmarks.md` on the bounds of arrangements and on their steps on ranks; see `pages.py`."""
+"""Sentences and rows of `docs/benchmarks.md` on arrangements, their bounds and steps on ranks; see `pages.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from figures import all_arrangements, ratio, result, spread
+from figures import all_arrangements, chart_net, percent, ratio, result, spread, table
 
-BLOCKS: Mapping[str, Callable[[], str]] = {}
+
+def rank_balance() -> str:
+    """The waiting of ranks without a plan, by the arrangement of their batches."""
+    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in result("rank_balance")["balance"]:
+        case = (row["samples"], row["packed"], row["ranks"], row["accumulation"])
+        rows.setdefault(case, {})[row["arrangement"]] = row
+    lines = []
+    for (samples, packed, ranks, count), own in rows.items():
+        stock, even = own["contiguous"], own["hierarchical"]
+        cells = [f"{percent(stock[key])} / {percent(even[key])} %" for key in ("rank_excess", "turn_excess")]
+        lines.append(
+            f"| {samples} | {'packed' if packed else 'padded'} | {ranks} | {count} | {' | '.join(cells)} "
+            f"| {ratio(even['faster'])} |"
+        )
+    columns = ("fullest rank: stock / arranged", "turns: stock / arranged", "faster")
+    return table(f"| samples | rows | ranks | accumulation steps | {' | '.join(columns)} |", lines)
 
 
 def over_bound(arrangement: str, bound: str) -> str:
@@ -28,4 +45,66 @@ def quotes_of_balance() -> Iterator[str]:
     yield f"deviation falls from {order:.1f} (`disttrain`) to {even:.1f} ms"
 
 
-QUOTES = {"docs/benchmarks.md": quotes_of_balance}
+def rows_of_microbatch_balance() -> Iterator[str]:
+    """The rows of the table of arrangements in `docs/benchmarks.md`, and the sentences about them."""
+    for case in result("microbatch_balance")["simulated"]:
+        found = case["arrangements"]
+        order, own_plan = found["disttrain"], found["disttrain, its own plan"]["iteration_ms"]
+        published, even, tapered = (found[name] for name in ("entrain", "hierarchical", "tapered, eager"))
+        deviations = [
+            " / ".join(f"{own['std_ms'][module]:.1f}" for own in (order, published, even))
+            for module in ("vision", "language_model")
+        ]
+        faster = [
+            f"{order['iteration_ms'] / own['iteration_ms']:.2f}, {own_plan / own['iteration_ms']:.2f}"
+            for own in (published, even, tapered)
+        ]
+        over_even = even["iteration_ms"] / even["bounds_ms"]["even"]
+        over_best = tapered["iteration_ms"] / tapered["bounds_ms"]["best"]
+        peaks = " / ".join(f"{max(own['peak_gib']):.1f}" for own in (order, published, even, tapered))
+        start = f"| {case['dataset']} | {case['model']} | {deviations[0]} | {deviations[1]} | {faster[0]} "
+        yield f"{start}| {faster[1]} | {over_even:.3f} | {faster[2]} | {over_best:.3f} | {peaks} |"
+    yield from quotes_of_entrain()
+    unlike = result("microbatch_balance")["unlike"]
+    for way in ("as many each", "by their speed"):
+        yield " / ".join(f"{unlike[samples][way]['iteration_ms']:.0f}" for samples in ("alike", "log-normal")) + " ms"
+    measured_ms = {case["arrangement"]: case["measured_ms"] for case in result("microbatch_balance")["slept"]}
+    for name in ("disttrain", "entrain", "hierarchical", "tapered"):
+        yield f"{measured_ms[name]:,.0f} for `{name}`"
+
+
+def quotes_of_entrain() -> Iterator[str]:
+    """Sentences about Entrain's algorithm, its deferral, and DIP."""
+
+    def both(value: Callable[[dict[str, Any]], float], digits: int) -> str:
+        return " and ".join(f"{value(case):.{digits}f}" for case in chart_net())
+
+    def step(case: dict[str, Any], name: str) -> float:
+        return case[name]["iteration_ms"]
+
+    def peak(case: dict[str, Any], name: str) -> float:
+        return max(case[name]["peak_gib"])
+
+    def fewer(module: str) -> str:
+        return both(lambda case: case["disttrain"]["std_ms"][module] / case["entrain"]["std_ms"][module], 1)
+
+    without = "entrain, no deferral"
+    yield f"deviations {fewer('vision')} times below"
+    yield f"{fewer('language_model')} times in the language model"
+    yield f"at {both(lambda case: step(case, 'disttrain, its own plan') / step(case, 'entrain'), 2)} times its speed"
+    yield f"{both(lambda case: 100 * (1 - step(case, 'entrain') / step(case, without)), 1)} % and takes"
+    yield f"{both(lambda case: 100 * (peak(case, 'entrain') / peak(case, without) - 1), 1)} % more memory"
+    every = all_arrangements()
+    more = [peak(case, "DIP") - peak(case, "entrain") for case in every]
+    yield f"{spread(more, '{:.1f}'.format)} GiB more activations"
+    slower = [step(case, "hierarchical") / step(case, "entrain") for case in every]
+    yield f"{spread(slower, '{:.3f}'.format)} of the step of `entrain`"
+
+
+def quotes_of_page() -> Iterator[str]:
+    yield from quotes_of_balance()
+    yield from rows_of_microbatch_balance()
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {"rank_balance": rank_balance}
+QUOTES = {"docs/benchmarks.md": quotes_of_page}

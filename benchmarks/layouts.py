@@ -45,6 +45,12 @@ KINDS = {
     "tensor": "tensor parallelism",
     "none": "does not fit",
 }
+LEGEND = (
+    "V: encoder, L: language model, each with its sizes that are not 1: d data-, p pipeline-, c context-, t "
+    "tensor-parallel.  z1, z2, z3: ZeRO stage, z3/8: over 8 copies.\n"
+    "*: activations recomputed.  apart: encoder and language model on ranks of their own; else they share them.  "
+    "Last line: predicted MFU."
+)
 COLORS = {"replicated": "#cfe3f5", "sharded": "#f7d9a8", "pipeline": "#d4ecc9", "tensor": "#e7cfe8", "none": "#eeeeee"}
 
 
@@ -107,7 +113,7 @@ def text_of(candidate: Candidate) -> str:
     lines = []
     for name, layout in candidate.layouts.items():
         sizes = (("d", layout.dp_size), ("p", layout.pp_size), ("c", layout.cp_size), ("t", layout.tp_size))
-        words = "".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "1"
+        words = " ".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "1"
         words += f" z{layout.zero_stage}" if layout.zero_stage else ""
         words += f"/{layout.shard_size}" if layout.shard_size else ""
         lines.append(
@@ -117,28 +123,42 @@ def text_of(candidate: Candidate) -> str:
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """A cell for each case, coloured by the kind of its layout."""
+    """A cell for each case, coloured by the kind of its layout; cases that were not run are empty."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    figure = Figure(figsize=(12.5, 6.4), layout="constrained")
     FigureCanvasAgg(figure)
     for panel, device in enumerate(DEVICES, start=1):
         axes = figure.add_subplot(1, 2, panel)
         for y, model in enumerate(MODELS):
             for x, gpus in enumerate(GPUS):
-                row = rows.get(f"{model}, {gpus} {device}", {"kind": "none", "text": ""})
-                axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=COLORS[row["kind"]], edgecolor="white"))
-                axes.text(x, y, row["text"], ha="center", va="center", fontsize=7.5)
+                row = rows.get(f"{model}, {gpus} {device}")
+                if row is not None:
+                    _draw_cell(axes, x, y, row)
         axes.set(xlim=(-0.5, len(GPUS) - 0.5), ylim=(-0.5, len(MODELS) - 0.5), title=device, xlabel="GPUs")
         axes.set_xticks(range(len(GPUS)), [str(gpus) for gpus in GPUS])
         axes.set_yticks(range(len(MODELS)), MODELS)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        if panel == 1:
+            axes.set_ylabel("parameters of the language model")
     seen = {row["kind"] for row in rows.values()}
     handles = [Patch(facecolor=COLORS[kind], label=words) for kind, words in KINDS.items() if kind in seen]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=9, frameon=False)
+    figure.supxlabel(LEGEND, fontsize=8.5)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def _draw_cell(axes: Any, x: int, y: int, row: dict[str, Any]) -> None:
+    """The layout of a case, with its predicted MFU."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, facecolor=COLORS[row["kind"]]))
+    text = "does not\nfit" if row["kind"] == "none" else f"{row['text']}\n{100 * row['utilisation']:.0f} %"
+    axes.text(x, y, text, ha="center", va="center", fontsize=8, linespacing=1.35)
 
 
 def reported(rows: dict[str, dict[str, Any]]) -> Table:

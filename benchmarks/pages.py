@@ -20,24 +20,30 @@ import sys
 
 import balance_figures
 import calibration_figures
+import context_figures
 import device_figures
-import figures
 import mode_figures
 import paper_figures
+import planner_figures
 import published_figures
+import sampler_figures
 import scale_figures
 import search_figures
 import sharding_figures
+import trainer_figures
 from figures import ROOT
 
 QUOTING = (
     balance_figures,
     calibration_figures,
-    figures,
+    context_figures,
     mode_figures,
     paper_figures,
+    planner_figures,
     published_figures,
+    sampler_figures,
     search_figures,
+    trainer_figures,
 )
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
 SOURCES = (*QUOTING, device_figures, scale_figures, sharding_figures)

@@ -1,10 +1,12 @@
 """
-Even ranks without a plan: predicted waiting of data-parallel ranks for each other, on the charts of the example.
+Even ranks without a plan: predicted waiting of data-parallel ranks for each other.
 
-Global batches of the chart dataset in a random order, as the stock Trainer gives them to ranks and accumulation steps
-(`contiguous`) and arranged. The costs are those of the example's model on a known GPU, from the sizes that the Trainer
-reads. `ranks` is the work of the fullest rank over the mean, for DDP and ZeRO-1, which wait once a step; `turns` adds
-up the fullest batch of each accumulation step, for FSDP and ZeRO-3, which wait at every layer.
+Global batches in a random order, as the stock Trainer gives them to ranks and accumulation steps (`contiguous`) and
+arranged: charts in the model of the example, whose sizes are those that the Trainer reads, and SynthChartNet's sizes
+with Llama 1b. Costs are those of a known GPU. `fullest rank` is the work of the fullest rank over the mean, for DDP or
+ZeRO-1, which wait once a step; `turns` adds up the fullest batch of each accumulation step, for FSDP and ZeRO-3, which
+wait at every layer. `faster` is the sum of turns in the stock Trainer's order over that of the arrangement:
+padded rows are shorter, too, where samples of a batch are alike.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
+from paper_samples import PUBLISHED, PUBLISHED_MODELS
 from rich.table import Table
 
 sys.path.append(str(common.ROOT / "examples"))
@@ -58,6 +61,13 @@ class Sizes:
 
 
 QUICK = Sizes(num_charts=64, layouts=((2, 2),), num_batches=2)
+CHARTS, PAPER = "charts of the example", "SynthChartNet, Llama 1b"
+
+
+def published(sizes: Sizes) -> tuple[CostModel, SampleSizes]:
+    """Costs of a SigLIP-like encoder with Llama 1b, and sizes with the published shape of SynthChartNet."""
+    costs = analytic_costs(PUBLISHED_MODELS["llama3-1b"].spec, find_device(sizes.gpu))
+    return costs, PUBLISHED["synthchartnet"].draw(2048, 0)
 
 
 def measured(sizes: Sizes) -> tuple[CostModel, SampleSizes]:
@@ -73,43 +83,51 @@ def measured(sizes: Sizes) -> tuple[CostModel, SampleSizes]:
 
 
 def balance(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Excess over the mean of each layout, form of rows and arrangement."""
-    costs, samples = measured(sizes)
-    plan = resolve_plan(costs.spec, {})
-    for packed in (False, True):
-        costs = replace(costs, packing=packed)
-        for num_ranks, count in sizes.layouts:
-            generator = np.random.default_rng(0)
-            size = num_ranks * count * sizes.batch_size
-            chosen = [generator.permutation(samples.num_samples)[:size].tolist() for _ in range(sizes.num_batches)]
-            for arrangement in RANK_ARRANGEMENTS:
-                planner = RankPlanner(costs, num_ranks, sizes.batch_size, arrangement)
-                excess = []
-                for indices in chosen:
-                    own = samples.take(indices)
-                    workloads = whole_model_workloads(batch_workloads(costs, plan, own))
-                    times = turn_costs(planner(GlobalBatch(tuple(indices), sizes=own)), workloads)
-                    excess.append((times.sum(axis=1).max(), times.max(axis=0).sum(), times.sum() / num_ranks))
-                fullest, turns, mean = np.sum(excess, axis=0)
-                yield {
-                    "packed": packed,
-                    "ranks": num_ranks,
-                    "accumulation": count,
-                    "arrangement": arrangement,
-                    "mean_ms": mean / len(chosen),
-                    "rank_excess": fullest / mean - 1,
-                    "turn_excess": turns / mean - 1,
-                }
+    """The waiting of each kind of samples, form of rows, layout and arrangement."""
+    for name, (costs, samples) in ((CHARTS, measured(sizes)), (PAPER, published(sizes))):
+        for packed in (False, True):
+            for num_ranks, count in sizes.layouts:
+                case = {"samples": name, "packed": packed, "ranks": num_ranks, "accumulation": count}
+                for row in arrangements(replace(costs, packing=packed), samples, num_ranks, count, sizes):
+                    yield {**case, **row}
+
+
+def arrangements(
+    costs: CostModel, samples: SampleSizes, num_ranks: int, count: int, sizes: Sizes
+) -> Iterator[dict[str, Any]]:
+    """The work of ranks under each arrangement, means over the same global batches."""
+    plan, generator = resolve_plan(costs.spec, {}), np.random.default_rng(0)
+    size = num_ranks * count * sizes.batch_size
+    chosen = [generator.permutation(samples.num_samples)[:size].tolist() for _ in range(sizes.num_batches)]
+    stock_ms = None
+    for arrangement in ("contiguous", *(name for name in RANK_ARRANGEMENTS if name != "contiguous")):
+        planner = RankPlanner(costs, num_ranks, sizes.batch_size, arrangement)
+        found = []
+        for indices in chosen:
+            own = samples.take(indices)
+            workloads = whole_model_workloads(batch_workloads(costs, plan, own))
+            times = turn_costs(planner(GlobalBatch(tuple(indices), sizes=own)), workloads)
+            found.append((times.sum(axis=1).max(), times.max(axis=0).sum(), times.sum() / num_ranks))
+        fullest_ms, turns_ms, mean_ms = np.mean(found, axis=0).tolist()
+        stock_ms = turns_ms if stock_ms is None else stock_ms
+        yield {
+            "arrangement": arrangement,
+            "mean_ms": mean_ms,
+            "rank_excess": fullest_ms / mean_ms - 1,
+            "turn_excess": turns_ms / mean_ms - 1,
+            "faster": stock_ms / turns_ms,
+        }
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """The table that is printed."""
-    columns = ("rows", "ranks", "accumulation", "arrangement", "mean ms", "fullest rank", "turns")
+    columns = ("samples", "rows", "ranks", "steps", "arrangement", "mean ms", "fullest rank", "turns", "faster")
     table = Table(*columns, title="Excess over the mean work of a rank")
     for row in result["balance"]:
-        cells = ["packed" if row["packed"] else "padded", str(row["ranks"]), str(row["accumulation"])]
-        cells += [row["arrangement"], f"{row['mean_ms']:.3f}"]
-        table.add_row(*cells, f"{100 * row['rank_excess']:.1f} %", f"{100 * row['turn_excess']:.1f} %")
+        cells = [row["samples"], "packed" if row["packed"] else "padded", str(row["ranks"]), str(row["accumulation"])]
+        cells += [row["arrangement"], f"{row['mean_ms']:.3f}" if row["mean_ms"] < 10 else f"{row['mean_ms']:,.0f}"]
+        cells += [f"{100 * row['rank_excess']:.1f} %", f"{100 * row['turn_excess']:.1f} %", f"{row['faster']:.2f}"]
+        table.add_row(*cells)
     return [table]
 
 
@@ -120,7 +138,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = QUICK if options.quick else Sizes()
     load = os.getloadavg()
-    result = {"balance": list(balance(sizes)), **common.machine(common.QUICK, load), "shapes": asdict(sizes)}
+    result = {"balance": list(balance(sizes))}
+    result |= {**common.machine(common.QUICK, load), "shapes": asdict(sizes)}
     notes = ["Predicted from the sizes of samples; nothing is run."]
     common.report("rank_balance", tables(result), notes, result, options.out)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -200,3 +201,30 @@ def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapp
     assert not result.unexpected_keys, result.unexpected_keys
     config.init_lora_weights = initialisation
     return model
+
+
+def with_adapters_of(model: Any, blank: Any) -> Any:
+    """
+    A base model on the meta device with the adapters that another model has, as a `PeftModel` if that is one.
+
+    Args:
+        model (`PeftModel` or `PreTrainedModel`): The other model.
+        blank (`PreTrainedModel`): The base model, without adapters.
+    """
+    from peft import PeftModel, get_peft_model
+
+    configs = getattr(model, "peft_config", None) or {}
+    for name, config in configs.items():
+        config = copy.deepcopy(config)
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = False  # some initialisations read the base, which has no values
+        with torch.device("meta"):
+            if isinstance(blank, PeftModel):
+                blank.add_adapter(name, config)
+            elif isinstance(model, PeftModel):
+                blank = get_peft_model(blank, config, adapter_name=name)
+            else:
+                blank.add_adapter(config, name)
+    if configs:
+        blank.peft_config = copy.deepcopy(configs)
+    return blank

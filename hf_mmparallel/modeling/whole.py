@@ -40,19 +40,29 @@ def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], a
         `PreTrainedModel` or `PeftModel`: The model in evaluation mode, on the device of the tensors; a `PeftModel`
         if there is an `adapter`.
     """
-    with torch.device("meta"):
-        whole = part.without_weights() if hasattr(part, "without_weights") else type(part)(copy.deepcopy(part.config))
     adapter_parameters = adapter_names(spec)
     base = {base_name(name): tensor for name, tensor in state.items() if name not in adapter_parameters}
-    persistent = whole.state_dict()
-    whole.load_state_dict({name: base[name] for name in persistent if name in base}, strict=False, assign=True)
-    whole.tie_weights()
-    for name in base.keys() - persistent.keys():
-        owner, _, attribute = name.rpartition(".")
-        whole.get_submodule(owner)._buffers[attribute] = base[name]
-    initialize_rest(whole, {name for name, p in whole.named_parameters() if p.is_meta}, "cpu", "The ranks' parts")
-    if part.can_generate():
-        whole.generation_config = part.generation_config
+    whole = fill(blank_model(part), part, base)
     if adapter is not None:
         whole = wrap_as_peft_model(whole, spec, adapter, state)
     return whole.eval()
+
+
+def blank_model(part: Any) -> Any:
+    """A model on the meta device like the one that this rank holds a part of, without adapters."""
+    with torch.device("meta"):
+        return part.without_weights() if hasattr(part, "without_weights") else type(part)(copy.deepcopy(part.config))
+
+
+def fill(whole: Any, part: Any, state: Mapping[str, torch.Tensor]) -> Any:
+    """Gives a model on the meta device its parameters and buffers, and the generation config of a rank's part."""
+    persistent = whole.state_dict()
+    whole.load_state_dict({name: state[name] for name in persistent if name in state}, strict=False, assign=True)
+    whole.tie_weights()
+    for name in state.keys() - persistent.keys():
+        owner, _, attribute = name.rpartition(".")
+        whole.get_submodule(owner)._buffers[attribute] = state[name]
+    initialize_rest(whole, {name for name, p in whole.named_parameters() if p.is_meta}, "cpu", "The ranks' parts")
+    if part.can_generate():
+        whole.generation_config = part.generation_config
+    return whole

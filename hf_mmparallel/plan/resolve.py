@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
@@ -72,11 +72,11 @@ def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
 def _check_sharding(name: str, module: ModulePlan) -> None:
     shard_size, copies = module.sharding.shard_size, module.dp_size * module.cp_size
     if shard_size is not None and copies % shard_size:
-        fits = [size for size in range(1, copies + 1) if copies % size == 0]
+        fits = ", ".join(str(size) for size in range(2, copies + 1) if copies % size == 0)
         raise ValueError(
-            f"`shard_size={shard_size}` does not divide the {copies} copies of each parameter of `{name}` (`dp_size="
-            f"{module.dp_size}` x `cp_size={module.cp_size}`). Use one of {', '.join(map(str, fits))}, or leave it "
-            "out for all copies."
+            f"`shard_size={shard_size}` does not divide {copies}, the number of copies of each parameter of `{name}` "
+            f"(`dp_size={module.dp_size}` x `cp_size={module.cp_size}`). "
+            + (f"Use one of {fits}, or leave it out for all copies." if fits else "Leave it out, or use more copies.")
         )
     if module.sharding.zero_stage > 1:
         _check_joint(name, module)
@@ -101,6 +101,23 @@ def _check_joint(name: str, module: ModulePlan) -> None:
             raise ValueError(
                 f"`zero_stage={stage}` of `{name}`: the ranks {ranks} of its replicas, which exchange gradients layer "
                 "by layer, are not in ascending order. Sort them, or use `zero_stage=1`."
+            )
+
+
+def sharding_without_effect(modules: Mapping[str, ModulePlan] | Mapping[str, ModulePlugin]) -> Iterator[str]:
+    """A sentence for each module whose ZeRO stage has no copies of parameters to divide anything among."""
+    for name, module in modules.items():
+        stage, size = module.sharding.zero_stage, module.sharding.shard_size
+        copies = module.dp_size * module.cp_size
+        if stage and copies == 1:
+            yield (
+                f"`zero_stage={stage}` of `{name}` has no effect: there is one copy of each of its parameters "
+                "(`dp_size=1`, `cp_size=1`), and nothing to divide. Use more copies, or leave it out."
+            )
+        elif stage and size == 1:
+            yield (
+                f"`zero_stage={stage}` of `{name}` has no effect with `shard_size=1`, which divides nothing among its "
+                f"{copies} copies. Leave `shard_size` out for all of them."
             )
 
 

@@ -226,18 +226,13 @@ class ShardedModel:
         if sharded is not None:
             self._read_sharded(sharded, folder)
             return
-        adapters = adapter_parameters(self.model)
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        parameters = dict(self.model.named_parameters())
-        held = [name for name in self.shards if self.holds(name) and name not in adapters]
+        parameters, aliases = dict(self.model.named_parameters()), self._aliases()
         with CheckpointReader(self.model, folder) as reader:
-            for _, layer in groupby(held, key=self.spec.used_at.__getitem__):
+            for _, layer in groupby(self._read_names(), key=self.spec.used_at.__getitem__):
                 names = list(layer)
                 with self._rewriting(parameters[name] for name in names):
                     for missing in sorted(read_in_place(reader, names)):
-                        tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
+                        tied = [alias for alias in aliases[missing] if alias != missing]
                         if not tied or read_in_place(reader, tied[:1]):
                             raise ValueError(another_model(self.model, folder, [missing]))
             read_in_place(reader, list(_persistent_buffers(self.model)))
@@ -245,15 +240,10 @@ class ShardedModel:
     @torch.no_grad()
     def _read_sharded(self, files: ShardedFiles, folder: str | Path) -> None:
         """Reads the parameters and buffers of this rank one by one from the files of FSDP2 or DeepSpeed."""
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        parameters, adapters = dict(self.model.named_parameters()), adapter_parameters(self.model)
-        for name in self.shards:
-            if not self.holds(name) or name in adapters:
-                continue
+        parameters, aliases = dict(self.model.named_parameters()), self._aliases()
+        for name in self._read_names():
             parameter = parameters[name]
-            found = (files.weight(alias, parameter.shape) for alias in aliases[id(parameter)])
+            found = (files.weight(alias, parameter.shape) for alias in aliases[name])
             value = next((value for value in found if value is not None), None)
             if value is None or value.shape != parameter.shape:
                 raise ValueError(another_model(self.model, folder, [name]))
@@ -263,6 +253,18 @@ class ShardedModel:
             value = files.weight(name, buffer.shape)
             if value is not None:
                 buffer.copy_(value)
+
+    def _read_names(self) -> list[str]:
+        """The parameters that this rank reads from a checkpoint: those that it holds, without adapters."""
+        adapters = adapter_parameters(self.model)
+        return [name for name in self.shards if self.holds(name) and name not in adapters]
+
+    def _aliases(self) -> dict[str, list[str]]:
+        """First name of each parameter -> all of its names, of which a checkpoint may have any."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return {own[0]: own for own in names.values()}
 
     def _rewriting(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager:
         """See [`OptimizerSlices.rewriting`]."""

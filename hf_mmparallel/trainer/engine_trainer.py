@@ -24,6 +24,7 @@ from ..modeling import build_model_spec
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
+from ..plan.resolve import sharding_without_effect
 from ..runtime.engine import ParallelEngine
 from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import World, shared_failure
@@ -34,6 +35,7 @@ from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .columns import choose_collator
 from .deepspeed_arguments import check_optimizer_class, deepspeed_keys_without_effect
+from .divided_weights import gather_divided, has_divided_weights
 from .loaders import StepLoaders
 from .optimizer_state import stock_groups
 from .overrides import check_assignment
@@ -91,6 +93,9 @@ class EngineTrainer(Trainer):
             self._prepare_arrangement()
         for idle in settings_without_plan(args, {"sample_tokens": self.sample_tokens}):
             logger.warning(idle)
+        if plugin is not None:
+            for idle in sharding_without_effect(plugin.modules if plugin.plan is None else plugin.plan.modules):
+                logger.warning(idle)
 
     def _prepare_arrangement(self) -> None:
         """Prepares the arrangement of samples over ranks that each hold the whole model. Collective."""
@@ -124,8 +129,9 @@ class EngineTrainer(Trainer):
             self.add_callback(PredictionCallback())
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
-        for idle in (*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)):
-            logger.warning(idle)
+        idle = [*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)]
+        for sentence in (*idle, *sharding_without_effect(self._engine.plan.modules)):
+            logger.warning(sentence)
         if self.is_world_process_zero():
             with shared_failure("reporting the plan"):
                 self._report()
@@ -221,10 +227,15 @@ class EngineTrainer(Trainer):
     def gather_model(self) -> PreTrainedModel | None:
         """
         The whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over; `None` on
-        other ranks. With adapters it is a `PeftModel`. Collective: call it on all ranks.
+        other ranks. With adapters it is a `PeftModel`. Without a plan, too, if FSDP or DeepSpeed's stage 3 divide the
+        weights; where each rank has all of them it is the model that is trained, on its device. Collective: call it
+        on all ranks.
         """
         if self.engine is None:
             whole: Any = self.accelerator.unwrap_model(self.model)
+            if has_divided_weights(self.model):
+                wrapped: Any = self.model_wrapped
+                return gather_divided(whole, wrapped, self.is_world_process_zero())
             return whole if self.is_world_process_zero() else None
         sharded = self.engine.sharded
         check_gatherable(self.model)

@@ -32,6 +32,27 @@ def stock_groups(decayed: Iterable[str], model: nn.Module) -> list[list[str]]:
     return [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
 
 
+def complete_state(optimizer: Any) -> None:
+    """
+    Gives parameters of Adam or AdamW that have had no gradient yet, such as those of a layer that no forward reads,
+    the state that they start with. From a checkpoint of FSDP2 without the state of a parameter torch loads none.
+
+    Args:
+        optimizer (`torch.optim.Optimizer` or `AcceleratedOptimizer`): This rank's.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    found = next(((p, state) for p, state in optimizer.state.items() if state), None)
+    if found is None or not isinstance(optimizer, torch.optim.Adam):
+        return
+    updated, known = found
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        if not optimizer.state.get(parameter):
+            optimizer.state[parameter] = {
+                name: torch.zeros_like(parameter if value.shape == updated.shape else value, dtype=value.dtype)
+                for name, value in known.items()
+            }
+
+
 def is_by_name(folder: str | None, model: nn.Module) -> bool:
     """
     Whether one process reads a checkpoint by the names of parameters: one that a plan has written, of this very model.

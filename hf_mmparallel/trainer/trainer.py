@@ -413,9 +413,15 @@ class MultimodalParallelTrainer(EngineTrainer):
 
         self.world.raise_together(read)
 
-    @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Writes the state of all ranks by the names of parameters, so that any layout reads it."""
+        """
+        Under a plan writes the state of all ranks by the names of parameters, so that any layout reads it. Under FSDP
+        the state has every parameter, without which torch does not load it.
+        """
+        if not self.is_planned:
+            if self.accelerator.is_fsdp2:
+                optimizer_state.complete_state(self.optimizer)
+            return super()._save_optimizer_and_scheduler(output_dir)
         sharded = self._engine.sharded
         groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, output_dir, self._stock_groups)
         if self.args.should_save:

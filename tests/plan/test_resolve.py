@@ -22,6 +22,8 @@ from hf_mmparallel.plan import (
     plan_for_model,
     resolve_plan,
 )
+from hf_mmparallel.plan.parallel_plan import ShardingSettings
+from hf_mmparallel.plan.resolve import sharding_without_effect
 from tests.plan.specs import model_spec
 
 SPEC = model_spec()
@@ -181,6 +183,23 @@ def test_deepstack_features_enter_at_their_layers():
             r"shares the ranks of `vision` \(dp, pp, tp, cp = \(2, 1, 1, 1\)\) and can't have \(1, 1, 2, 1\). Leave",
         ),
         (
+            {"dp_size": 4, "zero_stage": 1, "shard_size": 3},
+            {},
+            r"`shard_size=3` does not divide 4, the number of copies of each parameter of `vision` \(`dp_size=4` x "
+            r"`cp_size=1`\). Use one of 2, 4, or leave it out for all copies.",
+        ),
+        (
+            {},
+            {"zero_stage": 3, "shard_size": 2},
+            "`shard_size=2` does not divide 1, the number .* of `language_model` .* Leave it out, or use more copies.",
+        ),
+        (
+            {},
+            {"dp_size": 3, "cp_size": 4, "zero_stage": 2, "shard_size": 6},
+            "`shard_size=6` of `language_model`: with `zero_stage=2` it must divide `cp_size=4` or be a multiple .* "
+            "Use another, or `zero_stage=1`.",
+        ),
+        (
             {"freeze": "visual"},
             {},
             "`freeze='visual'` of module `vision` matches none of its 8 parameters, the first of which is "
@@ -191,6 +210,23 @@ def test_deepstack_features_enter_at_their_layers():
 def test_what_does_not_fit_is_a_sentence(vision, language, message):
     with pytest.raises(ValueError, match=message):
         resolve(vision, language)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"zero_stage": 2}, "`zero_stage=2` of `vision` has no effect: there is one copy of each of its"),
+        (
+            {"dp_size": 2, "zero_stage": 1, "shard_size": 1},
+            "`zero_stage=1` of `vision` has no effect with `sh",
+        ),
+        ({"dp_size": 2, "zero_stage": 3}, None),
+        ({"dp_size": 2}, None),
+    ],
+)
+def test_a_zero_stage_that_divides_nothing_is_told_of(settings, sentence):
+    told = list(sharding_without_effect(resolve(settings, {"cp_size": 2, "zero_stage": 1}).modules))
+    assert [text.startswith(sentence or "") for text in told] == [True] * (sentence is not None)
 
 
 def test_feed_forward_columns_must_divide():
@@ -291,6 +327,18 @@ BAD_PLANS = [
     (
         dataclasses.replace(PLAN, edges=(Edge("vision", LANGUAGE_MODEL, (1,)),)),
         r"The plan's edges are \[.*\(1,\).*\], the model's \[.*'vision'.*\]. Copy the model's",
+    ),
+    (
+        dataclasses.replace(
+            PLAN,
+            modules={
+                **PLAN.modules,
+                "vision": ModulePlan(
+                    ((Stage((0, 6), ((1,),)),), (Stage((0, 6), ((0,),)),)), sharding=ShardingSettings(2)
+                ),
+            },
+        ),
+        r"`zero_stage=2` of `vision`: the ranks \[1, 0\] of its replicas, .*, are not in ascending order. Sort them",
     ),
     (dataclasses.replace(PLAN, schedule="1f2b"), "`schedule` has no `1f2b`. Did you mean `1f1b`?"),
 ]

@@ -127,6 +127,7 @@ def test_another_global_batch_ends_all_ranks():
         ({"deepspeed": {"zero_optimisation": {}}}, "`deepspeed` has no `zero_optimisation`. Did you mean"),
         ({"deepspeed": config(3), "pp_size": 2}, "can't be used with `pp_size=2`: .* Use `zero_stage=3`"),
         ({"deepspeed": config(2), "zero_stage": 1}, "`zero_stage=1` contradicts `deepspeed` beside it"),
+        ({"deepspeed": config(2), "shard_size": 3}, "`shard_size=3` does not divide 2, .* Use one of 2, or leave it"),
     ],
 )
 def test_what_can_not_hold_ends_all_ranks(settings: dict[str, Any], sentence: str):
@@ -178,19 +179,36 @@ def test_one_process_checks_the_global_batch():
         MultimodalParallelTrainer(model=tiny.FAMILIES["llava"](), args=args)
 
 
-def told() -> list[str]:
+def told(parallel: dict[str, Any]) -> list[str]:
     """The warnings of a Trainer on this rank."""
     texts: list[str] = []
     logger: Any = copy.copy(engine_trainer.logger)
     logger.warning = texts.append
     engine_trainer.logger = logger
-    runs.make_trainer("llava", {LM: two(1)}, **ADAMW)
+    runs.make_trainer("llava", parallel, **ADAMW)
     return texts
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (1, {VISION: {}, LM: {"zero_stage": 2}}),
+        (2, {VISION: {}, LM: {"zero_stage": 2}}),
+    ],
+    ids=["the stock Trainer", "a plan"],
+)
+def test_a_stage_without_copies_is_told_of(world_size: int, parallel: dict[str, Any]):
+    (text,) = run_distributed(told, world_size, parallel)[0]
+    assert text == (
+        "`zero_stage=2` of `language_model` has no effect: there is one copy of each of its parameters (`dp_size=1`, "
+        "`cp_size=1`), and nothing to divide. Use more copies, or leave it out."
+    )
+
+
+@pytest.mark.distributed
 def test_keys_without_effect_are_told_of():
-    (text,) = run_distributed(told, 3)[0]
+    (text,) = run_distributed(told, 3, {LM: two(1)})[0]
     assert text == (
         "No effect in `deepspeed` of `language_model`: `zero_optimization.overlap_comm`, "
         "`zero_optimization.reduce_bucket_size`. They tune or report what DeepSpeed itself runs."

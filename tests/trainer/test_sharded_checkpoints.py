@@ -40,13 +40,15 @@ FORMS = {
     "DeepSpeed, stage 2": ("zero2", {}),
     "DeepSpeed, stage 3": ("zero3", {}),
 }
-LAYOUTS = {
-    "FSDP2, full": (2, {LM: {"dp_size": 2, "zero_stage": 1}}),
-    "FSDP2, sharded": (2, {LM: {"tp_size": 2}}),
-    "DeepSpeed, stage 1": (2, {LM: {"dp_size": 2, "zero_stage": 1}}),
-    "DeepSpeed, stage 2": (2, {LM: {"pp_size": 2}}),
-    "DeepSpeed, stage 3": (2, {LM: {"tp_size": 2}}),
+TWO: dict[str, Any] = {"dp_size": 2}
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "FSDP2, full": [{**TWO, "zero_stage": 1}],
+    "FSDP2, sharded": [{"tp_size": 2}, {**TWO, "zero_stage": 2}, {**TWO, "zero_stage": 3}],
+    "DeepSpeed, stage 1": [{**TWO, "zero_stage": 1}],
+    "DeepSpeed, stage 2": [{"pp_size": 2}, {**TWO, "zero_stage": 2}],
+    "DeepSpeed, stage 3": [{"tp_size": 2}, {**TWO, "zero_stage": 3}],
 }
+"""Layouts of the language model on two ranks."""
 
 
 def _stock(folder: Path, engine: str, fsdp_config: dict[str, Any]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -99,12 +101,13 @@ def _convert(checkpoint: Path) -> None:
 def test_a_sharded_run_of_the_stock_trainer_goes_on_under_a_plan(tmp_path: Path, form: str):
     logs, weights = run_distributed(_stock, 2, tmp_path, *FORMS[form])[0]
     checkpoint = tmp_path / "checkpoint-2"
-    world_size, plan = LAYOUTS[form]
+    plans = [{LM: layout} for layout in LAYOUTS[form]]
     if form.startswith("DeepSpeed"):
         match = re.escape("python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder")
-        assert_ranks_raise(_planned, world_size, tmp_path / "refused", plan, checkpoint, match=match)
+        assert_ranks_raise(_planned, 2, tmp_path / "refused", plans[0], checkpoint, match=match)
         _convert(checkpoint)
     shutil.rmtree(tmp_path / "checkpoint-4")
-    run = run_distributed(_planned, world_size, tmp_path / "planned", plan, checkpoint)[0]
-    runs.assert_same_run(run, runs.Run(logs, {**(run.weights or {}), **weights}), rtol=1e-4, atol=2e-5)
-    assert weights.keys() >= (run.weights or {}).keys() - {"lm_head.weight"}
+    for index, plan in enumerate(plans):
+        run = run_distributed(_planned, 2, tmp_path / f"planned-{index}", plan, checkpoint)[0]
+        runs.assert_same_run(run, runs.Run(logs, {**(run.weights or {}), **weights}), rtol=1e-4, atol=2e-5)
+        assert weights.keys() >= (run.weights or {}).keys() - {"lm_head.weight"}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
@@ -33,7 +35,8 @@ def data_of(family: str, size: int = SAMPLES) -> list[dict[str, Any]]:
 
 def make_trainer(engine: str, family: str = "llava", **arguments: Any) -> Any:
     """Our Trainer on this rank, and the lengths of the samples in each of its batches, in `batches`."""
-    model: Any = tiny.FAMILIES[family]()  # before the arguments, which make DeepSpeed shard what is built later
+    # Before the arguments, which make DeepSpeed shard what is built later.
+    model: Any = arguments.pop("model", None) or tiny.FAMILIES[family]()
     model._no_split_modules = LAYERS[family] or model._no_split_modules
     chosen = engines.arguments_of(engine)
     size = arguments.pop("size", SAMPLES)
@@ -126,17 +129,71 @@ def test_packed_rows_train_as_padded_ones(engine: str):
     assert_trains_alike(outcomes, reference("llava", 2))
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2"])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(engine: str, tmp_path: Path):
+def test_a_run_goes_on_in_the_middle_of_an_epoch(engine: str, family: str, tmp_path: Path):
     folder = str(tmp_path / "run")
-    # Torch loads no state into FSDP where a parameter has none: with SGD, or of a layer that no forward reads.
+    # Torch loads no state into FSDP where no parameter has any, as with SGD. Of Llava no forward reads the last layer.
     optimizer = {"optim": "adamw_torch", "learning_rate": 1e-3}
     saving = {"output_dir": folder, "save_strategy": "steps", "save_steps": 2, **optimizer, **ARRANGED}
-    straight = run_distributed(run, 2, engine, "qwen2_5_vl", timeout=150, **saving)
-    resumed = run_distributed(run, 2, engine, "qwen2_5_vl", timeout=150, checkpoint=f"{folder}/checkpoint-2", **saving)
+    straight = run_distributed(run, 2, engine, family, timeout=150, **saving)
+    resumed = run_distributed(run, 2, engine, family, timeout=150, checkpoint=f"{folder}/checkpoint-2", **saving)
     runs.assert_same_run(resumed[0][0], straight[0][0])
     for (_, batches), (_, after) in zip(straight, resumed, strict=True):
         assert after[-4:] == batches[-4:]
+
+
+def gathered(engine: str, folder: str, adapters: bool) -> Any:
+    """The whole model before and after training, and what the Trainer saves."""
+    trainer = make_trainer(engine, optim="adamw_torch", model=adapted() if adapters else None, **ARRANGED)
+    before = whole_state(trainer)
+    trainer.train()
+    after = whole_state(trainer)
+    trainer.save_model(folder)
+    return before, after, isinstance(trainer.gather_model(), PeftModel)
+
+
+def adapted() -> Any:
+    """Llava with adapters, the matrices of which are not zero."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    return get_peft_model(tiny.FAMILIES["llava"](), config, adapter_name="mine")
+
+
+def whole_state(trainer: Any) -> Any:
+    """Weights and buffers of the whole model, and the logits of two samples. Collective."""
+    whole = trainer.gather_model()
+    if whole is None:
+        return None
+    batch = tiny.collate("llava")(data_of("llava")[:2])
+    with torch.no_grad():
+        logits = copy.deepcopy(whole).eval()(**batch).logits
+    return whole.state_dict(), dict(whole.named_buffers()), logits
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_the_gathered_model_is_whole(engine: str, adapters: bool, tmp_path: Path):
+    wanted: Any = adapted() if adapters else tiny.FAMILIES["llava"]()
+    (before, after, is_peft), *others = run_distributed(gathered, 2, engine, str(tmp_path), adapters, timeout=150)
+    assert others == [(None, None, False)] and is_peft is adapters
+    state, buffers, logits = before
+    assert state.keys() == wanted.state_dict().keys()
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert buffers.keys() == dict(wanted.named_buffers()).keys()
+    batch = tiny.collate("llava")(data_of("llava")[:2])
+    with torch.no_grad():
+        torch.testing.assert_close(logits, wanted.eval()(**batch).logits)
+    saved: Any
+    if adapters:
+        base = tiny.FAMILIES["llava"]()
+        saved = PeftModel.from_pretrained(base, str(tmp_path / "mine"), adapter_name="mine")
+    else:
+        saved = type(wanted).from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(after[2], saved.eval()(**batch).logits)
+    assert any(not torch.equal(after[0][name], value) for name, value in state.items())
 
 
 REFUSED = {
