@@ -28,8 +28,8 @@ def optimizer_times(
     costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()
 ) -> dict[int, tuple[float, float]]:
     """
-    Rank -> time of clipping and of the optimizer step, on the device or the CPU, and, where ranks update slices, of the
-    all-gather of the weights. Where passes gather the weights of layers, those outside of layers are counted here.
+    Rank -> time of clipping and of the optimizer step, on the device or the CPU, and, where ranks update slices, of
+    the all-gather of the weights. Where passes gather the weights of layers, those outside of layers are counted here.
 
     Args:
         costs, plan, sync_groups: See [`optimizer_ms`].
