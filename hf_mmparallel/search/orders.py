@@ -44,6 +44,8 @@ def try_orders(simulations: Simulations, share: float) -> None:
         if is_far or (number >= _FEW_SHAPES and num_tasks > share * simulations.effort):
             break
         waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
+        if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
+            continue
         schedules = problem.schedules if waits else (first.candidate.schedule,)
         orders, slice_tasks = _best_orders(simulations, first, schedules)
         num_tasks += slice_tasks
