@@ -12,7 +12,7 @@ from ..steps.representatives import on_all_ranks
 from .candidates import CandidateSpace, diversify
 from .explain import bound_of, no_plan_error, reason_for
 from .finalists import finalists, with_large_samples
-from .host_memory import offloaded_problems, try_host_memory
+from .offloading import offloaded_problems, try_host_memory
 from .options import ModuleOptions
 from .orders import try_orders
 from .problem import PlanningProblem, RankedPlan, SearchResult
