@@ -15,7 +15,7 @@ from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
 from .layers import CostModel, LayerCost, Polynomial
 from .sharded_passes import PassTransfers, TimedTransfer, longer_ms
-from .streamed_layers import transfers_in_passes
+from .streamed_passes import transfers_in_passes
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
 

@@ -18,7 +18,7 @@ from ..cost.collectives import all_gather
 from ..cost.host_step import host_step_ms
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
-from ..cost.streamed_layers import streamed_transfers
+from ..cost.streamed_passes import streamed_transfers
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
 from ..plan.parallel_plan import ShardingSettings
 from .mean_microbatch import MeanMicrobatches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cost.sharded_passes import REDUCES_IN_PASSES
@@ -13,7 +14,7 @@ from .simulations import Simulated, Simulations
 from .slices import SMALL_STEP, num_parts
 
 _LAYOUTS, _ORDERS = 4, 4
-_MUCH_SLOWER = 1.1  # ratio to the best step above which nothing is tried
+_MUCH_SLOWER = 1.15  # ratio to the best step above which nothing is tried
 _PROMISING = 1.05  # ratio to the best step up to which an order is simulated with all replicas, by its slice
 _FEW_SHAPES = 2
 
@@ -23,7 +24,8 @@ def try_orders(simulations: Simulations, share: float) -> None:
     Tries other schedules and arrangements, if these are left open. For the fastest layout of each shape (placement and
     numbers of stages), slices run with each schedule and arrangement. The best of these are simulated with all
     replicas for this layout and the next ones of its shape, if the slices say that they could be the fastest. Covers
-    at least two shapes, but none that is much slower, or whose busiest rank computes about as long as the best step.
+    at least two shapes, but none that is much slower, and no other schedules where the busiest rank computes about as
+    long as the best step.
 
     Args:
         simulations ([`Simulations`]): The layouts.
@@ -41,9 +43,11 @@ def try_orders(simulations: Simulations, share: float) -> None:
         is_far = first.step_ms > _MUCH_SLOWER * simulations.best_ms
         if is_far or (number >= _FEW_SHAPES and num_tasks > share * simulations.effort):
             break
-        if AS_FAST * (first.busy_ms + first.optimizer_ms) >= min(first.step_ms, simulations.best_ms):
+        waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
+        if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
             continue
-        orders, slice_tasks = _best_orders(simulations, first)
+        schedules = problem.schedules if waits else (first.candidate.schedule,)
+        orders, slice_tasks = _best_orders(simulations, first, schedules)
         num_tasks += slice_tasks
         for index, simulated in enumerate(layouts[:_LAYOUTS]):
             for (schedule, arrangement), ratio in orders[: 1 if index else _ORDERS]:
@@ -52,7 +56,9 @@ def try_orders(simulations: Simulations, share: float) -> None:
                     num_tasks += simulations.simulate_new(candidate, simulated.estimated)
 
 
-def _best_orders(simulations: Simulations, first: Simulated) -> tuple[list[tuple[tuple[Schedule, str], float]], int]:
+def _best_orders(
+    simulations: Simulations, first: Simulated, schedules: Sequence[Schedule]
+) -> tuple[list[tuple[tuple[Schedule, str], float]], int]:
     """
     Other schedules and arrangements in the order of their slices' step times, each with the ratio of its time to that
     of the candidate's order; and the number of tasks of all slices.
@@ -60,7 +66,7 @@ def _best_orders(simulations: Simulations, first: Simulated) -> tuple[list[tuple
     problem, candidate, times = simulations.problem, first.candidate, {}
     parts = 1 if candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
     known_ms = first.step_ms if parts == 1 and first.is_whole else first.slice_ms
-    for schedule, arrangement in itertools.product(problem.schedules, problem.arrangements):
+    for schedule, arrangement in itertools.product(schedules, problem.arrangements):
         ordered = replace(candidate, schedule=schedule, arrangement=arrangement)
         if ordered == candidate and known_ms is not None:
             times[schedule, arrangement] = known_ms

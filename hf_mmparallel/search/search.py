@@ -12,7 +12,7 @@ from ..steps.representatives import on_all_ranks
 from .candidates import CandidateSpace, diversify
 from .explain import bound_of, no_plan_error, reason_for
 from .finalists import finalists, with_large_samples
-from .host_memory import offloaded_problems, try_host_memory
+from .offloading import offloaded_problems, try_host_memory
 from .options import ModuleOptions
 from .orders import try_orders
 from .problem import PlanningProblem, RankedPlan, SearchResult
@@ -34,7 +34,8 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     8 ranks, and if at most 1,024 other candidates have a lower bound below the best step time, all of these are
     simulated as well, up to 40,000 tasks together: small problems are solved by brute force. The fastest layouts are
     tried with other schedules and arrangements, if these are left open; the finalists run several batches. Among
-    equally fast plans, see [`AS_FAST`], the one with the smallest memory comes first.
+    equally fast plans, see [`AS_FAST`], the one with the smallest memory comes first. On few ranks the ZeRO stages to
+    choose from grow one by one, see [`nested_problems`]. Host memory is for layouts that do not fit otherwise.
 
     If no plan fits, the result is one that exceeds the memory only by samples larger than a microbatch may be:
     training runs each of them in a microbatch of its own. `bound` of such a plan says so.
