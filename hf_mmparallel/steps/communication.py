@@ -34,10 +34,9 @@ class _Communication:
 
     def __init__(self, prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]):
         plan, planned = prediction.plan, prediction.planned
-        self.simulation, self.plan = prediction.simulation, plan
+        self.simulation = prediction.simulation
         self.cost = StepCost(costs, plan, planned.step, prediction.sizes, sync_groups)
         self.sync_groups = sync_groups
-        self.optimizer_times = optimizer_times(costs, plan, sync_groups)
 
     def of_rank(self, rank: int) -> list[TransferSpan]:
         """The communication of a rank, by start time; consecutive transfers of one kind are one."""
@@ -52,6 +51,11 @@ class _Communication:
             elif piece.end_ms > piece.start_ms:
                 result.append(piece)
         return result
+
+    @cached_property
+    def _optimizer_times(self) -> dict[int, tuple[float, float]]:
+        """See [`optimizer_times`]."""
+        return optimizer_times(self.cost.costs, self.cost.plan, self.sync_groups)
 
     @property
     def _rounding_ms(self) -> float:
@@ -127,7 +131,7 @@ class _Communication:
     def _optimizer(self, rank: int) -> Iterator[TransferSpan]:
         """The optimizer's update and the gathering of the updated weights."""
         now = self.simulation.iteration_ms
-        update_ms, gather_ms = self.optimizer_times[rank]
+        update_ms, gather_ms = self._optimizer_times[rank]
         yield TransferSpan(rank, now, now + update_ms, "update", True)
         yield TransferSpan(rank, now + update_ms, now + update_ms + gather_ms, "gather", True)
 
