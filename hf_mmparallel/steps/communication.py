@@ -34,24 +34,33 @@ class _Communication:
 
     def __init__(self, prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]):
         plan, planned = prediction.plan, prediction.planned
-        self.simulation, self.plan = prediction.simulation, plan
+        self.simulation = prediction.simulation
         self.cost = StepCost(costs, plan, planned.step, prediction.sizes, sync_groups)
         self.sync_groups = sync_groups
-        self.optimizer_times = optimizer_times(costs, plan, sync_groups)
 
     def of_rank(self, rank: int) -> list[TransferSpan]:
-        """The communication of a rank, by start time; consecutive transfers of one kind are one."""
+        """
+        The communication of a rank, by start time; consecutive transfers of one kind are one. Of two at the same time,
+        which are sums that slow down the end of one backward, the later one is cut.
+        """
         pieces = [*self._in_passes(rank), *self._sums(rank), *self._optimizer(rank)]
         pieces.sort(key=lambda piece: piece.start_ms)
         result: list[TransferSpan] = []
         for piece in pieces:
             last = result[-1] if result else None
+            if last is not None and piece.start_ms < last.end_ms:
+                piece = replace(piece, start_ms=min(last.end_ms, piece.end_ms))
             alike = last is not None and (last.op, last.is_exposed) == (piece.op, piece.is_exposed)
             if last is not None and alike and piece.start_ms - last.end_ms <= self._rounding_ms:
                 result[-1] = replace(last, end_ms=piece.end_ms)
             elif piece.end_ms > piece.start_ms:
                 result.append(piece)
         return result
+
+    @cached_property
+    def _optimizer_times(self) -> dict[int, tuple[float, float]]:
+        """See [`optimizer_times`]."""
+        return optimizer_times(self.cost.costs, self.cost.plan, self.sync_groups)
 
     @property
     def _rounding_ms(self) -> float:
@@ -98,8 +107,12 @@ class _Communication:
                 continue
             times = self.cost.sum_times(index)
             members = [index, *(other for other in sorted(set(times.index.tolist())) if other in starts)]
+            # Other sums of the rank may come between the backward and what this one adds.
+            ended_ms = max(self._last_end_ms.get(key, 0.0) for key in self.sync_groups[index].stages)
             for start, end in zip(times.start_ms.tolist(), times.end_ms.tolist(), strict=True):
-                yield from _split(rank, "sum", start_ms + start, start_ms + end, start_ms + times.computed_ms)
+                for piece in _split(rank, "sum", start, end, times.computed_ms):
+                    from_ms = start_ms if piece.is_exposed else min(start_ms, ended_ms)
+                    yield replace(piece, start_ms=from_ms + piece.start_ms, end_ms=from_ms + piece.end_ms)
             now = start_ms + float(times.exposed_ms.sum())
             for member in dict.fromkeys(members):
                 after_ms = self.cost.sums.after_ms(member)
@@ -127,7 +140,7 @@ class _Communication:
     def _optimizer(self, rank: int) -> Iterator[TransferSpan]:
         """The optimizer's update and the gathering of the updated weights."""
         now = self.simulation.iteration_ms
-        update_ms, gather_ms = self.optimizer_times[rank]
+        update_ms, gather_ms = self._optimizer_times[rank]
         yield TransferSpan(rank, now, now + update_ms, "update", True)
         yield TransferSpan(rank, now + update_ms, now + update_ms + gather_ms, "gather", True)
 

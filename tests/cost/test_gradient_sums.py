@@ -158,8 +158,9 @@ def test_a_pass_is_as_long_as_its_actions(data, num_layers, alternates, kind, ef
     assert length == pytest.approx(compute.sum() + longer_ms(compute, beside, efficiency).sum() + exposed)
     assert all(0 <= a.start_ms <= a.end_ms <= length + 1e-9 for a in timed)
     assert all(a.end_ms <= b.start_ms + 1e-9 for a, b in zip(timed, timed[1:], strict=False))
-    issued = [a for a in pass_actions(kind, num_layers, previous="fwd", following="fwd") if a.op == "sum"]
-    assert [t.action for t in timed if t.action.op == "sum"] == issued
+    other = {"fwd": "bwd", "bwd": "fwd"}[kind] if alternates else kind
+    issued = pass_actions(kind, num_layers, previous=other, following=other)
+    assert [transfer.action for transfer in timed] == [a for a in issued if a.op in ("gather", "sum")]
 
 
 def test_parts_outside_of_layers_hide_the_first_gather_in_the_times_as_well():

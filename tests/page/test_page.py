@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 
+from hf_mmparallel.drawing.lanes import KINDS
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, render_page, write_page
 from hf_mmparallel.page.script_data import rank_rows, timeline_data
 from hf_mmparallel.plan import (
@@ -21,7 +22,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.schedule import Simulation, Span, SumSpan, Task, build_program, simulate
+from hf_mmparallel.schedule import Simulation, Span, SumSpan, Task, TransferSpan, build_program, simulate
 from tests.page.pages import example_page
 from tests.schedule.builders import Case, cases, chain, deferred, make_step, module_spec, shared
 
@@ -120,6 +121,30 @@ def test_gradient_sums_are_in_the_rows_and_in_the_table_of_ranks():
     assert data["end"] == round(1e3 * max(span.end_ms for span in simulation.sums))
     table = render_page(PlanPage("t", case.plan, simulation))
     assert "gradient sums</th>" in table and "sums of gradients" in table
+
+
+def test_the_communication_of_ranks_is_in_the_rows_and_in_the_table_of_ranks():
+    def transfers(rank: int) -> list[TransferSpan]:
+        times = [(0.0, 1.0, "gather", False), (1.0, 1.25, "gather", True), (2.0, 5.5, "sum", False)]
+        late = [(20.0, 21.0, "update", True), (21.0, 24.0, "gather", True)]
+        return [TransferSpan(rank, start, end, op, exposed) for start, end, op, exposed in (*times, *late)]
+
+    spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
+    case = Case(plan, make_step({LANGUAGE_MODEL: [[[0], [1]], [[2], [3]]]}), sync_groups(spec, plan))
+    simulation = replace(run(case), transfers=transfers)
+    rows = rank_rows(simulation)
+    assert [[row.communication_us(exposed) for exposed in (False, True)] for row in rows] == 2 * [[4500, 3250]]
+    data = json.loads(json.dumps(timeline_data(case.plan, simulation, rows, None)))
+    found = {}
+    for lane, kind in zip(data["rows"][0]["lanes"], KINDS, strict=True):
+        ends = np.cumsum(np.stack([lane["gap"], lane["duration"]], axis=1)).reshape(-1, 2).tolist()
+        found[kind] = ends
+    assert found["gather", True] == [[1000, 1250], [21000, 24000]] and found["sum", True] == []
+    assert data["end"] == 24000 and [lane["name"] for lane in data["lanes"]] == [name for _, name in KINDS.values()]
+    text = render_page(PlanPage("t", case.plan, simulation))
+    assert "communication beside tasks</th>" in text and "Thin lanes below" in text
+    assert "Thin lanes below" not in render_page(PlanPage("t", case.plan, run(case)))
 
 
 def test_times_are_kept_to_a_microsecond(page):

@@ -66,6 +66,15 @@ def test_gradient_sums_are_decoded():
     assert evaluate("decodeRow(data, row, 0).sums", data=data, row=row) == {"start": [], "end": []}
 
 
+def test_lanes_are_decoded_and_have_shares_of_columns():
+    row = {"task": [], "gap": [], "duration": [], "stage": 0, "label": "rank 0", "ranks": 8}
+    row["lanes"] = [{"gap": [0, 2], "duration": [1, 1]}, {"gap": [], "duration": []}]
+    found = evaluate("decodeRow(data, row, 0).lanes", data={"stages": [[0, 0, 0]]}, row=row)
+    assert found == [{"ranks": 1, "start": [0, 3], "end": [1, 4]}, {"ranks": 1, "start": [], "end": []}]
+    shares = evaluate("busyShare([lane], view, 2)", lane=found[0], view={"start": 0, "end": 4})
+    assert shares == [0.5, 0.5]
+
+
 def test_memory_is_decoded():
     memory = {"static": 7, "gap": [3, 4, 0], "change": [5, -2, 9]}
     found = evaluate("decodeMemory(memory)", memory=memory)

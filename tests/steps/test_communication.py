@@ -20,9 +20,11 @@ from tests.cost.models import PLAIN
 from tests.cost.test_gradient_sums import LAYERS, text_model
 
 
-def predicted(zero_stage: int, efficiency: float = 0.6, **sizes) -> tuple[Prediction, Simulation, StepCost]:
-    """Four samples of unequal sizes in two replicas."""
-    spec = text_model()
+def predicted(
+    zero_stage: int, efficiency: float = 0.6, tied: bool = False, **sizes
+) -> tuple[Prediction, Simulation, StepCost]:
+    """Four samples of unequal sizes in two replicas; `tied` embeddings have a gradient sum of their own under pp."""
+    spec = replace(text_model(), tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
     costs = analytic_costs(spec, replace(PLAIN, overlap_efficiency=efficiency, link_gb_per_s=100.0))
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, zero_stage=zero_stage, **sizes)})
     tokens = np.array([4096, 1024, 2048, 3072])
@@ -44,10 +46,10 @@ def total_ms(spans, op: str, exposed: bool | None = None) -> float:
     return sum(span.end_ms - span.start_ms for span in chosen)
 
 
-@pytest.mark.parametrize("pp_size", [1, 2])
+@pytest.mark.parametrize(("pp_size", "tied"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_a_rank_has_one_transfer_at_a_time_and_ends_with_the_step(zero_stage, pp_size):
-    prediction, simulation, _ = predicted(zero_stage, pp_size=pp_size)
+def test_a_rank_has_one_transfer_at_a_time_and_ends_with_the_step(zero_stage, pp_size, tied):
+    prediction, simulation, _ = predicted(zero_stage, pp_size=pp_size, tied=tied)
     ends = []
     for rank in range(simulation.num_ranks):
         spans = of_rank(simulation, rank)
