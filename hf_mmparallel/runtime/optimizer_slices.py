@@ -152,7 +152,7 @@ class OptimizerSlices:
         self.groups: list[SlicedGroup] = []
         self.by_parameter: dict[nn.Parameter, nn.Parameter] = {}
         self.freed: set[nn.Parameter] = set()
-        self._names: list[dict[str, int]] = []  # of the parameters of each group, with their positions
+        self._names: list[dict[str, None]] = []  # of the parameters of each group, in one order on all ranks
         self._taken: dict[str, nn.Parameter] = {}
         for sync_group in sync_groups:
             shard_group = next((ranks for ranks in sync_group.shard_groups if rank in ranks), None)
@@ -160,7 +160,7 @@ class OptimizerSlices:
                 continue
             flat_slice = FlatSlice(shard_group.index(rank), len(shard_group), process_groups[shard_group])
             self.groups.append(SlicedGroup(flat_slice, [], sync_group.zero_stage))
-            self._names.append({name: position for position, name in enumerate(sync_group.parameters)})
+            self._names.append(dict.fromkeys(sync_group.parameters))
         self.take(parameters)
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -173,15 +173,15 @@ class OptimizerSlices:
         """
         new = {name: parameter for name, parameter in parameters.items() if name not in self._taken}
         self._taken |= new
-        for group, positions in zip(self.groups, self._names, strict=True):
-            members = [parameter for name, parameter in new.items() if name in positions]
+        for group, names in zip(self.groups, self._names, strict=True):
+            members = [parameter for name, parameter in new.items() if name in names]
             if not members:
                 continue
             for member in members:
                 if not local(member).is_contiguous():  # such as a convolution in `channels_last`
                     give_own_memory(member)
             self.by_parameter.update((member, local_shard(member, group.flat_slice)) for member in members)
-            group.members[:] = [self._taken[name] for name in positions if name in self._taken]
+            group.members[:] = [self._taken[name] for name in names if name in self._taken]
             if group.zero_stage == 3:
                 self._divide(members)
 
