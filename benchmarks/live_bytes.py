@@ -40,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
     A storage counts from the first operator that takes or returns it until it is freed, at its current size, which
     FSDP2 sets to 0 between the uses of a gathered weight. What an operator allocates for itself does not count.
     Collectives count as on a ring of n ranks: (n - 1) / n of the whole tensor for each all-gather, reduce-scatter,
-    broadcast and reduction to one rank, twice that for an all-reduce, what is for others in an exchange of all with all.
+    broadcast and reduction to one rank, twice that for an all-reduce, what is for others in an exchange.
     """
 
     def __init__(self) -> None:

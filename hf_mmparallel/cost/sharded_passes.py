@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ModulePlan, ParallelPlan, ShardingSettings, stage_holds
+from ..schedule import pass_actions
+from ..schedule.actions import Kind
 from .activations import DTYPE_BYTES, FULL, parameter_shares
+from .backwards import first_backward
 from .collectives import all_gather
 from .layers import CostModel
 
@@ -36,9 +39,10 @@ class PassTransfers:
         outer_reduce_ms (`float`): Time to reduce their gradients.
         outer_rows (`tuple[int, int]`): Whether the stage has the part before all layers, and the part after them.
         alternates (`bool`):
-            Whether a backward follows each forward and the reverse, so that the last layer of a pass stays gathered
+            Whether a backward follows each forward and the reverse, so that the last layers of a pass stay gathered
             for the next pass.
         overlap_efficiency (`float`): Relative compute speed beside communication.
+        first_backward (`int`, *optional*, defaults to 0): The first layer of the stage with a backward.
     """
 
     gather_ms: tuple[float, ...]
@@ -48,10 +52,11 @@ class PassTransfers:
     outer_rows: tuple[int, int]
     alternates: bool
     overlap_efficiency: float
+    first_backward: int = 0
 
     def of_pass(self, num_rows: int, is_backward: bool) -> tuple[NDArray, float]:
         """
-        Communication of a pass. A backward gathers all layers of its stage, also those that have none.
+        Communication of a pass.
 
         Args:
             num_rows (`int`):
@@ -63,16 +68,25 @@ class PassTransfers:
             `tuple[np.ndarray, float]`: Time of the communication beside each part `[rows]`, and of the rest.
         """
         before, _ = self.outer_rows
-        layers = list(range(len(self.gather_ms)))
-        layers = layers[::-1] if is_backward else layers
+        kind: Kind = "bwd" if is_backward else "fwd"
+        beside: Kind = ("fwd" if is_backward else "bwd") if self.alternates else kind
+        actions = pass_actions(
+            kind,
+            len(self.gather_ms),
+            first_backward=self.first_backward,
+            previous=beside,
+            following=beside,
+        )
+        layers = [action.layer for action in actions if action.op == "compute"]
+        gathered = {action.layer for action in actions if action.op == "gather"}
         beside_ms, exposed_ms = np.zeros(num_rows), self.outer_reduce_ms if is_backward else 0.0
         for position, layer in enumerate(layers):
-            gather_ms = self.gather_ms[layer]
+            gather_ms = self.gather_ms[layer] if layer in gathered else 0.0
             if position:
                 beside_ms[before + layers[position - 1]] += gather_ms
             elif self.outer_rows[is_backward]:
-                beside_ms[-1 if is_backward else 0] += 0.0 if self.alternates else gather_ms
-            elif not self.alternates:
+                beside_ms[-1 if is_backward else 0] += gather_ms
+            else:
                 exposed_ms += gather_ms
             if not is_backward:
                 continue
@@ -153,6 +167,7 @@ def transfers_among(
         (int(-1 in outer), int(num_layers in outer)),
         alternates,
         costs.device.overlap_efficiency,
+        min(max(first_backward(costs.spec, module), layers[0]), layers[1]) - layers[0],
     )
 
 

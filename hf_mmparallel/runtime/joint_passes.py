@@ -135,10 +135,19 @@ class StagePasses:
         slices ([`OptimizerSlices`]): What this rank has of divided parameters.
         sums ([`GradientSums`]): The sums of gradients.
         reshards (`bool`, *optional*, defaults to `True`): See [`pass_actions`].
+        first_backward (`int`, *optional*, defaults to 0): See [`pass_actions`].
     """
 
-    def __init__(self, stage: ModuleStage, slices: OptimizerSlices, sums: GradientSums, reshards: bool = True):
-        self.stage, self.slices, self.sums, self.reshards = stage, slices, sums, reshards
+    def __init__(
+        self,
+        stage: ModuleStage,
+        slices: OptimizerSlices,
+        sums: GradientSums,
+        reshards: bool = True,
+        first_backward: int = 0,
+    ):
+        self.stage, self.slices, self.sums = stage, slices, sums
+        self.reshards, self.first_backward = reshards, first_backward
         groups = [group for group in slices.groups if group.zero_stage >= 2]
         parameters = [parameter for _, parameter in stage.parameters()]
         layers = list(stage.own_layers.values())
@@ -171,7 +180,8 @@ class StagePasses:
             kinds (`Sequence[str]`): Kind of each pass.
             runs (`Sequence[Run]`): The forwards through the layers that any rank may have in a pass.
         """
-        passes = step_passes(kinds, len(self.units) - 1, len(runs), self.gathers, self.reshards)
+        num_layers = len(self.units) - 1
+        passes = step_passes(kinds, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
         self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
 
     def begin(self, is_empty: bool) -> None:
@@ -232,8 +242,9 @@ class StagePasses:
             return
         if wanted not in self._actions[self._done :]:
             raise RuntimeError(
-                f"Layer {layer} of a stage of `{self.stage.module_name}` runs after layers that follow it, and its "
-                "weights are no longer there. Use `zero_stage=1` for this module."
+                f"Layer {layer} of a stage of `{self.stage.module_name}` runs after layers that follow it, or "
+                "backwards although nothing up to it is trained, and its weights are not there. Use `zero_stage=1` "
+                "for this module."
             )
         while self._actions[self._done - 1] != wanted or not self._done:
             self._advance()
