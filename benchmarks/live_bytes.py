@@ -40,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
     A storage counts from the first operator that takes or returns it until it is freed, at its current size, which
     FSDP2 sets to 0 between the uses of a gathered weight. What an operator allocates for itself does not count.
     Collectives count as on a ring of n ranks: (n - 1) / n of the whole tensor for each all-gather, reduce-scatter,
-    broadcast and reduction to one rank, twice that for an all-reduce.
+    broadcast and reduction to one rank, twice that for an all-reduce, what is for others in an exchange.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,11 @@ class LiveBytes(TorchDispatchMode):
             return
         assert group is not None, name
         size = dist.ProcessGroup.unbox(group).size()
-        factor = 2 if name.startswith("allreduce") else 1
-        self.sent_bytes[name] += factor * _num_bytes(args[_SHARED_BY_ALL[name]]) * (size - 1) / size
+        others = 2 * (size - 1) / size if name.startswith("allreduce") else (size - 1) / size
+        splits = args[4] if name == "alltoall_base_" else ()
+        if splits:  # the size of what each rank gets
+            others = 1 - splits[dist.ProcessGroup.unbox(group).rank()] / max(sum(splits), 1)
+        self.sent_bytes[name] += others * _num_bytes(args[_SHARED_BY_ALL[name]])
 
 
 def _num_bytes(tensors: Any) -> int:

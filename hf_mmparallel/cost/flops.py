@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, SampleSizes
 from .analytic import layer_flops
-from .stage_times import data_gradients, inner_gradient_share, trainable_share, windowed_squares
+from .backwards import data_gradients
+from .stage_times import inner_gradient_share, trainable_share, windowed_squares
 
 
 def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:

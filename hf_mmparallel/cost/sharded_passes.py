@@ -13,6 +13,7 @@ from ..plan import ModulePlan, ParallelPlan, ShardingSettings, stage_holds
 from ..schedule import REST, PassAction, pass_actions
 from ..schedule.actions import Kind
 from .activations import DTYPE_BYTES, FULL, parameter_shares
+from .backwards import first_backward
 from .collectives import all_gather
 from .layers import CostModel
 
@@ -38,9 +39,10 @@ class PassTransfers:
         outer_reduce_ms (`float`): Time to reduce their gradients.
         outer_rows (`tuple[int, int]`): Whether the stage has the part before all layers, and the part after them.
         alternates (`bool`):
-            Whether a backward follows each forward and the reverse, so that the last layer of a pass stays gathered
+            Whether a backward follows each forward and the reverse, so that the last layers of a pass stay gathered
             for the next pass.
         overlap_efficiency (`float`): Relative compute speed beside communication.
+        first_backward (`int`, *optional*, defaults to 0): The first layer of the stage with a backward.
     """
 
     gather_ms: tuple[float, ...]
@@ -50,6 +52,7 @@ class PassTransfers:
     outer_rows: tuple[int, int]
     alternates: bool
     overlap_efficiency: float
+    first_backward: int = 0
 
     def of_pass(self, num_rows: int, is_backward: bool) -> tuple[NDArray, float]:
         """
@@ -93,9 +96,10 @@ class PassTransfers:
             now += slot_ms
         return result, now
 
-    def _slots_of(self, is_backward: bool) -> tuple[Kind, int, tuple[int, int], bool]:
+    def _slots_of(self, is_backward: bool) -> tuple[Kind, int, tuple[int, int], bool, int]:
         """The arguments of [`pass_slots`]."""
-        return "bwd" if is_backward else "fwd", len(self.gather_ms), self.outer_rows, self.alternates
+        kind: Kind = "bwd" if is_backward else "fwd"
+        return kind, len(self.gather_ms), self.outer_rows, self.alternates, self.first_backward
 
     def _action_ms(self, action: PassAction) -> float:
         """Time of a transfer of a pass, but for the gathering of what stays gathered."""
@@ -141,7 +145,9 @@ class PassSlot:
 
 
 @lru_cache(maxsize=4096)
-def pass_slots(kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool) -> tuple[PassSlot, ...]:
+def pass_slots(
+    kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int = 0
+) -> tuple[PassSlot, ...]:
     """
     The actions of a pass between others, by the computation beside which they run: what was issued since the one
     before. What a layer waits for itself comes before it, beside the part of the stage before all layers if it has
@@ -150,35 +156,38 @@ def pass_slots(kind: Kind, num_layers: int, outer_rows: tuple[int, int], alterna
     Args:
         kind (`str`): `"fwd"` or `"bwd"`.
         num_layers (`int`): Layers of the stage.
-        outer_rows, alternates: See [`PassTransfers`].
+        outer_rows, alternates, first_backward: See [`PassTransfers`].
 
     Returns:
         `tuple[PassSlot, ...]`: In order.
     """
     other: Kind = "fwd" if (kind == "bwd") == alternates else "bwd"
-    actions = [a for a in pass_actions(kind, num_layers, previous=other, following=other) if a.op != "free"]
+    every = pass_actions(kind, num_layers, first_backward=first_backward, previous=other, following=other)
+    actions = [action for action in every if action.op != "free"]
     before, _ = outer_rows
     row_before, row_after = 0 if before else None, before + num_layers if outer_rows[1] else None
     first, last = (row_before, row_after) if kind == "fwd" else (row_after, row_before)
-    computed = [position for position, action in enumerate(actions) if action.op == "compute"]
     result, issued = [], []
-    for position, action in enumerate(actions):
+    for action in actions:
         if action.op != "compute":
             issued.append(action)
             continue
         own = max((n for n, a in enumerate(issued, 1) if (a.op, a.layer) == ("gather", action.layer)), default=0)
-        if position == computed[0]:
+        if not result:
             result.append(PassSlot(first, tuple(issued[:own])))
         elif own:
             result.append(PassSlot(None, tuple(issued[:own])))
         result.append(PassSlot(before + action.layer, tuple(issued[own:])))
         issued = []
+    result = result or [PassSlot(first, ())]
     result += [PassSlot(last, ()), PassSlot(None, tuple(issued))]
     return tuple(slot for slot in result if slot.row is not None or slot.beside)
 
 
 @lru_cache(maxsize=4096)
-def _placed(kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool) -> tuple[NDArray, NDArray]:
+def _placed(
+    kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int
+) -> tuple[NDArray, NDArray]:
     """
     For each transfer of a pass, its index among the gathers and then the sums of `num_layers` layers and the rest, and
     the row beside which it runs, or one past the last row.
@@ -189,7 +198,7 @@ def _placed(kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates
             (action.op == "sum") * (num_layers + 1) + (num_layers if action.layer == REST else action.layer),
             num_rows if slot.row is None else slot.row,
         )
-        for slot in pass_slots(kind, num_layers, outer_rows, alternates)
+        for slot in pass_slots(kind, num_layers, outer_rows, alternates, first_backward)
         for action in slot.beside
     ]
     transfer, row = np.array(pairs, np.int64).reshape(-1, 2).T
@@ -266,6 +275,7 @@ def transfers_among(
         (int(-1 in outer), int(num_layers in outer)),
         alternates,
         costs.device.overlap_efficiency,
+        min(max(first_backward(costs.spec, module), layers[0]), layers[1]) - layers[0],
     )
 
 

@@ -31,10 +31,10 @@ from .activations import (
     transient_memory,
     with_trainable,
 )
+from .backwards import data_gradients
 from .host_step import HostStep
 from .layers import CostModel, Polynomial
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
-from .stage_times import data_gradients
 
 GIB = 2**30
 GRADIENT_BUCKET_BYTES = 25 * 2**20

@@ -13,29 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage, StageKey
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
+from .backwards import data_gradients
 from .layers import CostModel, LayerCost, Polynomial
 from .sharded_passes import PassTransfers, TimedTransfer, longer_ms
 from .streamed_passes import transfers_in_passes
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
-
-
-def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
-    """
-    Module -> for each layer from -1 to `num_layers`, whether the gradient of its input is needed: if anything before
-    it is trainable, in its module or in a producer whose features enter at or before it (Cornstarch, section 4.3).
-    """
-    needed: dict[str, tuple[bool, ...]] = {}
-    has_gradient: dict[str, bool] = {}
-    for name, module in spec.modules.items():
-        enters = [min(edge.layers) for edge in spec.edges if edge.target == name and has_gradient[edge.source]]
-        before, flags = False, []
-        for index in range(-1, module.num_layers + 1):
-            before = before or any(layer <= index for layer in enters)
-            flags.append(before)
-            before = before or any(use.parameter.trainable for use in spec.uses.get((name, index), ()))
-        needed[name], has_gradient[name] = tuple(flags), before
-    return needed
 
 
 def trainable_share(spec: ModelSpec, module: str, index: int) -> float:

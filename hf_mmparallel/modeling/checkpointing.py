@@ -60,6 +60,11 @@ def _offloaded(run: Callable, function: Callable, *args: Any, **kwargs: Any) -> 
         return run(function, *args, **kwargs)
 
 
+def inputs_require_gradients(model: nn.Module) -> bool:
+    """Whether gradients flow through frozen layers as well, see `PreTrainedModel.enable_input_require_grads`."""
+    return any(getattr(module, "_require_grads_hook", None) is not None for module in model.modules())
+
+
 def enable_checkpointing(model: nn.Module, tower: str, stack: str, recomputation: Recomputation | None = None) -> None:
     """
     Enables activation checkpointing of the layers of one tower, identity layers excepted.

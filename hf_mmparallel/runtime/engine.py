@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 
 from ..adapters.adapter import Adapter
 from ..cost import CostModel, analytic_costs, find_device
+from ..cost.backwards import first_backward
 from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
 from ..modeling import module_parts, prepare_stages, token_loss
-from ..modeling.checkpointing import Recomputation
+from ..modeling.checkpointing import Recomputation, inputs_require_gradients
 from ..modeling.dtypes import cast_values
 from ..modeling.streamed_layers import StreamedLayers
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
@@ -259,7 +260,10 @@ class ParallelEngine(nn.Module):
         """What happens beside the computation in the tasks of a stage."""
         sharding = self.plan.modules[key[0]].sharding
         if sharding.zero_stage >= 2:
-            return StagePasses(self.stages[key], self.slices, sums, sharding.reshard_after_forward)
+            start, stop = self.stages[key].layers
+            first = 0 if inputs_require_gradients(self.model) else first_backward(self.spec, key[0])
+            first = min(max(first, start), stop) - start
+            return StagePasses(self.stages[key], self.slices, sums, sharding.reshard_after_forward, first)
         if sum(other[0] == key[0] for other in self.stages) > 1:  # may add to the same gradients
             return None
         return LastBackward(self.stages[key], functools.partial(self.gradient_sync.reach, key))

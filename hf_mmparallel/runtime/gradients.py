@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from ..modeling.dtensors import from_shard, local
 from ..plan import StageKey, SyncGroup
 from ..schedule import SumBucket, sum_buckets
-from ..world import World
+from ..world import ReduceScatter, World
 from .joint_passes import GradientSums, gradient_dtype, gradients_of
 from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, slice_of
 
@@ -74,13 +74,15 @@ class _StartedSum:
 
     Args:
         of (`_Sum`): The sum.
-        works (`list`): Its collectives.
+        works (`list`): Its all-reduces.
+        buckets (`list[tuple[list[nn.Parameter], ReduceScatter]]`): Its reduce-scatters, by bucket.
         slices (`list[tuple[list[nn.Parameter], torch.Tensor]]`): By bucket, the sums of this rank's slices.
         used (`torch.Tensor`, *optional*): How many ranks used each parameter.
     """
 
     of: _Sum
     works: list[Any] = field(default_factory=list)
+    buckets: list[tuple[list[nn.Parameter], ReduceScatter]] = field(default_factory=list)
     slices: list[tuple[list[nn.Parameter], torch.Tensor]] = field(default_factory=list)
     used: torch.Tensor | None = None
 
@@ -184,7 +186,7 @@ class GradientSync:
             if of.shard_group is None:
                 started.works.append(dist.all_reduce(_flatten_gradients(parameters), group=of.group, async_op=True))
             else:
-                started.works.append(self._reduce_scatter(parameters, of.shard_group, started))
+                started.buckets.append((parameters, _reduce_scatter(parameters, of.shard_group)))
 
     def _buckets(self, indices: Sequence[int]) -> list[SumBucket[nn.Parameter]]:
         """The buckets of some sums, in the order in which a backward completes them."""
@@ -192,21 +194,13 @@ class GradientSync:
         return sum_buckets(sums, self.layers.__getitem__, lambda ordered: buckets(ordered, gradient_dtype))
 
     @torch.no_grad()
-    def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:
-        """Starts the sums of the slices of a bucket; its gradients exist until [`~GradientSync.finish`]."""
-        slices = by_slice(gradients_of(bucket), dist.get_world_size(group))
-        for parameter in bucket:
-            parameter.grad = None
-        mine = torch.empty_like(slices[0])
-        started.slices.append((bucket, mine))
-        return dist.reduce_scatter_single(mine, slices.view(-1), group=group, async_op=True)
-
     def finish(self) -> None:
         """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
         between_replicas: list[Any] = []
         for started in self._started.values():
             for work in started.works:
                 work.wait()
+            started.slices += [(bucket, scattered.wait()) for bucket, scattered in started.buckets]
             group = started.of.replica_group
             if group is not None:
                 between_replicas += [dist.all_reduce(mine, group=group, async_op=True) for _, mine in started.slices]
@@ -232,6 +226,15 @@ class GradientSync:
             flat_slice = slice_of(updated)
             assert flat_slice is not None
             start += flat_slice.length(local(parameter).numel())
+
+
+@torch.no_grad()
+def _reduce_scatter(bucket: list[nn.Parameter], group: dist.ProcessGroup) -> ReduceScatter:
+    """Starts the sums of the slices of a bucket, whose gradients the parameters lose."""
+    result = ReduceScatter(by_slice(gradients_of(bucket), dist.get_world_size(group)), group)
+    for parameter in bucket:
+        parameter.grad = None
+    return result
 
 
 @torch.no_grad()

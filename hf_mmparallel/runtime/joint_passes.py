@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +22,7 @@ from ..modeling.dtensors import local
 from ..plan import StageKey
 from ..schedule import REST, Action, PassAction, Task, step_passes
 from ..schedule.actions import Kind
+from ..world import ReduceScatter
 from .optimizer_slices import (
     FlatSlice,
     Gathering,
@@ -78,7 +78,7 @@ class GradientSums:
         self.before_sum = before_sum
         self.used: set[nn.Parameter] = set()
         self._sums: dict[nn.Parameter, tuple[list[nn.Parameter], torch.Tensor]] = {}  # by the first of a bucket
-        self._started: list[tuple[Any, list[nn.Parameter], torch.Tensor]] = []
+        self._started: list[tuple[list[nn.Parameter], ReduceScatter]] = []
 
     @torch.no_grad()
     def add(self, group: SlicedGroup) -> None:
@@ -89,23 +89,22 @@ class GradientSums:
         self.before_sum(trained)
         self.used.update(member for member in trained if member.grad is not None)
         for bucket in buckets(trained, gradient_dtype):
-            slices = by_slice(gradients_of(bucket), group.flat_slice.num_slices)
+            columns = by_slice(gradients_of(bucket), group.flat_slice.num_slices)
+            self._started.append((bucket, ReduceScatter(columns, group.flat_slice.group)))
+            del columns
             for parameter in bucket:
                 parameter.grad = None
-            mine = torch.empty_like(slices[0])
-            work = dist.reduce_scatter_single(mine, slices.view(-1), group=group.flat_slice.group, async_op=True)
-            self._started.append((work, bucket, mine))
 
     def wait(self) -> None:
         """Waits for the sums that were started."""
-        for work, bucket, mine in self._started:
-            work.wait()
+        while self._started:
+            bucket, started = self._started.pop(0)
+            mine = started.wait()
             known = self._sums.get(bucket[0])
             if known is None:
                 self._sums[bucket[0]] = bucket, mine
             else:
                 known[1].add_(mine)
-        self._started.clear()
 
     def take(self, flat_slice: FlatSlice, parameters: Sequence[nn.Parameter]) -> list[tuple[list[nn.Parameter], Any]]:
         """
@@ -136,10 +135,19 @@ class StagePasses:
         slices ([`OptimizerSlices`]): What this rank has of divided parameters.
         sums ([`GradientSums`]): The sums of gradients.
         reshards (`bool`, *optional*, defaults to `True`): See [`pass_actions`].
+        first_backward (`int`, *optional*, defaults to 0): See [`pass_actions`].
     """
 
-    def __init__(self, stage: ModuleStage, slices: OptimizerSlices, sums: GradientSums, reshards: bool = True):
-        self.stage, self.slices, self.sums, self.reshards = stage, slices, sums, reshards
+    def __init__(
+        self,
+        stage: ModuleStage,
+        slices: OptimizerSlices,
+        sums: GradientSums,
+        reshards: bool = True,
+        first_backward: int = 0,
+    ):
+        self.stage, self.slices, self.sums = stage, slices, sums
+        self.reshards, self.first_backward = reshards, first_backward
         groups = [group for group in slices.groups if group.zero_stage >= 2]
         parameters = [parameter for _, parameter in stage.parameters()]
         layers = list(stage.own_layers.values())
@@ -172,7 +180,8 @@ class StagePasses:
             kinds (`Sequence[str]`): Kind of each pass.
             runs (`Sequence[Run]`): The forwards through the layers that any rank may have in a pass.
         """
-        passes = step_passes(kinds, len(self.units) - 1, len(runs), self.gathers, self.reshards)
+        num_layers = len(self.units) - 1
+        passes = step_passes(kinds, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
         self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
 
     def begin(self, is_empty: bool) -> None:
@@ -233,8 +242,9 @@ class StagePasses:
             return
         if wanted not in self._actions[self._done :]:
             raise RuntimeError(
-                f"Layer {layer} of a stage of `{self.stage.module_name}` runs after layers that follow it, and its "
-                "weights are no longer there. Use `zero_stage=1` for this module."
+                f"Layer {layer} of a stage of `{self.stage.module_name}` runs after layers that follow it, or "
+                "backwards although nothing up to it is trained, and its weights are not there. Use `zero_stage=1` "
+                "for this module."
             )
         while self._actions[self._done - 1] != wanted or not self._done:
             self._advance()

@@ -301,13 +301,13 @@ def padded(values: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([values.detach(), values.new_zeros(missing)]) if missing else values.detach()
 
 
-def by_slice(tensors: Sequence[torch.Tensor], num_slices: int) -> torch.Tensor:
-    """Some tensors as a matrix of `num_slices` rows: row `i` has slice `i` of each, zeros fill the last slices."""
+def by_slice(tensors: Sequence[torch.Tensor], num_slices: int) -> list[torch.Tensor]:
+    """Each tensor as a matrix of `num_slices` rows: row `i` has slice `i`, zeros fill the last slices."""
     columns = []
     for tensor in tensors:
         length = slice_length(tensor.numel(), num_slices)
         columns.append(padded(tensor.reshape(-1), length * num_slices).view(num_slices, length))
-    return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, 1)
+    return columns
 
 
 def buckets(

@@ -16,6 +16,11 @@ from .actions import Kind
 
 REST = -1
 """Index of the parameters that are in no layer: embeddings, the last norm, the head, the projector."""
+KEPT_LAYERS = 2
+"""
+Layers at the end of a pass that stay gathered for one in the other direction. While a layer is computed the next one
+is gathered, so that two are there anyway.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +51,21 @@ def pass_actions(
     *,
     gathers: bool = True,
     reshards: bool = True,
+    first_backward: int = 0,
     previous: Kind | None = None,
     following: Kind | None = None,
 ) -> tuple[PassAction, ...]:
     """
     The actions of one pass.
 
-    Each layer is gathered while the one before is computed, and freed before the one after the next is gathered; its
-    gradients are summed while the next one is computed. The layer with which a pass ends stays gathered if the next
-    pass begins with it, and what is in no layer stays gathered from the first pass of a step to the last. For a
-    forward and then a backward through three layers, the first and last of a step:
+    Each layer is gathered while the one before is computed, and freed before the one after the next is gathered, so
+    that two layers are gathered at a time; its gradients are summed while the next one is computed. The two layers
+    with which a forward ends stay gathered for a backward that follows, and the reverse. What is in no layer stays
+    gathered from the first pass of a step to the last. For a forward and then a backward through three layers, the
+    first and last of a step:
 
-    - gather rest, gather 0, gather 1, compute 0, free 0, gather 2, compute 1, free 1, compute 2
-    - gather 1, compute 2, free 2, gather 0, sum 2, compute 1, free 1, sum 1, compute 0, free 0, sum 0, sum rest,
-      free rest
+    - gather rest, gather 0, gather 1, compute 0, free 0, gather 2, compute 1, compute 2
+    - compute 2, free 2, gather 0, sum 2, compute 1, free 1, sum 1, compute 0, free 0, sum 0, sum rest, free rest
 
     Args:
         kind (`str`): `"fwd"` or `"bwd"`.
@@ -68,18 +74,33 @@ def pass_actions(
         gathers (`bool`, *optional*, defaults to `True`): Whether weights are divided (ZeRO-3); if not, gradients only.
         reshards (`bool`, *optional*, defaults to `True`):
             Whether layers are freed in each pass; if not, in the last one only, and gathered in the first.
+        first_backward (`int`, *optional*, defaults to 0):
+            The first layer with a backward; neither those before it nor anything before them is trained.
         previous (`str`, *optional*): Kind of the stage's previous pass in the step; `None` for the first one.
         following (`str`, *optional*): Kind of its next pass; `None` for the last one.
 
     Returns:
         `tuple[PassAction, ...]`: The actions, in the order in which every rank issues them.
     """
-    order = [(layer, run) for run in range(num_runs) for layer in range(num_layers)]
-    order = order if kind == "fwd" else order[::-1]
-    ends = {"fwd": (0, num_layers - 1), "bwd": (num_layers - 1, 0)}  # first and last layer of a pass
-    held: set[int] = set()
-    if previous is not None:
-        held.update(range(num_layers) if not reshards else {ends[previous][1]} & {ends[kind][0]})
+    num_layers = num_layers if num_runs else 0
+    walks: dict[Kind, list[int]] = {
+        "fwd": list(range(num_layers)),
+        "bwd": list(range(first_backward, num_layers))[::-1],
+    }
+
+    def staying(before: Kind | None, after: Kind | None) -> set[int]:
+        """The layers that stay gathered from one walk through the layers to the next."""
+        if before is None or after is None:
+            return set()
+        if not reshards:
+            return set(range(num_layers))
+        if before == after and len(walks[before]) > KEPT_LAYERS:
+            return set()
+        return set(walks[before][-KEPT_LAYERS:]) & set(walks[after][:KEPT_LAYERS])
+
+    runs = range(num_runs) if kind == "fwd" else range(num_runs)[::-1]
+    order = [(layer, run) for run in runs for layer in walks[kind]]
+    held = staying(previous, kind)
     result = [PassAction("gather", REST)] if previous is None else []
 
     def gather(layer: int, run: int) -> None:
@@ -87,25 +108,24 @@ def pass_actions(
             held.add(layer)
             result.append(PassAction("gather", layer, run))
 
-    def free(position: int) -> None:
-        layer, run = order[position]
-        is_over = following is None and position >= len(order) - num_layers
-        if reshards or is_over:
+    def free(layer: int, run: int) -> None:
+        if layer not in staying(kind, following if run == runs[-1] else kind):
             held.remove(layer)
             result.append(PassAction("free", layer, run))
 
+    for layer in sorted(held - set(walks[kind])):
+        free(layer, runs[-1])
     for position, (layer, run) in enumerate(order):
         gather(layer, run)
-        if position and order[position - 1][0] != layer:
-            free(position - 1)
+        if position:
+            free(*order[position - 1])
         if position + 1 < len(order):
             gather(*order[position + 1])
         if position:
             result.append(PassAction("sum", *order[position - 1]))
         result.append(PassAction("compute", layer, run))
     if order:
-        if following is None or ends[following][0] != order[-1][0]:
-            free(len(order) - 1)
+        free(*order[-1])
         result.append(PassAction("sum", *order[-1]))
     result.append(PassAction("sum", REST))
     if following is None:
@@ -116,19 +136,31 @@ def pass_actions(
 
 
 def step_passes(
-    kinds: Sequence[Kind], num_layers: int, num_runs: int = 1, gathers: bool = True, reshards: bool = True
+    kinds: Sequence[Kind],
+    num_layers: int,
+    num_runs: int = 1,
+    gathers: bool = True,
+    reshards: bool = True,
+    first_backward: int = 0,
 ) -> list[tuple[PassAction, ...]]:
     """
     The actions of all passes of a stage in one step.
 
     Args:
         kinds (`Sequence[str]`): Kind of each pass, in order.
-        num_layers, num_runs, gathers, reshards: See [`pass_actions`].
+        num_layers, num_runs, gathers, reshards, first_backward: See [`pass_actions`].
     """
     neighbours = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
     return [
         pass_actions(
-            kind, num_layers, num_runs, gathers=gathers, reshards=reshards, previous=previous, following=following
+            kind,
+            num_layers,
+            num_runs,
+            gathers=gathers,
+            reshards=reshards,
+            first_backward=first_backward,
+            previous=previous,
+            following=following,
         )
         for previous, kind, following in neighbours
     ]

@@ -6,6 +6,7 @@ May be imported by all code that runs on ranks; imports nothing of the package b
 
 from .activity import ACTIVITY, doing
 from .failure import RemoteRankError, shared_failure
+from .reduce_scatter import ReduceScatter
 from .world import World
 
-__all__ = ["ACTIVITY", "RemoteRankError", "World", "doing", "shared_failure"]
+__all__ = ["ACTIVITY", "ReduceScatter", "RemoteRankError", "World", "doing", "shared_failure"]

@@ -134,11 +134,24 @@ class TestPasses:
         assert alternates == [True, False]
         transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5)
         kept = replace(transfers, alternates=True)
-        for own, first, last in ((transfers, 1.0, 4.0), (kept, 0.0, 0.0)):
+        for own, first, second, last in ((transfers, 1.0, 2.0, 4.0), (kept, 0.0, 0.0, 0.0)):
             beside, exposed = own.of_pass(3, False)
-            assert beside.tolist() == [2.0, 4.0, 0.0] and exposed == first
+            assert beside.tolist() == [second, 4.0, 0.0] and exposed == first
             beside, exposed = own.of_pass(3, True)
-            assert beside.tolist() == [16.0, 1.0 + 32.0, 2.0] and exposed == last + 8.0 + 128.0
+            assert beside.tolist() == [16.0, 1.0 + 32.0, second] and exposed == last + 8.0 + 128.0
+
+    def test_layers_without_a_backward_are_gathered_for_the_forward_only(self):
+        transfers = PassTransfers((1.0, 2.0, 4.0), (0.0, 0.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5, 2)
+        beside, exposed = transfers.of_pass(3, True)
+        # A backward of one layer follows another one, so that the layer stays gathered.
+        assert beside.tolist() == [0.0, 0.0, 0.0] and exposed == 32.0 + 128.0
+        assert transfers.of_pass(3, False)[0].tolist() == [2.0, 4.0, 0.0]
+        half = model((LANGUAGE_MODEL,), tied=False).language_model
+        trained = tuple(replace(p, trainable=p.layer >= 1) for p in half.parameters)
+        costs = analytic_costs(ModelSpec({LANGUAGE_MODEL: replace(half, parameters=trained)}), PLAIN)
+        assert transfers_of(costs, plan_of(costs.spec, 3), 0).first_backward == 1
+        plan = plan_of(costs.spec, 3, pp_size=2)
+        assert [transfers_of(costs, plan, index).first_backward for index in (0, 1)] == [1, 0]
 
     @pytest.mark.parametrize("kind", ["fwd", "bwd"])
     @pytest.mark.parametrize("alternates", [False, True])

@@ -103,7 +103,7 @@ def test_every_element_is_in_one_slice(numel, num_slices):
     slices = [FlatSlice(index, num_slices, None).of(tensor) for index in range(num_slices)]
     assert torch.equal(torch.cat(slices), tensor)
     length = FlatSlice(0, num_slices, None).length(numel)
-    rows = by_slice([tensor, tensor.view(1, -1)], num_slices)
+    rows = torch.cat(by_slice([tensor, tensor.view(1, -1)], num_slices), 1)
     assert rows.shape == (num_slices, 2 * length)
     for row, values in zip(rows, slices, strict=True):
         for column in row.split(length):

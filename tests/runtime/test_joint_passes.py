@@ -109,6 +109,36 @@ def test_gradients_are_those_of_all_microbatches(zero_stage: int):
         assert updated < 0.6 * sum(parameter.numel() for parameter in model.parameters())
 
 
+def run_frozen() -> tuple[list[int], list[int]]:
+    """Layers with memory while the last of three layers runs backwards, the only one with a backward; and after it."""
+    model = Stack()
+    model.requires_grad_(False)
+    model.layers[2].requires_grad_(True)
+    named = dict(model.named_parameters())
+    groups = [SyncGroup((0, 1), (name,), (("m", 0, 0), ("m", 1, 0)), 2, 3) for name in named]
+    slices = OptimizerSlices(groups, named, dist.get_rank(), {(0, 1): dist.group.WORLD})
+    stage: Any = SimpleNamespace(
+        parameters=model.named_parameters, own_layers=dict(enumerate(model.layers)), module_name="m", modality=None
+    )
+    passes = StagePasses(stage, slices, GradientSums(), first_backward=2)
+    passes.start_step(["fwd", "bwd"], (None,))
+    passes.begin(False)
+    passes.compute()
+    output = model(torch.ones(2, 4))
+    passes.end()
+    passes.begin(False)
+    passes.compute()
+    seen: list[int] = []
+    output.register_hook(lambda gradient: seen.extend(with_memory(model)))
+    output.sum().backward()
+    passes.end()
+    return seen, with_memory(model)
+
+
+def test_layers_without_a_backward_are_not_gathered_for_it():
+    assert run_distributed(run_frozen, 2) == [([2], [])] * 2
+
+
 def run_backwards() -> None:
     """Runs the layers from the last to the first."""
     model, passes, _, _ = make(3)
