@@ -63,7 +63,9 @@ def test_sharded_simulation_predicts_layouts_that_gather_and_sum_layer_by_layer(
     assert len({case["case"] for case in cases}) == len(cases)
     for case in cases:
         assert 0 < case["without_transfers_ms"] < case["predicted_ms"] and case["transfers_a_step"] > 0
-        assert case["measured_ms"] > 0.9 * case["predicted_ms"]  # what did not sleep would be done much sooner
+        # What did not sleep would be done much sooner. A stage that waits for its input gathers weights meanwhile.
+        least = "without_transfers_ms" if "pp" in case["case"] else "predicted_ms"
+        assert case["measured_ms"] > 0.9 * case[least]
         assert case["error"] == pytest.approx(abs(case["predicted_ms"] / case["measured_ms"] - 1))
 
 
