@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -63,6 +64,10 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         self.loss_type = "ForConditionalGeneration"
         self.input_modalities: Any = ("text", *config.encoder_names)
         self.post_init()
+
+    def without_weights(self) -> MultimodalModel:
+        """A model of the same configuration and callbacks, with weights of its own."""
+        return type(self)(copy.deepcopy(self.config), callbacks=self.model.callbacks)
 
     @classmethod
     def from_unimodal(

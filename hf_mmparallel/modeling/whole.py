@@ -49,7 +49,10 @@ def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], a
 
 
 def blank_model(part: Any) -> Any:
-    """A model on the meta device like the one that this rank holds a part of, without adapters."""
+    """
+    A model on the meta device like the one that this rank holds a part of, without adapters. A model with more than a
+    configuration, such as functions of the user, says with `without_weights` how another one is made.
+    """
     with torch.device("meta"):
         return part.without_weights() if hasattr(part, "without_weights") else type(part)(copy.deepcopy(part.config))
 

@@ -52,7 +52,7 @@ from .gradients import (
     scale_gradients,
 )
 from .groups import ProcessGroups
-from .joint_passes import GradientSums, JointPasses, LastBackward, StagePasses
+from .joint_passes import GradientSums, LastBackward, StagePasses, TaskHooks
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters, replicated_parameters
@@ -237,7 +237,7 @@ class ParallelEngine(nn.Module):
             self.sync_groups, named, self.rank, by_ranks, self.slices, sums, layer_numbers(self.spec)
         )
         passes = {key: self._passes_of(key, sums) for key in self.stages}
-        self.passes = JointPasses({key: of_stage for key, of_stage in passes.items() if of_stage is not None})
+        self.passes = TaskHooks({key: of_stage for key, of_stage in passes.items() if of_stage is not None})
         functions = StepFunctions(
             lambda logits, labels, shifted: token_loss(self.model, logits, labels, smoothing, shifted),
             self.gradient_sync.start,

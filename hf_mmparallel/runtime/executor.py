@@ -19,7 +19,7 @@ from ..schedule import Program
 from ..schedule.actions import Action, Message, Task
 from ..schedule.lowering import receive_ahead
 from ..world import ACTIVITY
-from .joint_passes import JointPasses
+from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues
 from .messages import StepMessages
 from .payloads import Payload, Payloads
@@ -45,14 +45,14 @@ class StepFunctions:
         start_sum (`Callable[[int], None]`, *optional*): Starts a gradient sum of the plan, by its index.
         before_forward (`Callable[[Task], None]`, *optional*): Called before each forward, which it may seed.
         forward_context (`Callable[[], AbstractContextManager]`, *optional*): Context of forwards, such as autocast.
-        passes ([`JointPasses`], *optional*): Gathers weights and sums gradients in tasks.
+        passes ([`TaskHooks`], *optional*): Gathers weights and sums gradients in tasks.
     """
 
     loss: LossFunction
     start_sum: Callable[[int], None] = lambda index: None
     before_forward: Callable[[Task], None] = lambda task: None
     forward_context: Callable[[], AbstractContextManager] = nullcontext
-    passes: JointPasses = field(default_factory=JointPasses)
+    passes: TaskHooks = field(default_factory=TaskHooks)
 
 
 @dataclass

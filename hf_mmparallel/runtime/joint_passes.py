@@ -326,7 +326,7 @@ def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) 
     return [group for group in chosen if group.members]
 
 
-class JointPasses:
+class TaskHooks:
     """
     What happens beside the computation in the tasks of this rank.
 

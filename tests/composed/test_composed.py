@@ -35,6 +35,7 @@ from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.composed.multimodal_config import EncoderSettings, MultimodalCallbacks, MultimodalConfig
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages
+from hf_mmparallel.modeling.whole import blank_model
 from tests.modeling.test_stages import make_plan, reference, run_stages
 
 VISION = {
@@ -395,6 +396,12 @@ def test_callback_may_merge_by_itself_but_not_change_the_length():
         longer(**batch)
     with pytest.raises(ValueError, match="not an encoder of this model"):
         compose("clip_llama", callbacks=MultimodalCallbacks(after_encoder={"visoin": merge}))
+
+
+def test_a_gathered_model_has_the_callbacks():
+    callbacks = MultimodalCallbacks(after_projector={"vision": lambda inputs, features: features * 0})
+    model, _ = compose("clip_llama", callbacks=callbacks)
+    assert blank_model(model).model.callbacks is callbacks
 
 
 def test_callbacks_are_given_again_on_loading(tmp_path):
