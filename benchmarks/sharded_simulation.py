@@ -30,6 +30,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,24 +202,27 @@ class ModelledLink:
         self.device = device
         self.free_s = 0.0
         self.num_transfers = 0
-        self._collectives = dist.all_gather_single, dist.reduce_scatter_single
+        self._collectives = dist.all_gather_single, dist.all_to_all_single
 
     def __enter__(self) -> ModelledLink:
-        gather, reduce = self._collectives
-        dist.all_gather_single = lambda out, mine, **options: self._start(gather, out, mine, out.nbytes, options)
-        dist.reduce_scatter_single = lambda out, all_, **options: self._start(reduce, out, all_, all_.nbytes, options)
+        dist.all_gather_single = partial(self._start, self._collectives[0])
+        dist.all_to_all_single = partial(self._start, self._collectives[1])
         return self
 
     def __exit__(self, *_: Any) -> None:
-        dist.all_gather_single, dist.reduce_scatter_single = self._collectives
+        dist.all_gather_single, dist.all_to_all_single = self._collectives
 
-    def _start(self, collective: Any, out: torch.Tensor, given: torch.Tensor, num_bytes: int, options: Any) -> Any:
-        """Starts a collective of so many bytes in total."""
+    def _start(self, collective: Any, out: torch.Tensor, given: torch.Tensor, *splits: Any, **options: Any) -> Any:
+        """Starts to gather weights, or to exchange the rows of a reduce-scatter."""
         ranks = dist.get_process_group_ranks(options["group"])
-        time_ms = all_gather(self.device, num_bytes, ranks)(1.0, 0.0)
+        is_gather = collective is self._collectives[0]
+        rank_bytes = (
+            given.nbytes if is_gather else given.nbytes / (len(ranks) - 1)
+        )  # a rank sends all rows but its own
+        time_ms = all_gather(self.device, rank_bytes * len(ranks), ranks)(1.0, 0.0)
         self.num_transfers += 1
         self.free_s = max(self.free_s, time.perf_counter()) + time_ms / 1e3
-        return _Transfer(collective(out, given, **options), self.free_s)
+        return _Transfer(collective(out, given, *splits, **options), self.free_s)
 
 
 def modelled_device(sizes: Sizes, link_gb_per_s: float) -> Hardware:
