@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -37,9 +38,10 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
     assert plan.world_size == 6 and plan.num_microbatches == 4
     assert files[1].read_bytes().startswith(b"\x89PNG")
     events = json.loads(files[2].read_text())["traceEvents"]
-    kinds = [event["cat"] == "sync" for event in events if event["ph"] == "X"]
-    assert sum(kinds) >= 2, "the sum of the gradients of the encoder's two copies"
-    assert len(kinds) - sum(kinds) == (2 + 4) * 4 * 2
+    kinds = Counter(event["cat"] for event in events if event["ph"] == "X")
+    assert kinds["sync"] >= 2, "the sum of the gradients of the encoder's two copies"
+    assert sum(number for kind, number in kinds.items() if kind.endswith((",fwd", ",bwd"))) == (2 + 4) * 4 * 2
+    assert kinds["update"] == 2 + 2, "the optimizer's step of each rank, tensor-parallel pairs once"
 
 
 def test_the_tokens_of_a_row_can_be_shared(model, tmp_path, run):

@@ -164,16 +164,22 @@ def test_a_pass_is_as_long_as_its_actions(data, num_layers, alternates, kind, ef
 
 
 def test_parts_outside_of_layers_hide_the_first_gather_in_the_times_as_well():
-    transfers = PassTransfers((1.0, 2.0), (8.0, 16.0), 64.0, 128.0, (1, 1), False, 1.0)
-    timed, length = transfers.timed(np.array([10.0, 10.0, 10.0, 10.0]), False)
-    assert [(str(t.action), t.start_ms, t.end_ms) for t in timed] == [("gather 0", 0.0, 1.0), ("gather 1", 10.0, 12.0)]
-    assert length == 40.0
-    timed, length = transfers.timed(np.array([10.0, 10.0, 10.0, 10.0]), True)
+    transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (1, 1), False, 1.0)
+    timed, length = transfers.timed(np.full(5, 10.0), False)
     assert [(str(t.action), t.start_ms, t.end_ms) for t in timed] == [
-        ("gather 1", 0.0, 2.0),
-        ("gather 0", 10.0, 11.0),
-        ("sum 1", 20.0, 36.0),
-        ("sum 0", 46.0, 54.0),
-        ("sum rest", 54.0, 182.0),
+        ("gather 0", 0.0, 1.0),
+        ("gather 1", 10.0, 12.0),
+        ("gather 2", 20.0, 24.0),
     ]
-    assert length == 182.0 and timed[2].computed_ms == 30.0
+    assert length == 50.0
+    timed, length = transfers.timed(np.full(5, 10.0), True)
+    assert [(str(t.action), t.start_ms, t.end_ms) for t in timed] == [
+        ("gather 2", 0.0, 4.0),
+        ("gather 1", 10.0, 12.0),
+        ("gather 0", 20.0, 21.0),
+        ("sum 2", 21.0, 53.0),
+        ("sum 1", 53.0, 69.0),
+        ("sum 0", 79.0, 87.0),
+        ("sum rest", 87.0, 215.0),
+    ]
+    assert length == 215.0 and timed[3].computed_ms == 30.0

@@ -73,8 +73,8 @@ def test_gathers_and_sums_are_in_the_passes(zero_stage):
                 inside[rank, transfer.op] += transfer.end_ms - transfer.start_ms
         backwards = sum(span.task.kind == "bwd" for span in own)
         assert inside[rank, "sum"] == pytest.approx(backwards * (sum(transfers.reduce_ms) + transfers.outer_reduce_ms))
-        # The last layer stays gathered between a forward and its backward, and the first one after it.
-        ends = transfers.gather_ms[-1] + transfers.gather_ms[0]
+        # The last two layers stay gathered between a forward and its backward, and the first two after it.
+        ends = sum(transfers.gather_ms[-2:]) + sum(transfers.gather_ms[:2])
         assert inside[rank, "gather"] == pytest.approx(backwards * (2 * sum(transfers.gather_ms) - ends))
 
 
