@@ -68,10 +68,12 @@ def _latest_ms(timeline: Timeline, lanes: Sequence[Sequence[TransferSpan]]) -> f
 
 
 def _lanes(timeline: Timeline, rows: Sequence[_Row]) -> list[Sequence[TransferSpan]]:
-    """The communication of the first rank of each row, if it is known."""
+    """The communication of the first rank of each row, with its update, if there is any and it is known."""
+    empty: list[Sequence[TransferSpan]] = [()] * len(rows)
     if not isinstance(timeline, Simulation) or timeline.transfers is None:
-        return [()] * len(rows)
-    return [timeline.transfers(row.ranks[0]) for row in rows]
+        return empty
+    lanes = [timeline.transfers(row.ranks[0]) for row in rows]
+    return lanes if any(span.op != "update" for lane in lanes for span in lane) else empty
 
 
 def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
