@@ -33,6 +33,7 @@ LEVELS = {
     "composed": 3,
     "data": 3,
     "profiling": 3,
+    "resilience": 3,
     "search": 3,
     "runtime": 4,
     "callbacks": 5,
@@ -49,6 +50,7 @@ FORBIDDEN = {
     "drawing": ("torch", "transformers", "accelerate"),
     "steps": ("torch", "transformers", "accelerate"),
     "search": ("torch", "transformers", "accelerate"),
+    "resilience": ("torch", "transformers", "accelerate"),
     "page": ("torch", "transformers", "accelerate"),
 }
 

@@ -1,0 +1,76 @@
+"""Random losses of nodes: every node that is left has work, and the guaranteed copies are kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_mmparallel.resilience.node_counts import node_counts
+from hf_mmparallel.resilience.reconfiguration import Nodes, TooFewNodesError, without_nodes
+
+
+def pipelines_of(num_nodes: int, counts: range, failures: int, rng: random.Random) -> list[Nodes]:
+    """Random pipelines that use all nodes."""
+    while True:
+        sizes, left = [counts[0]] * (failures + 1), num_nodes - counts[0] * (failures + 1)
+        while left:
+            if left >= counts[0] and rng.random() < 0.5:
+                sizes.append(counts[0])
+                left -= counts[0]
+            else:
+                sizes[rng.randrange(len(sizes))] += 1
+                left -= 1
+        if max(sizes) <= counts[-1]:
+            nodes = iter(range(num_nodes))
+            return [tuple(next(nodes) for _ in range(size)) for size in sizes]
+
+
+@given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 20), st.randoms(use_true_random=False))
+def test_guarantees_hold_until_nodes_are_too_few(fewest: int, failures: int, more: int, rng: random.Random) -> None:
+    """Theorem 2, and more: any number of failures, several in a row."""
+    num_nodes = (failures + 1) * fewest + more
+    counts = node_counts(num_nodes, fewest, failures)
+    pipelines, alive = pipelines_of(num_nodes, counts, failures, rng), set(range(num_nodes))
+    while True:
+        lost = set(rng.sample(sorted(alive), rng.randint(1, min(len(alive), failures + 2))))
+        alive -= lost
+        if len(alive) < (failures + 1) * fewest:
+            with pytest.raises(TooFewNodesError, match=f"{len(alive)} nodes are left"):
+                without_nodes(pipelines, lost, counts, failures)
+            return
+        if len(lost) <= failures:  # a copy of every layer is left
+            assert any(lost.isdisjoint(nodes) for nodes in pipelines)
+        pipelines = list(without_nodes(pipelines, lost, counts, failures).pipelines)
+        assert sorted(node for nodes in pipelines for node in nodes) == sorted(alive)
+        assert len(pipelines) >= failures + 1
+        assert all(len(nodes) in counts for nodes in pipelines)
+
+
+def test_the_three_ways_of_the_paper() -> None:
+    """Figure 2.8."""
+    counts = range(2, 5)
+    kept = without_nodes([(0, 1, 2, 3), (4, 5, 6)], {1}, counts, 1)
+    assert kept.pipelines == ((4, 5, 6), (0, 2, 3))
+    assert str(kept.changes[0]) == "the pipeline of nodes 0, 2, 3 goes on"
+    borrowed = without_nodes([(0, 1, 2), (3, 4)], {4}, counts, 1)
+    assert borrowed.pipelines == ((0, 1), (3, 2))
+    assert str(borrowed.changes[0]) == "the pipeline of node 3 borrows node 2"
+    merged = without_nodes([(0, 1), (2, 3), (4, 5)], {5}, counts, 1)
+    assert merged.pipelines == ((2, 3), (4, 0, 1))
+    assert str(merged.changes[0]) == "the pipeline of node 4 is merged with nodes 0, 1"
+
+
+def test_lost_pipelines_are_replaced() -> None:
+    """Two of three pipelines are gone; the third one has nodes enough for two."""
+    result = without_nodes([(0,), (1, 2, 3), (4,)], {0, 4}, range(1, 5), 1)
+    assert result.pipelines == ((1, 2), (3,))
+    assert str(result.changes[0]) == "a new pipeline borrows node 3"
+
+
+def test_a_damaged_pipeline_can_lend() -> None:
+    """The second pipeline lost a node as well, but has more left than the fewest."""
+    result = without_nodes([(0, 1), (2, 3, 4, 5), (6, 7)], {0, 2}, range(2, 7), 1)
+    assert sorted(map(len, result.pipelines)) == [2, 2, 2]
