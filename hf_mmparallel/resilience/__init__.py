@@ -1,4 +1,4 @@
 """
 Plans that survive failures: pipeline templates, which of them are instantiated, and what becomes of them when nodes
-are lost or join. Imported by `planner`, `cli` and `trainer`.
+are lost. Uses numpy only.
 """

@@ -115,8 +115,8 @@ def pipeline_templates(
     The time of a template is `sum(t) + (num_microbatches - 1) * max(t)` with the times `t` of its stages. For a limit
     of `max(t)`, the smallest sum for every suffix of the layers on every number of ranks follows by dynamic
     programming. Limits are tried from above: each solution says how far below its own slowest stage the next limit
-    must be, down to the smallest possible one, so that the result is exact. (Oobleck divides and conquers with its own
-    number of microbatches for each number of stages; `benchmarks/templates.py` compares both.)
+    must be, down to the smallest possible one, so that the result is exact. (Oobleck divides and conquers, with four
+    microbatches for each stage, so that templates of more stages compute more.)
 
     Args:
         chain ([`LayerChain`]): The layers.
