@@ -48,7 +48,8 @@ KINDS = {
 LEGEND = (
     "V: encoder, L: language model, each with its sizes that are not 1: d data-, p pipeline-, c context-, t "
     "tensor-parallel.  z1, z2, z3: ZeRO stage, z3/8: over 8 copies.\n"
-    "*: activations recomputed.  apart: encoder and language model on ranks of their own; else they share them.  "
+    "*: activations recomputed.  h: optimizer or frozen weights in host memory.  apart: encoder and language model on "
+    "ranks of their own; else they share them.\n"
     "Last line: predicted MFU."
 )
 COLORS = {"replicated": "#cfe3f5", "sharded": "#f7d9a8", "pipeline": "#d4ecc9", "tensor": "#e7cfe8", "none": "#eeeeee"}
@@ -116,6 +117,7 @@ def text_of(candidate: Candidate) -> str:
         words = " ".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "1"
         words += f" z{layout.zero_stage}" if layout.zero_stage else ""
         words += f"/{layout.shard_size}" if layout.shard_size else ""
+        words += " h" if layout.storage.offload_optimizer or layout.storage.offload_params else ""
         lines.append(
             f"{'L' if name == LANGUAGE_MODEL else 'V'} {words}{'*' if layout.activation_checkpointing else ''}"
         )
