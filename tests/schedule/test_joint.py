@@ -75,8 +75,8 @@ def test_each_chunk_with_samples_has_its_tasks_and_messages_once(case):
     plain = build_graph(replace(case.plan, modules=apart), case.step)
     assert set(plain.tasks) <= set(graph.tasks) and len(set(graph.tasks)) == graph.num_tasks
     assert set(plain.messages) <= set(graph.messages) and len(set(graph.messages)) == graph.num_messages
-    for message in set(graph.messages) - set(plain.messages):  # of a backward that only other replicas need
-        assert message.kind == "grad" and message.source not in plain.tasks
+    for message in set(graph.messages) - set(plain.messages):  # to a backward that only other replicas need
+        assert message.kind == "grad" and message.target not in plain.tasks
     for task in set(graph.tasks) - set(plain.tasks):
         chunks = case.step.chunks.of_replica(task.module, task.replica)
         is_empty = task.microbatch >= len(chunks) or task.chunk >= len(chunks[task.microbatch])

@@ -238,6 +238,29 @@ def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(na
     runs.assert_same_run(ranks[0], reference)
 
 
+def half_frozen() -> Any:
+    """A model that is trained in its last layers only, but for the encoder: its first layers run backwards for images."""
+    model = tiny.FAMILIES["qwen2_vl"]()
+    language_model = model.model.language_model
+    for part in (language_model.embed_tokens, *language_model.layers[: len(language_model.layers) // 2]):
+        part.requires_grad_(False)
+    return model
+
+
+def half_frozen_run(parallel: dict[str, Any], **arguments: Any) -> runs.Run:
+    return runs.parallel_run("qwen2_vl", parallel, model=half_frozen(), **arguments)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_a_backward_that_only_other_replicas_need_equals_the_stock_trainer(zero_stage: int):
+    one = {"dp_size": 2, "zero_stage": zero_stage}
+    arguments = {**ADAMW, "data": DATA["images on few replicas"], "per_device_train_batch_size": 1, "max_steps": 2}
+    whole = {**arguments, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    reference = runs.stock("qwen2_vl", model=half_frozen(), **whole)
+    ranks = run_distributed(half_frozen_run, 6, {VISION: one, LM: {**one, "pp_size": 2}}, **arguments)
+    runs.assert_same_run(ranks[0], reference)
+
+
 def evaluated_in_half(parallel: dict[str, Any]) -> tuple[float, float, int]:
     """Losses of evaluations before and after the weights are cast, and bytes of the weights afterwards."""
     trainer = runs.make_trainer("llama", parallel)
