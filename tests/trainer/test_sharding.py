@@ -239,7 +239,7 @@ def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(na
 
 
 def half_frozen() -> Any:
-    """A model that is trained in its last layers only, but for the encoder: its first layers run backwards for images."""
+    """A model that trains its encoder and its last layers: the first ones run backwards for images only."""
     model = tiny.FAMILIES["qwen2_vl"]()
     language_model = model.model.language_model
     for part in (language_model.embed_tokens, *language_model.layers[: len(language_model.layers) // 2]):
