@@ -193,7 +193,6 @@ class GradientSync:
         sums = {index: self.sums[index].parameters for index in indices}
         return sum_buckets(sums, self.layers.__getitem__, lambda ordered: buckets(ordered, gradient_dtype))
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
         between_replicas: list[Any] = []

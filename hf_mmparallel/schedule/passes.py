@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 from .actions import Kind
@@ -82,22 +82,8 @@ def pass_actions(
     Returns:
         `tuple[PassAction, ...]`: The actions, in the order in which every rank issues them.
     """
-    num_layers = num_layers if num_runs else 0
-    walks: dict[Kind, list[int]] = {
-        "fwd": list(range(num_layers)),
-        "bwd": list(range(first_backward, num_layers))[::-1],
-    }
-
-    def staying(before: Kind | None, after: Kind | None) -> set[int]:
-        """The layers that stay gathered from one walk through the layers to the next."""
-        if before is None or after is None:
-            return set()
-        if not reshards:
-            return set(range(num_layers))
-        if before == after and len(walks[before]) > KEPT_LAYERS:
-            return set()
-        return set(walks[before][-KEPT_LAYERS:]) & set(walks[after][:KEPT_LAYERS])
-
+    walks = _walks(num_layers if num_runs else 0, first_backward)
+    staying = partial(_staying, walks, reshards)
     runs = range(num_runs) if kind == "fwd" else range(num_runs)[::-1]
     order = [(layer, run) for run in runs for layer in walks[kind]]
     held = staying(previous, kind)
@@ -133,6 +119,22 @@ def pass_actions(
     left_out = {"sum"} if kind == "fwd" else set()
     left_out |= set() if gathers else {"gather", "free"}
     return tuple(action for action in result if action.op not in left_out)
+
+
+def _walks(num_layers: int, first_backward: int) -> dict[Kind, list[int]]:
+    """The layers in the order in which passes reach them."""
+    return {"fwd": list(range(num_layers)), "bwd": list(range(first_backward, num_layers))[::-1]}
+
+
+def _staying(walks: dict[Kind, list[int]], reshards: bool, before: Kind | None, after: Kind | None) -> set[int]:
+    """The layers that stay gathered from one walk through the layers to the next."""
+    if before is None or after is None:
+        return set()
+    if not reshards:
+        return set(walks["fwd"])
+    if before == after and len(walks[before]) > KEPT_LAYERS:
+        return set()
+    return set(walks[before][-KEPT_LAYERS:]) & set(walks[after][:KEPT_LAYERS])
 
 
 def step_passes(
