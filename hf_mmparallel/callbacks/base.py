@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
@@ -33,6 +33,13 @@ class EngineCallback(TrainerCallback):
     """
 
     engine: ParallelEngine | None = None
+
+    def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """
+        Called on each rank that is left when ranks were lost, once the engine has another plan, before its first step.
+        What was noted of earlier steps does not belong to this plan. Any callback of the Trainer may have this event;
+        `event`, a [`Reconfiguration`], says what has happened.
+        """
 
     def parallel_metrics(self) -> dict[str, float]:
         """

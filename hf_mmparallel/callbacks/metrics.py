@@ -137,6 +137,10 @@ class ParallelMetricsCallback(EngineCallback):
             self.steps.append(last_step(self.engine, args.per_device_train_batch_size))
             self.ends_s.append(time.perf_counter())
 
+    def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.clear()
+        self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
+
     def parallel_metrics(self) -> dict[str, float]:
         if self.engine is None or not self.steps:
             return {}

@@ -122,6 +122,12 @@ class PredictionCallback(EngineCallback):
         if self.engine.device.type != "cuda":
             logger.info("Memory is predicted, but not measured: only CUDA counts what is allocated.")
 
+    def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+        self.on_train_begin(args, state, control, **kwargs)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         engine = self.engine
         if engine is None or engine.last_result is None or engine.planner is None:

@@ -173,6 +173,11 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         finally:
             self._keep(1)
 
+    def measure_anew(self, ranks: MeasuringRanks) -> None:
+        """Measures all samples again, with other ranks, which may not know the same ones."""
+        self.ranks = replace(ranks, keeps=self.ranks.keeps)
+        self.known = KnownSizes(len(self._source), list(self.unknown.tokens))
+
     def shares(self) -> Iterator[BatchShare]:
         """This rank's share of each global batch."""
         for global_batch in self.global_batches():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_files import adapter_names
@@ -69,3 +70,19 @@ def fill(whole: Any, part: Any, state: Mapping[str, torch.Tensor]) -> Any:
     if part.can_generate():
         whole.generation_config = part.generation_config
     return whole
+
+
+def without_weights(model: Any) -> Any:
+    """A copy of a model, with whatever is attached to its modules, whose parameters are on the meta device."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        blank = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        blank.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = blank
+    return copy.deepcopy(model, memo)
+
+
+def put_parts_of(source: Any, model: Any) -> None:
+    """Replaces the submodules, parameters and buffers of a model by those of another one of the same class."""
+    for attribute in ("_modules", "_parameters", "_buffers"):
+        setattr(model, attribute, getattr(source, attribute))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import time
@@ -26,6 +27,7 @@ from ..modeling.checkpointing import Recomputation, inputs_require_gradients
 from ..modeling.dtypes import cast_values
 from ..modeling.streamed_layers import StreamedLayers
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
+from ..modeling.whole import put_parts_of, without_weights
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -60,7 +62,7 @@ from .sharded_model import ShardedModel
 from .step_check import StepCheck
 from .step_result import StepResult
 from .transport import DistributedTransport
-from .weight_placement import LoadFunction, layers_of_rank, placed_weights
+from .weight_placement import LoadFunction, layers_of_rank, placed_weights, share_buffers
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class EngineOptions:
         recomputation ([`Recomputation`], *optional*): How modules with activation checkpointing recompute.
         forward_context (`Callable[[], AbstractContextManager]`, *optional*): Context of forwards, such as autocast.
         module_settings (`Mapping[str, ModulePlugin]`, *optional*): Module -> its settings, saved with the plan.
+        can_change_plan (`bool`, *optional*, defaults to `False`):
+            Whether the model may be laid out anew, for which a copy without weights is kept.
     """
 
     label_smoothing: float = 0.0
@@ -110,6 +114,7 @@ class EngineOptions:
     recomputation: Recomputation = Recomputation()
     forward_context: Callable[[], AbstractContextManager] = nullcontext
     module_settings: Mapping[str, ModulePlugin] = field(default_factory=dict)
+    can_change_plan: bool = False
 
 
 class ParallelEngine(nn.Module):
@@ -150,16 +155,43 @@ class ParallelEngine(nn.Module):
     ):
         super().__init__()
         self.options = options or EngineOptions()
-        self.spec = with_tp_dims(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
-        self.plan = plan
         self.world = world
         self.device = world.device
-        self.rank = world.rank
-        self.costs = self.options.costs or analytic_costs(self.spec, find_device("cpu"))
-        # Of the whole model, which the next lines take apart.
+        self.costs = self.options.costs or analytic_costs(spec, find_device("cpu"))
+        # Of the whole model, which is taken apart below.
         self.encoder_inputs = _encoder_inputs(model)
         self.parts = module_parts(model)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
+        self.model: Any = model
+        self._blank = without_weights(model) if self.options.can_change_plan else None
+        self._lay_out(spec, plan, self.options.load)
+        if self._blank is not None:
+            share_buffers(self._blank, model, world)
+        self.cast_to: torch.dtype | None = None
+        self.step_index = 0
+        self.asked_s = 0.0
+        self.data_ms = 0.0
+
+    def change_plan(self, plan: ParallelPlan, load: LoadFunction) -> None:
+        """
+        Lays the model out anew, for the ranks that the world has now. The model and the engine stay the same objects;
+        the parts of the model are new. Collective.
+
+        Args:
+            plan (`ParallelPlan`): The new plan.
+            load (`Callable`): Gives this rank the weights that it holds under it.
+        """
+        assert self._blank is not None
+        put_parts_of(copy.deepcopy(self._blank), self.model)
+        self.parts = module_parts(self.model)
+        self._lay_out(self.spec, plan, load)
+
+    def _lay_out(self, spec: ModelSpec, plan: ParallelPlan, load: LoadFunction | None) -> None:
+        """Prunes the whole model to this rank's part of a plan, and prepares its steps. Collective."""
+        model, world = self.model, self.world
+        self.spec = with_tp_dims(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
+        self.plan = plan
+        self.rank = world.rank
         self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)
@@ -168,20 +200,15 @@ class ParallelEngine(nn.Module):
         self.divided_groups = [*self.sync_groups, *frozen_groups(self.spec, plan)]
         self.process_groups = ProcessGroups(plan, self.divided_groups, world)
         self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device, self.options.recomputation)
-        self.model: Any = model
         self.slices = OptimizerSlices(self.divided_groups, {}, self.rank, self.process_groups.by_ranks)
         self.sharded.slices = self.slices
         self.streamed: dict[str, StreamedLayers] = {}  # by module
         self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
-        self._load()
+        self._load(load)
         self._prepare_steps()
         self.planner: StepPlanner | None = None
-        self.cast_to: torch.dtype | None = None
         # Of the last step, for callbacks.
-        self.step_index = 0
         self.last_result: StepResult | None = None
-        self.asked_s = 0.0
-        self.data_ms = 0.0
         self.account: MemoryAccount | None = None
         self.current_step: StepPlan | None = None
         self.current_sizes: SampleSizes | None = None
@@ -201,10 +228,10 @@ class ParallelEngine(nn.Module):
         every = frozenset().union(*self.encoder_inputs.values())
         return {name: every - own for name, own in self.encoder_inputs.items()}
 
-    def _load(self) -> None:
+    def _load(self, load: LoadFunction | None) -> None:
         """Brings this rank's weights to its device, each sharded over its tp group, or back to host memory."""
         layers = layers_of_rank(self.stages)
-        for names in placed_weights(self.model, layers, self.device, self.options.load, self._shard):
+        for names in placed_weights(self.model, layers, self.device, load, self._shard):
             wanted = set(names)
             self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
         for name, module in self.plan.modules.items():
@@ -477,11 +504,9 @@ class ParallelEngine(nn.Module):
         with doing("norm of the gradient", waits=True):
             return gradient_norm(self.counted, self.world)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clips the gradient by its norm over all modules and returns the norm before."""
-        norm = self.gradient_norm()
+    def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Clips the gradient, whose norm over all modules is known."""
         clip_gradients(self.updated, norm, max_norm)
-        return norm
 
 
 def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:

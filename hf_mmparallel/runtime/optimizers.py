@@ -34,6 +34,7 @@ from .updated_copies import (
 )
 
 _NUM_STEPS = 2
+_HOOKS = "_hf_mmparallel_hooks"
 
 
 def prepare_optimizer(
@@ -44,13 +45,13 @@ def prepare_optimizer(
     storage: Mapping[Any, StorageSettings] | None = None,
 ) -> None:
     """
-    Makes a new optimizer give this rank's parameters the update that they have on one process. Collective.
+    Makes an optimizer give this rank's parameters the update that they have on one process. Collective.
 
     Gradients reach it in the dtype of what it updates. One that doesn't know `DTensor` but updates every element by
     itself, such as those of bitsandbytes, runs on the local shards.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): This rank's, before its first step.
+        optimizer (`torch.optim.Optimizer`): This rank's, without state of its parameters; also one of an earlier plan.
         holds_all (`bool`): Whether this rank holds all trained parameters of the model.
         world ([`World`]): The ranks.
         slices ([`OptimizerSlices`], *optional*): The slices that it updates under ZeRO.
@@ -80,13 +81,16 @@ def prepare_optimizer(
             elif on_shards and isinstance(parameter, DTensor):
                 _replace(optimizer, group, index, local_shard(parameter))
     _update_copies(optimizer, storage or {})
-    optimizer.register_step_pre_hook(hand_over_gradients)
+    hooks = [optimizer.register_step_pre_hook(hand_over_gradients)]
     if any(map(is_offloaded, entries_of(optimizer))):
-        optimizer.register_step_pre_hook(OffloadedStep(optimizer, world.device))
-    optimizer.register_step_post_hook(write_back)
-    optimizer.register_step_post_hook(drop_gradients)
+        hooks.append(optimizer.register_step_pre_hook(OffloadedStep(optimizer, world.device)))
+    hooks.append(optimizer.register_step_post_hook(write_back))
+    hooks.append(optimizer.register_step_post_hook(drop_gradients))
     if sliced and slices is not None:
-        optimizer.register_step_post_hook(slices.gather_weights)
+        hooks.append(optimizer.register_step_post_hook(slices.gather_weights))
+    for of_last_plan in vars(optimizer).pop(_HOOKS, ()):
+        of_last_plan.remove()
+    vars(optimizer)[_HOOKS] = hooks
 
 
 def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, entry: Any) -> None:

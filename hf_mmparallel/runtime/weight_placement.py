@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..modeling import ModuleStage, is_unowned
+from ..modeling.dtensors import from_shard
 from ..plan import StageKey
+from ..world import World
 
 LoadFunction = Callable[[Any, Collection[Collection[str]]], Iterator[Collection[str]]]
 """(model, names of the parameters of each layer) -> names that have been loaded, see [`load_layers`]."""
@@ -59,3 +62,47 @@ def placed_weights(
         in_layers = {name for of_layer in names for name in of_layer}
         shard([name for name in every if name not in in_layers])
     yield every
+
+
+def load_held(held: Mapping[str, torch.Tensor]) -> LoadFunction:
+    """
+    What gives a pruned model on the meta device the weights that a rank has already.
+
+    Args:
+        held (`Mapping[str, torch.Tensor]`): Parameter -> its values, or this rank's shard of them; used as they are.
+    """
+
+    def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
+        left = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+        for names in (*layers, list(left)):
+            for name in names:
+                if name in left:
+                    _replace(model, left.pop(name), held[name])
+            yield names
+
+    return load
+
+
+def _replace(model: nn.Module, blank: nn.Parameter, values: torch.Tensor) -> None:
+    """Gives a parameter on the meta device, and all that are tied to it, its values."""
+    parameter = nn.Parameter(from_shard(values, blank) if isinstance(blank, DTensor) else values, blank.requires_grad)
+    for module in model.modules():
+        for attribute, other in module._parameters.items():
+            if other is blank:
+                module._parameters[attribute] = parameter
+
+
+def share_buffers(blank: nn.Module, model: nn.Module, world: World) -> None:
+    """
+    Gives a model without weights the buffers that it lacks, of which each rank may have read some. Collective.
+
+    Args:
+        blank (`nn.Module`): The whole model.
+        model (`nn.Module`): The pruned model of this rank.
+        world ([`World`]): The ranks.
+    """
+    lacking = {name for name, buffer in blank.named_buffers() if buffer.is_meta}
+    own = {name: buffer.cpu() for name, buffer in model.named_buffers() if name in lacking and not buffer.is_meta}
+    for name, buffer in {name: b for of_rank in world.all_gather(own) for name, b in of_rank.items()}.items():
+        parent, _, attribute = name.rpartition(".")
+        blank.get_submodule(parent)._buffers[attribute] = buffer

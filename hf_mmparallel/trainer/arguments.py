@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import yaml
 from transformers import TrainingArguments
+from transformers.training_args import ParallelMode
 
 from .._environment import launched_processes
 from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
 from ..plan.reading import plain_data, reject_unknown_keys
+from ..resilience.settings import ResilienceSettings
 from .deepspeed_arguments import check_deepspeed
 
 ON_BAD_SAMPLE = ("raise", "skip")
@@ -74,9 +76,12 @@ class MultimodalTrainingArguments(TrainingArguments):
         on_bad_sample (`str`, *optional*, defaults to `"raise"`):
             Treatment of a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
             leaves it out on all ranks, counts it and logs it.
+        resilience (`dict`, *optional*):
+            Lets training go on, in the same processes, when ranks are lost: `{"failures": 1}` survives the loss of any
+            one node, see [`ResilienceSettings`]. Needs `hf-mmparallel launch`.
     """
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel", "token_columns"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel", "token_columns", "resilience"]
 
     parallel: dict[str, Any] | str | None = field(
         default=None,
@@ -161,6 +166,13 @@ class MultimodalTrainingArguments(TrainingArguments):
             "choices": list(ON_BAD_SAMPLE),
         },
     )
+    resilience: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Let training go on when ranks are lost, without a restart: a JSON dict such as "
+            '\'{"failures": 1}\'. Needs `hf-mmparallel launch`.'
+        },
+    )
 
     def __post_init__(self):
         if launched_processes()[0] > 1 and not torch.accelerator.is_available():
@@ -180,6 +192,18 @@ class MultimodalTrainingArguments(TrainingArguments):
                 raise ValueError(f"`{name}={value}` must be above 0.")
         if (plugin := self.plugin) is not None:
             check_deepspeed(self, plugin.modules)
+        if self.resilience is not None:
+            self.resilience = ResilienceSettings.from_dict(self.resilience).to_dict()  # type: ignore[arg-type]
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """That of one process under a plan, whose losses and counts are those of all ranks already."""
+        return ParallelMode.NOT_PARALLEL if vars(self).get("runs_plan") else super().parallel_mode
+
+    @property
+    def survives(self) -> ResilienceSettings | None:
+        """What the run has to survive; `None` if it ends with any failure."""
+        return None if self.resilience is None else ResilienceSettings.from_dict(self.resilience)  # type: ignore[arg-type]
 
     @property
     def plugin(self) -> MultimodalParallelPlugin | None:

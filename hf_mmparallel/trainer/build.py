@@ -241,6 +241,7 @@ def planned_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingAr
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1
     args.activation_checkpointing = False
+    vars(args)["runs_plan"] = True
     return args
 
 
@@ -341,6 +342,7 @@ def build_engine(
         recomputation=checkpointing_settings(args),
         forward_context=forward_context,
         module_settings=plugin.modules,
+        can_change_plan=args.resilience is not None,
     )
     return ParallelEngine(prepared.model, spec, plan, world, options), global_batch_size
 

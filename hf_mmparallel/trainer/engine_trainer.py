@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ProgressCallback
@@ -25,9 +27,12 @@ from ..modeling.loss import IGNORE_INDEX
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..plan.resolve import sharding_without_effect
-from ..runtime.engine import ParallelEngine
+from ..runtime.engine import ParallelEngine, StepTotals
+from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
+from ..runtime.optimizers import prepare_optimizer
+from ..runtime.weight_placement import load_held
 from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
-from ..world import World, shared_failure
+from ..world import World, failures_left_to, shared_failure
 from . import build
 from .agreement import SampleAgreement, check_output_folder
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
@@ -41,6 +46,7 @@ from .optimizer_state import stock_groups
 from .overrides import check_assignment
 from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
+from .recovery import NodeLayout, Reconfiguration, Recovery, set_ranks
 from .run_context import RunContext
 from .start_checks import check_launcher, check_model, check_trainer
 from .start_report import PlanReport
@@ -48,6 +54,7 @@ from .training_sizes import MeasuredSizes, TrainingSizes
 from .training_steps import TrainingSteps
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 
 class EngineTrainer(Trainer):
@@ -76,6 +83,7 @@ class EngineTrainer(Trainer):
     rows: RowChoice
     _steps: TrainingSteps
     _rank_costs: CostModel | None
+    _recovery: Recovery | None = None
 
     def _init_stock(
         self, model: Any, args: Any, plugin: MultimodalParallelPlugin | None, given: dict[str, Any]
@@ -157,6 +165,81 @@ class EngineTrainer(Trainer):
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")
         self._arrangement = DEFAULT_ARRANGEMENT  # if the arguments name no arrangement; the value of rank 0 decides
+
+    # Going on when ranks are lost
+
+    def _repeated(self, work: Callable[[], T]) -> T:
+        """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
+        return work() if self._recovery is None else self._recovery.run(work)
+
+    def _completed(self, work: Callable[[], T]) -> T:
+        """Does some work beside steps in which ranks communicate, see [`Recovery.complete`]."""
+        return work() if self._recovery is None else self._recovery.complete(work)
+
+    def _run_step(self) -> StepTotals:
+        """Computes the gradients of the global batch that was read last."""
+        with shared_failure("training step"):
+            return self._steps.run(self._on_device, self.state.global_step)
+
+    def _gradient_norm(self) -> torch.Tensor:
+        """The norm of the gradient over the parameters of all ranks; with it the step counts."""
+        engine = self._engine
+        if self._recovery is None:
+            norm = engine.gradient_norm()
+        else:
+            while (found := self._recovery.commit(lambda: float(engine.gradient_norm()))) is None:
+                self._recovery.run(self._run_step)
+            norm = torch.tensor(found, device=engine.device)
+        self._steps.step_counts()
+        return norm
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A block in which the run goes on when ranks are lost, if the arguments ask for it."""
+        if self.args.resilience is None:
+            yield
+            return
+        planner, layout = plan_recovery(self._engine, self.args)
+        membership = registered()
+        self._recovery = Recovery(membership, self.world, planner, layout, self._held_parameters, self._follow)
+        try:
+            with failures_left_to(self._recovery.raise_if_stale):
+                yield
+        except BaseException as error:
+            membership.report(f"{type(error).__name__}: {error}")
+            raise
+        else:
+            membership.finish()
+        finally:
+            self._recovery = None
+
+    def _held_parameters(self) -> dict[str, HeldParameter]:
+        """What this rank holds of the model and its optimizer."""
+        return held_parameters(self.model, self._prepared_optimizer)
+
+    def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: Reconfiguration) -> None:
+        """Lays the model, the optimizer and the data out for the ranks that are left. Collective."""
+        engine, was_first = self._engine, self.state.is_world_process_zero
+        set_ranks(self.world.rank, self.world.size)
+        engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
+        optimizer = self._prepared_optimizer
+        give_to_optimizer(optimizer, self.model, held)
+        prepare_optimizer(optimizer, engine.holds_all_trained, self.world, engine.slices, engine.storage)
+        restore_state(optimizer, self.model, held)
+        self._steps.follow_plan()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        event.step = self.state.global_step
+        event.total_s = time.time() - event.lost_at
+        event.layout = ", ".join(f"{name}: {module.layout}" for name, module in layout.plan.modules.items())
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and not was_first:
+                callback.on_train_begin(self.args, self.state, self.control)
+            told: Any = getattr(callback, "on_reconfigure", None)
+            if told is not None:
+                told(self.args, self.state, self.control, event=event)
+        if self.is_world_process_zero():
+            logger.warning(event.sentence)
 
     def _report(self) -> None:
         """Prints the plan and the search for it."""
@@ -242,6 +325,13 @@ class EngineTrainer(Trainer):
         with shared_failure("gathering the model"):
             state = sharded.gather_state_dict(all_buffers=True)
         return None if state is None else whole_model(self.model, self.engine.spec, state, sharded.adapter)
+
+    def _parallel_metrics(self) -> dict[str, float]:
+        """The numbers that callbacks add to a log. Collective."""
+        metrics: dict[str, float] = {}
+        for callback in self._engine_callbacks():
+            metrics.update(callback.parallel_metrics())
+        return metrics
 
     def _engine_callbacks(self) -> list[EngineCallback]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, EngineCallback)]

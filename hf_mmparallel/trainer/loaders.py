@@ -16,6 +16,7 @@ from transformers.trainer_utils import seed_worker
 from ..data.global_batches import GlobalBatchSampler, LengthGroups
 from ..data.measured_batches import MeasuredBatchSampler, MeasuringRanks
 from ..data.media import readers
+from ..data.position import DataPosition
 from ..data.step_dataset import StepDataset, as_is
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
@@ -43,11 +44,59 @@ class TrainingLoader:
         loader (`DataLoader`): Yields a [`StepBatch`] for each global batch.
         run_planner ([`StepPlanner`]): Plans the steps as the loader does, for callbacks and errors.
         memory_ratio ([`MemoryRatio`], *optional*): Corrects limits of microbatches by the memory of the first steps.
+        typical (`SampleSizes`, *optional*): Sizes of a typical global batch, by which limits are computed.
     """
 
     loader: DataLoader
     run_planner: StepPlanner
     memory_ratio: MemoryRatio | None
+    typical: SampleSizes | None = None
+
+    @property
+    def dataset(self) -> StepDataset:
+        """The dataset of steps."""
+        dataset: Any = self.loader.dataset
+        return dataset
+
+    def with_plan(self, engine: ParallelEngine) -> TrainingLoader:
+        """The same for the plan that an engine has now; the loader changes in place."""
+        planner = replace(self.run_planner, plan=engine.plan, sync_groups=engine.sync_groups)
+        if self.typical is not None:
+            planner = replace(planner, token_limits=None).with_token_limits(self.typical)
+        follow_plan(self.loader, engine, planner)
+        global_batches: Any = self.loader.batch_sampler
+        if isinstance(global_batches, MeasuredBatchSampler):
+            global_batches.measure_anew(_measuring(engine.world))
+        return replace(self, run_planner=planner)
+
+    def items_after(self, position: DataPosition) -> Iterator[Any]:
+        """The items of the loader's epoch after a position."""
+        global_batches: Any = self.loader.batch_sampler
+        epoch = global_batches.epoch
+        global_batches.set_epoch(epoch)  # a sampler that was read to its end is at the next one
+        drawn = position.num_samples if position.epoch == epoch else 0
+        global_batches.resume(epoch, drawn, 0, position.batch_size)
+        return iter(self.loader)
+
+
+def follow_plan(loader: DataLoader, engine: ParallelEngine, planner: StepPlanner | None = None) -> None:
+    """
+    Lets a loader, in place, plan its steps for the plan that an engine has now.
+
+    Args:
+        loader (`DataLoader`): A loader of [`StepLoaders`].
+        engine ([`ParallelEngine`]): This rank's part of the model.
+        planner ([`StepPlanner`], *optional*): Plans the steps; by default as before, by the engine's plan.
+    """
+    steps: Any = loader.dataset
+    if steps.inputs is engine.inputs:
+        return
+    if planner is None:
+        planner = replace(steps.planner, plan=engine.plan, sync_groups=engine.sync_groups)
+    elif steps.planner.sizes is None:
+        planner = replace(planner, sizes=None)  # global batches bring sizes
+    steps.inputs, steps.planner = engine.inputs, planner
+    loader._iterator = None  # of workers that persist, and know the plan before
 
 
 class StepLoaders:
@@ -101,7 +150,7 @@ class StepLoaders:
             global_batches = with_sizes(global_batches, dataset, shared, self.context)
             loader_planner = replace(run_planner, sizes=None)
         loader = self._loader(dataset, global_batches, loader_planner, "Training")
-        return TrainingLoader(loader, run_planner, memory_ratio)
+        return TrainingLoader(loader, run_planner, memory_ratio, shared.typical)
 
     def evaluation(self, dataset: Any, sampler_of: SamplerOf, description: str) -> DataLoader:
         """
@@ -206,17 +255,23 @@ def with_sizes(
         sizes ([`SharedSizes`]): How each rank measures.
         context ([`RunContext`]): The run.
     """
-    args, world = context.args, context.world
-    exchange = functools.partial(world.all_gather, activity="exchanging the sizes of samples")
+    args = context.args
+    ranks = replace(_measuring(context.world), keeps=args.local_process_index == 0)
     return MeasuredBatchSampler(
         global_batches,
         sizes.source,
         dataset,
         sizes.median or SampleSizes.uniform(dict.fromkeys(context.spec.modules, 1), 1),
-        MeasuringRanks(world.rank, world.size, exchange, keeps=args.local_process_index == 0),
+        ranks,
         args.dataloader_num_workers,
         args.dataloader_multiprocessing_context,
     )
+
+
+def _measuring(world: World) -> MeasuringRanks:
+    """The ranks of a world as those that measure."""
+    exchange = functools.partial(world.all_gather, activity="exchanging the sizes of samples")
+    return MeasuringRanks(world.rank, world.size, exchange)
 
 
 class _FirstRanksOrder:

@@ -40,7 +40,7 @@ from .columns import check_columns, encoder_columns, missing_columns
 from .data_progress import check_trainer_state, save_trainer_state
 from .engine_trainer import EngineTrainer
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
-from .loaders import check_loader
+from .loaders import check_loader, follow_plan
 from .overrides import check_overrides
 from .saved_plan import SAVED_PLAN, warn_of_other_settings
 from .signature import by_name, shows_stock_signature
@@ -57,6 +57,16 @@ def planned(method: Callable) -> Callable:
         if not self.is_planned:
             return getattr(super(MultimodalParallelTrainer, self), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
+
+    return wrapper
+
+
+def completed(method: Callable) -> Callable:
+    """Makes a method run again on the ranks that are left, when ranks are lost in it; see [`Recovery.complete`]."""
+
+    @functools.wraps(method)
+    def wrapper(self, *args, **kwargs):
+        return self._completed(functools.partial(method, self, *args, **kwargs))
 
     return wrapper
 
@@ -148,8 +158,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         """Adds the metrics of callbacks and the number of skipped samples."""
         if self.engine is not None:
             if "loss" in logs:
-                for callback in self._engine_callbacks():
-                    logs.update(callback.parallel_metrics())
+                logs.update(self._completed(self._parallel_metrics))
             if self._steps.samples.skip and not {"loss", "train_loss"}.isdisjoint(logs):
                 logs["parallel/skipped_samples"] = self._steps.samples.num_skipped
             self._steps.finite.check_norm()
@@ -212,7 +221,8 @@ class MultimodalParallelTrainer(EngineTrainer):
     @planned
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
         """One global batch; target tokens are counted when it runs."""
-        batch = self._steps.read(epoch_iterator, self._train_steps, self.state.global_step + 1)
+        step = self.state.global_step + 1
+        batch = self._repeated(lambda: self._steps.read(epoch_iterator, self._train_steps, step))
         if batch is None:
             self.control.should_epoch_stop = True  # the length of a stream is unknown before its end
             return [], None
@@ -252,7 +262,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         check_overrides(type(self), MultimodalParallelTrainer)
         engine = self._engine
         steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
-        with shared_failure("optimizer, callbacks or log"), steps:
+        with shared_failure("optimizer, callbacks or log"), steps, self._going_on():
             return super().train(*args, **kwargs)
 
     @planned
@@ -281,8 +291,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         """Runs a global batch on the stages of all ranks; the loss is the mean over its target tokens."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        with shared_failure("training step"):
-            totals = self._steps.run(self._on_device(inputs), self.state.global_step)
+        totals = self._repeated(self._run_step)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -291,19 +300,22 @@ class MultimodalParallelTrainer(EngineTrainer):
     @planned
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clips by the norm over the parameters of all ranks."""
-        return self._engine.clip(self.args.max_grad_norm)
+        norm = self._gradient_norm()
+        self._engine.clip(norm, self.args.max_grad_norm)
+        return norm
 
     @planned
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         """The norm over the parameters of all ranks."""
-        return self._steps.gradient_norm(self.state.global_step, grad_norm)
+        norm = self._gradient_norm() if grad_norm is None else grad_norm
+        self._steps.finite.norm(self.state.global_step + 1, norm)
+        return norm
 
     @planned
     def floating_point_ops(self, inputs: StepBatch) -> int:
-        """Operations of all ranks, on rank 0, since `store_flos` adds up the ranks."""
-        if not self.is_world_process_zero():
-            return 0
+        """Operations of all ranks."""
         return 6 * self._steps.totals.num_tokens * self._engine.num_compute_parameters
+
 
     @planned
     def _track_num_input_tokens(self, inputs: StepBatch) -> None:
@@ -327,7 +339,12 @@ class MultimodalParallelTrainer(EngineTrainer):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         logger.info(f"\n***** Running {description} *****")
-        evaluator = Evaluator(self._engine, self.args, self.compute_metrics, self.preprocess_logits_for_metrics)
+
+        def evaluate() -> EvalLoopOutput:
+            follow_plan(dataloader, self._engine)
+            evaluator = Evaluator(self._engine, self.args, self.compute_metrics, self.preprocess_logits_for_metrics)
+            return evaluator.run(self._evaluation_batches(dataloader), prediction_loss_only, metric_key_prefix)
+
         with shared_failure("evaluation"):
             if not self.is_in_train:
                 cast_for_evaluation(self._engine, self.args)
@@ -335,7 +352,7 @@ class MultimodalParallelTrainer(EngineTrainer):
                 self.optimizer.eval()
             handler: Any = self.callback_handler
             handler.eval_dataloader = dataloader
-            return evaluator.run(self._evaluation_batches(dataloader), prediction_loss_only, metric_key_prefix)
+            return self._completed(evaluate)
 
     # Checkpoints
 
@@ -366,6 +383,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         save_layout(Path(output_dir) / SAVED_PLAN, self._engine.plan, self._engine.options.module_settings)
 
     @planned
+    @completed
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all."""
         self.store_flos()

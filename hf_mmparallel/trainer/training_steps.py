@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,16 +49,24 @@ class TrainingSteps:
         self.totals = StepTotals(0.0, 0, 0, 0)
         self._targets = TargetCount()
         self.limits = LimitWatch()
+        self._training: TrainingLoader | None = None
+        self._items: Iterator[StepBatch | UnreadableBatch] | None = None  # of the epoch
+        self._given: Any = None  # the iterator that `_items` is, or has replaced
+        self._batch: StepBatch | None = None  # the last one, unless the plan has changed since
+        self._done = self.progress.position  # after the last step that counts
+        self._num_skipped_done = 0
 
     def begin(self, checkpoint: str | None) -> None:
         """Sets the position in the data to that of a checkpoint, or to the start. Collective."""
         self.progress = self.engine.world.raise_together(lambda: DataProgress(self.global_batch_size, checkpoint))
         self.samples.num_skipped = self.progress.position.num_skipped
+        self.step_counts()
 
     def use(self, training: TrainingLoader) -> None:
         """Lets the steps that follow be those of a loader, for callbacks, errors and the memory ratio."""
         self.engine.plan_steps_with(training.run_planner)
         self.memory_ratio = training.memory_ratio
+        self._training = training
 
     @property
     def learned_ratio(self) -> Mark | None:
@@ -66,24 +74,46 @@ class TrainingSteps:
         learned = self.progress.position.memory_ratio
         return None if learned is None else (learned[0], learned[1], learned[2])
 
+    def step_counts(self) -> None:
+        """Notes that the step that was read last counts: the run does not go back behind it."""
+        self._done, self._num_skipped_done = self.progress.position, self.samples.num_skipped
+
+    def follow_plan(self) -> None:
+        """Plans steps by the plan that the engine has now, from the one after the last that counts."""
+        assert self._training is not None
+        self._training = self._training.with_plan(self.engine)
+        self.engine.plan_steps_with(self._training.run_planner)
+        if hasattr(self._items, "_shutdown_workers"):
+            self._items._shutdown_workers()  # type: ignore[union-attr]
+        self.progress.position, self.samples.num_skipped = self._done, self._num_skipped_done
+        self._items = self._training.items_after(self._done)
+        self._batch = None
+
     def read(self, items: Iterator[StepBatch | UnreadableBatch], dataset: StepDataset, step: int) -> StepBatch | None:
         """
         Reads the next global batch, without samples that can't be read. Collective.
 
         Args:
-            items (`Iterator[StepBatch | UnreadableBatch]`): The items of the training loader.
+            items (`Iterator[StepBatch | UnreadableBatch]`):
+                The items of an epoch of the training loader, which a change of the plan replaces.
             dataset (`StepDataset`): The dataset of the loader, which reads a batch again.
             step (`int`): Number of the step.
 
         Returns:
             [`StepBatch`]: The batch; `None` at the end of an epoch.
         """
+        if items is not self._given:
+            self._given = self._items = items
+        return self._read(dataset, step)
+
+    def _read(self, dataset: StepDataset, step: int) -> StepBatch | None:
         ACTIVITY.step = step
         engine = self.engine
+        assert self._items is not None
         with shared_failure("reading samples"):
             with engine.waiting_for_data():
-                item = next(items, None)
-            batch = self.samples.agree(item, dataset)
+                item = next(self._items, None)
+            batch = self._batch = self.samples.agree(item, dataset)
         if batch is None:
             return None
         self.progress.step(batch.global_batch)
@@ -91,26 +121,26 @@ class TrainingSteps:
             self.limits.saw(batch.step, batch.workloads)
         return batch
 
-    def run(self, batch: StepBatch, index: int) -> StepTotals:
+    def run(self, on_device: Callable[[StepBatch], StepBatch], index: int) -> StepTotals:
         """
-        Computes the gradients of a global batch. Collective.
+        Computes the gradients of the global batch that was read last; it is read again if the plan has changed since.
+        Collective.
 
         Args:
-            batch ([`StepBatch`]): The batch, on this rank's device.
+            on_device (`Callable[[StepBatch], StepBatch]`): Brings a batch to this rank's device.
             index (`int`): Steps before it.
         """
-        self.totals = self.engine.train_step(batch, index)
+        batch = self._batch
+        if batch is None:
+            assert self._training is not None
+            batch = self._read(self._training.dataset, index + 1)
+            assert batch is not None
+        self.totals = self.engine.train_step(on_device(batch), index)
         self._targets.saw(self.totals.num_targets, is_first=not index)
         if self.memory_ratio is not None:
             self.memory_ratio.saw_step(self.engine)
         self.finite.loss(index + 1, self.totals.mean_loss)
         return self.totals
-
-    def gradient_norm(self, index: int, norm: torch.Tensor | None) -> torch.Tensor:
-        """The norm of the gradient of a step, unless clipping has computed it, checked to be finite."""
-        norm = self.engine.gradient_norm() if norm is None else norm
-        self.finite.norm(index + 1, norm)
-        return norm
 
     def num_tokens(self, counted: str) -> int:
         """Input tokens of the last step, as `include_num_input_tokens_seen` counts them."""

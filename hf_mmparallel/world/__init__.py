@@ -5,8 +5,21 @@ May be imported by all code that runs on ranks; imports nothing of the package b
 """
 
 from .activity import ACTIVITY, doing
-from .failure import RemoteRankError, shared_failure
+from .failure import RemoteRankError, failures_left_to, is_lost_connection, shared_failure
+from .generations import Generation
+from .membership import Membership
 from .reduce_scatter import ReduceScatter
 from .world import World
 
-__all__ = ["ACTIVITY", "ReduceScatter", "RemoteRankError", "World", "doing", "shared_failure"]
+__all__ = [
+    "ACTIVITY",
+    "Generation",
+    "Membership",
+    "ReduceScatter",
+    "RemoteRankError",
+    "World",
+    "doing",
+    "failures_left_to",
+    "is_lost_connection",
+    "shared_failure",
+]

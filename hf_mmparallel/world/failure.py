@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -20,6 +20,7 @@ _LOST_PEER = re.compile(
 _LONG_SILENCE_S = 60.0  # a busy rank may block its watcher thread for this long
 _MAX_CHARACTERS = 4000  # of a failure message; some exceptions quote the tracebacks of others
 _watchers: list[Watcher] = []  # the watcher of the current block, if any
+_interruptions: list[Callable[[], None]] = []  # of the current block of `failures_left_to`, if any
 _reported_ids: set[str] = set()  # failures that this process has already raised
 
 
@@ -48,7 +49,7 @@ def shared_failure(activity: str) -> Iterator[None]:
     Raises:
         [`RemoteRankError`]: In place of a lost connection, with its cause as far as it is known.
     """
-    watcher = None if _watchers else _make_watcher()
+    watcher = None if _watchers or _interruptions else _make_watcher()
     if watcher is None:
         with doing(activity):
             yield
@@ -98,6 +99,21 @@ def _report_to_launcher(watcher: Watcher) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def failures_left_to(interrupt: Callable[[], None]) -> Iterator[None]:
+    """
+    A block in which [`shared_failure`] leaves failures to its caller, which has a way to go on.
+
+    Args:
+        interrupt (`Callable[[], None]`): Raises once a rank is lost; called while this one waits without a collective.
+    """
+    _interruptions.append(interrupt)
+    try:
+        yield
+    finally:
+        _interruptions.remove(interrupt)
+
+
 def check_rank_lives(rank: int) -> None:
     """
     Checks a rank that this one waits for without a collective.
@@ -109,6 +125,8 @@ def check_rank_lives(rank: int) -> None:
         [`RemoteRankError`]: If a rank has failed.
         `RuntimeError`: If `rank` has given no sign of life for a minute; [`shared_failure`] replaces the message.
     """
+    for interrupt in _interruptions:
+        interrupt()
     for watcher in _watchers:
         failure = watcher.lasting_failure()
         if failure is not None:
@@ -133,7 +151,7 @@ def _make_watcher() -> Watcher | None:
 
 def _reason(watcher: Watcher, error: BaseException) -> str | None:
     """The failure of another rank that caused `error`; `None` if this rank caused it, which is then published."""
-    if isinstance(error, Exception) and (watcher.aborted or _is_lost_connection(error)):
+    if isinstance(error, Exception) and (watcher.aborted or is_lost_connection(error)):
         reason = watcher.reason(error)
         watcher.publish(reason)
         return reason
@@ -142,5 +160,6 @@ def _reason(watcher: Watcher, error: BaseException) -> str | None:
     return None
 
 
-def _is_lost_connection(error: Exception) -> bool:
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an error of a collective says that another rank is gone."""
     return isinstance(error, RuntimeError) and _LOST_PEER.search(f"{type(error).__name__}: {error}") is not None

@@ -51,27 +51,52 @@ class World:
     def __init__(self, device: torch.device = CPU, processes: Sequence[int] | None = None):
         # accelerate's `cpu:0` is the CPU, but moving to it copies tensors and so unshares shared memory.
         self.device = CPU if device.type == "cpu" else device
+        self.processes: tuple[int, ...] = (0,)
+        self.rank = 0
+        self.on_device = False
+        self.group: Any = None
+        self.host_group: Any = None
         self._groups: list[Any] = []
-        if not dist.is_initialized():
-            self.processes: tuple[int, ...] = (0,)
-            self.rank = 0
-            self.on_device = False
-            self._timeout: timedelta | None = None
-            self.group: Any = None
-            self.host_group: Any = None
-            return
+        self._timeout: timedelta | None = None
+        if dist.is_initialized():
+            self._join(processes)
+            if not self.on_device:
+                atexit.register(_leave)
+
+    def _join(self, processes: Sequence[int] | None = None) -> None:
+        """Makes the groups of these processes of the default group, all by default. Collective."""
         everyone = tuple(range(dist.get_world_size()))
         self.processes = everyone if processes is None else tuple(processes)
         self.rank = self.processes.index(dist.get_rank())
-        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(self.device)
         self.on_device = backend.name() != "gloo"
         self._timeout = backend.options._timeout  # set by `ddp_timeout`
         self.group = None if self.processes == everyone else self.new_group(range(self.size))
         self.host_group = self.new_group(range(self.size), "gloo") if self.on_device else self.group
-        if not self.on_device:
-            atexit.register(_leave)
         self._waits = 0
         self._store: Any = dist.distributed_c10d.PrefixStore(f"hf_mmparallel/world/{self._number()}", _default_store())
+
+    def leave(self) -> None:
+        """Gives up the default group and all others, whose collectives may have failed. Not collective."""
+        self._groups.clear()
+        self.group = self.host_group = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def join(self, store: Any, rank: int, size: int, backend: str, timeout: timedelta) -> None:
+        """
+        Makes a new default group after [`World.leave`]. Objects that refer to this world go on with the new ranks.
+        Collective among the new ranks.
+
+        Args:
+            store (`Store`): A store that all new ranks share, with no key of an earlier group.
+            rank (`int`): This rank in the new group.
+            size (`int`): Number of new ranks.
+            backend (`str`): Backend of the new default group, as `init_process_group` takes it.
+            timeout (`timedelta`): Time limit of its collectives.
+        """
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        self._join()
 
     def _number(self) -> int:
         """Number of worlds made before this one, counted by the first rank."""
@@ -85,6 +110,11 @@ class World:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """Time limit of collectives; `None` without a process group."""
+        return self._timeout
 
     @property
     def _is_alone(self) -> bool:

@@ -1,0 +1,314 @@
+"""
+A training run that goes on when ranks are lost: who is left, the last step that all of them have, the plan that follows.
+
+Work of all ranks counts from the moment in which any of them knows that all were done with it. Then all who are left
+have its result, and those who did not know yet learn it when they meet. If none knows, all repeat the work. Of a step
+it is the norm of the gradient that says so: to compute it, every rank had its sums of gradients complete. Evaluations
+and checkpoints end with a barrier, and so do the copies of a new layout.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accelerate.state import AcceleratorState, PartialState
+
+from ..plan import ParallelPlan
+from ..runtime.held_state import HeldParameter, Transfer, exchange
+from ..world import Generation, Membership, World, is_lost_connection
+
+T = TypeVar("T")
+Held = dict[str, HeldParameter]
+_NEWS_S = 30.0  # time in which the launcher says who was lost, after a connection was
+
+
+class LostRanksError(RuntimeError):
+    """Ranks were lost, and this one has not noticed by a connection of its own."""
+
+
+class NodeLayout(Protocol):
+    """A plan, and the member of the run that plays each of its ranks."""
+
+    @property
+    def plan(self) -> ParallelPlan: ...
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
+
+
+class LayoutPlanner(Protocol):
+    """Decides on layouts, alike on all ranks."""
+
+    def without(self, layout: Any, lost: Collection[int]) -> NodeLayout:
+        """The layout that follows when members are lost."""
+        ...
+
+    def transfers(self, before: Any, after: Any) -> Sequence[Transfer]:
+        """What ranks have to send each other, by their ranks in the new layout."""
+        ...
+
+    def needed(self, layout: Any, rank: int) -> Collection[str]:
+        """The parameters that a rank holds."""
+        ...
+
+
+@dataclass
+class Reconfiguration:
+    """
+    What became of a run when ranks were lost. Times are in seconds, of this rank.
+
+    Args:
+        lost (`tuple[int, ...]`): Members that are lost, by their numbers in the launch.
+        reasons (`tuple[str, ...]`): What is known of why.
+        step (`int`): Steps that are done.
+        world_size (`int`): Ranks that are left.
+        lost_at (`float`): When the first loss was noticed, in seconds since the epoch.
+        regrouped_s (`float`): Until the ranks that are left had met.
+        planned_s (`float`): Time in which the new plan was made.
+        copied_s (`float`): Time in which parameters and their state were copied.
+        copied_bytes (`int`): Bytes that this rank received.
+        total_s (`float`): From the loss until the run goes on.
+        layout (`str`): The new layout.
+    """
+
+    lost: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+    step: int = 0
+    world_size: int = 0
+    lost_at: float = 0.0
+    regrouped_s: float = 0.0
+    planned_s: float = 0.0
+    copied_s: float = 0.0
+    copied_bytes: int = 0
+    total_s: float = 0.0
+    layout: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What happened, in one line."""
+        named = "member " if len(self.lost) == 1 else "members "
+        causes = "; ".join(dict.fromkeys(self.reasons))
+        return (
+            f"Lost {named}{', '.join(map(str, self.lost))} ({causes}) after step {self.step}. {self.world_size} ranks "
+            f"go on as {self.layout}: met after {self.regrouped_s:.2f} s, planned in {self.planned_s:.2f} s, copied "
+            f"{self.copied_bytes / 2**20:.1f} MiB to this rank in {self.copied_s:.2f} s, {self.total_s:.2f} s in all."
+        )
+
+
+@dataclass(frozen=True)
+class _Report:
+    """
+    What a rank says of itself when the ranks meet.
+
+    Args:
+        num_layouts (`int`): Layouts before the one that it has all parameters of.
+        num_done (`int`): Pieces of work that it knows all ranks to be done with.
+        value (`float`): What it knows of the last of them, such as the norm of the gradient.
+    """
+
+    num_layouts: int
+    num_done: int
+    value: float
+
+
+class Recovery:
+    """
+    Repeats the work of a run when ranks are lost in it, on those that are left.
+
+    Args:
+        membership ([`Membership`]): Who is left.
+        world ([`World`]): The ranks, which get new numbers.
+        planner ([`LayoutPlanner`]): Decides on layouts.
+        layout ([`NodeLayout`]): The layout at the start.
+        holds (`Callable[[], Held]`): Returns what this rank holds of the model and its optimizer.
+        follow (`Callable[[NodeLayout, Held, Reconfiguration], None]`): Lays the model out, and goes back to the last
+            step that is done. Collective.
+
+    Attributes:
+        events (`list[Reconfiguration]`): What has happened so far.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        world: World,
+        planner: LayoutPlanner,
+        layout: NodeLayout,
+        holds: Callable[[], Held],
+        follow: Callable[[Any, Held, Reconfiguration], None],
+    ):
+        self.membership = membership
+        self.world = world
+        self.planner = planner
+        self.layout: Any = layout
+        self.events: list[Reconfiguration] = []
+        self._holds = holds
+        self._follow = follow
+        self._backend, self._timeout = dist.get_backend_config(), world.timeout
+        self._num_layouts = 0
+        self._next: Any = None  # layout of the ranks that have met
+        self._prepared: tuple[Any, Held] | None = None  # all that this rank needs for the next layout
+        self._held: Held | None = None  # what it has while its model is not laid out as `layout`
+        self._num_done = 0
+        self._value = 0.0
+        self._event = Reconfiguration()
+
+    # For the run
+
+    def run(self, work: Callable[[], T]) -> T:
+        """
+        Does some work in which ranks communicate; again, when ranks are lost in it. It does not count before a
+        [`Recovery.commit`].
+
+        Args:
+            work (`Callable`): The work, which can be repeated.
+        """
+        while True:
+            try:
+                self._settle()
+                return work()
+            except Exception as error:
+                self._meet_after(error)
+
+    def commit(self, all_are_done: Callable[[], float]) -> float | None:
+        """
+        Makes the work since the last call count; `None` if ranks were lost before any knew that all were done with it,
+        so that it has to be repeated.
+
+        Args:
+            all_are_done (`Callable[[], float]`):
+                Returns a number once all ranks have called it, the same on all ranks, which is the result.
+        """
+        before = self._num_done
+        try:
+            self.raise_if_stale()
+            value = all_are_done()
+        except Exception as error:
+            self._meet_after(error)
+            return None if self._num_done == before else self._value
+        self._value = value
+        self._num_done += 1
+        return value
+
+    def complete(self, work: Callable[[], T]) -> T:
+        """Does some work in which ranks communicate until all of them have its result."""
+        while True:
+            result = self.run(work)
+            if self.commit(self._pass_barrier) is not None:
+                return result
+
+    def _pass_barrier(self) -> float:
+        self.world.barrier()
+        return 0.0
+
+    # The steps of a recovery
+
+    def raise_if_stale(self) -> None:
+        """Raises [`LostRanksError`] if this rank has not yet met the others after ranks were lost."""
+        if self.membership.is_stale:
+            raise LostRanksError("Ranks were lost.")
+
+    def _meet_after(self, error: Exception) -> None:
+        """Meets the ranks that are left; raises the error if no rank was lost."""
+        if not (self.membership.is_stale or is_lost_connection(error)):
+            raise error
+        traceback.clear_frames(error.__traceback__)  # of tensors and handles of the groups that are lost
+        while not self._meet():
+            pass
+
+    def _meet(self) -> bool:
+        """Whether the ranks that are left could meet, make groups, and agree on what is done."""
+        self.world.leave()
+        gc.collect()
+        generation = self.membership.next_generation(_NEWS_S)
+        report = _Report(self._num_layouts, self._num_done, self._value)
+        reports = self._reports(generation, report)
+        if reports is None:
+            return False
+        self.membership.enter(generation)
+        self._agree(reports)
+        self._event = self._new_event(generation)
+        started_s = time.perf_counter()
+        lost = set(self.layout.members) - set(generation.ids)
+        self._next = self.planner.without(self.layout, lost)
+        self._event.planned_s = time.perf_counter() - started_s
+        rank = self._next.members.index(self.membership.id)
+        size = len(self._next.members)
+        try:
+            self.world.join(self.membership.new_store(), rank, size, self._backend, self._timeout)
+        except RuntimeError:
+            if not self.membership.is_stale:
+                raise
+            return False
+        self._event.regrouped_s = time.time() - self._event.lost_at
+        return True
+
+    def _new_event(self, generation: Generation) -> Reconfiguration:
+        losses = generation.losses
+        return Reconfiguration(
+            lost=tuple(loss.member.id for loss in losses),
+            reasons=tuple(loss.reason for loss in losses),
+            world_size=len(generation.members),
+            lost_at=min((loss.time for loss in losses), default=time.time()),
+        )
+
+    def _reports(self, generation: Generation, mine: _Report) -> list[_Report] | None:
+        """What the members of a generation say of themselves; `None` if another is lost before all have come."""
+        store, key = self.membership.store, f"report/{generation.number}"
+        store.set(f"{key}/{self.membership.id}", json.dumps(vars(mine)))
+        if not self.membership.meet(generation):
+            return None
+        stored = store.multi_get([f"{key}/{member.id}" for member in generation.members])
+        return [_Report(**json.loads(value)) for value in stored]
+
+    def _agree(self, reports: Sequence[_Report]) -> None:
+        """Goes on from the last layout and the last work that any rank knows to count."""
+        if max(report.num_layouts for report in reports) > self._num_layouts:
+            self._take_prepared()
+        furthest = max(reports, key=lambda report: report.num_done)
+        assert furthest.num_done <= self._num_done + 1
+        self._num_done, self._value = furthest.num_done, furthest.value
+
+    def _take_prepared(self) -> None:
+        """From now on this rank has all that it needs for the next layout."""
+        assert self._prepared is not None
+        self.layout, self._held = self._prepared
+        self._num_layouts += 1
+        self._prepared = None
+
+    def _settle(self) -> None:
+        """Lays the model out for the ranks that have met, if they have since the last time."""
+        self.raise_if_stale()
+        if self._next is None:
+            return
+        started_s = time.perf_counter()
+        held = self._holds() if self._held is None else self._held
+        received = exchange(held, self.planner.transfers(self.layout, self._next), self.world)
+        needed = self.planner.needed(self._next, self.world.rank)
+        self._prepared = self._next, {name: received.get(name) or held[name] for name in needed}
+        self.world.barrier("waiting for copies")
+        self._take_prepared()
+        event = self._event
+        event.copied_bytes = sum(parameter.num_bytes for parameter in received.values())
+        event.copied_s = time.perf_counter() - started_s
+        assert self._held is not None
+        self._follow(self.layout, self._held, event)
+        self._held = self._next = None
+        self.events.append(event)
+
+
+def set_ranks(rank: int, size: int) -> None:
+    """Tells accelerate the number of this rank and how many there are, which it has read from the launcher."""
+    for state in (PartialState, AcceleratorState):
+        shared = state._shared_state
+        if "num_processes" in shared:
+            shared["num_processes"], shared["process_index"] = size, rank
