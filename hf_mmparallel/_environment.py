@@ -1,7 +1,11 @@
 """The environment variables that the package reads; nothing else in it looks at the environment."""
 
+import json
 import os
+from typing import Any
 
+LAUNCH_SETTINGS = "HF_MMPARALLEL_LAUNCH"
+"""Variable with which `hf-mmparallel launch` tells its workers how to reach it."""
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -19,3 +23,19 @@ def launcher_keeps_store() -> bool:
 def is_switched_on(name: str) -> bool:
     """Whether a launcher has set a switch."""
     return os.environ.get(name, "").lower() in ("true", "1", "yes", "on")
+
+
+def launch_settings() -> dict[str, Any] | None:
+    """
+    What `hf-mmparallel launch` tells this worker: `id`, `node`, `host` and `port` of the store, `prefix` of the keys,
+    `folder` for signs of life; `None` under other launchers.
+    """
+    if LAUNCH_SETTINGS not in os.environ:
+        return None
+    own = {"id": int(os.environ["RANK"]), "host": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"])}
+    return json.loads(os.environ[LAUNCH_SETTINGS]) | own
+
+
+def set_launch_settings(settings: dict[str, Any]) -> None:
+    """Sets what the workers that this process starts are told."""
+    os.environ[LAUNCH_SETTINGS] = json.dumps(settings)

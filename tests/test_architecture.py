@@ -26,6 +26,7 @@ LEVELS = {
     "adapters": 1,
     "arrange": 1,
     "cost": 1,
+    "launch": 1,
     "schedule": 1,
     "drawing": 2,
     "modeling": 2,

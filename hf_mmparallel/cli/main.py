@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .calibrate_command import add_calibrate_parser
+from .launch_command import add_launch_parser, run_launch
 from .parsers import add_env_parser, add_plan_parser, add_simulate_parser
 from .profile_command import add_profile_parser
 
@@ -22,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_simulate_parser(commands)
     add_profile_parser(commands)
     add_calibrate_parser(commands)
+    add_launch_parser(commands)
     add_env_parser(commands)
     return parser
 
@@ -34,12 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): Its arguments; those of the process by default.
 
     Returns:
-        `int`: 0, or 2 after an error, which is printed as one line to stderr.
+        `int`: 0, or 2 after an error, which is printed as one line to stderr; 1 if processes of `launch` failed.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    args = build_parser().parse_args(arguments)
-    args.command_line = ["hf-mmparallel", *arguments]
     try:
+        if arguments[:1] == ["launch"]:  # accelerate parses the rest
+            return run_launch(arguments[1:])
+        args = build_parser().parse_args(arguments)
+        args.command_line = ["hf-mmparallel", *arguments]
         args.run(args)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -1,0 +1,69 @@
+"""`hf-mmparallel launch`: `accelerate launch` with workers that may die while others live."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+LAUNCH_HELP = "Launch a script as `accelerate launch` does; training with resilience goes on when processes die."
+_ADDED = """
+
+In addition to `accelerate launch`: processes whose training is resilient go on when others die. A process or a host
+that dies, is silent or hangs is named, and the exit code is 0 if at least one process finishes. Without resilience a
+process that dies ends all. The host of the first machine, which keeps the processes together, must live."""
+
+
+def add_launch_parser(commands: Any) -> None:
+    """Adds `launch`, whose arguments are parsed by accelerate."""
+    commands.add_parser("launch", help=LAUNCH_HELP, add_help=False)
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    """The parser of `accelerate launch` with a few more arguments."""
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    parser.prog = "hf-mmparallel launch"
+    parser.description = f"{parser.description}{_ADDED}"
+    group = parser.add_argument_group("Resilience Arguments", "How long silence is tolerated.")
+    for name, default, meaning in (
+        ("host", 2.0, "without a sign of life of a host, after which its processes are lost"),
+        ("hang", 10.0, "without a sign of life of a process, after which it is killed; 0 for no limit"),
+        ("stall", 0.0, "in one activity without waiting for others, after which a process is killed; 0 for no limit"),
+    ):
+        text = f"Seconds {meaning} (default {default:g})."
+        group.add_argument(f"--{name}_timeout", type=float, default=default, metavar="SECONDS", help=text)
+    return parser
+
+
+def run_launch(arguments: Sequence[str]) -> int:
+    """
+    Launches a script and waits for its end.
+
+    Args:
+        arguments (`Sequence[str]`): The command line after `launch`.
+
+    Returns:
+        `int`: 0 if at least one process finished and none failed that was not lost, else 1.
+    """
+    with mock.patch.object(sys, "argv", ["accelerate", "launch", *arguments]):  # its help reads them
+        args = launch_parser().parse_args(arguments)
+    if args.host_timeout <= 0 or args.hang_timeout < 0 or args.stall_timeout < 0:
+        raise ValueError("--host_timeout must be above 0, --hang_timeout and --stall_timeout 0 or above.")
+
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ..launch.agent import surviving_agent
+    from ..launch.supervisor import Limits
+
+    try:
+        with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout)):
+            launch_command(args)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,102 @@
+"""Torch's agent, changed so that workers may die while others live, and installed for one launch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.launcher import api
+
+from .. import _environment
+from .supervisor import Limits, Supervisor, announce
+
+_POLL_S = 0.05
+
+
+class SurvivingAgent(LocalElasticAgent):
+    """
+    The agent of one host. A worker that has registered may die while the others live; see `world/membership.py`. All
+    else is as in torch: start, logs, signals, restarts, exit codes.
+    """
+
+    limits = Limits()
+    _supervisor: Supervisor | None = None
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        spec = worker_group.spec
+        attempt = spec.max_restarts - self._remaining_restarts
+        self._supervisor = Supervisor(
+            (worker_group.master_addr, worker_group.master_port),
+            f"hf_mmparallel/launch/{spec.rdzv_handler.get_run_id()}/{attempt}",
+            worker_group.group_rank,
+            worker_group.group_world_size,
+            self.limits,
+        )
+        _environment.set_launch_settings(self._supervisor.settings())
+        pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]  # it is decorated
+        assert isinstance(self._pcontext, SubprocessContext), "accelerate starts scripts, not functions"
+        handlers = self._pcontext.subprocess_handlers
+        self._supervisor.start(
+            {
+                worker.local_rank: (worker.global_rank, handlers[worker.local_rank].proc)
+                for worker in worker_group.workers
+            }
+        )
+        return pids
+
+    def _monitor_workers(self, worker_group: Any) -> RunResult:
+        supervisor, context = self._supervisor, self._pcontext
+        assert supervisor is not None and context is not None, "workers are monitored after their start"
+        if supervisor.end is None:
+            return RunResult(WorkerState.HEALTHY)
+        if not supervisor.end.success:
+            announce(supervisor.end.reason)
+        failures = self._failures(context)
+        context.close()
+        if supervisor.end.success:
+            finished = {
+                worker.global_rank: None for worker in worker_group.workers if worker.global_rank not in failures
+            }
+            return RunResult(WorkerState.SUCCEEDED, finished, failures)
+        return RunResult(WorkerState.FAILED, failures=failures or self._failures(context))
+
+    def _failures(self, context: Any) -> dict[int, ProcessFailure]:
+        """Rank -> how its worker failed, for those that have ended."""
+        failures = {}
+        for rank, worker in self._supervisor.workers.items() if self._supervisor else ():
+            code = worker.process.poll()
+            if code:
+                failure = ProcessFailure(rank, worker.process.pid, code, context.error_files[rank])
+                failure.timestamp = worker.ended or time.time()  # type: ignore[assignment]  # finer than torch's
+                failures[worker.id] = failure
+        return failures
+
+    def _exit_barrier(self) -> None:
+        """Nothing to wait for: the end of the job is that of all workers of all hosts."""
+
+    def _stop_workers(self, worker_group: Any) -> None:
+        super()._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        self._stop_supervisor()
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        super()._shutdown(*args, **kwargs)
+        self._stop_supervisor()
+
+    def _stop_supervisor(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.stop()
+
+
+@contextlib.contextmanager
+def surviving_agent(limits: Limits) -> Iterator[None]:
+    """Lets torch's launcher use [`SurvivingAgent`] in place of its own for the duration of a block."""
+    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits})
+    with mock.patch.object(api, "LocalElasticAgent", agent):
+        yield

@@ -1,0 +1,168 @@
+"""Decides who is a member: a pure function of one event after the other. Runs in the launcher of node 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..world.generations import Generation, Loss, Member
+
+
+@dataclass(frozen=True)
+class End:
+    """
+    The end of the job.
+
+    Args:
+        success (`bool`): Whether at least one process finished, and none failed that was not lost.
+        reason (`str`): Why it failed.
+    """
+
+    success: bool
+    reason: str = ""
+
+
+class Coordinator:
+    """
+    The state of the job.
+
+    Args:
+        num_nodes (`int`): Number of launchers that the job starts with.
+
+    Attributes:
+        generation ([`Generation`], *optional*): The newest; `None` until all launchers have reported their workers.
+        end ([`End`], *optional*): `None` while processes run.
+        waiting (`list[Member]`): Processes that wait to join.
+    """
+
+    def __init__(self, num_nodes: int):
+        self._num_nodes = num_nodes
+        self._nodes: dict[int, list[Member]] = {}
+        self._running: set[Member] = set()
+        self._registered: set[Member] = set()  # they may be lost, until they finish
+        self._finished: set[Member] = set()
+        self.generation: Generation | None = None
+        self.end: End | None = None
+        self.waiting: list[Member] = []
+
+    def take(self, events: Sequence[Mapping[str, Any]]) -> Generation | None:
+        """
+        Takes events that happened at about the same time.
+
+        Args:
+            events (`Sequence[Mapping]`): Each with its `kind` and what the method of that name needs.
+
+        Returns:
+            [`Generation`]: The next one, if the events make one.
+        """
+        losses: list[Loss] = []
+        joined: list[Member] = []
+        for event in events:
+            handle: Callable[..., Any] = getattr(self, f"_take_{event['kind']}")
+            change = handle(**{key: value for key, value in event.items() if key != "kind"})
+            losses += [loss for loss in change if isinstance(loss, Loss)]
+            joined += [member for member in change if isinstance(member, Member)]
+        if losses or joined:
+            return self._next_generation(losses, joined)
+        self._look_for_end()
+        return None
+
+    def _next_generation(self, losses: list[Loss], joined: list[Member]) -> Generation | None:
+        before = self.generation
+        lost = {loss.member for loss in losses}
+        members = [member for member in (before.members if before else ()) if member not in lost]
+        members = sorted(member for member in [*members, *joined] if member in self._running)
+        self._look_for_end()
+        if not members:
+            return None
+        number = 0 if before is None else before.number + 1
+        self.generation = Generation(number, tuple(members), tuple(losses), tuple(joined) if before else ())
+        return self.generation
+
+    def _look_for_end(self) -> None:
+        if self.end is None and self.generation is not None and not self._running:
+            reason = "" if self._finished else "All processes were lost."
+            self.end = End(bool(self._finished), reason)
+
+    # Events. Each method returns the losses, or the members that join.
+
+    def _take_node(self, node: int, ids: Sequence[int]) -> list[Member]:
+        """A launcher has started its workers."""
+        members = [Member(id, node) for id in ids]
+        self._nodes[node] = members
+        self._running.update(members)
+        if self.generation is not None:
+            self.waiting += members
+            return []
+        if len(self._nodes) < self._num_nodes:
+            return []
+        return [member for members in self._nodes.values() for member in members]
+
+    def _take_registered(self, id: int, node: int) -> list[Loss]:
+        """The others go on from now on if this process dies."""
+        self._registered.add(Member(id, node))
+        return []
+
+    def _take_finished(self, id: int, node: int) -> list[Loss]:
+        """A process has trained to the end."""
+        self._registered.discard(Member(id, node))
+        return []
+
+    def _take_ended(self, id: int, node: int, exit_code: int, reason: str, time: float) -> list[Loss]:
+        """A process has ended."""
+        member = Member(id, node)
+        if exit_code == 0 and member in self._running - self._registered:
+            self._running.remove(member)
+            self._finished.add(member)
+            return []
+        return self._lose([member], reason, time)
+
+    def _take_reported(self, id: int, node: int, reason: str, time: float) -> list[Loss]:
+        """A process says that it is about to end because of an error."""
+        return self._lose([Member(id, node)], reason, time)
+
+    def _take_silent(self, node: int, reason: str, time: float) -> list[Loss]:
+        """A launcher gives no sign of life."""
+        return self._lose(self._nodes.get(node, []), reason, time)
+
+    def _take_failed(self, reason: str) -> list[Loss]:
+        """The job cannot go on."""
+        self._fail(reason)
+        return []
+
+    def _take_accept(self) -> list[Member]:
+        """The members let in the processes that wait."""
+        joined, self.waiting = self.waiting, []
+        return joined
+
+    def _lose(self, members: Sequence[Member], reason: str, time: float) -> list[Loss]:
+        """Takes members as lost, or the job as failed if one of them has not registered."""
+        losses = []
+        for member in self._running.intersection(members):
+            self._running.remove(member)
+            if member in self.waiting:
+                self.waiting.remove(member)
+            elif member in self._registered:
+                self._registered.remove(member)
+                losses.append(Loss(member, reason, time))
+            else:
+                self._fail(f"Process {member.id} of node {member.node} {reason}.")
+        return losses
+
+    def _fail(self, reason: str) -> None:
+        if self.end is None:
+            self.end = End(False, reason)
+
+
+def loss_sentence(generation: Generation) -> str:
+    """One line about the losses of a generation."""
+    reasons: dict[tuple[int, str], list[int]] = {}
+    for loss in generation.losses:
+        reasons.setdefault((loss.member.node, loss.reason), []).append(loss.member.id)
+    parts = [
+        f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of node {node} {reason}"
+        for (node, reason), ids in reasons.items()
+    ]
+    others = f"the other {len(generation.members)} go on" if len(generation.members) > 1 else "the last one goes on"
+    return f"{'; '.join(parts)}; {others}"

@@ -1,0 +1,349 @@
+"""The part of a launcher that watches its workers, and that keeps in touch with the other launchers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..world import job_store as keys
+from ..world.generations import Generation
+from .coordinator import Coordinator, End, loss_sentence
+
+_POLL_S = 0.01  # interval at which workers are looked at
+_SIGNS_S = 0.25  # interval at which their signs of life are read, and launchers give signs
+_TOGETHER_S = 0.02  # losses so soon after another are published with it
+_GRACE_S = 10.0  # time for a worker that reported its error to end
+
+
+@dataclass(frozen=True)
+class Limits:
+    """
+    How long silence is tolerated.
+
+    Args:
+        host_timeout (`float`): Seconds without a sign of life of a host after which it is lost.
+        hang_timeout (`float`): Seconds without a sign of life of a worker after which it is killed; 0 for no limit.
+        stall_timeout (`float`):
+            Seconds that a worker may spend in one activity without waiting for others; 0 for no limit.
+    """
+
+    host_timeout: float = 2.0
+    hang_timeout: float = 10.0
+    stall_timeout: float = 0.0
+
+
+class Process(Protocol):
+    """A worker, as `subprocess.Popen`."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+class AwakeClock:
+    """
+    A clock that stops while this process is stopped, for the silence of others: they may have been stopped with it.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._last = time.monotonic()
+
+    def tick(self) -> float:
+        """Seconds since the start, of which each call adds one at most."""
+        last, self._last = self._last, time.monotonic()
+        self.now += min(1.0, self._last - last)
+        return self.now
+
+
+@dataclass
+class Worker:
+    """
+    A worker of this launcher.
+
+    Args:
+        id (`int`): Its number in the job.
+        process ([`Process`]): The process.
+        exit_code (`int`, *optional*): Negative for the signal that ended it; `None` while it runs.
+        ended (`float`): When it ended, in seconds since the epoch.
+        reason (`str`): Why this launcher has killed it.
+    """
+
+    id: int
+    process: Process
+    exit_code: int | None = None
+    ended: float = 0.0
+    reason: str = ""
+    sign: dict[str, Any] = field(default_factory=dict)
+    sign_time: float = 0.0  # on the awake clock
+    doomed: float | None = None  # when it was declared lost, on the awake clock
+
+
+class Supervisor:
+    """
+    Watches the workers of a launcher.
+
+    Its threads: one looks at the workers, and never waits for the network; one talks to the store. In the launcher of
+    node 0 a third takes the events of all launchers and workers, one after the other.
+
+    Args:
+        address (`tuple[str, int]`): Host and port of the store.
+        prefix (`str`): Prefix of the keys.
+        node (`int`): Number of this launcher.
+        num_nodes (`int`): Number of launchers that the job starts with.
+        limits ([`Limits`]): How long silence is tolerated.
+    """
+
+    def __init__(self, address: tuple[str, int], prefix: str, node: int, num_nodes: int, limits: Limits):
+        self.node = node
+        self.limits = limits
+        self.workers: dict[int, Worker] = {}  # by local rank
+        self.end: End | None = None
+        self._address, self._prefix = address, prefix
+        self._num_nodes = num_nodes
+        self._folder = tempfile.TemporaryDirectory(prefix="hf_mmparallel-")
+        self._events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._closing = threading.Event()
+        self._answered: float | None = None  # awake time of the last answer of the store
+        self._clock = AwakeClock()
+        self._threads: list[threading.Thread] = []
+        self._num_others = self._num_informed = 0  # in node 0: live launchers, and those that know of the end
+
+    def settings(self) -> dict[str, Any]:
+        """What the workers are told."""
+        return {"node": self.node, "prefix": self._prefix, "folder": self._folder.name}
+
+    def start(self, processes: Mapping[int, tuple[int, Process]]) -> None:
+        """
+        Starts to watch.
+
+        Args:
+            processes (`Mapping[int, tuple[int, Process]]`): Local rank -> id and process.
+        """
+        self.workers = {rank: Worker(id, process) for rank, (id, process) in processes.items()}
+        self._say({"kind": "node", "node": self.node, "ids": [worker.id for worker in self.workers.values()]})
+        runs: list[Callable[[], None]] = [self._watch, self._talk]
+        if self.node == 0:
+            runs.append(self._coordinate)
+        for run in runs:
+            thread = threading.Thread(target=run, name=f"hf_mmparallel {run.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Ends the threads; the launcher of node 0 first lets the others know of the end."""
+        if self._closing.is_set():
+            return
+        if self.node == 0 and self.end is None:
+            self._say({"kind": "failed", "reason": "The launcher of node 0 was ended."})
+        deadline = time.monotonic() + self.limits.host_timeout
+        while self._is_needed() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(self.limits.host_timeout + 1.0)
+        self._folder.cleanup()
+
+    def _is_needed(self) -> bool:
+        """Whether the end of workers, or of the job, may not have reached the other launchers yet."""
+        if self.node == 0:
+            return self.end is None or self._num_informed < self._num_others
+        return not self._events.empty()
+
+    def _say(self, event: dict[str, Any]) -> None:
+        """Sends an event to node 0, by the thread that talks."""
+        self._events.put(event)
+
+    # The thread that looks at the workers
+
+    def _watch(self) -> None:
+        next_signs = 0.0
+        while not self._closing.wait(_POLL_S):
+            now = self._clock.tick()
+            for worker in self.workers.values():
+                self._look_at(worker)
+            if now >= next_signs:
+                next_signs = now + _SIGNS_S
+                for worker in self.workers.values():
+                    if worker.exit_code is None:
+                        self._read_sign(worker, now)
+                self._check_store(now)
+
+    def _look_at(self, worker: Worker) -> None:
+        if worker.exit_code is not None or (code := worker.process.poll()) is None:
+            return
+        worker.ended = time.time()
+        worker.exit_code = code
+        if code:
+            kill_group(worker.process)  # its data-loader workers, which keep its connections open
+        self._say(
+            {
+                "kind": "ended",
+                "id": worker.id,
+                "node": self.node,
+                "exit_code": code,
+                "reason": worker.reason or exit_phrase(code),
+                "time": worker.ended,
+            }
+        )
+
+    def _read_sign(self, worker: Worker, now: float) -> None:
+        """Reads a worker's sign of life, and kills it if there has been none for long."""
+        sign: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            sign = json.loads(Path(self._folder.name, f"{worker.id}.json").read_text())
+        if sign.get("beat") != worker.sign.get("beat") or not sign:
+            worker.sign, worker.sign_time = sign, now
+        silence_s, standing_s = now - worker.sign_time, sign.get("standing_s", 0.0)
+        hang, stall = self.limits.hang_timeout, self.limits.stall_timeout
+        if worker.doomed is not None:
+            if now - worker.doomed > _GRACE_S:
+                kill_group(worker.process)
+        elif hang and silence_s > hang:
+            self._kill(
+                worker, f"gave no sign of life for {silence_s:.1f} s, last at `{sign['doing']}`, and was killed"
+            )
+        elif stall and standing_s > stall and not sign["waits"]:
+            stack = sign["stack"].rstrip()
+            self._kill(worker, f"spent {standing_s:.1f} s in `{sign['doing']}`, and was killed. Its stack:\n{stack}\n")
+
+    def _kill(self, worker: Worker, reason: str) -> None:
+        worker.reason = reason
+        kill_group(worker.process)
+
+    def _check_store(self, now: float) -> None:
+        """Ends this host's part if node 0 does not answer: the others go on without it."""
+        if self._answered is None or self.end is not None or self.node == 0:
+            return
+        silence_s = now - self._answered
+        if silence_s > self.limits.host_timeout:
+            self._leave(f"Node {self.node} has not reached node 0 for {silence_s:.1f} s.")
+
+    def _leave(self, reason: str) -> None:
+        """Kills the workers of this host, which the others go on without."""
+        for worker in self.workers.values():
+            if worker.exit_code is None:
+                self._kill(worker, "was killed because its host was cut off")
+        self.end = End(False, reason)
+
+    # The thread that talks to the store
+
+    def _talk(self) -> None:
+        clock = AwakeClock()
+        try:
+            store = keys.connect(self._address, self._prefix)
+            beats: dict[int, tuple[int, float]] = {}
+            known = -1
+            next_beat = 0.0
+            while not (self._closing.is_set() and self._events.empty()):
+                with contextlib.suppress(queue.Empty):
+                    event = self._events.get(timeout=_SIGNS_S / 5)
+                    store.queue_push(keys.EVENTS, json.dumps(event))
+                if (now := clock.tick()) < next_beat:
+                    continue
+                next_beat = now + _SIGNS_S
+                store.add(keys.beat_key(self.node), 1)
+                known = self._read_generations(store, known)
+                if self.node == 0:
+                    self._listen_to_nodes(store, beats, now)
+                if self.end is None and store.check([keys.END]):
+                    self.end = End(**json.loads(store.get(keys.END)))
+                    store.add(keys.NUM_INFORMED, self.node > 0)
+                self._answered = self._clock.now
+        except RuntimeError as error:
+            if self.end is None:
+                self._leave(f"Node 0 is gone: {str(error).partition(chr(10))[0]}")
+
+    def _read_generations(self, store: Any, known: int) -> int:
+        """Looks for workers of this host that are declared lost; returns the newest generation."""
+        while store.check([keys.generation_key(known + 1)]):
+            known += 1
+            generation = Generation.from_json(store.get(keys.generation_key(known)))
+            lost = {loss.member.id for loss in generation.losses}
+            for worker in self.workers.values():
+                if worker.id in lost and worker.doomed is None:
+                    worker.doomed = self._clock.now
+            if self.node in {loss.member.node for loss in generation.losses if loss.reason.startswith(_SILENT)}:
+                self._leave(f"Node {self.node} has been declared lost.")
+        return known
+
+    def _listen_to_nodes(self, store: Any, beats: dict[int, tuple[int, float]], now: float) -> None:
+        """Reports the launchers that give no sign of life."""
+        num_nodes = max(self._num_nodes, store.add(keys.NUM_NODES, 0))
+        self._num_others = sum(beat > 0 for beat, _ in beats.values())
+        self._num_informed = store.add(keys.NUM_INFORMED, 0)
+        for node in range(1, num_nodes):
+            beat = store.add(keys.beat_key(node), 0)
+            last, since = beats.get(node, (0, now))
+            if beat != last:
+                beats[node] = beat, now
+            elif beat > 0 and now - since > self.limits.host_timeout:
+                beats[node] = -1, now  # reported once
+                reason = f"{_SILENT} for {now - since:.1f} s"
+                self._say({"kind": "silent", "node": node, "reason": reason, "time": time.time()})
+
+    # The thread of node 0 that decides
+
+    def _coordinate(self) -> None:
+        store = keys.connect(self._address, self._prefix)
+        coordinator = Coordinator(self._num_nodes)
+        waiting: list[Any] = []
+        while coordinator.end is None:
+            events = [json.loads(store.queue_pop(keys.EVENTS))]
+            if events[0]["kind"] in ("ended", "reported", "silent"):
+                time.sleep(_TOGETHER_S)
+            while store.queue_len(keys.EVENTS):
+                events.append(json.loads(store.queue_pop(keys.EVENTS)))
+            generation = coordinator.take(events)
+            if generation is not None:
+                self._publish(store, generation)
+                readers = [*generation.members, *(loss.member for loss in generation.losses), *coordinator.waiting]
+                for member in readers:
+                    store.queue_push(keys.news_key(member.id), generation.to_json())
+            if coordinator.waiting != waiting:
+                waiting = list(coordinator.waiting)
+                store.set(keys.WAITING, json.dumps([member.id for member in waiting]))
+        end = {"success": coordinator.end.success, "reason": coordinator.end.reason}
+        store.set(keys.END, json.dumps(end))
+
+    def _publish(self, store: Any, generation: Generation) -> None:
+        store.set(keys.generation_key(generation.number), generation.to_json())
+        if generation.number:
+            store.compare_set(keys.meeting_key(generation.number - 1), "", keys.ABANDONED)
+        if generation.losses:
+            announce(loss_sentence(generation))
+
+
+_SILENT = "was lost with its host, which gave no sign of life"
+
+
+def announce(sentence: str) -> None:
+    """Prints a line of the launcher."""
+    sys.stderr.write(f"hf-mmparallel launch: {sentence}\n")
+    sys.stderr.flush()
+
+
+def exit_phrase(code: int) -> str:
+    """How a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}" + ("" if code else " before its training was over")
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+def kill_group(process: Process) -> None:
+    """Kills a worker and what it started; each worker has a session of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,135 @@
+"""
+Ends the collectives of this process from another thread, so that a main thread that is blocked in one raises.
+
+NCCL has a function for it. Gloo has none: its `abort` doesn't release a thread that waits. Its sockets are shut down
+instead, which peers also notice at once, even where a stopped peer or a data-loader worker keeps the other end open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+_FILES = Path("/proc/self/fd")
+_INFOS = Path("/proc/self/fdinfo")
+_TASKS = Path("/proc/self/task")
+_LOOP = "gloo_tcp_loop"  # name of gloo's threads, one for each group
+
+
+def end_collectives(backend: str) -> None:
+    """
+    Ends the collectives of this process, running and future ones, in all its groups; may be called by any thread.
+
+    Args:
+        backend (`str`): Backends of the groups, as `torch.distributed.get_backend` names them.
+    """
+    if "nccl" in backend:
+        dist.distributed_c10d._abort_process_group()
+    end_gloo_connections()
+
+
+def end_gloo_connections() -> int:
+    """
+    Shuts down the connections of all gloo groups of this process, and no other ones.
+
+    Returns:
+        `int`: The number of connections that were open.
+    """
+    watched = {descriptor: inode for loop in gloo_loops() for descriptor, inode in _watched(loop).items()}
+    return sum(shut_down(descriptor, inode) for descriptor, inode in watched.items())
+
+
+def shut_down(descriptor: int, inode: int | None = None) -> bool:
+    """
+    Shuts down a connection, which its owner may close at any time. A socket that listens is left: gloo aborts the
+    process if it cannot accept connections.
+
+    Args:
+        descriptor (`int`): Its file descriptor.
+        inode (`int`, *optional*): Its inode: another file may get the number of a closed one.
+
+    Returns:
+        `bool`: Whether it was open.
+    """
+    with contextlib.suppress(OSError), _socket(descriptor) as connection:
+        if inode in (None, os.fstat(connection.fileno()).st_ino) and not _accepts(connection):
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
+def gloo_loops() -> list[int]:
+    """
+    File descriptors of the epoll sets of gloo, which has one for each group. It waits there for a pipe, for a socket
+    that listens, and for its connections, those made later included.
+    """
+    loops = [loop for loop in _epolls() if _is_gloo(loop)]
+    threads = [task for task in _TASKS.iterdir() if _read(task / "comm").strip() == _LOOP]
+    if len(loops) <= len(threads):
+        return loops
+    waiting = {_first_argument(_read(task / "syscall")) for task in threads}
+    return [loop for loop in loops if loop in waiting] or loops
+
+
+def _is_gloo(loop: int) -> bool:
+    """Whether an epoll set has one pipe, and otherwise TCP sockets, of which one listens."""
+    links = {descriptor: _link(descriptor) for descriptor in _watched(loop)}
+    sockets = [descriptor for descriptor, link in links.items() if link.startswith("socket:")]
+    pipes = [link for link in links.values() if link.startswith("pipe:")]
+    return len(pipes) == 1 and len(pipes) + len(sockets) == len(links) and any(map(_listens, sockets))
+
+
+def _listens(descriptor: int) -> bool:
+    with contextlib.suppress(OSError), _socket(descriptor) as candidate:
+        return candidate.family in (socket.AF_INET, socket.AF_INET6) and _accepts(candidate)
+    return False
+
+
+def _accepts(candidate: socket.socket) -> bool:
+    return candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+
+
+def _socket(descriptor: int) -> socket.socket:
+    """A socket object for a copy of a descriptor, so that closing it leaves the original open."""
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # not a socket
+        os.close(copy)
+        raise
+
+
+def _epolls() -> Iterator[int]:
+    for name in os.listdir(_FILES) if _FILES.exists() else ():
+        if _link(int(name)) == "anon_inode:[eventpoll]":
+            yield int(name)
+
+
+def _watched(loop: int) -> dict[int, int]:
+    """File descriptor -> inode of the files in an epoll set."""
+    rows = re.findall(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)", _read(_INFOS / str(loop)), re.MULTILINE)
+    return {int(descriptor): int(inode, 16) for descriptor, inode in rows}
+
+
+def _first_argument(syscall: str) -> int | None:
+    """First argument of the system call that a thread is in; `None` if it is in none."""
+    words = syscall.split()
+    return int(words[1], 16) if len(words) > 2 else None
+
+
+def _link(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(_FILES / str(descriptor))
+    return ""
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    return ""

@@ -1,0 +1,60 @@
+"""The store of `hf-mmparallel launch`, which the launcher of node 0 hosts: how to reach it, and its keys."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+FOREVER = timedelta(days=3650)
+
+
+def connect(address: tuple[str, int], prefix: str, timeout: timedelta = FOREVER) -> Any:
+    """
+    A connection to the store; each thread that waits needs one of its own.
+
+    Args:
+        address (`tuple[str, int]`): Host and port.
+        prefix (`str`): What all keys start with.
+        timeout (`timedelta`, *optional*): How long it waits for a key; without a limit by default.
+    """
+    store = TCPStore(*address, is_master=False, wait_for_workers=False)
+    store.set_timeout(timeout)
+    return PrefixStore(prefix, store)
+
+
+# Keys of the launcher's store. Everything that launchers and workers report goes through one queue, so that the
+# launcher of node 0 decides about one event after the other. Each process has a queue for the generations it makes.
+
+EVENTS, WAITING, END = "events", "waiting", "end"
+NUM_NODES, NUM_MEMBERS, NUM_INFORMED = "num_nodes", "num_members", "num_informed"
+MET, ABANDONED = "met", "abandoned"
+
+
+def generation_key(number: int) -> str:
+    return f"generation/{number}"
+
+
+def news_key(id: int) -> str:
+    """Key of the queue of generations for a process."""
+    return f"news/{id}"
+
+
+def meeting_key(number: int) -> str:
+    """Key of the outcome of a meeting, [`MET`] or [`ABANDONED`]."""
+    return f"meeting/{number}"
+
+
+def arrivals_key(number: int) -> str:
+    """Key of the number of members that have come to a meeting."""
+    return f"arrivals/{number}"
+
+
+def arrived_key(number: int, id: int) -> str:
+    return f"arrived/{number}/{id}"
+
+
+def beat_key(node: int) -> str:
+    """Key of the heartbeats of a launcher."""
+    return f"beat/{node}"

@@ -1,0 +1,375 @@
+"""
+A worker's view of who is alive, under `hf-mmparallel launch`.
+
+    membership = Membership.from_environment()
+    membership.start(abort)  # `abort` is called by a thread as soon as members are lost
+    membership.register()  # from now on the others go on if this process dies
+    ...  # train; collectives raise after a loss
+    generation = membership.next_generation(timeout_s=30)
+    if membership.meet(generation):
+        membership.enter(generation)
+        store = membership.new_store()  # for `init_process_group`
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import _environment
+from . import job_store as keys
+from .activity import ACTIVITY
+from .connections import end_gloo_connections, shut_down
+from .generations import Generation, Loss
+
+SIGN_INTERVAL_S = 0.5
+"""Seconds between two signs of life that a worker gives its launcher."""
+_STANDING_S = 5.0  # a main thread that has stood this long in one activity sends its stack along
+_REPEAT_S = 0.05
+_JOIN_S = 2.0
+_START_S = 600.0  # time for all launchers to start
+_GROUP_TIMEOUT = timedelta(minutes=5)  # for keys of a process group
+
+
+class LostMemberError(RuntimeError):
+    """This process has been declared lost; it may not train any longer."""
+
+
+class Membership:
+    """
+    The membership of this process in the job. [`Membership.from_environment`] makes it.
+
+    Args:
+        settings (`dict`): What the launcher says, see `_environment.launch_settings`.
+
+    Attributes:
+        id, node (`int`): The number of this process in the job, and of its launcher.
+        generation ([`Generation`], *optional*):
+            The one that this process works in; `None` in a process that joins a running job, until it enters one.
+    """
+
+    def __init__(self, settings: dict[str, Any]):
+        self.id: int = settings["id"]
+        self.node: int = settings["node"]
+        self._address: tuple[str, int] = (settings["host"], settings["port"])
+        self._prefix: str = settings["prefix"]
+        self._sign_path = Path(settings["folder"], f"{self.id}.json")
+        self._store = keys.connect(self._address, self._prefix)  # of the main thread
+        self._group_stores: list[Any] = []
+        self._parent = os.getppid()
+        self._abort: Callable[[], None] | None = None
+        self._finished = False
+        self._beat = 0
+        self._moved = (ACTIVITY.count, time.monotonic())
+        self._sign_lock = threading.Lock()
+        self._news = threading.Condition()
+        self._closing = threading.Event()
+        self._ending = threading.Lock()
+        self._ended = 0  # newest generation for which the collectives have been ended
+        self._acknowledged = 0  # newest generation that the main thread knows of
+        self._known: list[Generation] = []
+        self._error: RuntimeError | None = None
+        self.generation: Generation | None = None
+        first = self._read_generation(0)
+        self._known.append(first)
+        if self.id in first.ids:
+            self.generation = first
+
+    @classmethod
+    def from_environment(cls) -> Membership | None:
+        """The membership of this process; `None` if it was not started by `hf-mmparallel launch`."""
+        settings = _environment.launch_settings()
+        return None if settings is None else cls(settings)
+
+    # What is known
+
+    @property
+    def newest(self) -> Generation:
+        """The newest generation that this process knows of."""
+        return self._known[-1]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether members have been lost since the generation that this process works in."""
+        return bool(self.losses)
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """Members lost since the generation that this process works in."""
+        return tuple(loss for generation in self._newer() for loss in generation.losses)
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Ids of processes that wait to join, for the main thread; [`Membership.accept_joining`] lets them in."""
+        return tuple(json.loads(self._store.get(keys.WAITING))) if self._store.check([keys.WAITING]) else ()
+
+    def _newer(self) -> list[Generation]:
+        """Generations after the one that this process works in."""
+        number = -1 if self.generation is None else self.generation.number
+        return [generation for generation in list(self._known) if generation.number > number]
+
+    # What this process says. For the main thread.
+
+    def start(self, abort: Callable[[], None]) -> None:
+        """
+        Starts to listen for losses and to give signs of life, both in daemon threads. To be called once.
+
+        Args:
+            abort (`Callable`):
+                Called by a thread, as soon as members of a newer generation than this process's are lost. Ends the
+                collectives of this process, see [`end_collectives`]. It is called once for each such generation.
+        """
+        self._abort = abort
+        self._write_sign()
+        threads = [
+            threading.Thread(
+                target=self._listen,
+                args=(keys.connect(self._address, self._prefix),),
+                name="hf_mmparallel listen",
+                daemon=True,
+            ),
+            threading.Thread(target=self._give_signs, name="hf_mmparallel signs", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        atexit.register(self._stop, threads)
+
+    def register(self) -> None:
+        """From now on the others go on if this process dies; without it they are ended, as by `accelerate launch`."""
+        self._push({"kind": "registered", "id": self.id, "node": self.node})
+
+    def finish(self) -> None:
+        """From now on this process ends normally, and losses of others don't concern it."""
+        self._abort = None
+        self._push({"kind": "finished", "id": self.id, "node": self.node})
+        with self._sign_lock:
+            self._finished = True
+            self._sign_path.unlink(missing_ok=True)
+
+    def report(self, reason: str) -> None:
+        """Says that this process is about to end because of an error, so that the others need not wait for its end."""
+        self._abort = None
+        self._push({"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "time": time.time()})
+
+    def accept_joining(self) -> None:
+        """Lets in the processes that wait; to be called by one member. The next generation has them."""
+        self._push({"kind": "accept"})
+
+    # From one generation to the next. For the main thread.
+
+    def next_generation(self, timeout_s: float) -> Generation:
+        """
+        Waits for a generation newer than the one that this process works in.
+
+        Args:
+            timeout_s (`float`): Seconds to wait.
+
+        Returns:
+            [`Generation`]: The newest one.
+
+        Raises:
+            [`LostMemberError`]: If this process is not among its members.
+            `TimeoutError`: If there is none: no member has been lost.
+            `RuntimeError`: If the launcher of node 0 is gone.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._error is not None or self._is_decided(), timeout_s)
+            if self._error is not None:
+                raise self._error
+            if not self._is_decided():
+                raise TimeoutError(
+                    f"The launcher has reported no lost process within {timeout_s:g} s: all "
+                    f"{len(self.newest.members)} processes are alive. A connection that is lost although nobody died "
+                    "points to the network."
+                )
+            newest = self.newest
+        self._end_once(newest.number)
+        with self._ending:
+            self._acknowledged = newest.number
+        if self.id not in newest.ids:
+            raise self._lost_error()
+        return newest
+
+    def _is_decided(self) -> bool:
+        """Whether there is a newer generation, for a process that joins one that has it."""
+        newer = self._newer()
+        return bool(newer) and (self.generation is not None or self.id in newer[-1].ids)
+
+    def meet(self, generation: Generation, timeout_s: float | None = None) -> bool:
+        """
+        Waits for all members of a generation. The result is the same for all of them.
+
+        Args:
+            generation ([`Generation`]): The generation.
+            timeout_s (`float`, *optional*): Seconds to wait; without a limit if left out.
+
+        Returns:
+            `bool`: Whether all have come; `False` if there is a newer generation.
+
+        Raises:
+            `TimeoutError`: With the members that have not come.
+        """
+        number, members = generation.number, generation.members
+        self._store.set(keys.arrived_key(number, self.id), "")
+        if self._store.add(keys.arrivals_key(number), 1) == len(members):
+            self._store.compare_set(keys.meeting_key(number), "", keys.MET)
+        try:
+            self._store.wait([keys.meeting_key(number)], timedelta(seconds=timeout_s) if timeout_s else keys.FOREVER)
+        except dist.DistStoreError:
+            missing = [id for id in generation.ids if not self._store.check([keys.arrived_key(number, id)])]
+            raise TimeoutError(
+                f"Processes {missing} have not come to the meeting of generation {number} within {timeout_s:g} s."
+            ) from None
+        return self._store.get(keys.meeting_key(number)).decode() == keys.MET
+
+    def enter(self, generation: Generation) -> None:
+        """From now on this process works in this generation."""
+        with self._news:
+            self.generation = generation
+
+    def new_store(self) -> Any:
+        """
+        A store for the process group of the generation that this process works in, over a connection of its own. The
+        connection ends when members are lost, so that a main thread that waits for their keys raises.
+        """
+        assert self.generation is not None, "a process group needs a generation"
+        prefix = f"{self._prefix}/group/{self.generation.number}"
+        store = keys.connect(self._address, prefix, _GROUP_TIMEOUT)
+        with self._news:
+            self._group_stores = [store.underlying_store]
+        if self.is_stale:
+            self._end_group_stores()
+        return store
+
+    def _end_group_stores(self) -> None:
+        with self._news:
+            stores, self._group_stores = self._group_stores, []
+        for store in stores:
+            descriptor = re.search(r"\bfd=(\d+)", repr(store))  # torch has no function for it
+            if descriptor is not None:
+                shut_down(int(descriptor[1]))
+
+    def _lost_error(self) -> LostMemberError:
+        reasons = [loss.reason for known in list(self._known) for loss in known.losses if loss.member.id == self.id]
+        return LostMemberError(
+            f"Process {self.id} has been declared lost ({'; '.join(reasons) or 'no reason is known'}), and the others "
+            "go on without it."
+        )
+
+    def _stop(self, threads: Sequence[threading.Thread]) -> None:
+        """Ends the threads: one that returns from torch while the interpreter ends aborts the process."""
+        self._abort = None
+        self._closing.set()
+        with contextlib.suppress(RuntimeError):  # the store is gone, and so the thread has ended
+            self._store.queue_push(keys.news_key(self.id), "")
+        for thread in threads:
+            thread.join(_JOIN_S)
+
+    # The store
+
+    def _push(self, event: dict[str, Any]) -> None:
+        self._store.queue_push(keys.EVENTS, json.dumps(event))
+
+    def _read_generation(self, number: int) -> Generation:
+        key = keys.generation_key(number)
+        self._store.wait([key], timedelta(seconds=_START_S))
+        return Generation.from_json(self._store.get(key))
+
+    # The thread that listens
+
+    def _listen(self, store: Any) -> None:
+        """Takes generations from the queue of this process, and blocks while there is none."""
+        try:
+            while news := store.queue_pop(keys.news_key(self.id)):
+                self._take(Generation.from_json(news))
+        except RuntimeError:  # the launcher of node 0, which has the store, is gone
+            with self._news:
+                self._error = RuntimeError("The launcher of node 0, which keeps the job together, is gone.")
+                self._news.notify_all()
+            self._end_once(self.newest.number + 1)
+
+    def _take(self, generation: Generation) -> None:
+        if generation.number <= self.newest.number:
+            return
+        was_member = self.id in self.newest.ids
+        with self._news:
+            self._known.append(generation)
+            self._news.notify_all()
+        if was_member and self.id not in generation.ids and self._abort is not None:
+            self._leave_at_once()
+        elif generation.losses and self._abort is not None:
+            threading.Thread(target=self._end_collectives, args=(generation.number,), daemon=True).start()
+
+    def _end_collectives(self, number: int) -> None:
+        """Ends collectives until the main thread knows of a generation: it may be connecting when members are lost."""
+        self._end_once(number)
+        while True:
+            with self._ending:
+                if self._acknowledged >= number or self._abort is None:
+                    return
+                self._end_group_stores()
+                end_gloo_connections()
+            time.sleep(_REPEAT_S)
+
+    def _end_once(self, number: int) -> None:
+        """Calls `abort`, unless it has been called for a generation."""
+        with self._ending:
+            abort = self._abort
+            if abort is not None and self._ended < number and self.losses:
+                self._ended = number
+                self._end_group_stores()
+                abort()
+
+    def _leave_at_once(self) -> None:
+        """Ends this process, which has been declared lost, so that two halves of the job never both train."""
+        sys.stderr.write(f"hf-mmparallel: {self._lost_error()}\n")
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # The thread that gives signs of life
+
+    def _give_signs(self) -> None:
+        while not self._finished and not self._closing.wait(SIGN_INTERVAL_S):
+            if os.getppid() != self._parent:  # the launcher was killed, so its node counts as lost
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._write_sign()
+
+    def _write_sign(self) -> None:
+        """Writes the state of this process where its launcher reads it."""
+        with self._sign_lock, contextlib.suppress(OSError):  # the launcher removes the folder at its end
+            if self._finished:
+                return
+            if ACTIVITY.count != self._moved[0]:
+                self._moved = (ACTIVITY.count, time.monotonic())
+            standing_s = time.monotonic() - self._moved[1]
+            self._beat += 1
+            sign = {
+                "beat": self._beat,
+                "doing": str(ACTIVITY),
+                "waits": ACTIVITY.waits,
+                "standing_s": standing_s,
+                "stack": _main_stack() if standing_s > _STANDING_S else "",
+            }
+            new = self._sign_path.with_suffix(".new")
+            new.write_text(json.dumps(sign))
+            new.replace(self._sign_path)
+
+
+def _main_stack() -> str:
+    """The stack of the main thread."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
