@@ -230,6 +230,9 @@ class ParallelPlan:
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
         num_microbatches (`int`, *optional*, defaults to 1):
             Microbatches of each language-model replica in a full global batch.
+        replica_microbatches (`tuple[int, ...]`, *optional*):
+            Microbatches of each language-model replica in a full global batch, where they differ;
+            `num_microbatches` for each by default.
         microbatch_assignment (`str`, *optional*):
             How the samples of a global batch are assigned to microbatches, if the plan comes from a search: the
             default of the Trainer's argument of the same name.
@@ -239,6 +242,7 @@ class ParallelPlan:
     edges: tuple[Edge, ...] = ()
     schedule: Schedule = "1f1b"
     num_microbatches: int = 1
+    replica_microbatches: tuple[int, ...] | None = None
     microbatch_assignment: str | None = None
 
     @property
@@ -299,10 +303,12 @@ class ParallelPlan:
     def to_dict(self) -> dict[str, Any]:
         arrangement = self.microbatch_assignment
         assignment = {} if arrangement is None else {"microbatch_assignment": arrangement}
+        counts = self.replica_microbatches
         return {
             "schedule": self.schedule,
             **assignment,
             "num_microbatches": self.num_microbatches,
+            **({} if counts is None else {"replica_microbatches": list(counts)}),
             "edges": [{"source": e.source, "target": e.target, "layers": list(e.layers)} for e in self.edges],
             "modules": {
                 name: {
@@ -337,9 +343,8 @@ class ParallelPlan:
         """
         if isinstance(data, Mapping) and "plan" in data:
             data = data["plan"]
-        data = read_mapping(
-            data, "A plan", ["modules"], ["schedule", "microbatch_assignment", "num_microbatches", "edges"]
-        )
+        known = ["schedule", "microbatch_assignment", "num_microbatches", "replica_microbatches", "edges"]
+        data = read_mapping(data, "A plan", ["modules"], known)
         modules = {
             read_name(name, "The name of a module"): _read_module(module, name)
             for name, module in read_mapping(data["modules"], "`modules` of the plan").items()
@@ -353,7 +358,8 @@ class ParallelPlan:
         arrangement = data.get("microbatch_assignment")
         if arrangement is not None:
             reject_unknown_keys("`microbatch_assignment`", [arrangement], list(ARRANGEMENT_POLICIES))
-        return cls(_sources_first(modules, edges), edges, schedule, count, arrangement)
+        counts = _read_replica_microbatches(data.get("replica_microbatches"), modules)
+        return cls(_sources_first(modules, edges), edges, schedule, count, counts, arrangement)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -384,6 +390,20 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
     import yaml
 
     path.write_text(yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None))
+
+
+def _read_replica_microbatches(data: Any, modules: Mapping[str, ModulePlan]) -> tuple[int, ...] | None:
+    """Reads the microbatches of each replica of the language model."""
+    if data is None:
+        return None
+    what = "`replica_microbatches` of the plan"
+    counts = tuple(read_count(count, f"A number of {what}", 1) for count in read_list(data, what))
+    dp_size = modules[LANGUAGE_MODEL].dp_size if LANGUAGE_MODEL in modules else len(counts)
+    if len(counts) != dp_size:
+        raise ValueError(
+            f"{what} has {len(counts)} numbers, but `{LANGUAGE_MODEL}` has {dp_size} replicas. Give one for each."
+        )
+    return counts
 
 
 def _read_module(data: Any, name: str) -> ModulePlan:

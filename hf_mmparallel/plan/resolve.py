@@ -354,7 +354,7 @@ def check_trained(plan: ParallelPlan, spec: ModelSpec, settings: Mapping[str, Mo
                 )
 
 
-def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
+def as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
     """The plan with its modules in the model's order, and `trainable` of the stages as in the model."""
     modules = {}
     for name in spec.modules:
@@ -386,6 +386,6 @@ def plan_for_model(
         if world_size is not None:
             check_world_size(plan, world_size)
         check_trained(plan, spec, plugin.modules)
-        return _as_trained(plan, spec)
+        return as_trained(plan, spec)
     count = plugin.num_microbatches or num_microbatches
     return resolve_plan(spec, plugin.modules, world_size, plugin.schedule or "1f1b", count)

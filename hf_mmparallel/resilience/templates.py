@@ -143,10 +143,20 @@ def fewest_nodes(chain: LayerChain, node_size: int, most: int, num_microbatches:
 
 
 def fastest_template(
-    chain: LayerChain, num_nodes: int, node_size: int, num_microbatches: int
+    chain: LayerChain, num_nodes: int, node_size: int, num_microbatches: int, most_in_flight: int | None = None
 ) -> PipelineTemplate | None:
-    """The fastest template of a number of nodes, see [`pipeline_templates`]; `None` if there is none."""
-    tables = _SuffixTables(chain, node_size, num_nodes * node_size, num_microbatches)
+    """
+    The fastest template of a number of nodes, see [`pipeline_templates`]; `None` if there is none.
+
+    Args:
+        chain ([`LayerChain`]): The layers.
+        num_nodes (`int`): Number of nodes.
+        node_size (`int`): Ranks of a node.
+        num_microbatches (`int`): Microbatches of a step for which it is the fastest.
+        most_in_flight (`int`, *optional*):
+            Microbatches of a step that its memory must allow, if these are more than `num_microbatches`.
+    """
+    tables = _SuffixTables(chain, node_size, num_nodes * node_size, most_in_flight or num_microbatches)
     smallest_slowest = float(tables.slowest_ms[-1])
     if not np.isfinite(smallest_slowest):
         return None

@@ -1,0 +1,196 @@
+"""The layers of a model as one chain of units that templates cut into stages, with their times and their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost import CostModel, stage_costs
+from ..plan import ModelSpec, ModulePlan, ModulePlugin, ParallelPlan, Stage
+from .stage_limits import NO_LIMIT, stage_limits
+from .templates import LayerChain
+from .typical_microbatches import TypicalMicrobatches
+
+
+@dataclass(frozen=True)
+class ChainUnit:
+    """
+    Consecutive layers of a module that are always on one stage: one layer where the model allows to cut before and
+    after it.
+
+    Args:
+        module (`str`): The module.
+        layers (`tuple[int, int]`): First layer, and one past the last.
+    """
+
+    module: str
+    layers: tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelChain:
+    """
+    The chain of one copy of a model: its encoders, one after the other, then the language model.
+
+    Args:
+        costs ([`CostModel`]): Costs of layers.
+        modules (`Mapping[str, ModulePlugin]`): The settings of each module.
+        microbatches ([`TypicalMicrobatches`]): What pipelines compute.
+        units (`tuple[ChainUnit, ...]`): The layers of the chain, whose index `chain` counts.
+        chain ([`LayerChain`]): Times and memory of stages.
+    """
+
+    costs: CostModel
+    modules: Mapping[str, ModulePlugin]
+    microbatches: TypicalMicrobatches
+    units: tuple[ChainUnit, ...]
+    chain: LayerChain
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.costs.spec
+
+    def pieces(self, units: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int]]]:
+        """
+        Module and layers of each part of a stage that is in one module.
+
+        Args:
+            units (`tuple[int, int]`): First unit of the stage, and one past its last.
+        """
+        chosen = self.units[slice(*units)]
+        for name in dict.fromkeys(unit.module for unit in chosen):
+            layers = [unit.layers for unit in chosen if unit.module == name]
+            yield name, (layers[0][0], layers[-1][1])
+
+    def stage_ms(self, plan: ParallelPlan) -> dict[tuple[str, int, int], float]:
+        """
+        Mean time of a forward and a backward of a microbatch in each stage of a plan.
+
+        Args:
+            plan (`ParallelPlan`): A plan of the model.
+
+        Returns:
+            `dict[tuple[str, int, int], float]`: (module, replica, stage) -> milliseconds.
+        """
+        return mean_stage_ms(self.costs, plan, self.microbatches)
+
+
+def mean_stage_ms(
+    costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches
+) -> dict[tuple[str, int, int], float]:
+    """See [`ModelChain.stage_ms`]; a microbatch without an input for a module takes no time there."""
+    result, known = {}, {}
+    chunks = {name: microbatches.chunks(costs, name, module) for name, module in plan.modules.items()}
+    for key, cost in stage_costs(costs, plan).items():
+        if (key[0], id(cost)) not in known:
+            tokens, squares = chunks[key[0]][:, :2].T
+            times_ms = cost.times_ms(tokens, squares, False) + cost.times_ms(tokens, squares, True)
+            known[key[0], id(cost)] = float(times_ms.sum()) / microbatches.count
+        result[key] = known[key[0], id(cost)]
+    return result
+
+
+def model_chain(
+    costs: CostModel,
+    modules: Mapping[str, ModulePlugin],
+    microbatches: TypicalMicrobatches,
+    memory_bytes: float | None = None,
+    selected_layers: Mapping[str, int] | None = None,
+    own_ranks: bool = False,
+) -> ModelChain:
+    """
+    The chain of a model.
+
+    Args:
+        costs ([`CostModel`]): Costs of layers, with the frozen parameters of the model.
+        modules (`Mapping[str, ModulePlugin]`):
+            Settings of modules, of which `dp_size`, `pp_size`, `layers_per_stage` and `colocate_with` have no effect.
+        microbatches ([`TypicalMicrobatches`]): What pipelines compute.
+        memory_bytes (`float`, *optional*): Memory of a rank; no limit by default.
+        selected_layers (`Mapping[str, int]`, *optional*):
+            Encoder -> the first of its hidden states that the model's configuration selects, which its last stage must
+            have; see [`earliest_selected_layer`].
+        own_ranks (`bool`, *optional*, defaults to `False`): Whether no rank has layers of two modules.
+
+    Raises:
+        `ValueError`: For settings with which a lost rank takes the only copy of something with it.
+    """
+    spec = costs.spec
+    settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
+    for name, plugin in settings.items():
+        _check_copies(name, plugin)
+    units = tuple(_units(spec, selected_layers or {}))
+    starts = [index for index, (before, unit) in enumerate(pairwise(units), 1) if before.module != unit.module]
+    plan = _plan_of_units(spec, settings, units)
+    times_ms = mean_stage_ms(costs, plan, microbatches)
+    unit_ms = [time_ms for (_, replica, _), time_ms in times_ms.items() if replica == 0]
+    ranks = np.array([settings[unit.module].tp_size * settings[unit.module].cp_size for unit in units])
+    counts = sorted(set(ranks.tolist()))
+    limits = np.full((len(counts), len(units), len(units) + 1), NO_LIMIT)
+    if memory_bytes is not None:
+        limits[:] = stage_limits(costs, plan, microbatches, memory_bytes)
+    for index, count in enumerate(counts):
+        limits[index, _has_other(ranks != count)] = 0
+    is_limited = len(counts) > 1 or memory_bytes is not None
+    chain = LayerChain(counts, [unit_ms] * len(counts), starts * own_ranks, limits if is_limited else None)
+    return ModelChain(costs, settings, microbatches, units, chain)
+
+
+def _check_copies(name: str, plugin: ModulePlugin) -> None:
+    """Raises `ValueError` unless each copy of a module has all of its parameters and optimizer state."""
+    if plugin.zero_stage:
+        raise ValueError(
+            f"`zero_stage={plugin.zero_stage}` of `{name}` divides the optimizer's state among the copies of the "
+            "model, so that each node has the only copy of its share, which a failure takes with it. Use "
+            "`zero_stage=0`, with more pipeline stages or a larger `tp_size` for less memory on each rank."
+        )
+
+
+def _units(spec: ModelSpec, selected_layers: Mapping[str, int]) -> Iterator[ChainUnit]:
+    """The units of all modules, see [`model_chain`]."""
+    for name, module in spec.modules.items():
+        last = min(selected_layers.get(name, module.num_layers), module.num_layers - 1)
+        cuts = [0] if module.inner_features else range(last + 1)
+        for bounds in pairwise((*cuts, module.num_layers)):
+            yield ChainUnit(name, bounds)
+
+
+def _plan_of_units(spec: ModelSpec, modules: Mapping[str, ModulePlugin], units: Sequence[ChainUnit]) -> ParallelPlan:
+    """A plan with a stage for each unit, in two copies, which sum gradients."""
+    return ParallelPlan(
+        {
+            name: replace(
+                settings_of(plugin),
+                replicas=(
+                    tuple(
+                        Stage(unit.layers, mesh_of(plugin, range(plugin.tp_size * plugin.cp_size)))
+                        for unit in units
+                        if unit.module == name
+                    ),
+                )
+                * 2,
+            )
+            for name, plugin in modules.items()
+        },
+        spec.edges,
+    )
+
+
+def settings_of(plugin: ModulePlugin) -> ModulePlan:
+    """The settings of a module without its stages."""
+    return ModulePlan((), plugin.activation_checkpointing, plugin.context, plugin.sharding, plugin.storage)
+
+
+def mesh_of(plugin: ModulePlugin, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The mesh of a stage of a module."""
+    return tuple(tuple(ranks[first : first + plugin.tp_size]) for first in range(0, len(ranks), plugin.tp_size))
+
+
+def _has_other(wrong: NDArray) -> NDArray:
+    """By first unit and one past the last `[units, units + 1]`: whether one of the units is marked."""
+    before = np.concatenate([[0], np.cumsum(wrong)])
+    return before[None, :] > before[:-1, None]

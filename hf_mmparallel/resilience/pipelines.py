@@ -1,0 +1,162 @@
+"""Pipelines, each with one copy of the model on whole nodes, and the plan of a cluster that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..plan import ParallelPlan, Stage, check_plan
+from ..plan.resolve import as_trained
+from ..plan.schedules import Schedule
+from .microbatch_counts import fastest_counts
+from .model_chain import ModelChain, mesh_of, settings_of
+from .reconfiguration import Change
+from .state_copies import PlacedPlan
+from .templates import PipelineTemplate
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """
+    The stages of a pipeline at places, which nodes take: place `p` has the ranks from `p * node_size` on.
+
+    Args:
+        num_nodes (`int`): Number of places.
+        stages (`Mapping[str, tuple[Stage, ...]]`): Module -> its stages.
+        fill_ms (`float`): Time of one microbatch through all stages and back.
+        slowest_ms (`float`): Time of a microbatch on the busiest ranks.
+        template ([`PipelineTemplate`], *optional*): The template that it comes from; none for stages of the user.
+    """
+
+    num_nodes: int
+    stages: Mapping[str, tuple[Stage, ...]]
+    fill_ms: float
+    slowest_ms: float
+    template: PipelineTemplate | None = None
+
+    @classmethod
+    def of_template(cls, chain: ModelChain, template: PipelineTemplate) -> PipelineLayout:
+        """The layout of a template of a chain."""
+        stages: dict[str, list[Stage]] = {name: [] for name in chain.spec.modules}
+        first = 0
+        for stage in template.stages:
+            ranks = range(first, first + stage.num_ranks)
+            for name, layers in chain.pieces(stage.layers):
+                stages[name].append(Stage(layers, mesh_of(chain.modules[name], ranks)))
+            first += stage.num_ranks
+        whole = {name: tuple(of_module) for name, of_module in stages.items()}
+        return cls(template.num_nodes, whole, template.fill_ms, template.slowest_ms, template)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """
+    One copy of the model.
+
+    Args:
+        nodes (`tuple[int, ...]`): The node of each place of the layout.
+        layout ([`PipelineLayout`]): Its stages.
+    """
+
+    nodes: tuple[int, ...]
+    layout: PipelineLayout
+
+
+@dataclass(frozen=True)
+class ClusterPlan(PlacedPlan):
+    """
+    The pipelines of the nodes that there are, as a plan: replica `d` of every module is on pipeline `d`. The processes
+    of node `n` are the members from `n * node_size` on.
+
+    Args:
+        pipelines (`tuple[Pipeline, ...]`): The pipelines.
+        changes (`tuple[Change, ...]`, *optional*): How they came from the ones before.
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """All nodes, in ascending order."""
+        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Microbatches of each pipeline in a full global batch."""
+        return self.plan.replica_microbatches or (self.plan.num_microbatches,) * len(self.pipelines)
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted time until the last pipeline has computed its microbatches."""
+        layouts = [pipeline.layout for pipeline in self.pipelines]
+        return max(
+            one.fill_ms + (count - 1) * one.slowest_ms for one, count in zip(layouts, self.microbatches, strict=True)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinePlans:
+    """
+    Makes plans of pipelines.
+
+    Args:
+        chain ([`ModelChain`]): The model.
+        node_size (`int`): Ranks of a node.
+        num_microbatches (`int`): Microbatches of a global batch, of all pipelines.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
+        microbatch_assignment (`str`, *optional*): Name of the arrangement.
+    """
+
+    chain: ModelChain
+    node_size: int
+    num_microbatches: int
+    schedule: Schedule = "1f1b"
+    microbatch_assignment: str | None = None
+
+    def of(self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None = None) -> ClusterPlan:
+        """
+        The plan of pipelines.
+
+        Args:
+            pipelines (`Sequence[Pipeline]`): The pipelines.
+            counts (`Sequence[int]`, *optional*):
+                Microbatches of each; by default such that the last pipeline is done as early as possible.
+
+        Raises:
+            `ValueError`: If there are fewer microbatches than pipelines.
+        """
+        layouts = [pipeline.layout for pipeline in pipelines]
+        if counts is None:
+            fill_ms, slowest_ms = [one.fill_ms for one in layouts], [one.slowest_ms for one in layouts]
+            counts = fastest_counts(fill_ms, slowest_ms, self.num_microbatches)
+        nodes = sorted(node for pipeline in pipelines for node in pipeline.nodes)
+        first_rank = {node: index * self.node_size for index, node in enumerate(nodes)}
+        replicas = [self._replica(pipeline, first_rank) for pipeline in pipelines]
+        modules = {
+            name: replace(settings_of(plugin), replicas=tuple(stages[name] for stages in replicas))
+            for name, plugin in self.chain.modules.items()
+        }
+        plan = ParallelPlan(
+            modules,
+            self.chain.spec.edges,
+            self.schedule,
+            max(counts),
+            tuple(counts) if len(set(counts)) > 1 else None,
+            self.microbatch_assignment,
+        )
+        check_plan(plan, self.chain.spec)
+        members = tuple(node * self.node_size + index for node in nodes for index in range(self.node_size))
+        return ClusterPlan(as_trained(plan, self.chain.spec), members, tuple(pipelines))
+
+    def _replica(self, pipeline: Pipeline, first_rank: Mapping[int, int]) -> dict[str, tuple[Stage, ...]]:
+        """The stages of a pipeline on the ranks of its nodes."""
+        ranks = [first_rank[node] + index for node in pipeline.nodes for index in range(self.node_size)]
+        return {
+            name: tuple(on_ranks(stage, ranks) for stage in stages) for name, stages in pipeline.layout.stages.items()
+        }
+
+
+def on_ranks(stage: Stage, ranks: Sequence[int] | Mapping[int, int]) -> Stage:
+    """A stage with other ranks: `ranks[r]` in place of `r`."""
+    return replace(stage, mesh=tuple(tuple(ranks[rank] for rank in tp_group) for tp_group in stage.mesh))

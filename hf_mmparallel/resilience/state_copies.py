@@ -1,0 +1,229 @@
+"""Which parameters and optimizer state live processes copy to each other when the plan of a run changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..cost.activations import DTYPE_BYTES, FULL
+from ..plan import Cut, ModelSpec, ParallelPlan, ParameterSpec, StorageSettings, parameter_shards
+
+
+@dataclass(frozen=True)
+class PlacedPlan:
+    """
+    A plan, and the processes that play its ranks.
+
+    Args:
+        plan ([`ParallelPlan`]): The plan.
+        members (`tuple[int, ...]`): By rank: the number of a process, which never changes; in ascending order.
+    """
+
+    plan: ParallelPlan
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """
+    Elements of a parameter.
+
+    Args:
+        dim (`int`, *optional*): The dimension that is cut; `None` for all elements.
+        ranges (`tuple[tuple[int, int], ...]`, *optional*):
+            First index in that dimension and one past the last, of each block that is cut.
+    """
+
+    dim: int | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, parameter: ParameterSpec, cuts: Sequence[Cut]) -> Slice:
+        """The elements of a shard; `cuts` are those of [`Shard`], with one of tensor parallelism at most."""
+        if not cuts:
+            return cls()
+        (cut,) = cuts
+        assert cut.axis == "tp" and cut.dim is not None, "copies of a model do not divide it"
+        size = parameter.shape[cut.dim] // cut.num_blocks
+        starts = [block * size + cut.index * size // cut.num_slices for block in range(cut.num_blocks)]
+        stops = [block * size + (cut.index + 1) * size // cut.num_slices for block in range(cut.num_blocks)]
+        return cls(cut.dim, tuple(zip(starts, stops, strict=True)))
+
+    def num_elements(self, parameter: ParameterSpec) -> int:
+        """How many elements of a parameter these are."""
+        if self.dim is None:
+            return parameter.num_elements
+        return parameter.num_elements // parameter.shape[self.dim] * sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """
+    A part of a parameter, with its optimizer state, that a process sends to another.
+
+    Args:
+        parameter (`str`): Its name.
+        source (`int`): The member that sends it.
+        target (`int`): The member that lacks it.
+        slice ([`Slice`]): Its elements.
+        num_bytes (`int`): Their bytes, with those of the optimizer's state.
+    """
+
+    parameter: str
+    source: int
+    target: int
+    slice: Slice
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StateCopies:
+    """
+    All copies of a change of plans.
+
+    Args:
+        copies (`tuple[StateCopy, ...]`): In the order of the model's parameters, then of targets.
+    """
+
+    copies: tuple[StateCopy, ...]
+
+    @cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """Member -> bytes that it sends."""
+        return _sums((copy.source, copy.num_bytes) for copy in self.copies)
+
+    @cached_property
+    def received_bytes(self) -> dict[int, int]:
+        """Member -> bytes that it receives."""
+        return _sums((copy.target, copy.num_bytes) for copy in self.copies)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(self.sent_bytes.values())
+
+
+class LostStateError(RuntimeError):
+    """
+    No live process holds a part of the model.
+
+    Args:
+        missing (`Mapping[str, Sequence[int]]`):
+            Module -> its layers that nobody holds, -1 for what is before the first and `num_layers` for what is after
+            the last.
+        text (`str`): The message.
+    """
+
+    def __init__(self, missing: Mapping[str, Sequence[int]], text: str):
+        super().__init__(text)
+        self.missing = dict(missing)
+
+
+Part = tuple[str, Slice]  # a parameter, and elements of it
+
+
+def holdings(spec: ModelSpec, placed: PlacedPlan) -> dict[int, dict[Part, int]]:
+    """
+    What each process holds under a plan.
+
+    Args:
+        spec ([`ModelSpec`]): The model.
+        placed ([`PlacedPlan`]): The plan.
+
+    Returns:
+        `dict[int, dict[tuple[str, Slice], int]]`: Member -> (parameter, elements) -> bytes with optimizer state.
+    """
+    result: dict[int, dict[Part, int]] = {member: {} for member in placed.members}
+    for name, shards in parameter_shards(spec, placed.plan).items():
+        parameter = spec.parameters[name]
+        storage = placed.plan.modules[spec.used_at[name][0][0]].storage
+        for shard in shards.shards:
+            elements = Slice.of(parameter, shard.cuts)
+            num_bytes = elements.num_elements(parameter) * value_bytes(parameter, storage)
+            for rank in shard.holders:
+                result[placed.members[rank]][name, elements] = num_bytes
+    return result
+
+
+def value_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
+    """Bytes of an element of a parameter with its optimizer state: AdamW's two moments, and a float32 copy if any."""
+    num_bytes = DTYPE_BYTES.get(parameter.dtype, FULL)
+    if not parameter.trainable:
+        return num_bytes
+    has_master = storage.has_master_weights and num_bytes < FULL
+    return num_bytes + (3 * FULL if has_master else 2 * num_bytes)
+
+
+def state_copies(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> StateCopies:
+    """
+    What processes must copy to each other before they go on under another plan.
+
+    Each part that a process of the new plan needs and does not hold comes from one that holds it and goes on. The
+    largest parts are given out first, each to the holder that has the fewest bytes to send so far.
+
+    Args:
+        spec ([`ModelSpec`]): The model.
+        before ([`PlacedPlan`]): The plan before the change. Its members that are not in `after` are lost.
+        after ([`PlacedPlan`]): The plan after it. Its members that are not in `before` hold nothing.
+
+    Raises:
+        [`LostStateError`]: If nobody holds a part.
+    """
+    held, needed = holdings(spec, before), holdings(spec, after)
+    holders: dict[Part, list[int]] = defaultdict(list)
+    for member in sorted(held.keys() & needed.keys()):
+        for part in held[member]:
+            holders[part].append(member)
+    wanted = [
+        (num_bytes, part, member)
+        for member, parts in sorted(needed.items())
+        for part, num_bytes in parts.items()
+        if part not in held.get(member, ())
+    ]
+    lost = {name for _, (name, elements), _ in wanted if (name, elements) not in holders}
+    if lost:
+        raise _lost_state(spec, lost)
+    sent = dict.fromkeys(after.members, 0)
+    copies = []
+    for num_bytes, part, target in sorted(wanted, key=lambda one: -one[0]):
+        source = min(holders[part], key=lambda member: (sent[member], member))
+        sent[source] += num_bytes
+        copies.append(StateCopy(part[0], source, target, part[1], num_bytes))
+    order = {name: number for number, name in enumerate(spec.parameters)}
+    copies.sort(key=lambda copy: (order[copy.parameter], copy.target, copy.slice.ranges))
+    return StateCopies(tuple(copies))
+
+
+def _lost_state(spec: ModelSpec, parameters: Iterable[str]) -> LostStateError:
+    """The error that names the layers of parameters that nobody holds."""
+    missing: dict[str, set[int]] = defaultdict(set)
+    for name in parameters:
+        module, layer = spec.used_at[name][0]
+        missing[module].add(layer)
+    layers = {name: sorted(missing[name]) for name in spec.modules if name in missing}
+    texts = [f"{_layers_text(numbers, spec.modules[name].num_layers)} of `{name}`" for name, numbers in layers.items()]
+    return LostStateError(
+        layers, f"No process that is left holds {' and '.join(texts)}. Go on from the last checkpoint."
+    )
+
+
+def _layers_text(layers: Sequence[int], num_layers: int) -> str:
+    """`what is before the layers, layers 0 to 3 and 5`."""
+    inside = [layer for layer in layers if 0 <= layer < num_layers]
+    starts = [layer for layer in inside if layer - 1 not in inside]
+    stops = [layer for layer in inside if layer + 1 not in inside]
+    ranges = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, stops, strict=True)]
+    parts = ["what is before the first layer"] if -1 in layers else []
+    if ranges:
+        parts.append(f"layer{'s' if len(inside) > 1 else ''} {', '.join(ranges)}")
+    return ", ".join(parts + ["what is after the last layer"] * (num_layers in layers))
+
+
+def _sums(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Sum of the values of each key, in the order of the keys."""
+    result: dict[int, int] = defaultdict(int)
+    for key, value in pairs:
+        result[key] += value
+    return dict(sorted(result.items()))
