@@ -25,6 +25,12 @@ def is_switched_on(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("true", "1", "yes", "on")
 
 
+def ranks_per_host(world_size: int) -> int:
+    """Ranks that the launcher started on this host; 1 if it is the only host, where each process fails by itself."""
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 1 if count >= world_size else count
+
+
 def launch_settings() -> dict[str, Any] | None:
     """
     What `hf-mmparallel launch` tells this worker: `id`, `node`, `host` and `port` of the store, `prefix` of the keys,

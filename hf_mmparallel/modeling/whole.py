@@ -76,7 +76,7 @@ def without_weights(model: Any) -> Any:
     """A copy of a model, with whatever is attached to its modules, whose parameters are on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        blank = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        blank: Any = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         blank.__dict__.update(parameter.__dict__)
         memo[id(parameter)] = blank
     return copy.deepcopy(model, memo)

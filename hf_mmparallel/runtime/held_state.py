@@ -57,7 +57,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-def held_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, HeldParameter]:
+def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, HeldParameter]:
     """
     Parameter -> what this rank holds of it.
 
@@ -70,7 +70,9 @@ def held_parameters(model: torch.nn.Module, optimizer: Any) -> dict[str, HeldPar
         for name, parameter in model.named_parameters()
         if not is_unowned(parameter)
     }
-    for index, names in enumerate([] if optimizer is None else named_groups(model, optimizer)):
+    if optimizer is None:
+        return held
+    for index, names in enumerate(named_groups(model, optimizer)):
         for name, entry in zip(names, optimizer.param_groups[index]["params"], strict=True):
             master = saved_master(entry)
             state = {} if master is None else {MASTER: local(master)}
@@ -90,7 +92,9 @@ class _Outline:
 
     @classmethod
     def of(cls, held: HeldParameter) -> _Outline:
-        state = {key: _shape_of(value) if isinstance(value, torch.Tensor) else value for key, value in held.state.items()}
+        state = {
+            key: _shape_of(value) if isinstance(value, torch.Tensor) else value for key, value in held.state.items()
+        }
         return cls((held.values.shape, held.values.dtype), held.group, state)
 
 
@@ -106,7 +110,9 @@ def _shape_of(tensor: torch.Tensor) -> _SentTensor:
     return _SentTensor(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
 
 
-def exchange(held: Mapping[str, HeldParameter], transfers: Iterable[Transfer], world: World) -> dict[str, HeldParameter]:
+def exchange(
+    held: Mapping[str, HeldParameter], transfers: Iterable[Transfer], world: World
+) -> dict[str, HeldParameter]:
     """
     Sends and receives parameters with their state. Collective.
 
@@ -161,7 +167,9 @@ class _Window:
     def _receive(self, sent: _SentTensor, source: int, world: World) -> torch.Tensor:
         result = torch.empty(sent.shape, dtype=sent.dtype, device="cpu" if sent.on_host else world.device)
         if result.numel():
-            wired = result if result.device == world.wire_device else torch.empty_like(result, device=world.wire_device)
+            wired = (
+                result if result.device == world.wire_device else torch.empty_like(result, device=world.wire_device)
+            )
             self._add(dist.irecv(wired, world.processes[source], world.group), wired, result)
         return result
 
@@ -204,9 +212,7 @@ def give_to_optimizer(
         ]
 
 
-def restore_state(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]
-) -> None:
+def restore_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]) -> None:
     """Gives an optimizer the state of its parameters, see [`give_to_optimizer`]."""
     states = {}
     for names, group in zip(named_groups(model, optimizer), optimizer.param_groups, strict=True):
@@ -215,7 +221,7 @@ def restore_state(
     apply_state(optimizer, states, [settings_of(group) for group in optimizer.param_groups])
 
 
-def _as_entry(value: Any, entry: torch.Tensor) -> Any:
+def _as_entry(value: Any, entry: Any) -> Any:
     """A rank's part of the state in the form of an entry of the optimizer."""
     is_cut = isinstance(entry, DTensor) and isinstance(value, torch.Tensor) and value.shape == local(entry).shape
     return from_shard(value, entry) if is_cut else value

@@ -170,7 +170,7 @@ class MultimodalTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Let training go on when ranks are lost, without a restart: a JSON dict such as "
-            '\'{"failures": 1}\'. Needs `hf-mmparallel launch`.'
+            "'{\"failures\": 1}'. Needs `hf-mmparallel launch`."
         },
     )
 

@@ -324,14 +324,13 @@ def build_engine(
         The engine, and the samples of a global batch.
     """
     spec, source = prepared.spec, prepared.source
-    plan = _plan(plugin, spec, args)
+    plan, global_batch_size = plan_and_batch(plugin, spec, args)
     if plan.modules[LANGUAGE_MODEL].cp_size > 1:
         prepare_context(prepared.model, spec, plugin.modules.get(LANGUAGE_MODEL))
     _check_same_plan(plan, world)
     check_matrices(spec, plan)
     check_storage(spec, plan)
     check_host_memory(prepared.costs, plan, world)
-    global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
     check_global_batch(plugin.modules, global_batch_size)
     options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
@@ -381,6 +380,14 @@ def costs_of(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -
     described, source = world.from_first_rank(read)
     device = (described or device_of_ranks(world)).computing_in(compute_dtype(spec, args))
     return costs_from(spec, device, value_bytes(spec, args), source)
+
+
+def plan_and_batch(
+    plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments
+) -> tuple[ParallelPlan, int]:
+    """The plan with the number of microbatches that the batch sizes give, and the samples of a global batch."""
+    plan = _plan(plugin, spec, args)
+    return plan, resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ProgressCallback
@@ -32,7 +33,8 @@ from ..runtime.held_state import HeldParameter, give_to_optimizer, held_paramete
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.weight_placement import load_held
 from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
-from ..world import World, failures_left_to, shared_failure
+from ..world import Membership, World, failures_left_to, shared_failure
+from ..world.connections import end_collectives
 from . import build
 from .agreement import SampleAgreement, check_output_folder
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
@@ -47,6 +49,7 @@ from .overrides import check_assignment
 from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
 from .recovery import NodeLayout, Reconfiguration, Recovery, set_ranks
+from .recovery_plan import NodeLayouts, plan_recovery
 from .run_context import RunContext
 from .start_checks import check_launcher, check_model, check_trainer
 from .start_report import PlanReport
@@ -82,7 +85,9 @@ class EngineTrainer(Trainer):
     global_batch_size: int
     rows: RowChoice
     _steps: TrainingSteps
+    _prepared_optimizer: Any
     _rank_costs: CostModel | None
+    _layouts: tuple[NodeLayouts, Any] | None = None  # with `resilience`
     _recovery: Recovery | None = None
 
     def _init_stock(
@@ -158,6 +163,10 @@ class EngineTrainer(Trainer):
         elif plugin.plan is not None and args.microbatch_assignment is None:
             args = build.arguments_of_plan(args, plugin.plan)
             self.args = build.planned_arguments(args)
+        if args.resilience is not None:
+            plan, count = build.plan_and_batch(plugin, prepared.spec, args)
+            typical = self.world.from_first_rank(lambda: self.training_sizes.typical(self.train_dataset, count))
+            self._layouts = plan_recovery(prepared.model, plan, prepared.costs, args, typical)
         self.engine, self.global_batch_size = build.build_engine(
             prepared, args, plugin, self.world, self._forward_context
         )
@@ -199,18 +208,24 @@ class EngineTrainer(Trainer):
         if self.args.resilience is None:
             yield
             return
-        planner, layout = plan_recovery(self._engine, self.args)
-        membership = registered()
-        self._recovery = Recovery(membership, self.world, planner, layout, self._held_parameters, self._follow)
+        membership = Membership.from_environment()
+        assert membership is not None and self._layouts is not None
+        layouts, layout = self._layouts
+        recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow)
+        membership.start(functools.partial(end_collectives, dist.get_backend()))
+        membership.register()
+        self._recovery = recovery
         try:
-            with failures_left_to(self._recovery.raise_if_stale):
+            with failures_left_to(recovery.raise_if_stale):
                 yield
         except BaseException as error:
             membership.report(f"{type(error).__name__}: {error}")
             raise
         else:
+            recovery.run(self.world.barrier)
             membership.finish()
         finally:
+            self._layouts = layouts, recovery.layout
             self._recovery = None
 
     def _held_parameters(self) -> dict[str, HeldParameter]:

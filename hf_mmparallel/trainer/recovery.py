@@ -1,5 +1,5 @@
 """
-A training run that goes on when ranks are lost: who is left, the last step that all of them have, the plan that follows.
+A training run that goes on when ranks are lost: who is left, what they are done with, and the plan that follows.
 
 Work of all ranks counts from the moment in which any of them knows that all were done with it. Then all who are left
 have its result, and those who did not know yet learn it when they meet. If none knows, all repeat the work. Of a step
@@ -13,13 +13,11 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
-
 from accelerate.state import AcceleratorState, PartialState
 
 from ..plan import ParallelPlan
@@ -241,6 +239,8 @@ class Recovery:
         lost = set(self.layout.members) - set(generation.ids)
         self._next = self.planner.without(self.layout, lost)
         self._event.planned_s = time.perf_counter() - started_s
+        if self.membership.id not in self._next.members:
+            self._leave()
         rank = self._next.members.index(self.membership.id)
         size = len(self._next.members)
         try:
@@ -251,6 +251,12 @@ class Recovery:
             return False
         self._event.regrouped_s = time.time() - self._event.lost_at
         return True
+
+    def _leave(self) -> NoReturn:
+        """Ends this process, which is alive but belongs to a node that lost others."""
+        self.membership.finish()
+        lost = ", ".join(map(str, self._event.lost))
+        raise SystemExit(f"Process {self.membership.id} ends: its node lost process {lost}, and its copy of layers.")
 
     def _new_event(self, generation: Generation) -> Reconfiguration:
         losses = generation.losses

@@ -316,7 +316,6 @@ class MultimodalParallelTrainer(EngineTrainer):
         """Operations of all ranks."""
         return 6 * self._steps.totals.num_tokens * self._engine.num_compute_parameters
 
-
     @planned
     def _track_num_input_tokens(self, inputs: StepBatch) -> None:
         """Counts the tokens of all ranks, which the step has summed."""

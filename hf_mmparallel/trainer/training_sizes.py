@@ -133,6 +133,11 @@ class TrainingSizes:
             result = StartSizes(source(readable), False)
         return result if result.sizes.known and result.sizes.num_samples else None
 
+    def typical(self, dataset: Any, global_batch_size: int) -> SampleSizes | None:
+        """Sizes of a global batch whose samples are like the mean one, as [`~TrainingSizes.at_start`] finds them."""
+        start = self.at_start(dataset, global_batch_size)
+        return None if start is None else start.sizes.like_the_mean(global_batch_size)
+
     def shared(self, dataset: Any, global_batch_size: int) -> SharedSizes:
         """
         Sizes that are equal on all ranks. Collective.
@@ -147,7 +152,7 @@ class TrainingSizes:
 
         def find() -> tuple[SharedSizes, dict[str, LayerTokens] | None]:
             source, start = self.of_rank(dataset), self.at_start(dataset, global_batch_size)
-            typical = None if start is None else start.sizes.like_the_mean(global_batch_size)
+            typical = self.typical(dataset, global_batch_size)
             median = None if start is None else median_of(start.sizes, LANGUAGE_MODEL)
             local = source is not None and not source.is_table
             layers = self.measured.layers if local else None

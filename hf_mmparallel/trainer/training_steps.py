@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from ..data.step_batch import StepBatch, UnreadableBatch
 from ..data.step_dataset import StepDataset
 from ..plan.arrangement_policies import KEEPING_LIMITS

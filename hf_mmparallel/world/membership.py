@@ -95,6 +95,11 @@ class Membership:
         settings = _environment.launch_settings()
         return None if settings is None else cls(settings)
 
+    @property
+    def store(self) -> Any:
+        """The store of the job, for the main thread."""
+        return self._store
+
     # What is known
 
     @property

@@ -83,7 +83,7 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def join(self, store: Any, rank: int, size: int, backend: str, timeout: timedelta) -> None:
+    def join(self, store: Any, rank: int, size: int, backend: str, timeout: timedelta | None) -> None:
         """
         Makes a new default group after [`World.leave`]. Objects that refer to this world go on with the new ranks.
         Collective among the new ranks.
@@ -93,7 +93,7 @@ class World:
             rank (`int`): This rank in the new group.
             size (`int`): Number of new ranks.
             backend (`str`): Backend of the new default group, as `init_process_group` takes it.
-            timeout (`timedelta`): Time limit of its collectives.
+            timeout (`timedelta` or `None`): Time limit of its collectives.
         """
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         self._join()

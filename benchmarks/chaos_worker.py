@@ -1,0 +1,264 @@
+"""
+One process of a training run in which processes die at given points; started by `hf-mmparallel launch`.
+
+Every process that is left at the end writes what it has to `result-<id>.pt`: losses, gradient norms, weights (on rank
+0), what happened, and the samples that it has trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.modeling.stages import ModuleStage
+from hf_mmparallel.runtime import engine as engine_module
+from hf_mmparallel.runtime.gradients import GradientSync
+from hf_mmparallel.runtime.sharded_model import ShardedModel
+from hf_mmparallel.runtime.transport import DistributedTransport
+from hf_mmparallel.trainer import recovery as recovery_module
+
+NUM_SAMPLES, VOCABULARY, IMAGE_TOKEN = 40, 120, 100
+POINTS = (
+    "loading",
+    "forward",
+    "send",
+    "receive",
+    "sum",
+    "norm",
+    "after_norm",
+    "optimizer",
+    "after_optimizer",
+    "step_end",
+    "evaluation",
+    "checkpoint",
+    "copying",
+    "laying_out",
+)
+WAYS = ("kill", "stop", "raise", "exit")
+
+
+def make_model(num_layers: int = 4, hidden_size: int = 64) -> LlavaForConditionalGeneration:
+    """A tiny LLaVA, with the same weights in every process."""
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": 16,
+        "patch_size": 8,
+        "model_type": "clip_vision_model",
+    }
+    text = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        "model_type": "llama",
+    }
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN)
+    return LlavaForConditionalGeneration(config)
+
+
+class Samples(torch.utils.data.Dataset):
+    """Text with no, one or two images; notes which samples are read."""
+
+    def __init__(self, deaths: Deaths | None = None):
+        self.deaths = deaths
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.deaths is not None:
+            self.deaths.may_strike("loading")
+        generator = torch.Generator().manual_seed(index)
+        num_images, length = index % 3, 6 + index % 5
+        words = torch.randint(1, 90, (length,), generator=generator)
+        ids = torch.cat([torch.full((4 * num_images,), IMAGE_TOKEN), words])
+        labels = ids.masked_fill(ids == IMAGE_TOKEN, -100)
+        return {"input_ids": ids, "labels": labels, "images": torch.randn(num_images, 3, 16, 16, generator=generator)}
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pads samples to the right."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(name: str, value: int) -> torch.Tensor:
+        rows = [torch.nn.functional.pad(s[name], (0, longest - len(s[name])), value=value) for s in samples]
+        return torch.stack(rows)
+
+    ids = padded("input_ids", 0)
+    batch = {"input_ids": ids, "labels": padded("labels", -100), "attention_mask": (ids != 0).long()}
+    images = torch.cat([sample["images"] for sample in samples])
+    return {**batch, "pixel_values": images} if len(images) else batch
+
+
+class Deaths:
+    """
+    How and when this process dies.
+
+    Args:
+        words (`list[str]`): `member:step:point:way` for each death of any process.
+        member (`int`): The number of this process.
+    """
+
+    def __init__(self, words: list[str], member: int):
+        rows = [word.split(":") for word in words]
+        self.planned = [(int(step), point, way) for own, step, point, way in rows if int(own) == member]
+        self.step = 1
+
+    def may_strike(self, point: str) -> None:
+        """Ends this process if it is to die here."""
+        for step, where, way in self.planned:
+            if step == self.step and where == point:
+                print(json.dumps({"dies": way, "at": point, "step": step, "time": time.time()}), flush=True)
+                if way == "raise":
+                    self.planned = []
+                    raise ArithmeticError("made up to end this process")
+                if way == "exit":
+                    os._exit(1)
+                os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
+
+    def before(self, owner: Any, name: str, point: str, after: bool = False) -> None:
+        """Lets this process die before a function is called, or after it."""
+        function: Callable = getattr(owner, name)
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                self.may_strike(point)
+            result = function(*args, **kwargs)
+            if after:
+                self.may_strike(point)
+            return result
+
+        setattr(owner, name, wrapper)
+
+    def install(self) -> None:
+        """Puts the points of death into the package's functions."""
+        self.before(ModuleStage, "__call__", "forward")
+        self.before(DistributedTransport, "send", "send")
+        self.before(DistributedTransport, "recv", "receive")
+        self.before(GradientSync, "finish", "sum")
+        self.before(engine_module, "gradient_norm", "norm")
+        self.before(engine_module, "gradient_norm", "after_norm", after=True)
+        self.before(ShardedModel, "save", "checkpoint")
+        self.before(recovery_module, "exchange", "copying")
+        self.before(engine_module.ParallelEngine, "change_plan", "laying_out")
+
+
+class Strikes(TrainerCallback):
+    """The points of death in the Trainer's loop, and what happened."""
+
+    def __init__(self, deaths: Deaths):
+        self.deaths = deaths
+        self.events: list[dict[str, Any]] = []
+        self.ends_s: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.deaths.step = state.global_step + 1
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.deaths.may_strike("optimizer")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.deaths.may_strike("after_optimizer")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends_s.append(time.time())
+        self.deaths.may_strike("step_end")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.deaths.may_strike("evaluation")
+
+    def on_reconfigure(self, args: Any, state: Any, control: Any, event: Any = None, **kwargs: Any) -> None:
+        self.events.append(vars(event))
+
+
+def arguments_of(folder: Path, steps: int) -> dict[str, Any]:
+    """The arguments that a run on one process has, too."""
+    return {
+        "output_dir": str(folder / "run"),
+        "max_steps": steps,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "per_device_eval_batch_size": 4,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "save_total_limit": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 3,
+        "remove_unused_columns": False,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parallel", required=True)
+    parser.add_argument("--folder", required=True, type=Path)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--failures", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--death", action="append", default=[])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    member = int(os.environ["RANK"])
+    deaths = Deaths(options.death, member)
+    deaths.install()
+    strikes = Strikes(deaths)
+    args = MultimodalTrainingArguments(
+        parallel=options.parallel,
+        resilience={"failures": options.failures},
+        global_batch_size=8,
+        per_device_train_batch_size=2,
+        dataloader_num_workers=options.workers,
+        log_predictions=False,
+        ddp_backend="gloo",
+        **arguments_of(options.folder, options.steps),
+    )
+    trainer = MultimodalParallelTrainer(
+        model=make_model(),
+        args=args,
+        train_dataset=Samples(deaths),
+        eval_dataset=[Samples()[index] for index in range(7)],
+        data_collator=collate,
+        callbacks=[strikes],
+    )
+    trainer.train()
+    whole = trainer.gather_model()
+    result = {
+        "logs": trainer.state.log_history,
+        "weights": None if whole is None else whole.state_dict(),
+        "events": strikes.events,
+        "ends_s": strikes.ends_s,
+        "rank": trainer.world.rank,
+    }
+    torch.save(result, options.folder / f"result-{member}.pt")
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
