@@ -42,10 +42,8 @@ class HeldParameter:
     state: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    def _tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
+        """What has to be sent of it, in the order of its [`_Outline`]."""
         return [self.values, *(value for value in self.state.values() if isinstance(value, torch.Tensor))]
 
 
@@ -82,37 +80,44 @@ def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     return held
 
 
-@dataclass(frozen=True)
-class _Outline:
-    """What is sent of a parameter, with the place of a tensor held by its shape and dtype."""
-
-    values: tuple[torch.Size, torch.dtype]
-    group: int | None
-    state: dict[str, Any]
-
-    @classmethod
-    def of(cls, held: HeldParameter) -> _Outline:
-        state = {
-            key: _shape_of(value) if isinstance(value, torch.Tensor) else value for key, value in held.state.items()
-        }
-        return cls((held.values.shape, held.values.dtype), held.group, state)
-
-
 class _SentTensor(NamedTuple):
-    """Shape, dtype, and whether it is in host memory."""
+    """A tensor that is sent separately: its shape and dtype, and whether it is in host memory."""
 
     shape: torch.Size
     dtype: torch.dtype
     on_host: bool
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _SentTensor:
+        return cls(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
 
-def _shape_of(tensor: torch.Tensor) -> _SentTensor:
-    return _SentTensor(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What is sent of a parameter, see [`HeldParameter`], without the tensors themselves."""
+
+    values: _SentTensor
+    group: int | None
+    state: dict[str, Any]
+
+    @classmethod
+    def of(cls, held: HeldParameter) -> _Outline:
+        state = {k: _SentTensor.of(v) if isinstance(v, torch.Tensor) else v for k, v in held.state.items()}
+        return cls(_SentTensor.of(held.values), held.group, state)
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (value for value in self.state.values() if isinstance(value, _SentTensor))
+        return self.values.num_bytes + sum(tensor.num_bytes for tensor in tensors)
 
 
 def exchange(
     held: Mapping[str, HeldParameter], transfers: Iterable[Transfer], world: World
-) -> dict[str, HeldParameter]:
+) -> tuple[dict[str, HeldParameter], int]:
     """
     Sends and receives parameters with their state. Collective.
 
@@ -126,6 +131,7 @@ def exchange(
 
     Returns:
         `dict[str, HeldParameter]`: What this rank has received.
+        `int`: Bytes that all ranks have received.
     """
     transfers = list(transfers)
     mine = {t.name: _Outline.of(held[t.name]) for t in transfers if t.source == world.rank}
@@ -135,13 +141,13 @@ def exchange(
     with doing("copying parameters and their state", waits=True):
         for transfer in transfers:
             if transfer.source == world.rank:
-                for tensor in held[transfer.name]._tensors():
+                for tensor in held[transfer.name].tensors:
                     window.send(tensor, transfer.target, world)
             elif transfer.target == world.rank:
                 outline = outlines[transfer.source][transfer.name]
                 received[transfer.name] = window.receive(outline, transfer.source, world)
         window.finish()
-    return received
+    return received, sum(outlines[transfer.source][transfer.name].num_bytes for transfer in transfers)
 
 
 class _Window:
@@ -157,7 +163,7 @@ class _Window:
             self._add(dist.isend(wired, world.processes[target], world.group), wired, None)
 
     def receive(self, outline: _Outline, source: int, world: World) -> HeldParameter:
-        values = self._receive(_SentTensor(*outline.values, False), source, world)
+        values = self._receive(outline.values._replace(on_host=False), source, world)
         state = {
             key: self._receive(value, source, world) if isinstance(value, _SentTensor) else value
             for key, value in outline.state.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +27,10 @@ from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.whole import check_gatherable, whole_model
-from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
+from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import sharding_without_effect
+from ..resilience.adopted_plan import module_settings
+from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.engine import ParallelEngine, StepTotals
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
 from ..runtime.optimizers import prepare_optimizer
@@ -49,7 +52,7 @@ from .overrides import check_assignment
 from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
 from .recovery import NodeLayout, Reconfiguration, Recovery, set_ranks
-from .recovery_plan import NodeLayouts, plan_recovery
+from .recovery_plan import NodeLayouts, node_layouts
 from .run_context import RunContext
 from .start_checks import check_launcher, check_model, check_trainer
 from .start_report import PlanReport
@@ -155,7 +158,14 @@ class EngineTrainer(Trainer):
         """Decides on packing and a plan, and makes the engine. Collective."""
         self.rows = row_choice(args.packing, prepared.model, prepared.spec, self.data_collator)
         prepared = replace(prepared, costs=replace(prepared.costs, packing=self.rows.packed))
-        if plugin.auto:
+        if plugin.auto and args.resilience is not None:
+            count = build.resolve_batch(args, args.world_size)
+            layouts = node_layouts(prepared.model, plugin.modules, prepared.costs, args, self._typical_batch(count))
+            plugin = replace(plugin, auto=False, plan=layouts.planner.first().plan)
+            args = copy.copy(args)
+            args.global_batch_size, args.gradient_accumulation_steps = count, 1
+            self.args = build.planned_arguments(args)
+        elif plugin.auto:
             plan, self.search = find_plan(prepared, self.training_sizes, plugin, args)
             plugin, args = plan.applied(plugin, args)
             self.args = build.planned_arguments(args)
@@ -165,8 +175,10 @@ class EngineTrainer(Trainer):
             self.args = build.planned_arguments(args)
         if args.resilience is not None:
             plan, count = build.plan_and_batch(plugin, prepared.spec, args)
-            typical = self.world.from_first_rank(lambda: self.training_sizes.typical(self.train_dataset, count))
-            self._layouts = plan_recovery(prepared.model, plan, prepared.costs, args, typical)
+            layouts = node_layouts(
+                prepared.model, module_settings(plan), prepared.costs, args, self._typical_batch(count), plan.schedule
+            )
+            self._layouts = layouts, layouts.planner.adopt(plan)
         self.engine, self.global_batch_size = build.build_engine(
             prepared, args, plugin, self.world, self._forward_context
         )
@@ -217,7 +229,12 @@ class EngineTrainer(Trainer):
         self._recovery = recovery
         try:
             with failures_left_to(recovery.raise_if_stale):
-                yield
+                try:
+                    yield
+                except TooFewNodesError as error:
+                    self._save_checkpoint(self.model, None)
+                    text = f"{error} The run is saved in `checkpoint-{self.state.global_step}` of its output folder."
+                    raise TooFewNodesError(text) from None
         except BaseException as error:
             membership.report(f"{type(error).__name__}: {error}")
             raise
@@ -255,6 +272,17 @@ class EngineTrainer(Trainer):
                 told(self.args, self.state, self.control, event=event)
         if self.is_world_process_zero():
             logger.warning(event.sentence)
+        self.log(
+            {
+                "parallel/ranks": event.world_size,
+                "parallel/recovered_in_s": round(event.total_s, 3),
+                "parallel/recovery_copied_mib": round(event.copied_bytes / 2**20, 3),
+            }
+        )
+
+    def _typical_batch(self, count: int) -> tuple[int, SampleSizes | None]:
+        """Number of samples of a global batch, and sizes of a typical one, the same on all ranks. Collective."""
+        return count, self.world.from_first_rank(lambda: self.training_sizes.typical(self.train_dataset, count))
 
     def _report(self) -> None:
         """Prints the plan and the search for it."""

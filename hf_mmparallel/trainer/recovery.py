@@ -21,6 +21,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
 from ..plan import ParallelPlan
+from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
 from ..world import Generation, Membership, World, is_lost_connection
 
@@ -50,6 +51,10 @@ class LayoutPlanner(Protocol):
         """The layout that follows when members are lost."""
         ...
 
+    def last(self, layout: Any, lost: Collection[int]) -> NodeLayout:
+        """A layout of too few members to survive another failure, for a last checkpoint."""
+        ...
+
     def transfers(self, before: Any, after: Any) -> Sequence[Transfer]:
         """What ranks have to send each other, by their ranks in the new layout."""
         ...
@@ -73,7 +78,7 @@ class Reconfiguration:
         regrouped_s (`float`): Until the ranks that are left had met.
         planned_s (`float`): Time in which the new plan was made.
         copied_s (`float`): Time in which parameters and their state were copied.
-        copied_bytes (`int`): Bytes that this rank received.
+        copied_bytes (`int`): Bytes that all ranks received.
         total_s (`float`): From the loss until the run goes on.
         layout (`str`): The new layout.
     """
@@ -98,7 +103,7 @@ class Reconfiguration:
         return (
             f"Lost {named}{', '.join(map(str, self.lost))} ({causes}) after step {self.step}. {self.world_size} ranks "
             f"go on as {self.layout}: met after {self.regrouped_s:.2f} s, planned in {self.planned_s:.2f} s, copied "
-            f"{self.copied_bytes / 2**20:.1f} MiB to this rank in {self.copied_s:.2f} s, {self.total_s:.2f} s in all."
+            f"{self.copied_bytes / 2**20:.1f} MiB in {self.copied_s:.2f} s, {self.total_s:.2f} s in all."
         )
 
 
@@ -159,6 +164,7 @@ class Recovery:
         self._num_done = 0
         self._value = 0.0
         self._event = Reconfiguration()
+        self._ends_with: TooFewNodesError | None = None
 
     # For the run
 
@@ -237,7 +243,10 @@ class Recovery:
         self._event = self._new_event(generation)
         started_s = time.perf_counter()
         lost = set(self.layout.members) - set(generation.ids)
-        self._next = self.planner.without(self.layout, lost)
+        try:
+            self._next = self.planner.without(self.layout, lost)
+        except TooFewNodesError as error:
+            self._next, self._ends_with = self.planner.last(self.layout, lost), error
         self._event.planned_s = time.perf_counter() - started_s
         if self.membership.id not in self._next.members:
             self._leave()
@@ -298,18 +307,21 @@ class Recovery:
             return
         started_s = time.perf_counter()
         held = self._holds() if self._held is None else self._held
-        received = exchange(held, self.planner.transfers(self.layout, self._next), self.world)
+        transfers = self.planner.transfers(self.layout, self._next)
+        received, self._event.copied_bytes = exchange(held, transfers, self.world)
         needed = self.planner.needed(self._next, self.world.rank)
         self._prepared = self._next, {name: received.get(name) or held[name] for name in needed}
         self.world.barrier("waiting for copies")
         self._take_prepared()
         event = self._event
-        event.copied_bytes = sum(parameter.num_bytes for parameter in received.values())
         event.copied_s = time.perf_counter() - started_s
         assert self._held is not None
         self._follow(self.layout, self._held, event)
         self._held = self._next = None
         self.events.append(event)
+        if self._ends_with is not None:
+            error, self._ends_with = self._ends_with, None
+            raise error
 
 
 def set_ranks(rank: int, size: int) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .. import _environment
 from ..cost import CostModel
 from ..modeling.prepare import earliest_selected_layer
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, parameter_shards
-from ..resilience.adopted_plan import module_settings
+from ..plan import ModelSpec, ModulePlugin, SampleSizes, parameter_shards
+from ..plan.schedules import Schedule
 from ..resilience.model_chain import model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans
 from ..resilience.resilient_planner import ResilientPlanner
@@ -37,7 +38,14 @@ class NodeLayouts:
 
     def without(self, layout: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
         """The layout that follows when members, and so their nodes, are lost."""
-        return self.planner.without(layout, {member // self.planner.node_size for member in lost})
+        return self.planner.without(layout, self._nodes(lost))
+
+    def last(self, layout: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
+        """A layout of too few members to survive another failure, for a last checkpoint."""
+        return replace(self.planner, failures=0).without(layout, self._nodes(lost))
+
+    def _nodes(self, members: Collection[int]) -> set[int]:
+        return {member // self.planner.node_size for member in members}
 
     def transfers(self, before: ClusterPlan, after: ClusterPlan) -> list[Transfer]:
         """What ranks have to send each other, by their ranks in the new layout."""
@@ -50,68 +58,67 @@ class NodeLayouts:
         return [name for name, shards in parameter_shards(self._spec, layout.plan).items() if shards.on_rank(rank)]
 
 
-def plan_recovery(
+def node_layouts(
     model: Any,
-    plan: ParallelPlan,
+    modules: Mapping[str, ModulePlugin],
     costs: CostModel,
     args: MultimodalTrainingArguments,
-    typical: SampleSizes | None,
-) -> tuple[NodeLayouts, ClusterPlan]:
+    global_batch: tuple[int, SampleSizes | None],
+    schedule: Schedule = "1f1b",
+) -> NodeLayouts:
     """
-    Plans for the loss of nodes, on every rank alike.
+    What decides on layouts, on every rank alike.
 
     Args:
         model (`PreTrainedModel`): The whole model.
-        plan ([`ParallelPlan`]): The plan that the run starts with.
+        modules (`Mapping[str, ModulePlugin]`): Settings of modules.
         costs ([`CostModel`]): Costs of layers.
         args ([`MultimodalTrainingArguments`]): The arguments.
-        typical (`SampleSizes`, *optional*): Sizes of a typical global batch; without it all samples count the same.
+        global_batch (`tuple[int, SampleSizes | None]`):
+            Number of samples of a global batch, and sizes of a typical one; without them all samples count the same.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
 
     Raises:
         `ValueError`: For what can't go on when nodes are lost, and for a number of failures that can't be guaranteed.
     """
     survives = args.survives
     assert survives is not None
-    refused = next(refusals(args, plan), None)
+    refused = next(refusals(args, modules), None)
     if refused is not None:
         raise ValueError(f"`resilience` can't be used with {refused}")
     spec = costs.spec
-    node_size = survives.ranks_per_node or _environment.ranks_per_host(plan.world_size)
-    if plan.world_size % node_size:
+    node_size = survives.ranks_per_node or _environment.ranks_per_host(args.world_size)
+    if args.world_size % node_size:
         raise ValueError(
-            f"`ranks_per_node={node_size}` of `resilience` does not divide the {plan.world_size} ranks of the run. "
+            f"`ranks_per_node={node_size}` of `resilience` does not divide the {args.world_size} ranks of the run. "
             "Use the number of ranks of a host, or a divisor of it."
         )
-    sizes = typical or SampleSizes.uniform(dict.fromkeys(spec.modules, 1), args.per_device_train_batch_size)
-    num_microbatches = plan.num_microbatches * plan.modules[LANGUAGE_MODEL].dp_size
-    microbatches = TypicalMicrobatches(sizes, args.per_device_train_batch_size, num_microbatches)
+    num_samples, sizes = global_batch
+    size = args.per_device_train_batch_size
+    microbatches = TypicalMicrobatches(
+        sizes or SampleSizes.uniform(dict.fromkeys(spec.modules, 1), size), size, -(-num_samples // size)
+    )
     selected = {name: earliest_selected_layer(model, spec.modules[name]) for name in spec.encoders}
     chain = model_chain(
         costs,
-        module_settings(plan),
+        modules,
         microbatches,
         allowed_bytes(args, costs.device),
         {name: layer for name, layer in selected.items() if layer is not None},
     )
-    plans = PipelinePlans(chain, node_size, num_microbatches, plan.schedule, plan.microbatch_assignment)
-    planner = ResilientPlanner(plans, plan.world_size // node_size, survives.failures)
-    return NodeLayouts(planner), planner.adopt(plan)
+    plans = PipelinePlans(chain, node_size, microbatches.most, schedule, args.microbatch_assignment)
+    return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures))
 
 
-def refusals(args: MultimodalTrainingArguments, plan: ParallelPlan) -> Iterator[str]:
+def refusals(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin]) -> Iterator[str]:
     """Each setting with which a run could not go on, with the reason and a remedy."""
     if _environment.launch_settings() is None:
         yield (
             "this launcher, which ends all processes when one ends. Start the script with `hf-mmparallel launch`, "
             "which takes the flags of `accelerate launch`."
         )
-    for name, module in plan.modules.items():
-        if module.sharding.zero_stage:
-            yield (
-                f"`zero_stage={module.sharding.zero_stage}` of `{name}`: each rank has the only copy of its slice of "
-                "the optimizer's state. Leave it out, and use pipeline stages for models that do not fit."
-            )
-        if module.storage.offload_params:
+    for name, plugin in modules.items():
+        if plugin.storage.offload_params:
             yield f"`offload_params` of `{name}`: its layers can't move to other ranks. Leave it out."
     if args.memory_limit_gib == AUTO:
         yield "`memory_limit_gib='auto'`: limits are learned in the first steps of one plan. Give a number."
