@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -224,6 +225,7 @@ class EngineTrainer(Trainer):
         assert membership is not None and self._layouts is not None
         layouts, layout = self._layouts
         recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow)
+        gc.freeze()  # what is there by now need not be looked at when the groups of lost ranks are collected
         membership.start(functools.partial(end_collectives, dist.get_backend()))
         membership.register()
         self._recovery = recovery
@@ -244,6 +246,7 @@ class EngineTrainer(Trainer):
         finally:
             self._layouts = layouts, recovery.layout
             self._recovery = None
+            gc.unfreeze()
 
     def _held_parameters(self) -> dict[str, HeldParameter]:
         """What this rank holds of the model and its optimizer."""

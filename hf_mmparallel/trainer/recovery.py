@@ -24,6 +24,7 @@ from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
 from ..world import Generation, Membership, World, is_lost_connection
+from ..world.generations import Loss
 
 T = TypeVar("T")
 Held = dict[str, HeldParameter]
@@ -75,7 +76,8 @@ class Reconfiguration:
         step (`int`): Steps that are done.
         world_size (`int`): Ranks that are left.
         lost_at (`float`): When the first loss was noticed, in seconds since the epoch.
-        regrouped_s (`float`): Until the ranks that are left had met.
+        stopped_s (`float`): From then until this rank had stopped its work.
+        regrouped_s (`float`): From then until the ranks that are left had met and were connected.
         planned_s (`float`): Time in which the new plan was made.
         copied_s (`float`): Time in which parameters and their state were copied.
         copied_bytes (`int`): Bytes that all ranks received.
@@ -88,6 +90,7 @@ class Reconfiguration:
     step: int = 0
     world_size: int = 0
     lost_at: float = 0.0
+    stopped_s: float = 0.0
     regrouped_s: float = 0.0
     planned_s: float = 0.0
     copied_s: float = 0.0
@@ -225,11 +228,12 @@ class Recovery:
         """Meets the ranks that are left; raises the error if no rank was lost."""
         if not (self.membership.is_stale or is_lost_connection(error)):
             raise error
+        stopped_at = time.time()
         traceback.clear_frames(error.__traceback__)  # of tensors and handles of the groups that are lost
-        while not self._meet():
+        while not self._meet(stopped_at):
             pass
 
-    def _meet(self) -> bool:
+    def _meet(self, stopped_at: float) -> bool:
         """Whether the ranks that are left could meet, make groups, and agree on what is done."""
         self.world.leave()
         gc.collect()
@@ -238,9 +242,11 @@ class Recovery:
         reports = self._reports(generation, report)
         if reports is None:
             return False
+        losses = self.membership.losses
         self.membership.enter(generation)
         self._agree(reports)
-        self._event = self._new_event(generation)
+        self._event = self._event_of(losses, stopped_at)
+        self._event.world_size = len(generation.members)
         started_s = time.perf_counter()
         lost = set(self.layout.members) - set(generation.ids)
         try:
@@ -267,13 +273,15 @@ class Recovery:
         lost = ", ".join(map(str, self._event.lost))
         raise SystemExit(f"Process {self.membership.id} ends: its node lost process {lost}, and its copy of layers.")
 
-    def _new_event(self, generation: Generation) -> Reconfiguration:
-        losses = generation.losses
+    def _event_of(self, losses: Sequence[Loss], stopped_at: float) -> Reconfiguration:
+        """What has happened since the model was last laid out, with new losses."""
+        before = Reconfiguration() if self._next is None else self._event
+        lost_at = min((loss.time for loss in losses), default=stopped_at)
         return Reconfiguration(
-            lost=tuple(loss.member.id for loss in losses),
-            reasons=tuple(loss.reason for loss in losses),
-            world_size=len(generation.members),
-            lost_at=min((loss.time for loss in losses), default=time.time()),
+            lost=(*before.lost, *(loss.member.id for loss in losses)),
+            reasons=(*before.reasons, *(loss.reason for loss in losses)),
+            lost_at=before.lost_at or lost_at,
+            stopped_s=stopped_at - lost_at,
         )
 
     def _reports(self, generation: Generation, mine: _Report) -> list[_Report] | None:

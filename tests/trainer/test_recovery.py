@@ -1,0 +1,268 @@
+"""What ranks agree on when they meet after a loss, with doubles for the launcher and for the other ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
+from hf_mmparallel.runtime.held_state import HeldParameter
+from hf_mmparallel.trainer import recovery as module
+from hf_mmparallel.trainer.recovery import Recovery
+from hf_mmparallel.world.generations import Generation, Loss, Member
+
+
+@dataclass
+class Layout:
+    members: tuple[int, ...]
+    plan: Any = None
+
+
+@dataclass
+class Planner:
+    """Layouts with one parameter for each member, named after it."""
+
+    fewest: int = 1
+
+    def without(self, layout: Layout, lost: set[int]) -> Layout:
+        left = tuple(member for member in layout.members if member not in lost)
+        if len(left) < self.fewest:
+            raise TooFewNodesError(f"{len(left)} are left")
+        return Layout(left)
+
+    def last(self, layout: Layout, lost: set[int]) -> Layout:
+        return Layout(tuple(member for member in layout.members if member not in lost))
+
+    def transfers(self, before: Layout, after: Layout) -> list[Any]:
+        return []
+
+    def needed(self, layout: Layout, rank: int) -> list[str]:
+        return ["weight"]
+
+
+class Store:
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+
+@dataclass
+class Launcher:
+    """A membership of process 0 whose generations a test makes, with what the others report in each."""
+
+    store: Store = field(default_factory=Store)
+    id: int = 0
+    generation: Generation = field(default_factory=lambda: _generation(0, 3))
+    newest: Generation = field(default_factory=lambda: _generation(0, 3))
+    refuses: set[int] = field(default_factory=set)  # generations whose meeting fails, since another member is lost
+    reports: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # by generation
+
+    @property
+    def is_stale(self) -> bool:
+        return self.newest.number > self.generation.number
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        numbers = range(self.generation.number + 1, self.newest.number + 1)
+        return tuple(Loss(Member(9 - number, 9 - number), "was killed", float(number)) for number in numbers)
+
+    def lose(self, report: tuple[int, int, float], refuse: bool = False) -> None:
+        """One more of the others is lost, the last one; the rest report this."""
+        number = self.newest.number + 1
+        self.newest = _generation(number, len(self.newest.members) - 1)
+        self.reports[number] = report
+        if refuse:
+            self.refuses.add(number)
+
+    def next_generation(self, timeout_s: float) -> Generation:
+        return self.newest
+
+    def meet(self, generation: Generation) -> bool:
+        if generation.number in self.refuses:
+            self.lose(self.reports[generation.number])
+            return False
+        num_layouts, num_done, value = self.reports[generation.number]
+        report = {"num_layouts": num_layouts, "num_done": num_done, "value": value}
+        for member in generation.members[1:]:
+            self.store.set(f"report/{generation.number}/{member.id}", json.dumps(report))
+        return True
+
+    def enter(self, generation: Generation) -> None:
+        self.generation = generation
+
+    def new_store(self) -> Any:
+        return None
+
+
+def _generation(number: int, size: int) -> Generation:
+    members = tuple(Member(id, id) for id in range(size))
+    return Generation(number, members, (Loss(Member(size, size), "was killed", 0.0),) if number else ())
+
+
+@dataclass
+class World:
+    """A world of which only this rank is real."""
+
+    rank: int = 0
+    size: int = 3
+    device: torch.device = torch.device("cpu")
+    timeout: Any = None
+    at_barrier: Callable[[], None] = lambda: None
+
+    def leave(self) -> None:
+        self.size = 0
+
+    def join(self, store: Any, rank: int, size: int, backend: str, timeout: Any) -> None:
+        self.rank, self.size = rank, size
+
+    def barrier(self, activity: str | None = None) -> None:
+        self.at_barrier()
+
+
+@dataclass
+class Case:
+    launcher: Launcher
+    world: World
+    recovery: Recovery
+    laid_out: list[tuple[int, ...]]  # members of the layouts that were followed
+
+    def lose(self, *report: Any, **kwargs: Any) -> None:
+        """Others are lost, which this rank notices by its connections."""
+        self.launcher.lose(report, **kwargs)
+        raise RuntimeError("Connection closed by peer")
+
+
+@pytest.fixture
+def case(monkeypatch) -> Case:
+    monkeypatch.setattr(module.dist, "get_backend_config", lambda: "gloo")
+    received = {"weight": HeldParameter(torch.zeros(1))}
+    monkeypatch.setattr(module, "exchange", lambda held, transfers, world: (received, 4))
+    laid_out: list[tuple[int, ...]] = []
+    launcher, world, planner = Launcher(), World(), Planner()
+
+    def follow(layout: Layout, held: Any, event: Any) -> None:
+        laid_out.append(layout.members)
+
+    recovery = Recovery(launcher, world, planner, Layout((0, 1, 2)), dict, follow)  # type: ignore[arg-type]
+    return Case(launcher, world, recovery, laid_out)
+
+
+def test_a_step_that_nobody_knows_to_be_done_is_repeated(case):
+    assert case.recovery.commit(lambda: 1.5) == 1.5
+    assert case.recovery.commit(lambda: case.lose(0, 1, 1.5)) is None  # type: ignore[arg-type, return-value]
+    assert case.recovery.run(lambda: case.world.size) == 2
+    assert case.laid_out == [(0, 1)]
+    assert case.recovery.commit(lambda: 2.5) == 2.5
+
+
+def test_a_step_that_another_rank_knows_to_be_done_counts(case):
+    norm = case.recovery.commit(lambda: case.lose(0, 1, 2.25))  # type: ignore[arg-type, return-value]
+    assert norm == 2.25
+    assert not case.laid_out, "the step is finished on the layout that has its gradients"
+    case.recovery.run(lambda: None)
+    assert case.laid_out == [(0, 1)]
+
+
+def test_a_rank_that_is_ahead_keeps_its_step(case):
+    assert case.recovery.commit(lambda: 3.0) == 3.0
+    tries = []
+
+    def work() -> str:
+        tries.append(case.world.size)
+        if len(tries) == 1:
+            case.lose(0, 0, 0.0)
+        return "done"
+
+    assert case.recovery.run(work) == "done"
+    assert tries == [3, 2]
+    assert case.recovery.commit(lambda: 4.0) == 4.0
+
+
+def test_losses_in_a_meeting_are_taken_together(case):
+    tries = []
+
+    def work() -> None:
+        tries.append(case.world.size)
+        if len(tries) == 1:
+            case.lose(0, 0, 0.0, refuse=True)
+
+    case.recovery.run(work)
+    assert tries == [3, 1]
+    assert case.laid_out == [(0,)]
+    (event,) = case.recovery.events
+    assert event.lost == (8, 7) and event.lost_at == 1.0 and event.world_size == 1
+
+
+def test_a_layout_counts_when_another_rank_knows_that_all_have_their_parameters(case):
+    """Here the barrier after the copies fails, which another rank has passed."""
+
+    def barrier() -> None:
+        case.world.at_barrier = lambda: None
+        case.lose(1, 0, 0.0)
+
+    case.world.at_barrier = barrier
+    tries = []
+
+    def work() -> None:
+        tries.append(case.world.size)
+        if len(tries) == 1:
+            case.lose(0, 0, 0.0)
+
+    case.recovery.run(work)
+    assert tries == [3, 1]
+    assert case.laid_out == [(0,)]
+    assert case.recovery.layout.members == (0,)
+    (event,) = case.recovery.events
+    assert event.lost == (8, 7), "both losses are told, since nothing was laid out between them"
+
+
+def test_work_beside_steps_is_repeated_unless_another_rank_knows_that_all_are_done(case):
+    case.launcher.generation = case.launcher.newest = _generation(0, 4)
+    case.recovery.layout = Layout((0, 1, 2, 3))
+    tries: list[int] = []
+
+    def work() -> int:
+        tries.append(len(tries))
+        return len(tries)
+
+    case.world.at_barrier = lambda: _once(case, 0, 0, 0.0)
+    assert case.recovery.complete(work) == 2
+    case.world.at_barrier = lambda: _once(case, 1, 2, 0.0)
+    assert case.recovery.complete(work) == 3, "its own result is kept"
+    assert len(tries) == 3
+
+
+def _once(case: Case, *report: Any) -> None:
+    case.world.at_barrier = lambda: None
+    case.lose(*report)
+
+
+def test_an_error_of_this_rank_is_no_loss(case):
+    with pytest.raises(ValueError, match="own"):
+        case.recovery.run(lambda: int("own"))
+    assert not case.laid_out
+
+
+def test_too_few_nodes_end_the_run_with_a_layout_for_a_last_checkpoint(case):
+    case.recovery.planner.fewest = 3  # type: ignore[attr-defined]
+    tries = []
+
+    def work() -> None:
+        tries.append(case.world.size)
+        if len(tries) == 1:
+            case.lose(0, 0, 0.0)
+
+    with pytest.raises(TooFewNodesError, match="2 are left"):
+        case.recovery.run(work)
+    assert case.laid_out == [(0, 1)]
+    assert case.recovery.run(lambda: "saved") == "saved"
