@@ -121,6 +121,7 @@ class Deaths:
 
     def __init__(self, words: list[str], member: int):
         rows = [word.split(":") for word in words]
+        self.member = member
         self.planned = [(int(step), point, way) for own, step, point, way in rows if int(own) == member]
         self.step = 1
 
@@ -128,7 +129,8 @@ class Deaths:
         """Ends this process if it is to die here."""
         for step, where, way in self.planned:
             if step == self.step and where == point:
-                print(json.dumps({"dies": way, "at": point, "step": step, "time": time.time()}), flush=True)
+                strike = {"dies": self.member, "way": way, "at": point, "step": step, "time": time.time()}
+                print(json.dumps(strike), flush=True)
                 if way == "raise":
                     self.planned = []
                     raise ArithmeticError("made up to end this process")

@@ -1,0 +1,215 @@
+"""Training runs in which processes die, under `hf-mmparallel launch`, compared with the stock Trainer on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    from benchmarks.chaos_worker import POINTS, Samples, arguments_of, collate, make_model
+except ImportError:  # run as a script
+    from chaos_worker import POINTS, Samples, arguments_of, collate, make_model
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = ROOT / "benchmarks" / "chaos_worker.py"
+CONFIG = ROOT / "examples" / "accelerate_configs" / "one_host_4cpu.yaml"
+TOLERANCE = 2e-5
+STEPS = 8
+
+
+@dataclass(frozen=True)
+class Death:
+    """
+    How a process dies.
+
+    Args:
+        member (`int`): The process.
+        step (`int`): The step in which it dies; the next time that it comes to the point.
+        point (`str`): One of [`POINTS`].
+        way (`str`): `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception) or `"exit"`.
+    """
+
+    member: int
+    step: int
+    point: str
+    way: str
+
+    def __str__(self) -> str:
+        return f"{self.member}:{self.step}:{self.point}:{self.way}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of the tiny model, and the number of its ranks."""
+
+    ranks: int
+    modules: dict[str, Any]
+
+
+LAYOUTS = {
+    "copies": Layout(4, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4, "colocate_with": "vision"}}),
+    "own ranks": Layout(4, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}),
+    "pipelines": Layout(6, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 2}}),
+    "long pipelines": Layout(8, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 3}}),
+}
+
+
+@dataclass
+class ChaosRun:
+    """
+    What a run with deaths left.
+
+    Args:
+        returncode (`int`): Of the launcher; `None` if it had to be killed.
+        output (`str`): What it printed.
+        results (`dict[int, dict]`): By member: what those that lived to the end wrote.
+        strikes (`list[dict]`): The deaths that took place, with their times.
+        seconds (`float`): Duration.
+    """
+
+    returncode: int | None
+    output: str
+    results: dict[int, dict[str, Any]]
+    strikes: list[dict[str, Any]]
+    seconds: float
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """The recoveries, as the rank that is the first at the end saw them."""
+        return min(self.results.values(), key=lambda result: result["rank"])["events"]
+
+
+@dataclass
+class Reference:
+    """The run of the stock Trainer on one process."""
+
+    logs: list[dict[str, float]] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def stock_run(steps: int = STEPS) -> Reference:
+    """The stock Trainer on this process."""
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(per_device_train_batch_size=8, **arguments_of(Path(folder), steps))
+        held_out = [Samples()[index] for index in range(7)]
+        trainer = Trainer(make_model(), args, collate, Samples(), held_out)
+        trainer.train()
+        return Reference(trainer.state.log_history, {k: v.clone() for k, v in trainer.model.state_dict().items()})
+
+
+def chaos_run(
+    layout: Layout, deaths: Sequence[Death], folder: Path, timeout_s: float = 300, options: Sequence[str] = ()
+) -> ChaosRun:
+    """
+    Launches a run in which processes die.
+
+    Args:
+        layout ([`Layout`]): The layout.
+        deaths (`Sequence[Death]`): Who dies.
+        folder (`Path`): Empty folder of the run.
+        timeout_s (`float`, *optional*, defaults to 300): Seconds after which all is killed.
+        options (`Sequence[str]`, *optional*): Further options of the worker.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    launcher = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--hang_timeout", "3"]
+    launcher += ["--config_file", str(CONFIG), "--num_processes", str(layout.ranks)]
+    worker = [str(WORKER), "--parallel", json.dumps(layout.modules), "--folder", str(folder), *options]
+    words = [word for death in deaths for word in ("--death", str(death))]
+    start = time.monotonic()
+    with (folder / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            [*launcher, *worker, *words], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            returncode = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            returncode = None
+        finally:
+            _end(process)
+    text = (folder / "output.txt").read_text(errors="replace")
+    strikes = [json.loads(line) for line in text.splitlines() if line.startswith('{"dies"')]
+    results = {
+        int(path.stem.partition("-")[2]): torch.load(path, weights_only=False) for path in folder.glob("result-*.pt")
+    }
+    return ChaosRun(returncode, text, results, strikes, time.monotonic() - start)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Kills a launcher and whatever it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def faults(run: ChaosRun, layout: Layout, reference: Reference) -> list[str]:
+    """What is wrong with a run: a hang, a process too many or too few, another loss, norm, evaluation or weight."""
+    if run.returncode is None:
+        return ["it hung"]
+    left = set(range(layout.ranks)) - {strike["dies"] for strike in run.strikes}
+    found = [] if run.returncode == 0 else [f"exit code {run.returncode}"]
+    if set(run.results) != left:
+        found.append(f"processes {sorted(run.results)} came to the end, not {sorted(left)}")
+    for member, result in run.results.items():
+        for names in (("loss", "grad_norm"), ("eval_loss",)):
+            found += [f"process {member}: {text}" for text in _unlike(result["logs"], reference.logs, names)]
+        for name, value in (result["weights"] or {}).items():
+            difference = float((value - reference.weights[name]).abs().max())
+            if difference > TOLERANCE:
+                found.append(f"`{name}` differs by {difference:.1e}")
+    if run.results and not any(result["weights"] for result in run.results.values()):
+        found.append("nobody has the weights")
+    return found
+
+
+def _unlike(logs: list[dict[str, float]], wanted: list[dict[str, float]], names: Sequence[str]) -> list[str]:
+    """Where the numbers of a log differ."""
+    mine = [[row[name] for name in names] for row in logs if names[0] in row]
+    theirs = [[row[name] for name in names] for row in wanted if names[0] in row]
+    if len(mine) != len(theirs):
+        return [f"{len(mine)} rows with `{names[0]}`, not {len(theirs)}"]
+    return [
+        f"{dict(zip(names, got, strict=True))} in place of {want}"
+        for got, want in zip(mine, theirs, strict=True)
+        if any(abs(a - b) > TOLERANCE * (1 + abs(b)) for a, b in zip(got, want, strict=True))
+    ]
+
+
+def random_deaths(layout: Layout, seed: int, failures: int = 1) -> list[Death]:
+    """
+    Deaths at random points, as many as leave `failures + 1` processes. Those of `copying` and `laying_out` come in the
+    recovery from the death before. A process that does not come to its point lives.
+    """
+    draw = random.Random(seed)
+    members = draw.sample(range(layout.ranks), layout.ranks - failures - 1)
+    steps = sorted(draw.choices(range(1, STEPS + 1), k=len(members)))
+    deaths: list[Death] = []
+    for number, (member, step) in enumerate(zip(members, steps, strict=True)):
+        in_recovery = number > 0 and draw.random() < 0.2
+        points = ("copying", "laying_out") if in_recovery else POINTS[:-2]
+        point = draw.choice([point for point in points if _is_reached(point, step)])
+        way = draw.choices(("kill", "stop", "raise", "exit"), (6, 1, 2, 2))[0]
+        deaths.append(Death(member, deaths[-1].step if in_recovery else step, point, way))
+    return deaths
+
+
+def _is_reached(point: str, step: int) -> bool:
+    """Whether the run comes to a point in a step: it evaluates after each third, and saves after each fourth."""
+    every = {"evaluation": 3, "checkpoint": 4}.get(point, 1)
+    return step % every == 0
