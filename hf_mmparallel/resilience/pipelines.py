@@ -137,12 +137,13 @@ class PipelinePlans:
             name: replace(settings_of(plugin), replicas=tuple(stages[name] for stages in replicas))
             for name, plugin in self.chain.modules.items()
         }
+        are_alike = len(set(counts)) == 1 and all(one.stages == layouts[0].stages for one in layouts)
         plan = ParallelPlan(
             modules,
             self.chain.spec.edges,
             self.schedule,
-            max(counts),
-            tuple(counts) if len(set(counts)) > 1 else None,
+            -(-sum(counts) // len(counts)),
+            None if are_alike else tuple(counts),
             self.microbatch_assignment,
         )
         check_plan(plan, self.chain.spec)
