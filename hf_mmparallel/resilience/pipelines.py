@@ -66,7 +66,7 @@ class Pipeline:
 class ClusterPlan(PlacedPlan):
     """
     The pipelines of the nodes that there are, as a plan: replica `d` of every module is on pipeline `d`. The processes
-    of node `n` are the members from `n * node_size` on.
+    of node `n` are the members from `n * node_size` on; ranks are in the order of members.
 
     Args:
         pipelines (`tuple[Pipeline, ...]`): The pipelines.
