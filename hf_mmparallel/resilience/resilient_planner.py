@@ -195,7 +195,7 @@ class ResilientPlanner:
             nodes = [node for pipeline in group for node in pipeline.nodes]
             placed = iter(assigned_nodes(kept_bytes(held, needed, nodes, self.node_size), nodes))
             changed += [replace(one, nodes=tuple(next(placed) for _ in one.nodes)) for one in group]
-        return self.plans.of([*kept, *changed], draft.microbatches)
+        return self.plans.of([*kept, *changed])
 
     @cached_property
     def _known(self) -> dict[int, PipelineTemplate | None]:

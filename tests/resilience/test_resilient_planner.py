@@ -23,6 +23,7 @@ from hf_mmparallel.plan import (
     stage_parameters,
 )
 from hf_mmparallel.resilience.adopted_plan import module_settings
+from hf_mmparallel.resilience.microbatch_counts import fastest_counts
 from hf_mmparallel.resilience.model_chain import model_chain
 from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
@@ -75,6 +76,9 @@ def check(planner: ResilientPlanner, state: ClusterPlan) -> None:
     assert len(state.pipelines) >= planner.failures + 1
     assert all(module.dp_size == len(state.pipelines) for module in state.plan.modules.values())
     assert sum(state.microbatches) == planner.plans.num_microbatches and min(state.microbatches) >= 1
+    layouts = [pipeline.layout for pipeline in state.pipelines]
+    paces = [one.fill_ms for one in layouts], [one.slowest_ms for one in layouts]
+    assert list(state.microbatches) == fastest_counts(*paces, planner.plans.num_microbatches)
     assert list(state.members) == [node * size + index for node in state.nodes for index in range(size)]
     assert state.plan.world_size == len(state.members)
     assert all(state.plan.stages_of_rank(rank) for rank in range(state.plan.world_size))
@@ -249,6 +253,16 @@ def test_plans_of_the_user_are_adopted() -> None:
     state = adopted("llava", own, 2, change=regrouped)
     assert [pipeline.nodes for pipeline in state.pipelines] == [(0, 1), (2, 3)]
     assert [stage.all_ranks for stage in state.plan.modules[LANGUAGE_MODEL].replicas[1]] == [(5,), (6,), (7,)]
+
+
+def test_numbers_of_microbatches_of_the_user_are_kept() -> None:
+    planner = planner_of("llama_tied", 2, 1, 1)
+    plan = resolve_plan(planner.plans.chain.spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2)}, None, "1f1b", 12)
+    state = planner.adopt(replace(plan, replica_microbatches=(10, 14)))
+    assert state.microbatches == state.plan.replica_microbatches == (10, 14)
+    assert ParallelPlan.from_dict(state.plan.to_dict()) == state.plan
+    with pytest.raises(ValueError, match=r"\[10, 12\], adds up to 22; a global batch has 24 microbatches"):
+        planner.adopt(replace(plan, replica_microbatches=(10, 12)))
 
 
 def test_plans_that_do_not_survive_are_refused() -> None:
