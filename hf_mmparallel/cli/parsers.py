@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..plan.schedules import SCHEDULES
-from ..planner.argument_types import above_zero, positive
+from ..planner.argument_types import above_zero, not_negative, positive
 
 PLAN_EXAMPLES = """\
 examples:
@@ -14,6 +14,7 @@ examples:
   hf-mmparallel plan --model ./my-vlm --dataset ./train.parquet --gpus 64 --freeze vision=tower --explain --compare
   hf-mmparallel plan --model ./my-vlm --gpus 64 --what-if frozen=vision,gpus=128 --what-if gpu_type=h200
   hf-mmparallel plan --model ./my-vlm --module language_model:tp=4 --gpus 64
+  hf-mmparallel plan --model ./my-vlm --nodes 12 --failures 2
   hf-mmparallel plan --model ./my-vlm --module vision:dp=2,freeze=tower --module language_model:pp=2,tp=2 \\
       --global-batch-size 64 --microbatch-size 2 --dry-run
 
@@ -103,6 +104,16 @@ def add_plan_parser(commands: Any) -> None:
         default=[],
         metavar="KEY=VALUE,...",
         help="plan again with changed settings, and show both; repeat for more",
+    )
+    answers.add_argument(
+        "--failures",
+        type=not_negative,
+        metavar="N",
+        help="plan for a cluster of which N nodes may fail at once: pipeline templates, what is guaranteed, and "
+        "throughput with fewer nodes; with --nodes or --gpus",
+    )
+    answers.add_argument(
+        "--nodes", type=positive, metavar="N", help="with --failures: number of nodes, which fail as a whole"
     )
     answers.add_argument(
         "--dry-run",

@@ -11,16 +11,20 @@ from rich.console import Console
 from rich.table import Table
 
 from ..drawing.timeline import chrome_trace, gantt_png
+from ..plan import save_layout
 from ..planner.answer import Answer, Inputs, check_memory, solve
 from ..planner.files import WhatIfs, figures, page_of, plan_line, save_plan
 from ..planner.inputs import read_model, read_samples
 from ..planner.settings import Settings, read_layout
 from ..planner.stability_text import stability_lines
 from ..planner.tables import layout_text
-from ..planner.text import ms_text, new_console, print_gantt, print_runners_up, report
+from ..planner.text import ms_text, new_console, print_gantt, print_labelled, print_runners_up, report
 
 if TYPE_CHECKING:
     from ..search.compare import ComparedPlan
+
+ONE_PLAN_ONLY = ("effort", "explain", "compare", "what_if", "dry_run", "picture", "html", "json", "trace")
+"""Arguments for the plan of one number of ranks."""
 
 
 def run_plan(args: argparse.Namespace) -> None:
@@ -33,7 +37,12 @@ def run_plan(args: argparse.Namespace) -> None:
     Raises:
         `ValueError`: For settings that contradict each other or do not fit, with a remedy.
     """
+    if args.failures is None and args.nodes is not None:
+        raise ValueError(f"`--nodes {args.nodes}` has no effect without `--failures`. Give both, or `--gpus`.")
     settings = Settings.of(args, **read_layout(args))
+    if args.failures is not None:
+        print_surviving_plans(args, settings)
+        return
     changed = [(text, settings.with_changes(text)) for text in args.what_if]
     source = read_model(args.model, settings.plugin.modules, args.generator)
     for text, changed_settings in [("", settings), *changed]:  # checked before anything takes time
@@ -70,6 +79,37 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.dry_run:
         check_memory(answer)
         console.print(dry_run_text(answer), highlight=False, soft_wrap=True)
+
+
+def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
+    """
+    Prints the plans of a cluster that survives failures, and writes the one of all nodes.
+
+    Args:
+        args (`argparse.Namespace`): The arguments.
+        settings ([`Settings`]): Their settings.
+
+    Raises:
+        `ValueError`: For arguments that have no effect on these plans, or if failures can't be guaranteed.
+    """
+    from ..planner.surviving_plans import guarantee_lines, surviving_plans, template_table, throughput_table
+
+    for name in ONE_PLAN_ONLY:
+        if getattr(args, name):
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` has no effect with `--failures`, which plans for any number of nodes. "
+                "Leave one of them out."
+            )
+    source = read_model(args.model, settings.plugin.modules, args.generator)
+    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
+    plans = surviving_plans(settings, inputs, args.nodes, args.failures)
+    console = new_console()
+    console.print(template_table(plans.planner), highlight=False)
+    print_labelled(console, [*guarantee_lines(plans), ("Samples", inputs.samples.origin)])
+    console.print(throughput_table(plans), highlight=False)
+    if args.output:
+        save_layout(args.output, plans.first.plan, settings.plugin.modules)
+        console.print(f"Plan of all nodes written to {args.output}", highlight=False, soft_wrap=True)
 
 
 def _solve_changed(text: str, settings: Settings, inputs: Inputs, before: Answer) -> Answer:

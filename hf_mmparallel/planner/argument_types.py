@@ -12,6 +12,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def not_negative(text: str) -> int:
+    """An integer of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"`{text}` must be a whole number of at least 0.")
+    return int(text)
+
+
 def above_zero(text: str) -> float:
     """A number above 0."""
     try:

@@ -89,7 +89,8 @@ def mean_stage_ms(
         if (key[0], id(cost)) not in known:
             tokens, squares = chunks[key[0]][:, :2].T
             times_ms = cost.times_ms(tokens, squares, False) + cost.times_ms(tokens, squares, True)
-            known[key[0], id(cost)] = float(times_ms.sum()) / microbatches.count
+            # Processors round sums differently, and all ranks have to make the same plans.
+            known[key[0], id(cost)] = float(np.float32(times_ms.sum() / microbatches.count))
         result[key] = known[key[0], id(cost)]
     return result
 

@@ -66,7 +66,7 @@ class Pipeline:
 class ClusterPlan(PlacedPlan):
     """
     The pipelines of the nodes that there are, as a plan: replica `d` of every module is on pipeline `d`. The processes
-    of node `n` are the members from `n * node_size` on.
+    of node `n` are the members from `n * node_size` on; ranks are in the order of members.
 
     Args:
         pipelines (`tuple[Pipeline, ...]`): The pipelines.
@@ -137,12 +137,13 @@ class PipelinePlans:
             name: replace(settings_of(plugin), replicas=tuple(stages[name] for stages in replicas))
             for name, plugin in self.chain.modules.items()
         }
+        are_alike = len(set(counts)) == 1 and all(one.stages == layouts[0].stages for one in layouts)
         plan = ParallelPlan(
             modules,
             self.chain.spec.edges,
             self.schedule,
-            max(counts),
-            tuple(counts) if len(set(counts)) > 1 else None,
+            -(-sum(counts) // len(counts)),
+            None if are_alike else tuple(counts),
             self.microbatch_assignment,
         )
         check_plan(plan, self.chain.spec)

@@ -15,7 +15,7 @@ from .microbatch_counts import check_microbatches
 from .node_assignment import assigned_nodes, kept_bytes
 from .node_counts import check_guarantee, node_counts
 from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans
-from .reconfiguration import without_nodes
+from .reconfiguration import Nodes, without_nodes
 from .state_copies import holdings
 from .templates import PipelineTemplate, fastest_template, fewest_nodes
 
@@ -83,6 +83,29 @@ class ResilientPlanner:
         if found is None:
             raise ValueError(self._why_not_all(num_nodes, templates[-1].num_nodes))
         return found
+
+    def after_single_losses(self) -> dict[int, Instantiation]:
+        """
+        Number of nodes -> the pipelines that are left if nodes are lost one after the other, each time the node that
+        slows the others most; down to the fewest that are guaranteed.
+        """
+        pipelines, start = [], 0
+        for template in self.instantiation(self.num_nodes).pipelines:
+            pipelines.append(tuple(range(start, start + template.num_nodes)))
+            start += template.num_nodes
+        result = {self.num_nodes: self._instantiation_of(pipelines)}
+        for num_nodes in range(self.num_nodes - 1, self.fewest_guaranteed - 1, -1):
+            by_size = {len(nodes): nodes for nodes in pipelines}
+            counts = range(self.fewest, self.num_nodes + 1)
+            left = [without_nodes(pipelines, nodes[:1], counts, self.failures) for nodes in by_size.values()]
+            pipelines = list(max(left, key=lambda one: self._instantiation_of(one.pipelines).step_ms).pipelines)
+            result[num_nodes] = self._instantiation_of(pipelines)
+        return result
+
+    def _instantiation_of(self, pipelines: Sequence[Nodes]) -> Instantiation:
+        """Pipelines of these nodes, each by its template."""
+        templates = [self._template_of(len(nodes)) for nodes in pipelines]
+        return Instantiation.of(templates, self.plans.num_microbatches)
 
     def first(self) -> ClusterPlan:
         """The fastest plan of all nodes at the start, whose numbers are 0 to `num_nodes - 1`."""
@@ -172,7 +195,7 @@ class ResilientPlanner:
             nodes = [node for pipeline in group for node in pipeline.nodes]
             placed = iter(assigned_nodes(kept_bytes(held, needed, nodes, self.node_size), nodes))
             changed += [replace(one, nodes=tuple(next(placed) for _ in one.nodes)) for one in group]
-        return self.plans.of([*kept, *changed], draft.microbatches)
+        return self.plans.of([*kept, *changed])
 
     @cached_property
     def _known(self) -> dict[int, PipelineTemplate | None]:
@@ -193,11 +216,15 @@ class ResilientPlanner:
         found = map(self._template, node_counts(num_nodes, self.fewest, self.failures))
         return tuple(takewhile(lambda template: template is not None, found))  # type: ignore[arg-type]
 
-    def _layout(self, num_nodes: int) -> PipelineLayout:
-        """The stages of a pipeline of a number of nodes."""
+    def _template_of(self, num_nodes: int) -> PipelineTemplate:
+        """The template of a number of nodes that there is one for."""
         template = self._template(num_nodes)
         assert template is not None, f"there is a template of {num_nodes} nodes by theorem 2"
-        return PipelineLayout.of_template(self.plans.chain, template)
+        return template
+
+    def _layout(self, num_nodes: int) -> PipelineLayout:
+        """The stages of a pipeline of a number of nodes."""
+        return PipelineLayout.of_template(self.plans.chain, self._template_of(num_nodes))
 
     def _check_sums(self) -> None:
         """Raises `ValueError` unless all numbers of nodes that failures leave can be used, and merged pipelines."""

@@ -18,7 +18,7 @@ class PlacedPlan:
 
     Args:
         plan ([`ParallelPlan`]): The plan.
-        members (`tuple[int, ...]`): By rank: the number of a process, which never changes; in ascending order.
+        members (`tuple[int, ...]`): By rank: the number of a process, which never changes.
     """
 
     plan: ParallelPlan

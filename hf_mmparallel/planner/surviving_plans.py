@@ -1,0 +1,212 @@
+"""The plans of a run that survives failures, as tables: templates, what is guaranteed, throughput with fewer nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from rich.table import Table
+
+from ..modeling.prepare import earliest_selected_layer
+from ..plan import ModulePlugin
+from ..resilience.adopted_plan import module_settings
+from ..resilience.model_chain import ModelChain, model_chain
+from ..resilience.pipelines import ClusterPlan, PipelinePlans
+from ..resilience.resilient_planner import ResilientPlanner
+from ..resilience.templates import PipelineTemplate
+from ..resilience.typical_microbatches import TypicalMicrobatches
+from .answer import SAMPLES_PER_GPU, Inputs
+from .possible_sizes import check_matrices
+from .settings import Settings
+from .text import ms_text
+
+CHOSEN_BY_TEMPLATES = ("dp_size", "pp_size", "layers_per_stage", "colocate_with")
+
+
+@dataclass(frozen=True)
+class SurvivingPlans:
+    """
+    The plans of a model on a cluster that survives failures.
+
+    Args:
+        settings ([`Settings`]): The settings of the request.
+        planner ([`ResilientPlanner`]): The plans.
+        first ([`ClusterPlan`]): The plan of all nodes.
+        global_batch_size (`int`): Samples of a step.
+    """
+
+    settings: Settings
+    planner: ResilientPlanner
+    first: ClusterPlan
+    global_batch_size: int
+
+
+def nodes_and_size(gpus: int | None, nodes: int | None, device_node_size: int) -> tuple[int, int]:
+    """
+    Number of nodes, and ranks of each.
+
+    Args:
+        gpus (`int`, *optional*): Number of ranks.
+        nodes (`int`, *optional*): Number of nodes.
+        device_node_size (`int`): Devices of a node, by default.
+
+    Raises:
+        `ValueError`: If both are left out, or nodes would have different numbers of ranks.
+    """
+    if gpus is None and nodes is None:
+        raise ValueError("`--failures` plans for nodes that may fail. Give `--nodes`, `--gpus`, or both.")
+    if gpus is None:
+        assert nodes is not None
+        return nodes, device_node_size
+    count = nodes or max(1, gpus // device_node_size)
+    if gpus % count or nodes is None and gpus % min(device_node_size, gpus):
+        size = "" if nodes is not None else f" of {device_node_size} ranks"
+        raise ValueError(
+            f"`--gpus {gpus}` does not make {count} nodes{size} with equal numbers of ranks. Use a multiple, or "
+            "another number of `--nodes`."
+        )
+    return count, gpus // count
+
+
+def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failures: int) -> SurvivingPlans:
+    """
+    Plans for a cluster that survives failures.
+
+    Args:
+        settings ([`Settings`]): The settings.
+        inputs ([`Inputs`]): The model and the samples.
+        nodes (`int`, *optional*): Number of nodes.
+        failures (`int`): Nodes that may fail at once.
+
+    Raises:
+        `ValueError`: If that can't be guaranteed, with what can; or for settings that templates choose.
+    """
+    plan = settings.plugin.plan
+    gpus = settings.gpus if plan is None else plan.world_size
+    num_nodes, node_size = nodes_and_size(gpus, nodes, settings.device.node_size)
+    settings = replace(settings, gpus=num_nodes * node_size)
+    modules = _modules(settings) if plan is None else module_settings(plan)
+    batch, size = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size, settings.microbatch_size or 1
+    total = -(-batch // size)
+    pool = inputs.samples.sizes(inputs.source, settings, batch)
+    sizes = inputs.samples.draw(pool, batch, inputs.seed)
+    costs = inputs.costs(settings)
+    chain = model_chain(
+        costs,
+        modules,
+        TypicalMicrobatches(sizes, size, -(-total // (failures + 1))),
+        settings.memory_bytes,
+        _selected_layers(inputs),
+    )
+    schedule = settings.schedule or (settings.plugin.schedule if plan is None else plan.schedule) or "1f1b"
+    plans = PipelinePlans(chain, node_size, total, schedule, settings.microbatch_assignment)
+    planner = ResilientPlanner(plans, num_nodes, failures)
+    first = planner.first() if plan is None else planner.adopt(plan)
+    check_matrices(costs.spec, first.plan)
+    return SurvivingPlans(settings, planner, first, batch)
+
+
+def _modules(settings: Settings) -> dict[str, ModulePlugin]:
+    """Settings of modules; raises `ValueError` for those that templates choose."""
+    for name, module in settings.plugin.modules.items():
+        for key in CHOSEN_BY_TEMPLATES:
+            value = getattr(module, key)
+            if value != getattr(ModulePlugin(), key):
+                raise ValueError(
+                    f"`{key}={value}` of `{name}`: with `--failures` templates have the stages, and as many copies as "
+                    "nodes allow. Leave it out, or give a whole plan with `--parallel`."
+                )
+    return settings.plugin.modules
+
+
+def _selected_layers(inputs: Inputs) -> dict[str, int]:
+    """Encoder -> the first hidden state that the model's configuration selects."""
+    source = inputs.source
+    found = {name: earliest_selected_layer(source.model, source.spec.modules[name]) for name in source.spec.encoders}
+    return {name: layer for name, layer in found.items() if layer is not None}
+
+
+def template_table(planner: ResilientPlanner) -> Table:
+    """A row for each template; equal neighboring stages are one line of it."""
+    table = Table(title=f"Templates for nodes of {_count(planner.node_size, 'rank')}", title_justify="left")
+    for column in ("nodes", "stages", "stages x layers of each", "one microbatch", "slowest stage"):
+        table.add_column(column, justify="left" if column.endswith("each") else "right")
+    for template in planner.templates:
+        lines = stage_lines(planner.plans.chain, template)
+        times = (ms_text(template.fill_ms), ms_text(template.slowest_ms))
+        table.add_row(str(template.num_nodes), str(len(template.stages)), "\n".join(lines), *times, end_section=True)
+    return table
+
+
+def stage_lines(chain: ModelChain, template: PipelineTemplate) -> list[str]:
+    """`3 stages of 9 layers of vision`: a line for each run of stages with as many layers of the same modules."""
+    lines = []
+    stages = [
+        (" and ".join(_piece_text(name, stop - first) for name, (first, stop) in chain.pieces(stage.layers)), stage)
+        for stage in template.stages
+    ]
+    for (text, num_ranks), run in groupby(stages, key=lambda one: (one[0], one[1].num_ranks)):
+        count = len(list(run))
+        ranks = f" on {num_ranks} ranks" if num_ranks > 1 else ""
+        lines.append(f"{count} x {text}{ranks}")
+    return lines
+
+
+def _piece_text(module: str, count: int) -> str:
+    return f"{module} {count}"
+
+
+def guarantee_lines(plans: SurvivingPlans) -> list[tuple[str, str]]:
+    """What is guaranteed, and what it is planned for: labels and texts."""
+    planner = plans.planner
+    fewest, failures, size = planner.fewest, planner.failures, planner.node_size
+    chain = planner.plans.chain
+    limit = plans.settings.memory_bytes
+    memory = "with any memory" if limit is None else f"by predicted memory, {plans.settings.memory_text}"
+    losses = "No node" if not failures else "Any node" if failures == 1 else f"Any {failures} nodes"
+    microbatches = f"{planner.plans.num_microbatches:,} microbatches of {chain.microbatches.microbatch_size}"
+    return [
+        ("Fewest nodes", f"one copy of the model needs {_count(fewest, 'node')} of {_count(size, 'rank')}, {memory}"),
+        (
+            "Guaranteed",
+            f"{losses} may fail at once: each layer is on {failures + 1} nodes or more, and all nodes that are left "
+            f"are used. Training goes on with {planner.fewest_guaranteed} nodes or more, "
+            f"{failures + 1} copies of {fewest}",
+        ),
+        ("Global batch", f"{plans.global_batch_size:,} samples, {microbatches}, whatever fails"),
+        (
+            "Times",
+            "of forwards and backwards, one microbatch after the other, without sends, gradient sums and the "
+            "optimizer's step",
+        ),
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def throughput_table(plans: SurvivingPlans) -> Table:
+    """
+    A row for each number of nodes, from all of them to the fewest that are guaranteed: of the fastest pipelines, and
+    of those that are left if nodes are lost one by one.
+    """
+    planner, batch = plans.planner, plans.global_batch_size
+    table = Table(title="Throughput with fewer nodes, at best and after losses one by one", title_justify="left")
+    columns = ("nodes", "nodes of each pipeline", "microbatches of each", "step", "samples/s")
+    for column in (*columns, "nodes of each after losses", "samples/s"):
+        table.add_column(column, justify="left" if column.startswith(("nodes of", "micro")) else "right")
+    for count, left in planner.after_single_losses().items():
+        best = planner.instantiation(count)
+        sizes = [_runs([template.num_nodes for template in one.pipelines]) for one in (best, left)]
+        rates = [f"{1e3 * batch / one.step_ms:,.4g}" for one in (best, left)]
+        cells = (sizes[0], _runs(best.microbatches), ms_text(best.step_ms), rates[0], sizes[1], rates[1])
+        table.add_row(str(count), *cells)
+    return table
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """`3 x 4, 2`: equal numbers together, the largest first."""
+    runs = [(number, len(list(run))) for number, run in groupby(sorted(numbers, reverse=True))]
+    return ", ".join(f"{count} x {number}" if count > 1 else str(number) for number, count in runs)

@@ -1,0 +1,76 @@
+"""`plan --failures`: templates, what is guaranteed, throughput with fewer nodes, and the plan of all nodes."""
+
+import json
+
+import pytest
+
+from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
+
+SHORT = ["--seq-len", 64, "--image-tokens", 32]
+FOUR = ["--nodes", 4, "--gpus", 4, "--failures", 1, "--global-batch-size", 12]
+
+
+def test_templates_and_throughput(model, run, tmp_path):
+    path = tmp_path / "plan.yaml"
+    out = run("plan", "--model", model, *SHORT, *FOUR, "--freeze", "vision=tower", "--output", path)
+    assert "Templates for nodes of 1 rank" in out
+    assert "│ 1 │ 1 │ 1 x vision 4 and language_model 4 │" in out
+    assert "one copy of the model needs 1 node of 1 rank, by predicted memory, 71.19 GiB" in out
+    assert "Any node may fail at once: each layer is on 2 nodes or more" in out and "with 2 nodes or more" in out
+    assert "12 samples, 12 microbatches of 1, whatever fails" in out
+    assert "│ 4 │ 4 x 1 │ 4 x 3 │" in out and "│ 2 │ 2 x 1 │ 2 x 6 │" in out
+    plugin = MultimodalParallelPlugin.from_any(path)
+    assert plugin.modules["vision"].freeze == "tower" and plugin.plan is not None
+    assert plugin.plan.modules[LANGUAGE_MODEL].dp_size == 4 and plugin.plan.num_microbatches == 3
+    again = run("plan", "--model", model, *SHORT, "--parallel", path, "--nodes", 4, "--failures", 1)
+    assert "Any node may fail at once" in again
+
+
+def test_rates_are_those_of_the_step(model, run):
+    """128 samples of the step that is printed beside."""
+    out = run("plan", "--model", model, *SHORT, "--nodes", 2, "--gpus", 8, "--failures", 0, "--global-batch-size", 128)
+    assert "Templates for nodes of 4 ranks" in out and "No node may fail" in out
+    row = next(line for line in out.split("┡")[-1].split("└")[0].split("├")[0].split("│ 2 │ ") if " ms │ " in line)
+    step_ms, rate = (cell.strip().replace(",", "") for cell in row.split("│")[2:4])
+    assert float(rate) == pytest.approx(128e3 / float(step_ms.removesuffix(" ms")), rel=1e-3)
+
+
+def test_tensor_parallel_stages(model, run, tmp_path):
+    path = tmp_path / "plan.json"
+    tp = ["--module", "vision:tp=2", "--module", "language_model:tp=2"]
+    out = run("plan", "--model", model, *SHORT, *tp, "--nodes", 3, "--gpus", 12, "--failures", 1, "--output", path)
+    assert "on 2 ranks" in out
+    plan = ParallelPlan.load(path)
+    assert plan.world_size == 12 and plan.modules["vision"].tp_size == 2
+
+
+def test_layers_that_can_not_be_cut(model, fail, tmp_path):
+    """The second hidden state, which the configuration selects, is one of the last stage: three layers are one."""
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vision_feature_layer": 1}))
+    error = fail("plan", "--model", tmp_path, *SHORT, "--nodes", 2, "--gpus", 16, "--failures", 1)
+    assert "A node of 8 ranks can't be divided among the 6 layers that can be on different stages" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            ["--nodes", 4, "--gpus", 4, "--failures", 4],
+            "5 copies of the model on 1 nodes each, 5 nodes; there are 4. To go",
+        ),
+        (["--failures", 1], "`--failures` plans for nodes that may fail. Give `--nodes`, `--gpus`, or both."),
+        (["--nodes", 3, "--gpus", 4, "--failures", 1], "`--gpus 4` does not make 3 nodes with equal numbers of ranks"),
+        (["--gpus", 12, "--failures", 1], "`--gpus 12` does not make 1 nodes of 8 ranks with equal numbers"),
+        (["--nodes", 3], "`--nodes 3` has no effect without `--failures`"),
+        ([*FOUR, "--explain"], "`--explain` has no effect with `--failures`"),
+        (
+            [*FOUR, "--module", "language_model:pp=2"],
+            "`pp_size=2` of `language_model`: with `--failures` templates have",
+        ),
+        ([*FOUR, "--module", "vision:zero_stage=1"], "`zero_stage=1` of `vision` divides the optimizer's state"),
+        (["--nodes", 2, "--failures", 1, "--gpus", 32], "A node of 16 ranks can't be divided among the 8 layers"),
+    ],
+)
+def test_what_is_refused(model, fail, arguments, error):
+    assert error in fail("plan", "--model", model, *SHORT, *arguments)

@@ -1,0 +1,159 @@
+"""The chain of a model against the costs and the memory of plans."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.arrange import arrange_step
+from hf_mmparallel.cost import batch_workloads, memory_per_rank, stage_costs
+from hf_mmparallel.cost.row_sizes import chunk_sizes
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan
+from hf_mmparallel.resilience.model_chain import ModelChain, model_chain
+from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
+from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage, fastest_template
+from hf_mmparallel.schedule.in_flight import in_flight_1f1b
+from tests.resilience.models import MODELS, chain_of, costs_of, typical
+
+SETTINGS = {
+    "plain": {},
+    "recomputed": {LANGUAGE_MODEL: ModulePlugin(activation_checkpointing=True)},
+    "tp": {name: ModulePlugin(tp_size=2) for name in ("vision", "audio", LANGUAGE_MODEL)},
+}
+
+
+def plan_of(chain: ModelChain, template: PipelineTemplate, copies: int = 1) -> ParallelPlan:
+    """A plan of copies of one template."""
+    layout, count = PipelineLayout.of_template(chain, template), template.num_nodes
+    node_size = sum(stage.num_ranks for stage in template.stages) // count
+    pipelines = [Pipeline(tuple(range(first, first + count)), layout) for first in range(0, copies * count, count)]
+    return PipelinePlans(chain, node_size, chain.microbatches.most * copies).of(pipelines).plan
+
+
+def contiguous(chain: ModelChain, plan: ParallelPlan, num_samples: int) -> StepPlan:
+    workloads = batch_workloads(chain.costs, plan, chain.microbatches.sizes.take(np.arange(num_samples) % 4))
+    return arrange_step(plan, range(num_samples), workloads, chain.microbatches.microbatch_size, "contiguous")
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("family", MODELS)
+def test_times_of_stages_are_those_of_the_cost_model(family: str, settings: str) -> None:
+    """For random cuts: forwards and backwards of both microbatches on each stage, by the costs of the plan."""
+    costs, rng = costs_of(family), random.Random(family)
+    modules = {name: SETTINGS[settings][name] for name in costs.spec.modules if name in SETTINGS[settings]}
+    chain = chain_of(family, modules)
+    (num_ranks,) = chain.chain.rank_counts
+    for _ in range(4):
+        cuts = [0, *sorted(rng.sample(range(1, len(chain.units)), 3)), len(chain.units)]
+        bounds = list(zip(cuts, cuts[1:], strict=False))
+        stage_ms = [float(chain.chain.stage_ms[0][bound]) for bound in bounds]
+        stages = [TemplateStage(bound, num_ranks, ms) for bound, ms in zip(bounds, stage_ms, strict=True)]
+        plan = plan_of(chain, PipelineTemplate(len(stages), tuple(stages)))
+        step, sizes = contiguous(chain, plan, 4), chain.microbatches.sizes
+        chunks, expected = chunk_sizes(costs, plan, step, sizes), np.zeros(plan.world_size)
+        for key, cost in stage_costs(costs, plan).items():
+            for chunk, size in chunks.items():
+                if chunk[0] == key[0]:
+                    time_ms = cost.forward_ms(size.tokens, size.squares) + cost.backward_ms(size.tokens, size.squares)
+                    expected[list(plan.stage(*key).all_ranks)] += time_ms / 2
+        assert np.repeat(stage_ms, num_ranks) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_frozen_part_has_the_backward_that_it_needs() -> None:
+    """A frozen tower has none, the frozen first layers of a language model behind a trained projector one of half."""
+    frozen, trained = chain_of("llava"), model_chain(*_trained("llava"))
+    times, whole = (np.asarray(one.chain.layer_ms)[0] for one in (frozen, trained))
+    assert times[1] == pytest.approx(whole[1] / 3, rel=0.1)
+    assert times[-2] == pytest.approx(whole[-2], rel=1e-6)
+
+
+def _trained(family: str):
+    costs = costs_of(family)
+    spec = costs.spec
+    modules = {
+        name: replace(module, parameters=tuple(replace(p, trainable=True) for p in module.parameters))
+        for name, module in spec.modules.items()
+    }
+    return costs.with_spec(replace(spec, modules=modules)), {}, typical(spec)
+
+
+def test_layers_that_stay_together_are_one_unit() -> None:
+    qwen = [unit.layers for unit in chain_of("qwen3_vl").units if unit.module == "vision"]
+    assert qwen == [(0, 4)], "features of inner layers"
+    costs = costs_of("llava")
+    for selected, last in ((0, (0, 4)), (2, (2, 4)), (4, (3, 4))):
+        chain = model_chain(costs, {}, typical(costs.spec), selected_layers={"vision": selected})
+        layers = [unit.layers for unit in chain.units if unit.module == "vision"]
+        assert layers == [(layer, layer + 1) for layer in range(last[0])] + [last]
+    assert [unit.layers for unit in chain.units if unit.module == LANGUAGE_MODEL] == [(i, i + 1) for i in range(4)]
+
+
+def test_own_ranks_and_sizes_of_modules() -> None:
+    """No stage has layers of two modules that have ranks of their own, or different numbers of them."""
+    costs = costs_of("llava")
+    own = model_chain(costs, {}, typical(costs.spec), own_ranks=True)
+    template = fastest_template(own.chain, 1, 1, 4)
+    assert template is None and fastest_template(chain_of("llava").chain, 1, 1, 4) is not None
+    modules = {"vision": ModulePlugin(tp_size=1), LANGUAGE_MODEL: ModulePlugin(tp_size=2)}
+    chain = chain_of("llava", modules)
+    template = fastest_template(chain.chain, 2, 3, 4)
+    assert template is not None
+    plan = plan_of(chain, template)
+    assert plan.modules["vision"].tp_size == 1 and plan.modules[LANGUAGE_MODEL].tp_size == 2
+    shared = {"vision": ModulePlugin(tp_size=2), LANGUAGE_MODEL: ModulePlugin(cp_size=2)}
+    template = fastest_template(chain_of("llava", shared).chain, 1, 2, 4)
+    assert template is not None
+    plan = plan_of(chain_of("llava", shared), template)
+    assert [plan.stage(name, 0, 0).mesh for name in plan.modules] == [((0, 1),), ((0,), (1,))]
+
+
+def test_divided_optimizer_state_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`zero_stage=1` of `language_model` divides .* Use `zero_stage=0`"):
+        chain_of("llava", {LANGUAGE_MODEL: ModulePlugin(zero_stage=1)})
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_limits_are_those_of_the_memory_of_ranks(settings: str) -> None:
+    """Of a language model, for any layers: as many microbatches fit as its memory says, and not one more."""
+    costs, modules = costs_of("llama_tied"), {LANGUAGE_MODEL: SETTINGS[settings].get(LANGUAGE_MODEL, ModulePlugin())}
+    free = chain_of("llama_tied", modules)
+    (num_ranks,) = free.chain.rank_counts
+    for first in range(4):
+        for stop in range(first + 1, 5):
+            bounds = [bound for bound in ((0, first), (first, stop), (stop, 4)) if bound[0] < bound[1]]
+            template = PipelineTemplate(len(bounds), tuple(TemplateStage(bound, num_ranks, 1.0) for bound in bounds))
+            plan, index = plan_of(free, template, copies=2), bounds.index((first, stop))
+            key = (LANGUAGE_MODEL, 0, index)
+            step, samples = contiguous(free, plan, 32), free.microbatches.sizes.take(np.arange(32) % 4)
+            for count in (1, 3):
+                memory = memory_per_rank(costs, plan, step, samples, {key: count})
+                needed = memory[plan.stage(*key).all_ranks[0]].total
+                fits = [
+                    np.asarray(chain_of("llama_tied", modules, limit).chain.fits_in_flight)[0, first, stop]
+                    for limit in (needed + 1, needed - 1)
+                ]
+                assert fits == [count, count - 1]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_templates_fit_the_memory(family: str) -> None:
+    """The predicted memory of all ranks of a template under 1F1B is within the limit for which it was made."""
+    costs, free = costs_of(family), chain_of(family)
+    num_units, most = len(free.units), free.microbatches.most
+    found = 0
+    for limit in np.geomspace(1e5, 1e8, 20).tolist():
+        chain = chain_of(family, {}, limit)
+        for count in range(1, num_units + 1):
+            template = fastest_template(chain.chain, count, 1, 4, most)
+            if template is None:
+                continue
+            found += 1
+            plan = plan_of(chain, template, copies=2)
+            step, sizes = contiguous(chain, plan, 4 * most), chain.microbatches.sizes.take(np.arange(4 * most) % 4)
+            in_flight = in_flight_1f1b(plan, step)
+            memory = memory_per_rank(costs, plan, step, sizes, in_flight)
+            assert max(rank.total for rank in memory.values()) <= limit * (1 + 1e-9)
+    assert found > num_units

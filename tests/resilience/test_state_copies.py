@@ -1,0 +1,100 @@
+"""What is copied: slices, bytes, and who sends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    Cut,
+    ModulePlugin,
+    ParallelPlan,
+    ParameterSpec,
+    StorageSettings,
+    resolve_plan,
+)
+from hf_mmparallel.resilience.state_copies import PlacedPlan, Slice, holdings, state_copies, value_bytes
+from tests.plan.specs import EMBEDDINGS, model_spec
+
+
+@pytest.mark.parametrize(("dim", "num_blocks"), [(0, 1), (1, 1), (0, 2), (1, 3)])
+def test_slices_are_what_a_cut_takes(dim: int, num_blocks: int) -> None:
+    """Together they are the parameter, each element once; blocks, as of gate and up matrices, are each cut."""
+    parameter = ParameterSpec("weight", (24, 36), 0)
+    covered = np.zeros(parameter.shape, int)
+    for index in range(4):
+        part = Slice.of(parameter, [Cut("tp", dim, index, 4, num_blocks)])
+        view, size = np.moveaxis(covered, dim, 0), 0
+        for block, (start, stop) in enumerate(part.ranges):
+            assert block * len(view) // num_blocks <= start < stop <= (block + 1) * len(view) // num_blocks
+            view[start:stop] += 1
+            size += view[start:stop].size
+        assert part.num_elements(parameter) == size == parameter.num_elements // 4
+    assert (covered == 1).all()
+    assert Slice.of(parameter, []).num_elements(parameter) == parameter.num_elements
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "master_weights", "expected"),
+    [
+        ("float32", True, None, 12),
+        ("bfloat16", True, None, 14),
+        ("bfloat16", True, False, 6),
+        ("bfloat16", False, None, 2),
+    ],
+)
+def test_bytes_of_an_element(dtype: str, trainable: bool, master_weights: bool | None, expected: int) -> None:
+    """Weights, both moments, and a float32 copy of trained 16-bit weights."""
+    parameter = ParameterSpec("weight", (8,), 0, dtype, trainable)
+    assert value_bytes(parameter, StorageSettings(master_weights)) == expected
+
+
+def copies_of_model(dp_size: int, tied: bool = False, tp_size: int = 1) -> tuple:
+    """A model, and a plan of whole copies of it."""
+    spec = model_spec(tied=tied)
+    plugins = {
+        "vision": ModulePlugin(dp_size=dp_size, tp_size=tp_size),
+        LANGUAGE_MODEL: ModulePlugin(colocate_with="vision"),
+    }
+    return spec, resolve_plan(spec, plugins)
+
+
+def test_holders_share_the_sending() -> None:
+    """One of four copies is new: the others send a third each, to the size of a parameter."""
+    spec, plan = copies_of_model(4)
+    copies = state_copies(spec, PlacedPlan(plan, (0, 1, 2, 3)), PlacedPlan(plan, (0, 2, 3, 7)))
+    largest = max(copy.num_bytes for copy in copies.copies)
+    sent = list(copies.sent_bytes.values())
+    assert set(copies.sent_bytes) == {0, 2, 3} and max(sent) - min(sent) <= largest
+    assert copies.received_bytes == {7: 12 * spec.num_parameters}
+    order = list(spec.parameters)
+    assert [copy.parameter for copy in copies.copies] == order
+
+
+def test_ranks_get_the_shards_of_their_place() -> None:
+    spec, plan = copies_of_model(2, tp_size=2)
+    copies = state_copies(spec, PlacedPlan(plan, (0, 1, 2, 3)), PlacedPlan(plan, (0, 1, 8, 9)))
+    assert {(copy.source, copy.target) for copy in copies.copies if copy.slice != Slice()} == {(0, 8), (1, 9)}
+    held = holdings(spec, PlacedPlan(plan, (0, 1, 8, 9)))
+    assert held[0] == held[8] != held[1] == held[9]
+
+
+def test_nothing_is_copied_without_a_change() -> None:
+    spec, plan = copies_of_model(3)
+    assert state_copies(spec, PlacedPlan(plan, (0, 1, 2)), PlacedPlan(plan, (0, 1, 2))).copies == ()
+    modules = {name: replace(module, replicas=module.replicas[:2]) for name, module in plan.modules.items()}
+    fewer: ParallelPlan = replace(plan, modules=modules)
+    assert state_copies(spec, PlacedPlan(plan, (0, 1, 2)), PlacedPlan(fewer, (1, 2))).num_bytes == 0
+
+
+def test_a_tied_parameter_is_sent_once_to_each_who_lacks_it() -> None:
+    """The last stage has the embeddings as its head: a rank that goes from the first stage to the last has them."""
+    spec = model_spec(tied=True)
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, dp_size=2)})
+    swapped = PlacedPlan(plan, (0, 2, 1, 3, 4))
+    copies = state_copies(spec, PlacedPlan(plan, (0, 1, 2, 3, 4)), swapped)
+    assert {copy.target for copy in copies.copies} == {1, 2}
+    assert all(copy.parameter != EMBEDDINGS for copy in copies.copies)
