@@ -212,10 +212,18 @@ class Supervisor:
             if now - worker.doomed > _GRACE_S:
                 kill_group(worker.process)
         elif hang and silence_s > hang:
-            self._kill(worker, f"no sign of life for {silence_s:.1f} s, last at `{sign['doing']}`")
+            self._lose(worker, f"no sign of life for {silence_s:.1f} s, last at `{sign['doing']}`")
         elif stall and standing_s > stall and not sign["waits"]:
             stack = sign["stack"].rstrip()
-            self._kill(worker, f"{standing_s:.1f} s in `{sign['doing']}`, with the stack\n{stack}\n")
+            self._lose(worker, f"{standing_s:.1f} s in `{sign['doing']}`, with the stack\n{stack}\n")
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        """Kills a worker; its loss is known at once, as a process that waits for a device may not end."""
+        worker.doomed = self._clock.now
+        self._say(
+            {"kind": "reported", "id": worker.id, "node": self.node, "reason": reason, "time": time.time()},
+        )
+        self._kill(worker, reason)
 
     def _kill(self, worker: Worker, reason: str) -> None:
         worker.reason = reason

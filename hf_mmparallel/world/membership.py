@@ -329,7 +329,7 @@ class Membership:
         """Calls `abort`, unless it has been called for a generation."""
         with self._ending:
             abort = self._abort
-            if abort is not None and self._ended < number and self.losses:
+            if abort is not None and self._ended < number and (self.losses or self._error is not None):
                 self._ended = number
                 self._end_group_stores()
                 abort()
