@@ -31,6 +31,9 @@ class SurvivingAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         spec = worker_group.spec
+        if not spec.rdzv_handler.use_agent_store:  # worker 0 would host the store, and it may die
+            announce("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: a process that dies ends all.")
+            return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         attempt = spec.max_restarts - self._remaining_restarts
         self._supervisor = Supervisor(
             (worker_group.master_addr, worker_group.master_port),
@@ -53,7 +56,8 @@ class SurvivingAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         supervisor, context = self._supervisor, self._pcontext
-        assert supervisor is not None and context is not None, "workers are monitored after their start"
+        if supervisor is None or context is None:
+            return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if supervisor.end is None:
             return RunResult(WorkerState.HEALTHY)
         if not supervisor.end.success:
@@ -79,7 +83,8 @@ class SurvivingAgent(LocalElasticAgent):
         return failures
 
     def _exit_barrier(self) -> None:
-        """Nothing to wait for: the end of the job is that of all workers of all hosts."""
+        if self._supervisor is None:  # else the job has ended on all hosts
+            super()._exit_barrier()
 
     def _stop_workers(self, worker_group: Any) -> None:
         super()._stop_workers(worker_group)  # pyright: ignore[reportCallIssue]

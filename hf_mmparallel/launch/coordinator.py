@@ -139,7 +139,7 @@ class Coordinator:
     def _lose(self, members: Sequence[Member], reason: str, time: float) -> list[Loss]:
         """Takes members as lost, or the job as failed if one of them has not registered."""
         losses = []
-        for member in self._running.intersection(members):
+        for member in sorted(self._running.intersection(members)):
             self._running.remove(member)
             if member in self.waiting:
                 self.waiting.remove(member)
@@ -147,7 +147,7 @@ class Coordinator:
                 self._registered.remove(member)
                 losses.append(Loss(member, reason, time))
             else:
-                self._fail(f"Process {member.id} of node {member.node} {reason}.")
+                self._fail(f"Process {member.id} of node {member.node}: {reason}.")
         return losses
 
     def _fail(self, reason: str) -> None:
@@ -161,8 +161,8 @@ def loss_sentence(generation: Generation) -> str:
     for loss in generation.losses:
         reasons.setdefault((loss.member.node, loss.reason), []).append(loss.member.id)
     parts = [
-        f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of node {node} {reason}"
+        f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of node {node} ({reason})"
         for (node, reason), ids in reasons.items()
     ]
     others = f"the other {len(generation.members)} go on" if len(generation.members) > 1 else "the last one goes on"
-    return f"{'; '.join(parts)}; {others}"
+    return f"lost {', '.join(parts)}; {others}"

@@ -23,6 +23,7 @@ from .coordinator import Coordinator, End, loss_sentence
 _POLL_S = 0.01  # interval at which workers are looked at
 _SIGNS_S = 0.25  # interval at which their signs of life are read, and launchers give signs
 _TOGETHER_S = 0.02  # losses so soon after another are published with it
+_FENCE = 0.75  # of the time after which a host is lost: a host that is cut off stops before the others go on
 _GRACE_S = 10.0  # time for a worker that reported its error to end
 
 
@@ -115,7 +116,7 @@ class Supervisor:
         self._folder = tempfile.TemporaryDirectory(prefix="hf_mmparallel-")
         self._events: queue.Queue[dict[str, Any]] = queue.Queue()
         self._closing = threading.Event()
-        self._answered: float | None = None  # awake time of the last answer of the store
+        self._answered: float | None = None  # awake time of the last request that the store has answered
         self._clock = AwakeClock()
         self._threads: list[threading.Thread] = []
         self._num_others = self._num_informed = 0  # in node 0: live launchers, and those that know of the end
@@ -178,7 +179,7 @@ class Supervisor:
                 for worker in self.workers.values():
                     if worker.exit_code is None:
                         self._read_sign(worker, now)
-                self._check_store(now)
+            self._check_store(now)
 
     def _look_at(self, worker: Worker) -> None:
         if worker.exit_code is not None or (code := worker.process.poll()) is None:
@@ -211,12 +212,18 @@ class Supervisor:
             if now - worker.doomed > _GRACE_S:
                 kill_group(worker.process)
         elif hang and silence_s > hang:
-            self._kill(
-                worker, f"gave no sign of life for {silence_s:.1f} s, last at `{sign['doing']}`, and was killed"
-            )
+            self._lose(worker, f"no sign of life for {silence_s:.1f} s, last at `{sign['doing']}`")
         elif stall and standing_s > stall and not sign["waits"]:
             stack = sign["stack"].rstrip()
-            self._kill(worker, f"spent {standing_s:.1f} s in `{sign['doing']}`, and was killed. Its stack:\n{stack}\n")
+            self._lose(worker, f"{standing_s:.1f} s in `{sign['doing']}`, with the stack\n{stack}\n")
+
+    def _lose(self, worker: Worker, reason: str) -> None:
+        """Kills a worker; its loss is known at once, as a process that waits for a device may not end."""
+        worker.doomed = self._clock.now
+        self._say(
+            {"kind": "reported", "id": worker.id, "node": self.node, "reason": reason, "time": time.time()},
+        )
+        self._kill(worker, reason)
 
     def _kill(self, worker: Worker, reason: str) -> None:
         worker.reason = reason
@@ -227,14 +234,14 @@ class Supervisor:
         if self._answered is None or self.end is not None or self.node == 0:
             return
         silence_s = now - self._answered
-        if silence_s > self.limits.host_timeout:
+        if silence_s > _FENCE * self.limits.host_timeout:
             self._leave(f"Node {self.node} has not reached node 0 for {silence_s:.1f} s.")
 
     def _leave(self, reason: str) -> None:
         """Kills the workers of this host, which the others go on without."""
         for worker in self.workers.values():
             if worker.exit_code is None:
-                self._kill(worker, "was killed because its host was cut off")
+                self._kill(worker, "its host was cut off")
         self.end = End(False, reason)
 
     # The thread that talks to the store
@@ -253,14 +260,15 @@ class Supervisor:
                 if (now := clock.tick()) < next_beat:
                     continue
                 next_beat = now + _SIGNS_S
+                asked = self._clock.now
                 store.add(keys.beat_key(self.node), 1)
+                self._answered = asked
                 known = self._read_generations(store, known)
                 if self.node == 0:
                     self._listen_to_nodes(store, beats, now)
                 if self.end is None and store.check([keys.END]):
                     self.end = End(**json.loads(store.get(keys.END)))
                     store.add(keys.NUM_INFORMED, self.node > 0)
-                self._answered = self._clock.now
         except RuntimeError as error:
             if self.end is None:
                 self._leave(f"Node 0 is gone: {str(error).partition(chr(10))[0]}")
@@ -325,7 +333,7 @@ class Supervisor:
             announce(loss_sentence(generation))
 
 
-_SILENT = "was lost with its host, which gave no sign of life"
+_SILENT = "no sign of life of the host"
 
 
 def announce(sentence: str) -> None:
@@ -337,10 +345,10 @@ def announce(sentence: str) -> None:
 def exit_phrase(code: int) -> str:
     """How a process ended."""
     if code >= 0:
-        return f"ended with exit code {code}" + ("" if code else " before its training was over")
+        return f"ended with exit code {code}" + ("" if code else " before the end of training")
     with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
 
 
 def kill_group(process: Process) -> None:

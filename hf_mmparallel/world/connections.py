@@ -11,14 +11,18 @@ import contextlib
 import os
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
+from .. import _environment
+
 _FILES = Path("/proc/self/fd")
 _INFOS = Path("/proc/self/fdinfo")
 _TASKS = Path("/proc/self/task")
+_KNOCK_S = 1.0
 _LOOP = "gloo_tcp_loop"  # name of gloo's threads, one for each group
 
 
@@ -42,7 +46,28 @@ def end_gloo_connections() -> int:
         `int`: The number of connections that were open.
     """
     watched = {descriptor: inode for loop in gloo_loops() for descriptor, inode in _watched(loop).items()}
+    for descriptor in watched:
+        _end_awaited(descriptor)
     return sum(shut_down(descriptor, inode) for descriptor, inode in watched.items())
+
+
+def _end_awaited(descriptor: int) -> None:
+    """
+    Ends the connections that gloo still waits for at a socket that listens: it gets them from this process, closed. A
+    peer that connects sends the number of the connection first, which is a rank.
+    """
+    with contextlib.suppress(OSError), _socket(descriptor) as candidate:
+        if _accepts(candidate):
+            for rank in range(_largest_group()):
+                with socket.socket(candidate.family, socket.SOCK_STREAM) as knock:
+                    knock.settimeout(_KNOCK_S)
+                    knock.connect(candidate.getsockname())
+                    knock.sendall(rank.to_bytes(8, sys.byteorder))
+
+
+def _largest_group() -> int:
+    """No group has more ranks."""
+    return max(_environment.launched_processes()[0], dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def shut_down(descriptor: int, inode: int | None = None) -> bool:

@@ -38,7 +38,7 @@ from .generations import Generation, Loss
 
 SIGN_INTERVAL_S = 0.5
 """Seconds between two signs of life that a worker gives its launcher."""
-_STANDING_S = 5.0  # a main thread that has stood this long in one activity sends its stack along
+_STANDING_S = 1.0  # a main thread that has stood this long in one activity sends its stack along
 _REPEAT_S = 0.05
 _JOIN_S = 2.0
 _START_S = 600.0  # time for all launchers to start
@@ -334,7 +334,7 @@ class Membership:
         """Calls `abort`, unless it has been called for a generation."""
         with self._ending:
             abort = self._abort
-            if abort is not None and self._ended < number and self.losses:
+            if abort is not None and self._ended < number and (self.losses or self._error is not None):
                 self._ended = number
                 self._end_group_stores()
                 abort()

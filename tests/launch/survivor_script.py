@@ -10,14 +10,16 @@ import argparse
 import gc
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_mmparallel.world import ACTIVITY
+from hf_mmparallel.world import ACTIVITY, doing
 from hf_mmparallel.world.connections import end_collectives
 from hf_mmparallel.world.membership import Membership
 
@@ -42,7 +44,8 @@ class Deaths:
         elif how == "raise":
             raise ValueError("a bad sample")
         elif how == "sleep":
-            time.sleep(1000)
+            with doing("reading samples"):
+                time.sleep(1000)
         else:
             os.kill(os.getpid(), getattr(signal, f"SIG{how.upper()}"))
 
@@ -72,6 +75,12 @@ def init_group(membership: Membership, timeout: timedelta) -> tuple[int, int, An
     return rank, size, group
 
 
+def tell_life(id: int) -> None:
+    while True:
+        print(f"alive {id} at {time.time():.4f}\n", end="", flush=True)
+        time.sleep(0.05)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
@@ -79,6 +88,9 @@ def main() -> None:
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--unregistered", action="store_true")
     parser.add_argument("--child", action="store_true", help="hold the sockets open in a child")
+    parser.add_argument("--until", type=float, default=float("inf"), help="end at this time, in seconds of the epoch")
+    parser.add_argument("--touch", default="", help="a file to make at step 20; each process then says that it lives")
+    parser.add_argument("--pids", action="store_true", help="print the process ids")
     options = parser.parse_args()
     torch.set_num_threads(1)
     membership = Membership.from_environment()
@@ -92,6 +104,8 @@ def main() -> None:
     membership.start(abort)
     if not options.unregistered:
         membership.register()
+    if options.pids:
+        print(f"pid {membership.id} {os.getpid()}\n", end="", flush=True)
     timeout = timedelta(seconds=60)
     step, group = 0, None
     fresh = True
@@ -103,14 +117,20 @@ def main() -> None:
                 rank, size, group = init_group(membership, timeout)
                 fresh = False
                 if options.child and os.fork() == 0:
-                    time.sleep(1000)
+                    time.sleep(15)
                 agreed = torch.tensor([step])
                 dist.all_reduce(agreed, dist.ReduceOp.MIN)
                 step = int(agreed.item())
             ACTIVITY.step = step
             ACTIVITY.now("a collective", waits=True)
+            if step == 20 and options.touch:
+                Path(options.touch).touch()
+                threading.Thread(target=tell_life, args=(membership.id,), daemon=True).start()
             deaths.may_strike(str(step))
             assert collectives(step, rank, size, group) == size * (size + 1) // 2
+            late = torch.tensor([time.time() > options.until])
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+            step = options.steps if late.item() else step
             time.sleep(options.pause)
             step += 1
         except ValueError as error:

@@ -1,0 +1,106 @@
+"""Which events make which generation, and when the job ends; no process is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_mmparallel.launch.coordinator import Coordinator, loss_sentence
+from hf_mmparallel.world.generations import Generation, Loss, Member
+
+
+def _started(num_nodes: int = 2, per_node: int = 2, registered: bool = True) -> Coordinator:
+    coordinator = Coordinator(num_nodes)
+    for node in range(num_nodes):
+        assert coordinator.generation is None
+        ids = [node * per_node + worker for worker in range(per_node)]
+        coordinator.take([{"kind": "node", "node": node, "ids": ids}])
+        if registered:
+            coordinator.take([{"kind": "registered", "id": id, "node": node} for id in ids])
+    return coordinator
+
+
+def _ended(id: int, exit_code: int = -9, node: int | None = None) -> dict[str, Any]:
+    node = id // 2 if node is None else node
+    return {"kind": "ended", "id": id, "node": node, "exit_code": exit_code, "reason": "killed", "time": 1.0}
+
+
+def test_the_first_generation_has_all_processes():
+    first = _started().generation
+    assert first is not None
+    assert first == Generation(0, (Member(0, 0), Member(1, 0), Member(2, 1), Member(3, 1)))
+    assert Generation.from_json(first.to_json()) == first
+
+
+def test_losses_at_the_same_time_make_one_generation():
+    generation = _started().take([_ended(1), _ended(2)])
+    assert generation is not None
+    assert generation.number == 1 and generation.ids == (0, 3)
+    assert [loss.member.id for loss in generation.losses] == [1, 2]
+    assert generation.rank_of(3) == 1
+    assert Generation.from_json(generation.to_json()) == generation
+    assert loss_sentence(generation) == (
+        "lost process 1 of node 0 (killed), process 2 of node 1 (killed); the other 2 go on"
+    )
+
+
+def test_a_silent_host_loses_all_its_processes():
+    silent = {"kind": "silent", "node": 1, "reason": "silent", "time": 2.0}
+    generation = _started().take([silent])
+    assert generation is not None and generation.ids == (0, 1)
+    assert generation.losses == tuple(Loss(Member(id, 1), "silent", 2.0) for id in (2, 3))
+
+
+def test_a_reported_error_is_one_loss():
+    coordinator = _started()
+    reported = {"kind": "reported", "id": 2, "node": 1, "reason": "raised ValueError: x", "time": 1.0}
+    generation = coordinator.take([reported])
+    assert generation is not None and generation.losses[0].reason == "raised ValueError: x"
+    assert coordinator.take([_ended(2, 1)]) is None
+
+
+def test_a_registered_process_that_ends_early_is_lost_whatever_its_exit_code():
+    generation = _started().take([_ended(0, 0)])
+    assert generation is not None and generation.ids == (1, 2, 3)
+
+
+def test_the_job_succeeds_if_a_process_finishes():
+    coordinator = _started()
+    coordinator.take([_ended(0)])
+    for id in (1, 2, 3):
+        assert coordinator.end is None
+        coordinator.take([{"kind": "finished", "id": id, "node": id // 2}, _ended(id, 0)])
+    assert coordinator.end is not None and coordinator.end.success
+
+
+def test_the_job_fails_if_all_are_lost():
+    coordinator = _started()
+    coordinator.take([_ended(id) for id in range(4)])
+    assert coordinator.end is not None and not coordinator.end.success
+
+
+@pytest.mark.parametrize("event", [_ended(2), {"kind": "silent", "node": 1, "reason": "silent", "time": 2.0}])
+def test_the_death_of_a_process_that_has_not_registered_ends_the_job(event):
+    coordinator = _started(registered=False)
+    assert coordinator.take([event]) is None
+    assert coordinator.end is not None and "Process 2 of node 1" in coordinator.end.reason
+
+
+def test_the_death_of_a_process_after_its_training_ends_the_job():
+    coordinator = _started()
+    coordinator.take([{"kind": "finished", "id": 1, "node": 0}, _ended(1, 1)])
+    assert coordinator.end is not None and not coordinator.end.success
+
+
+def test_processes_join_when_they_are_let_in():
+    coordinator = _started()
+    assert coordinator.take([{"kind": "node", "node": 2, "ids": [4, 5]}]) is None
+    assert coordinator.waiting == [Member(4, 2), Member(5, 2)]
+    coordinator.take([_ended(4, node=2)])  # dies while it waits
+    generation = coordinator.take([_ended(1), {"kind": "accept"}])
+    assert generation is not None and coordinator.waiting == []
+    assert generation.ids == (0, 2, 3, 5) and generation.joined == (Member(5, 2),)
+    assert [loss.member.id for loss in generation.losses] == [1]
+    again = coordinator.take([_ended(5, node=2)])
+    assert again is None and coordinator.end is not None  # it has not registered yet

@@ -1,0 +1,128 @@
+"""Ending the collectives of a process from a thread releases its main thread, and touches nothing else."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_mmparallel.world.connections import end_collectives, end_gloo_connections, gloo_loops, shut_down
+from tests.distributed import outcomes, run_distributed
+
+BLOCKED_S = 0.5
+RELEASED_S = 5.0  # far below the time limit of the group
+
+
+def _time_to_release(wait: Any) -> float:
+    """Seconds until a main thread that waits raises, after the threads of the ranks have ended the collectives."""
+    ending = threading.Timer(BLOCKED_S, end_collectives, ["gloo"])
+    begun = time.monotonic()
+    ending.start()
+    with pytest.raises(RuntimeError):
+        wait()
+    took = time.monotonic() - begun - BLOCKED_S
+    ending.join()
+    return took
+
+
+def _blocked(kind: str) -> float:
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group([0, 1, 2])
+    large = torch.ones(1 << 22)
+    if rank == 2:
+        store.set("stopped", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)  # closes no connection
+    stopped = int(store.get("stopped"))
+    waits: dict[str, Any] = {
+        "all_reduce": lambda: dist.all_reduce(large),
+        "barrier": dist.barrier,
+        "recv": lambda: dist.recv(large, 2),
+        "send": lambda: dist.send(large, 2),
+        "new_group": lambda: dist.all_reduce(large, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(6), torch.ones(6), group=group),
+    }
+    took = _time_to_release(waits[kind])
+    if store.add("released", 1) == 2:
+        os.kill(stopped, signal.SIGKILL)
+    return took
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("kind", ["all_reduce", "barrier", "recv", "send", "new_group", "all_to_all"])
+def test_a_blocked_collective_raises_although_the_peer_is_stopped(kind, lazy, monkeypatch):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
+    first, second, _ = outcomes(_blocked, 3, kind, timeout=15)
+    for outcome in (first, second):
+        assert outcome.kind == "returned", outcome
+        assert outcome.value < RELEASED_S
+
+
+def _other_connections() -> list[bytes]:
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname())
+    accepted, _ = server.accept()
+    ends = socket.socketpair()
+    reader, writer = os.pipe()
+    with selectors.EpollSelector() as own:  # of the shape of gloo's
+        for file in (server, client, reader):
+            own.register(file, selectors.EVENT_READ)
+        assert len(gloo_loops()) == 1 and own.fileno() not in gloo_loops()
+        end_gloo_connections()
+    client.sendall(b"a")
+    ends[0].sendall(b"b")
+    os.write(writer, b"c")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"lives/{dist.get_rank()}", "d")
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    return [accepted.recv(1), ends[1].recv(1), os.read(reader, 1), store.get(f"lives/{dist.get_rank()}")]
+
+
+@pytest.mark.distributed
+def test_connections_of_others_stay_open():
+    assert run_distributed(_other_connections, 2) == [[b"a", b"b", b"c", b"d"]] * 2
+
+
+def _new_group_afterwards() -> float:
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    _time_to_release(lambda: [dist.barrier() for _ in range(1_000_000)])
+    dist.destroy_process_group()
+    assert gloo_loops() == []
+    dist.init_process_group("gloo", store=dist.distributed_c10d.PrefixStore("again", store), rank=rank, world_size=2)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+@pytest.mark.distributed
+def test_a_new_group_works():
+    assert run_distributed(_new_group_afterwards, 2) == [2.0, 2.0]
+
+
+def test_descriptors_that_vanish_are_passed_over():
+    first, second = socket.socketpair()
+    number, inode = first.fileno(), os.fstat(first.fileno()).st_ino
+    assert not shut_down(number, inode + 1)  # another file by now
+    first.close()
+    assert not shut_down(number, inode)
+    reader, writer = os.pipe()
+    num_open = len(os.listdir("/proc/self/fd"))
+    assert not shut_down(reader)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    for descriptor in (reader, writer):
+        os.close(descriptor)
+    second.close()
+
+
+def test_without_a_group_nothing_is_ended():
+    assert gloo_loops() == [] and end_gloo_connections() == 0
