@@ -141,7 +141,9 @@ class Candidate:
         for name, layout in self.layouts.items():
             start = starts[self.colocated_with.get(name, name)]
             modules[name] = _module_plan(spec, name, layout, start)
-        return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, self.arrangement)
+        return ParallelPlan(
+            modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=self.arrangement
+        )
 
 
 def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> ModulePlan:
