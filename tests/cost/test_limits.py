@@ -97,6 +97,25 @@ def test_where_all_forwards_go_first_smaller_microbatches_save_nothing(schedule)
         fitting_tokens(h100(spec), plan, sizes, 0.9 * fullest(1))
 
 
+def test_where_all_forwards_go_first_a_replica_keeps_its_own_microbatches():
+    """Three quarters of the batch are with the first replica, where equal ones would have half each."""
+    spec, sizes = model(), sizes_of(300, 200, 64)
+    plan = resolve_plan(spec, {name: ModulePlugin(dp_size=2) for name in spec.modules}, schedule="gpipe")
+    plan = replace(plan, replica_microbatches=(6, 2))
+
+    def fullest(size: int) -> float:
+        step = contiguous_step(plan, range(64), size)
+        peaks = simulate(plan, build_program(plan, step, [])).peak_in_flight
+        assert size < 8 or steady_in_flight(plan) == peaks
+        return max(m.total for m in memory_per_rank(h100(spec), plan, step, sizes, peaks).values())
+
+    assert sorted(steady_in_flight(plan).values()) == [2, 2, 6, 6]
+    limits = fitting_tokens(h100(spec), plan, sizes, 1.02 * fullest(8))
+    assert min(limits["vision"] / 300, limits[LANGUAGE_MODEL] / 200) >= 8
+    with pytest.raises(ValueError, match='`schedule="gpipe"` keeps the activations'):
+        fitting_tokens(h100(spec), plan, sizes, 0.9 * fullest(1))
+
+
 def test_state_that_does_not_fit_is_refused():
     spec = model()
     plan = resolve_plan(spec, {})
