@@ -238,7 +238,8 @@ def test_an_arranged_run_equals_the_stock_trainer(name: str):
     ranks = run_distributed(arranged_run, case.world_size, case)
     run, steps, shares = ranks[0]
     runs.assert_same_run(run, reference)
-    assert run.metrics.get("eval_loss") == pytest.approx(reference.metrics.get("eval_loss"), rel=1e-5)
+    if evaluate:
+        assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
     assert all(other.logs == run.logs for other, _, _ in ranks)
     assert all((others, seen) == (steps, shares) for _, others, seen in ranks)
     assert len(steps) == len(shares) == 3
