@@ -6,7 +6,7 @@ Pure functions of numbers on top of `plan`; imported by everything that plans or
 
 from .arrangements import ARRANGEMENTS, Arrangement, Microbatches, arrange_step, contiguous_step
 from .balance import Balance, compare_with_contiguous, measured_balance, step_balance
-from .microbatch_counts import fastest_counts, num_microbatches, plan_for_batch
+from .microbatch_counts import fastest_counts, num_microbatches, plan_for_batch, with_fastest_counts
 
 __all__ = [
     "ARRANGEMENTS",
@@ -21,4 +21,5 @@ __all__ = [
     "num_microbatches",
     "plan_for_batch",
     "step_balance",
+    "with_fastest_counts",
 ]

@@ -106,6 +106,19 @@ def microbatch_counts(plan: ParallelPlan, workloads: Workloads, total: int) -> N
     return np.array(fastest_counts(fill_ms.tolist(), (ranks @ work).max(axis=1).tolist(), each * len(whole)))
 
 
+def with_fastest_counts(plan: ParallelPlan, workloads: Workloads) -> ParallelPlan:
+    """
+    The plan with `replica_microbatches`: its own, or the [`microbatch_counts`] of a full global batch, with which the
+    last replica is predicted to end as early as possible. A plan whose replicas are alike stays the same.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): Workloads of the samples of a typical global batch.
+    """
+    counts = tuple(microbatch_counts(plan, workloads, plan.total_microbatches).tolist())
+    return plan if counts == plan.microbatch_counts else replace(plan, replica_microbatches=counts)
+
+
 def counts_of(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> list[int]:
     """Number of microbatches of each language model replica, see [`microbatch_counts`]."""
     total = num_microbatches(workloads.num_samples, microbatch_size)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, fastest_counts, num_microbatches, plan_for_batch
+from hf_mmparallel.arrange import (
+    ARRANGEMENTS,
+    arrange_step,
+    fastest_counts,
+    num_microbatches,
+    plan_for_batch,
+    with_fastest_counts,
+)
 from hf_mmparallel.plan import LANGUAGE_MODEL, Edge, ModulePlan, ParallelPlan, Stage, Workloads
 
 VISION = "vision"
@@ -135,6 +142,24 @@ def test_replicas_get_their_share_of_the_work(arrangement, num_samples):
     encoders, _ = step.locations[VISION]
     if arrangement != "contiguous" or num_samples == 192:
         assert (encoders[encoders >= 0] == locations[encoders >= 0]).all()
+
+
+def test_a_plan_with_the_predicted_counts():
+    workloads = workloads_of(48, 0)
+    workloads.forward_ms[VISION][:] *= 0.1  # so that encoders of one stage hold nobody up
+    unlike = plan_of([1, 1, 1], [4, 3, 2], num_microbatches=8)
+    counts = with_fastest_counts(unlike, workloads).replica_microbatches
+    assert counts is not None and sum(counts) == 24 and counts[0] > counts[1] > counts[2]
+    for arrangement in ("contiguous", "hierarchical"):
+        steps = [
+            arrange_step(plan, range(48), workloads, 2, arrangement)
+            for plan in (unlike, replace(unlike, replica_microbatches=counts))
+        ]
+        assert steps[0] == steps[1]
+    given_counts = replace(unlike, replica_microbatches=(7, 8, 9))
+    assert with_fastest_counts(given_counts, workloads) is given_counts
+    alike = plan_of([1, 1], [2, 2], num_microbatches=8)
+    assert with_fastest_counts(alike, workloads) is alike
 
 
 def test_a_plan_takes_the_number_of_microbatches_of_its_batch_or_refuses_it():
