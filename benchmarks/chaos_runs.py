@@ -1,7 +1,8 @@
-"""Training runs in which processes die, under `hf-mmparallel launch`, compared with the stock Trainer on one process."""
+"""Training runs in which processes die, compared with the stock Trainer on one process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -132,8 +133,9 @@ def chaos_run(
     words = [word for death in deaths for word in ("--death", str(death))]
     start = time.monotonic()
     with (folder / "output.txt").open("w") as output:
+        command = [*launcher, *worker, *words]
         process = subprocess.Popen(
-            [*launcher, *worker, *words], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             returncode = process.wait(timeout_s)
@@ -151,10 +153,8 @@ def chaos_run(
 
 def _end(process: subprocess.Popen) -> None:
     """Kills a launcher and whatever it has started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -6,7 +6,7 @@ Pure functions of numbers on top of `plan`; imported by everything that plans or
 
 from .arrangements import ARRANGEMENTS, Arrangement, Microbatches, arrange_step, contiguous_step
 from .balance import Balance, compare_with_contiguous, measured_balance, step_balance
-from .contiguous import num_microbatches
+from .microbatch_counts import fastest_counts, num_microbatches, plan_for_batch, with_fastest_counts
 
 __all__ = [
     "ARRANGEMENTS",
@@ -16,7 +16,10 @@ __all__ = [
     "arrange_step",
     "compare_with_contiguous",
     "contiguous_step",
+    "fastest_counts",
     "measured_balance",
     "num_microbatches",
+    "plan_for_batch",
     "step_balance",
+    "with_fastest_counts",
 ]

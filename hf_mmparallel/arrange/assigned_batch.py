@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices
-from .colocated_modules import ColocatedModules, colocated_encoders, colocated_generators, cut, microbatch_counts
+from .colocated_modules import ColocatedModules, colocated_encoders, colocated_generators, cut
 from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
 from .exchange import Capacity, exchange, padded
 from .greedy import fill_bins
+from .microbatch_counts import microbatch_counts
 from .microbatch_sizes import LARGEST, Sizes, best_count, best_sizes
 from .replicas import assign_replicas
 
@@ -57,10 +58,10 @@ class Batch:
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): Workloads of the samples.
-        count (`int`): Mean number of microbatches per replica.
+        total (`int`): Microbatches of all replicas.
     """
 
-    def __init__(self, plan: ParallelPlan, workloads: Workloads, count: int):
+    def __init__(self, plan: ParallelPlan, workloads: Workloads, total: int):
         if workloads.row_ms is not None:
             workloads = replace(workloads, forward_ms={**workloads.forward_ms, LANGUAGE_MODEL: workloads.row_ms})
         self.plan, self.workloads = plan, workloads
@@ -76,16 +77,16 @@ class Batch:
         )[:, 1:]
         self.busy = np.asarray((self.work > 0).any(axis=1))
         self.token_limits = {name: limit for name, limit in workloads.token_limits.items() if name in plan.modules}
-        self.replica = assign_replicas(self.language, self.work, self.counts(count))
+        self.replica = assign_replicas(self.language, self.work, self.counts(total))
 
     @property
     def dp_size(self) -> int:
         """Number of replicas of the language model."""
         return len(self.members)
 
-    def counts(self, count: int) -> NDArray:
-        """Number of microbatches `[replicas]` of all replicas, `count` on average."""
-        return microbatch_counts(self.plan, self.workloads, count)
+    def counts(self, total: int) -> NDArray:
+        """Number of microbatches `[replicas]` of all replicas, which need `total` together."""
+        return microbatch_counts(self.plan, self.workloads, total)
 
     def of_replicas(self, members: NDArray) -> tuple[Batch, NDArray]:
         """The batch of some replicas, and its samples."""

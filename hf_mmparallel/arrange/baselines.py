@@ -10,7 +10,8 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices
-from .contiguous import Replicas, contiguous, counts_of, coupled, in_turns
+from .contiguous import Replicas, contiguous, coupled, in_turns
+from .microbatch_counts import counts_of
 
 
 def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:

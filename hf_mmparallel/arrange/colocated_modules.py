@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices, turn_of
-from .estimate import stage_share
 from .exchange import Capacity, exchange, stable_order
 from .greedy import fill_bins
-from .replicas import replica_counts
+from .microbatch_counts import ByIdentity
 
 _EXCHANGES = 4  # rounds between the replicas that split a microbatch
 
@@ -147,23 +146,8 @@ def cut(
     return tuple(tuple(microbatches[end - count : end]) for end, count in ends_and_counts)
 
 
-class _ByIdentity:
-    """Hashes a plan by identity, as a cache key: plans are not hashable, and comparing all ranks would be slow."""
-
-    __slots__ = ("plan",)
-
-    def __init__(self, plan: ParallelPlan):
-        self.plan = plan
-
-    def __hash__(self) -> int:
-        return id(self.plan)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self.plan is other.plan
-
-
 @lru_cache(maxsize=32)
-def _by_ranks(key: _ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _by_ranks(key: ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """The modules, grouped by shared ranks and equal numbers of replicas."""
     modules = {name: key.plan.modules[name] for name in names}
     ranks = {
@@ -176,57 +160,6 @@ def _by_ranks(key: _ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], 
         groups = [names for names in groups if names not in joined]
         groups.append((*(other for names in joined for other in names), name))
     return tuple(groups)
-
-
-@lru_cache(maxsize=16)
-def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
-    """
-    Times of the stages on the path of a language model replica per millisecond of each module.
-
-    Returns:
-        All stages together `[replicas, modules]`, and each rank `[replicas, ranks, modules]`. On ranks, modules that
-        serve several replicas are left out: their work does not depend on the replica of a microbatch.
-    """
-    plan = key.plan
-    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    whole, by_rank = np.zeros((dp_size, len(plan.modules))), [{} for _ in range(dp_size)]
-    for number, (name, module) in enumerate(plan.modules.items()):
-        groups = math.gcd(dp_size, module.dp_size)
-        copies, served = module.dp_size // groups, dp_size // groups
-        for replica in range(dp_size):
-            first = replica // served * copies
-            for stages in module.replicas[first : first + copies]:
-                shares = [stage_share(plan, name, stage) / copies for stage in stages]
-                whole[replica, number] = max(whole[replica, number], sum(shares))
-                for stage, share in zip(stages, shares, strict=True) if served == 1 else ():
-                    for rank in stage.all_ranks:
-                        by_rank[replica].setdefault(rank, np.zeros(len(plan.modules)))[number] += share
-    ranks = np.zeros((dp_size, max(map(len, by_rank)), len(plan.modules)))
-    for of_rank, shares in zip(ranks, by_rank, strict=True):
-        of_rank[: len(shares)] = list(shares.values())
-    return whole, ranks
-
-
-def microbatch_counts(plan: ParallelPlan, workloads: Workloads, count: int) -> NDArray:
-    """
-    Number of microbatches of each replica of the language model: more for replicas with faster stages.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples; microbatches count as equal.
-        count (`int`): Mean number of microbatches per replica.
-
-    Returns:
-        `numpy.ndarray`: int64 `[language_dp_size]`, see [`replica_counts`].
-    """
-    whole, ranks = _shares(_ByIdentity(plan))
-    names = list(plan.modules)
-    work = np.array([float(np.sum(workloads.forward_ms[n])) * (1 + workloads.backward_ratio[n]) for n in names])
-    stage_ms = whole * work
-    sides = (plan.encoders, [LANGUAGE_MODEL], plan.generators)
-    # Encoders are parallel chains, and so are generators.
-    warm_up = sum(stage_ms[:, [names.index(n) for n in side]].max(axis=1, initial=0.0) for side in sides)
-    return replica_counts(count * len(whole), np.asarray(warm_up), (ranks @ work).max(axis=1))
 
 
 def colocated_encoders(
@@ -255,7 +188,7 @@ def _colocated(
 ) -> tuple[ColocatedModules, ...]:
     language_dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     result = []
-    for names in _by_ranks(_ByIdentity(plan), modules):
+    for names in _by_ranks(ByIdentity(plan), modules):
         work = np.sum([np.asarray(workloads.forward_ms[name], dtype=float) * weight[name] for name in names], axis=0)
         dp_size = plan.modules[names[0]].dp_size
         groups = math.gcd(language_dp_size, dp_size)

@@ -7,21 +7,9 @@ from math import gcd
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices, turn_of
-from .colocated_modules import microbatch_counts
+from .microbatch_counts import counts_of
 
 Replicas = tuple[tuple[BatchIndices, ...], ...]
-
-
-def num_microbatches(num_samples: int, microbatch_size: int, dp_size: int) -> int:
-    """Mean number of microbatches per language model replica for a batch of `num_samples`."""
-    return max(1, -(-num_samples // (microbatch_size * dp_size)))
-
-
-def counts_of(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> list[int]:
-    """Number of microbatches of each language model replica, see [`microbatch_counts`]."""
-    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    count = num_microbatches(workloads.num_samples, microbatch_size, dp_size)
-    return microbatch_counts(plan, workloads, count).tolist()
 
 
 def in_turns(counts: Sequence[int]) -> list[tuple[int, int]]:

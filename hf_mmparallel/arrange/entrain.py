@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from .colocated_modules import colocated_encoders, cut
-from .contiguous import Replicas, counts_of
+from .contiguous import Replicas
 from .deferral import possible_pairs
 from .matching import bottleneck_matching
+from .microbatch_counts import counts_of
 from .replicas import deal_samples
 
 

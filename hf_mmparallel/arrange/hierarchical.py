@@ -19,21 +19,22 @@ import numpy as np
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices
 from .assigned_batch import Batch, SamplePlacement
-from .contiguous import num_microbatches
 from .greedy import CapacityError
 from .length_arrangement import arrange_by_length
+from .microbatch_counts import num_microbatches
 from .microbatch_sizes import Sizes
 
 _LANGUAGE_EVEN = 0.5  # weight of the language model in exchanges, relative to encoders
 
 
-def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = False) -> SamplePlacement:
+def arrange_batch(batch: Batch, total: int, taper: bool = False, spread: bool = False) -> SamplePlacement:
     """
     Splits a batch into microbatches.
 
     Args:
         batch ([`Batch`]): The batch.
-        count (`int`): Mean number of microbatches per replica. Replicas with equal numbers are arranged together.
+        total (`int`): Microbatches of all replicas, see [`microbatch_counts`]. Replicas with equal numbers are
+            arranged together.
         taper (`bool`, *optional*, defaults to `False`):
             Use microbatches of different sizes, with equal weights of encoders and the language model.
         spread (`bool`, *optional*, defaults to `False`):
@@ -42,7 +43,7 @@ def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = 
     Raises:
         `CapacityError`: If the limits need more microbatches.
     """
-    counts = batch.counts(count)
+    counts = batch.counts(total)
     if (counts < batch.fewest).any():
         raise CapacityError
     if batch.workloads.row_ms is not None:
@@ -70,11 +71,11 @@ def hierarchical(
        sample between its microbatch in the language model and the one before.
 
     The number of microbatches is that of the contiguous arrangement; more if token limits require it, fewer if single
-    samples are so large that fewer are faster by an estimate of the step time; replicas with faster stages than others
-    have more. Targets are equal, and those of the encoders come first, as in Entrain (sections 4.3 and 4.5). If
-    replicas share an encoder and their microbatches do not fit together, microbatches are ordered by that instead of
-    in pairs. Generators have the microbatches of the language model; their work counts in steps 1 and 2 like that of
-    encoders.
+    samples are so large that fewer are faster by an estimate of the step time; replicas differ as in
+    [`microbatch_counts`]. Targets are equal, and those of the encoders come first, as in Entrain (sections 4.3 and
+    4.5). If replicas share an encoder and their microbatches do not fit together, microbatches are ordered by that
+    instead of in pairs. Generators have the microbatches of the language model; their work counts in steps 1 and 2
+    like that of encoders.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -92,18 +93,20 @@ def hierarchical(
     A sample with more tokens than the limit of a microbatch gets a microbatch of its own. If replicas share encoder
     replicas such that the encoder's limit can't hold, only that of the language model does.
     """
-    count = num_microbatches(workloads.num_samples, microbatch_size, plan.modules[LANGUAGE_MODEL].dp_size)
-    batch = Batch(plan, workloads, count)
-    count = batch.best_count(count)
-    count = max(count, int(batch.fewest.max())) if (batch.counts(count) < batch.fewest).any() else count
+    total = num_microbatches(workloads.num_samples, microbatch_size)
+    batch = Batch(plan, workloads, total)
+    dp_size = batch.dp_size
+    total = min(total, dp_size * batch.best_count(-(-total // dp_size)))
+    if (batch.counts(total) < batch.fewest).any():
+        total = max(total, dp_size * int(batch.fewest.max()))
     while True:
         for spread in (False, True):
             with suppress(CapacityError):
-                return batch.microbatches(arrange_batch(batch, count, taper and not spread, spread))
-        if count > workloads.num_samples:
+                return batch.microbatches(arrange_batch(batch, total, taper and not spread, spread))
+        if batch.counts(total).min() > workloads.num_samples:
             limits = {name: limit for name, limit in workloads.token_limits.items() if name == LANGUAGE_MODEL}
             return hierarchical(plan, replace(workloads, token_limits=limits), microbatch_size, taper)
-        count += max(1, count // 16)
+        total += dp_size * max(1, -(-total // dp_size) // 16)
 
 
 def tapered(

@@ -1,4 +1,4 @@
-"""Numbers of microbatches of data-parallel replicas of the language model, and assignment of samples to replicas."""
+"""Assignment of samples to the data-parallel replicas of the language model."""
 
 from __future__ import annotations
 
@@ -10,37 +10,6 @@ from numpy.typing import NDArray
 from .exchange import exchange
 
 _ROUNDS = 5
-
-
-def replica_counts(total: int, warm_up: NDArray, slowest: NDArray) -> NDArray:
-    """
-    Splits equal microbatches over replicas such that the last replica ends as early as possible.
-
-    A replica with `n` microbatches ends after `warm_up + (n - 1) * slowest` (Entrain, equation 4.2), so that the next
-    microbatch always goes to the replica that ends first with one more. That is optimal: ends only grow, and if a
-    replica had fewer, another one would exceed the resulting maximum.
-
-    Args:
-        total (`int`): Microbatches of all replicas, at least one for each.
-        warm_up (`numpy.ndarray` of shape `[num_replicas]`): Time of a microbatch through all stages of each replica.
-        slowest (`numpy.ndarray` of shape `[num_replicas]`): Time of a microbatch on the slowest stage of each replica.
-
-    Returns:
-        `numpy.ndarray`: int64 `[num_replicas]`, at least 1 each.
-    """
-    num_replicas = len(warm_up)
-    if (warm_up == warm_up[0]).all() and (slowest == slowest[0]).all():
-        return np.full(num_replicas, total // num_replicas) + (np.arange(num_replicas) < total % num_replicas)
-    counts, slowest_ms = np.ones(num_replicas, np.int64), slowest.tolist()
-    ends = [
-        (end + step_ms, index) for index, (end, step_ms) in enumerate(zip(warm_up.tolist(), slowest_ms, strict=True))
-    ]
-    heapq.heapify(ends)
-    for _ in range(total - num_replicas):
-        end, index = ends[0]
-        heapq.heapreplace(ends, (end + slowest_ms[index], index))
-        counts[index] += 1
-    return counts
 
 
 def deal_samples(work: NDArray, order: NDArray, counts: NDArray) -> NDArray:

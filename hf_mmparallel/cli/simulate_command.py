@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from ..arrange import contiguous_step, num_microbatches
+from ..arrange import contiguous_step, plan_for_batch
 from ..drawing.timeline import chrome_trace, gantt_png
 from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
 from ..planner.answer import Inputs, batch_to_fill, predict_plan
 from ..planner.inputs import read_model, read_samples
 from ..planner.settings import Settings, read_plugin
 from ..planner.tables import plan_table
-from ..planner.text import groups_text, ms_text, new_console, plural, print_gantt, print_labelled, report
+from ..planner.text import groups_text, microbatches_text, ms_text, new_console, print_gantt, print_labelled, report
 from ..schedule import build_program, simulate
 from .plan_command import warn_of_memory, write_files
 
@@ -55,9 +55,10 @@ def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: Paral
             raise ValueError(f"`--{name}` has no effect without `--model`. Give the model of the plan.")
     size = settings.microbatch_size or 1
     batch = settings.global_batch_size or batch_to_fill(plan, size, plan.num_microbatches)
-    count = num_microbatches(batch, size, plan.modules[LANGUAGE_MODEL].dp_size)
-    plan = replace(plan, num_microbatches=count, schedule=settings.schedule or plan.schedule)
-    simulation = simulate(plan, build_program(plan, contiguous_step(plan, range(batch), size), []))
+    plan = replace(plan_for_batch(plan, batch, size), schedule=settings.schedule or plan.schedule)
+    step = contiguous_step(plan, range(batch), size)
+    simulation = simulate(plan, build_program(plan, step, []))
+    counts = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
     console = new_console()
     console.print(plan_table(plan, None, simulation, None))
     print_labelled(
@@ -65,7 +66,7 @@ def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: Paral
         [
             (
                 "Global batch",
-                f"{batch:,} samples, {plural(count, 'microbatch')} of up to {size} on each language-model replica, "
+                f"{batch:,} samples, {microbatches_text(counts)} of up to {size} on each language-model replica, "
                 f"schedule {plan.schedule}",
             ),
             (

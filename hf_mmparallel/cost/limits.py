@@ -104,7 +104,7 @@ def _check_free(plan: ParallelPlan, free: dict[int, float], memory_bytes: float)
 
 
 class _MemoryDemands:
-    """Memory demand of stages for a microbatch, relative to a microbatch with all work of a replica."""
+    """Memory demand of stages for a microbatch, relative to one with the mean of the work of all replicas."""
 
     def __init__(self, costs: CostModel, plan: ParallelPlan, sizes: SampleSizes):
         self.plan = plan
@@ -123,16 +123,23 @@ class _MemoryDemands:
         scale = np.array([self.squares[name], self.tokens[name]]) / memory.cp_size
         saved = memory.saved.sum(axis=0)
         growing, fixed = in_flight * float(saved[:2] @ scale), in_flight * float(saved[2])
-        fixed += memory.kept_bytes + memory.input_bytes * self.tokens[name]
+        load = self._load(name, replica)
+        fixed += memory.kept_bytes + memory.input_bytes * load * self.tokens[name]
         for edge in self.plan.edges:
             if edge.target == name and stage in self.plan.edge_stages(edge, replica) and edge.source in self.features:
                 copies = self.plan.modules[name].dp_size * memory.cp_size
                 growing += in_flight * self.features[edge.source] / copies
         if name in self.features and memory.frees_features:
-            fixed += self.features[name] / self.plan.modules[name].dp_size
+            fixed += load * self.features[name] / self.plan.modules[name].dp_size
         if in_flight > 1 and self.plan.policy.keeps_all(name in self.features):
-            growing, fixed = 0.0, fixed + growing / in_flight  # all microbatches of the step stay, whatever their size
+            # All microbatches of the step stay, whatever their size.
+            growing, fixed = 0.0, fixed + load * growing / in_flight
         return growing, fixed, np.stack([memory.transient[:, :2] @ scale, memory.transient[:, 2]], axis=1)
+
+    def _load(self, name: str, replica: int) -> float:
+        """Work of a replica relative to the mean of all replicas of its module, by the microbatches of the plan."""
+        counts, served = self.plan.microbatch_counts, self.plan.served_replicas(name, replica)
+        return sum(counts[index] for index in served) * len(counts) / (len(served) * self.plan.total_microbatches)
 
 
 def _stored_pairs(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name: str) -> float:
@@ -168,8 +175,13 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     """
     flow = GradientFlow(plan)
     encoders = plan.encoders
+    turns = {
+        (name, replica): max(plan.microbatch_counts[index] for index in plan.served_replicas(name, replica))
+        for name, module in plan.modules.items()
+        for replica in range(module.dp_size)
+    }
     depths = {
-        key: plan.num_microbatches if plan.policy.keeps_all(key[0] in encoders) else depth + (key[0] in encoders)
+        key: turns[key[:2]] if plan.policy.keeps_all(key[0] in encoders) else depth + (key[0] in encoders)
         for key, depth in stage_depths(plan).items()
     }
     return {key: float(depth) if flow.has_backward(*key) else 1.0 for key, depth in depths.items()}

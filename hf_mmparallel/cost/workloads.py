@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from ..arrange.microbatch_counts import with_fastest_counts
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, Workloads
 from .layers import CostModel
 from .limits import fitting_tokens
@@ -46,7 +49,10 @@ def batch_workloads(
         if layout.padded and len(np.unique(sizes.tokens[name])) > 1:
             row, _ = table.sample_ms(padded[1], padded[0])
             row_ms = (module.tp_size * row).astype(np.float32).astype(float)
-    limits = {} if memory_bytes is None else fitting_tokens(costs, plan, sizes, memory_bytes)
+    workloads = Workloads(forward_ms, ratios, dict(sizes.tokens), {}, row_ms)
+    limits = {}
+    if memory_bytes is not None:
+        limits = fitting_tokens(costs, with_fastest_counts(plan, workloads), sizes, memory_bytes)
     if max_tokens is not None:
         limits[LANGUAGE_MODEL] = min(max_tokens, limits.get(LANGUAGE_MODEL, max_tokens))
-    return Workloads(forward_ms, ratios, dict(sizes.tokens), limits, row_ms)
+    return replace(workloads, token_limits=limits)

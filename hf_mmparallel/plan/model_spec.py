@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 LANGUAGE_MODEL = "language_model"
 
@@ -294,3 +294,14 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         return sum(p.num_elements for module in self.modules.values() for p in module.parameters)
+
+
+def sources_first(modules: Mapping[str, Any], edges: Sequence[Edge]) -> dict[str, Any]:
+    """Sorts modules topologically; the sort is stable."""
+    depth = dict.fromkeys(modules, 0)
+    for _ in modules:
+        for edge in edges:
+            depth[edge.target] = max(depth[edge.target], depth[edge.source] + 1)
+    if any(depth[edge.target] <= depth[edge.source] for edge in edges) or max(depth.values(), default=0) >= len(depth):
+        raise ValueError(f"The edges of the plan, {list(edges)}, form a cycle. Copy the edges of the model.")
+    return {name: modules[name] for name in sorted(modules, key=depth.__getitem__)}

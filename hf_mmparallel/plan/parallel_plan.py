@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -12,8 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from .arrangement_policies import ARRANGEMENT_POLICIES
-from .model_spec import LANGUAGE_MODEL, Edge
-from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
+from .model_spec import LANGUAGE_MODEL, Edge, sources_first
+from .reading import (
+    read_count,
+    read_flag,
+    read_list,
+    read_mapping,
+    read_microbatches,
+    read_name,
+    reject_unknown_keys,
+)
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
 
 StageKey = tuple[str, int, int]  # module, replica, stage
@@ -229,10 +238,11 @@ class ParallelPlan:
             `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
         num_microbatches (`int`, *optional*, defaults to 1):
-            Microbatches of each language-model replica in a full global batch.
+            Microbatches of each language-model replica in a full global batch; their mean, rounded up, if
+            `replica_microbatches` is given, whatever is passed.
         replica_microbatches (`tuple[int, ...]`, *optional*):
-            Microbatches of each language-model replica in a full global batch, where they differ;
-            `num_microbatches` for each by default.
+            Microbatches of each language-model replica in a full global batch; `num_microbatches` for each by default.
+            Smaller global batches have fewer in the same proportions, see [`~ParallelPlan.microbatches_for`].
         microbatch_assignment (`str`, *optional*):
             How the samples of a global batch are assigned to microbatches, if the plan comes from a search: the
             default of the Trainer's argument of the same name.
@@ -244,6 +254,45 @@ class ParallelPlan:
     num_microbatches: int = 1
     replica_microbatches: tuple[int, ...] | None = None
     microbatch_assignment: str | None = None
+
+    def __post_init__(self):
+        if self.replica_microbatches is not None:
+            counts = tuple(self.replica_microbatches)
+            object.__setattr__(self, "replica_microbatches", counts)
+            object.__setattr__(self, "num_microbatches", -(-sum(counts) // max(1, len(counts))))
+
+    @cached_property
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """Microbatches of each language-model replica in a full global batch."""
+        if self.replica_microbatches is not None:
+            return self.replica_microbatches
+        return (self.num_microbatches,) * self.modules[LANGUAGE_MODEL].dp_size
+
+    @cached_property
+    def total_microbatches(self) -> int:
+        """Microbatches of all language-model replicas together in a full global batch."""
+        return sum(self.microbatch_counts)
+
+    def microbatches_for(self, total: int) -> tuple[int, ...]:
+        """
+        Microbatches of each language-model replica in a global batch of another size: at least `total` together, in
+        the proportions of a full one, at least one each.
+
+        Args:
+            total (`int`): Microbatches that the global batch needs, at least 1.
+        """
+        return tuple(-(-count * total // self.total_microbatches) for count in self.microbatch_counts)
+
+    def served_replicas(self, module: str, replica: int) -> range:
+        """
+        The language-model replicas that a replica of `module` works with, if replicas form as many groups as divide
+        the numbers of replicas of both; a replica of the language model itself works alone.
+        """
+        num_replicas, dp_size = self.modules[LANGUAGE_MODEL].dp_size, self.modules[module].dp_size
+        groups = math.gcd(num_replicas, dp_size)
+        served = num_replicas // groups
+        first = replica // (dp_size // groups) * served
+        return range(first, first + served)
 
     @property
     def policy(self) -> SchedulePolicy:
@@ -303,12 +352,11 @@ class ParallelPlan:
     def to_dict(self) -> dict[str, Any]:
         arrangement = self.microbatch_assignment
         assignment = {} if arrangement is None else {"microbatch_assignment": arrangement}
-        counts = self.replica_microbatches
         return {
             "schedule": self.schedule,
             **assignment,
             "num_microbatches": self.num_microbatches,
-            **({} if counts is None else {"replica_microbatches": list(counts)}),
+            **({} if self.replica_microbatches is None else {"replica_microbatches": list(self.replica_microbatches)}),
             "edges": [{"source": e.source, "target": e.target, "layers": list(e.layers)} for e in self.edges],
             "modules": {
                 name: {
@@ -343,8 +391,7 @@ class ParallelPlan:
         """
         if isinstance(data, Mapping) and "plan" in data:
             data = data["plan"]
-        known = ["schedule", "microbatch_assignment", "num_microbatches", "replica_microbatches", "edges"]
-        data = read_mapping(data, "A plan", ["modules"], known)
+        data = read_mapping(data, "A plan", ["modules"], [f.name for f in fields(cls) if f.name != "modules"])
         modules = {
             read_name(name, "The name of a module"): _read_module(module, name)
             for name, module in read_mapping(data["modules"], "`modules` of the plan").items()
@@ -354,12 +401,11 @@ class ParallelPlan:
         edges = tuple(_read_edge(edge, list(modules)) for edge in read_list(data.get("edges", ()), "`edges`"))
         schedule = data.get("schedule", "1f1b")
         reject_unknown_keys("`schedule`", [schedule], SCHEDULES)
-        count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
+        count, counts = read_microbatches(data)
         arrangement = data.get("microbatch_assignment")
         if arrangement is not None:
             reject_unknown_keys("`microbatch_assignment`", [arrangement], list(ARRANGEMENT_POLICIES))
-        counts = _read_replica_microbatches(data.get("replica_microbatches"), modules)
-        return cls(_sources_first(modules, edges), edges, schedule, count, counts, arrangement)
+        return cls(sources_first(modules, edges), edges, schedule, count, counts, arrangement)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -390,20 +436,6 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
     import yaml
 
     path.write_text(yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None))
-
-
-def _read_replica_microbatches(data: Any, modules: Mapping[str, ModulePlan]) -> tuple[int, ...] | None:
-    """Reads the microbatches of each replica of the language model."""
-    if data is None:
-        return None
-    what = "`replica_microbatches` of the plan"
-    counts = tuple(read_count(count, f"A number of {what}", 1) for count in read_list(data, what))
-    dp_size = modules[LANGUAGE_MODEL].dp_size if LANGUAGE_MODEL in modules else len(counts)
-    if len(counts) != dp_size:
-        raise ValueError(
-            f"{what} has {len(counts)} numbers, but `{LANGUAGE_MODEL}` has {dp_size} replicas. Give one for each."
-        )
-    return counts
 
 
 def _read_module(data: Any, name: str) -> ModulePlan:
@@ -464,14 +496,3 @@ def _read_edge(data: Any, modules: Sequence[str]) -> Edge:
     layers = read_list(data.get("layers", (0,)), f"`layers` of the edge from `{ends[0]}`")
     entry_layers = tuple(read_count(layer, f"A layer of the edge from `{ends[0]}`") for layer in layers)
     return Edge(ends[0], ends[1], entry_layers)
-
-
-def _sources_first(modules: Mapping[str, ModulePlan], edges: Sequence[Edge]) -> dict[str, ModulePlan]:
-    """Sorts modules topologically; the sort is stable."""
-    depth = dict.fromkeys(modules, 0)
-    for _ in modules:
-        for edge in edges:
-            depth[edge.target] = max(depth[edge.target], depth[edge.source] + 1)
-    if any(depth[edge.target] <= depth[edge.source] for edge in edges) or max(depth.values(), default=0) >= len(depth):
-        raise ValueError(f"The edges of the plan, {list(edges)}, form a cycle. Copy the edges of the model.")
-    return {name: modules[name] for name in sorted(modules, key=depth.__getitem__)}

@@ -55,6 +55,22 @@ def read_count(value: Any, what: str, least: int = 0) -> int:
     return value
 
 
+def read_microbatches(data: Mapping[str, Any]) -> tuple[int, tuple[int, ...] | None]:
+    """Returns `num_microbatches` and `replica_microbatches` of a plan, raises `ValueError` if they contradict."""
+    count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
+    if data.get("replica_microbatches") is None:
+        return count, None
+    what = "`replica_microbatches` of the plan"
+    counts = tuple(read_count(own, f"A number in {what}", 1) for own in read_list(data["replica_microbatches"], what))
+    mean = -(-sum(counts) // max(1, len(counts)))
+    if data.get("num_microbatches", mean) != mean:
+        raise ValueError(
+            f"`num_microbatches={count}` contradicts `replica_microbatches={list(counts)}`, whose mean, rounded up, "
+            f"is {mean}. Leave `num_microbatches` out."
+        )
+    return mean, counts
+
+
 def read_flag(value: Any, what: str) -> bool:
     """Returns a bool, raises `ValueError` for anything else."""
     if not isinstance(value, bool):

@@ -235,6 +235,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
         raise ValueError(f"The plan has no ranks for module `{missing[0]}` of the model. Add it under `modules`.")
     if set(plan.edges) != set(spec.edges):
         raise ValueError(f"The plan's edges are {list(plan.edges)}, the model's {list(spec.edges)}. Copy the model's.")
+    _check_replica_microbatches(plan)
     used = set()
     for name, module in plan.modules.items():
         _check_meshes(name, module)
@@ -264,6 +265,21 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")
+
+
+def _check_replica_microbatches(plan: ParallelPlan) -> None:
+    """Raises `ValueError` unless each language-model replica has microbatches."""
+    counts, dp_size = plan.replica_microbatches, plan.modules[LANGUAGE_MODEL].dp_size
+    if counts is not None and len(counts) != dp_size:
+        raise ValueError(
+            f"`replica_microbatches={list(counts)}` of the plan are {len(counts)} numbers, but `{LANGUAGE_MODEL}` has "
+            f"{dp_size} replicas. Give one number for each, or leave it out."
+        )
+    if counts is not None and min(counts) < 1:
+        raise ValueError(
+            f"`replica_microbatches={list(counts)}` of the plan: each replica of `{LANGUAGE_MODEL}` needs at least "
+            "one microbatch. Use larger numbers, or leave it out."
+        )
 
 
 def _check_meshes(name: str, module: ModulePlan) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from ..arrange import num_microbatches
+from ..arrange import plan_for_batch
 from ..cost import CostModel, RankMemory, fitting_tokens
 from ..cost.calibration import costs_from, read_costs
 from ..data.global_batches import GlobalBatch
@@ -226,11 +226,9 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
         costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The plan.
     """
-    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     size = settings.microbatch_size or 1
     batch = settings.global_batch_size or batch_to_fill(plan, size, settings.plugin.num_microbatches)
-    count = num_microbatches(batch, size, dp_size)
-    plan = replace(plan, num_microbatches=count, schedule=settings.schedule or plan.schedule)
+    plan = replace(plan_for_batch(plan, batch, size), schedule=settings.schedule or plan.schedule)
     pool = inputs.samples.sizes(inputs.source, settings, batch)
     sizes = inputs.samples.draw(pool, batch, inputs.seed)
     limit = _memory_for(settings, costs, plan, sizes)
@@ -256,8 +254,10 @@ def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None =
     Args:
         plan (`ParallelPlan`): The plan.
         microbatch_size (`int`): Samples of a microbatch of one language model replica.
-        wanted (`int`, *optional*): Number of microbatches per replica.
+        wanted (`int`, *optional*): Number of microbatches per replica; that of the plan if it has one for each.
     """
+    if plan.replica_microbatches is not None:
+        return microbatch_size * plan.total_microbatches
     module = plan.modules[LANGUAGE_MODEL]
     depth = max(len(stages) for stages in module.replicas) + (len(plan.modules) > 1)
     return microbatch_size * module.dp_size * (wanted or 2 * depth)

@@ -159,11 +159,15 @@ def batch_text(answer: Answer) -> str:
         each = f"on average {answer.global_batch_size / sum(counts):.3g}"
     packed = answer.costs.packs_rows or plan.modules[LANGUAGE_MODEL].cp_size > 1
     rows = ", rows packed" if packed else ", rows padded" if not answer.inputs.samples.are_alike else ""
-    noun = plural(1, "microbatch") if max(counts) == 1 else f"{range_text(counts)} microbatches"
     return (
-        f"{answer.global_batch_size:,} samples, {noun} of {each} on each language-model replica, "
+        f"{answer.global_batch_size:,} samples, {microbatches_text(counts)} of {each} on each language-model replica, "
         f"schedule {plan.schedule}, arranged by `{answer.arrangement}`{rows}"
     )
+
+
+def microbatches_text(counts: Sequence[int]) -> str:
+    """`1 microbatch`, `8 microbatches`, or `5 to 11 microbatches` if replicas differ."""
+    return plural(1, "microbatch") if max(counts) == 1 else f"{range_text(counts)} microbatches"
 
 
 def samples_text(answer: Answer) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .microbatch_counts import fastest_counts
+from ..arrange import fastest_counts
 from .templates import PipelineTemplate
 
 

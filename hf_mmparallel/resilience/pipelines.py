@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..arrange import fastest_counts
 from ..plan import ParallelPlan, Stage, check_plan
 from ..plan.resolve import as_trained
 from ..plan.schedules import Schedule
-from .microbatch_counts import fastest_counts
 from .model_chain import ModelChain, mesh_of, settings_of
 from .reconfiguration import Change
 from .state_copies import PlacedPlan

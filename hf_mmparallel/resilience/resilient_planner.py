@@ -11,7 +11,6 @@ from itertools import takewhile
 from ..plan import ParallelPlan
 from .adopted_plan import adopted_pipelines
 from .instantiation import Instantiation, best_instantiation
-from .microbatch_counts import check_microbatches
 from .node_assignment import assigned_nodes, kept_bytes
 from .node_counts import check_guarantee, node_counts
 from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans
@@ -41,7 +40,11 @@ class ResilientPlanner:
 
     def __post_init__(self):
         check_guarantee(self.num_nodes, self.fewest, self.failures)
-        check_microbatches(self.plans.num_microbatches, self.failures + 1)
+        if self.plans.num_microbatches <= self.failures:
+            raise ValueError(
+                f"{self.plans.num_microbatches} microbatches are too few for {self.failures + 1} copies of the model, "
+                "each of which needs one. Use a larger global batch or smaller microbatches."
+            )
         self._check_sums()
 
     @property

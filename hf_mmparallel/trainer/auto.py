@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..arrange.contiguous import num_microbatches
+from ..arrange import plan_for_batch
 from ..callbacks.base import not_worth_a_run
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
@@ -137,9 +137,8 @@ def _resumed_or_searched(
     batch = resolve_batch(args, args.world_size)
     saved, origin = saved_plan(prepared, plugin, args)
     if saved is not None:
-        dp_size = saved.modules[LANGUAGE_MODEL].dp_size
-        size = -(-batch // (dp_size * saved.num_microbatches))
-        saved = replace(saved, num_microbatches=num_microbatches(batch, size, dp_size))
+        size = -(-batch // saved.total_microbatches)
+        saved = plan_for_batch(saved, batch, size)
         return FoundPlan(saved, batch, size, saved.microbatch_assignment), AutoSearch(None, origin)
     answer = _searched(prepared, sizes, plugin, args, batch)
     return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.arrangement), AutoSearch(answer, origin)

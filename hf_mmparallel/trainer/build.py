@@ -17,7 +17,7 @@ from .._files import readable
 from ..adapters.adapter import Adapter, add_adapters
 from ..adapters.adapter_files import adapter_names
 from ..adapters.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
-from ..arrange import num_microbatches
+from ..arrange import plan_for_batch
 from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.calibration import Calibration, costs_from, read_costs
@@ -394,13 +394,12 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
     """The plan with the number of microbatches that the batch sizes give."""
     draft = plan_for_model(plugin, spec, args.world_size)
     dp_size = draft.modules[LANGUAGE_MODEL].dp_size
-    count = num_microbatches(resolve_batch(args, dp_size), args.per_device_train_batch_size, dp_size)
-    if plugin.plan is None and plugin.num_microbatches not in (None, count):
+    plan = plan_for_batch(draft, resolve_batch(args, dp_size), args.per_device_train_batch_size)
+    if plugin.plan is None and plugin.num_microbatches not in (None, plan.num_microbatches):
         raise ValueError(
-            f"`num_microbatches={plugin.num_microbatches}` contradicts the batch sizes, which give {count}. Leave it "
-            "out, or change `per_device_train_batch_size`."
+            f"`num_microbatches={plugin.num_microbatches}` contradicts the batch sizes, which give "
+            f"{plan.num_microbatches}. Leave it out, or change `per_device_train_batch_size`."
         )
-    plan = replace(plan_for_model(plugin, spec, args.world_size, count), num_microbatches=count)
     if args.activation_checkpointing:
         modules = {name: replace(module, activation_checkpointing=True) for name, module in plan.modules.items()}
         plan = replace(plan, modules=modules)

@@ -168,8 +168,7 @@ class StepLoaders:
         # A forward pipeline of `depth` stages idles for depth - 1 of the microbatches + depth - 1 turns: with twice as
         # many microbatches as stages for at most a third of the time. More, as in a training step, waste less; without
         # backwards none is kept, so that their number costs memory of the host only.
-        num_microbatches = max(2 * depth, plan.num_microbatches)
-        count = size * plan.modules[LANGUAGE_MODEL].dp_size * num_microbatches
+        count = size * max(2 * depth * plan.modules[LANGUAGE_MODEL].dp_size, plan.total_microbatches)
         dataset = self._windowed(dataset, drop_last=False)
         if isinstance(dataset, StreamWindow):
             order: Any = StreamSampler(dataset)

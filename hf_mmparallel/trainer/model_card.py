@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard
 
 from .. import __version__
 from ..plan import ParallelPlan, save_layout
+from ..planner.tables import range_text
 from ..runtime.engine import ParallelEngine
 from ..search.comparison import RunComparison
 
@@ -61,8 +62,8 @@ def plan_section(
         _SECTION,
         "",
         f"Trained with `hf_mmparallel` {__version__} on {plan.world_size} ranks, schedule `{plan.schedule}`, "
-        f"{plan.num_microbatches} microbatches, {global_batch_size} samples an optimizer step. The plan is in "
-        "`parallel_plan.json`.",
+        f"{range_text(plan.microbatch_counts)} microbatches, {global_batch_size} samples an optimizer step. The "
+        "plan is in `parallel_plan.json`.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "|".join(" --- " for _ in head) + "|",

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import replicas
-from hf_mmparallel.arrange.replicas import assign_replicas, replica_counts
+from hf_mmparallel.arrange.replicas import assign_replicas
 
 
 def spread(replica, weights, num_replicas: int) -> float:
@@ -63,23 +63,3 @@ def test_a_replica_that_is_twice_as_fast_gets_twice_the_work():
 
 def test_equal_samples_are_dealt_evenly_and_without_encoders():
     assert np.bincount(assign_replicas(np.ones(20), np.zeros((20, 0)), np.ones(4))).tolist() == [5] * 4
-
-
-@settings(max_examples=80)
-@given(st.data(), st.integers(1, 4), st.integers(0, 8))
-def test_unlike_replicas_get_the_numbers_of_microbatches_with_which_the_last_ends_first(data, num_replicas, more):
-    fill = np.array(data.draw(st.lists(st.integers(1, 30), min_size=num_replicas, max_size=num_replicas)), float)
-    slowest = np.array(data.draw(st.lists(st.integers(1, 9), min_size=num_replicas, max_size=num_replicas)), float)
-    total = num_replicas + more
-    counts = replica_counts(total, fill, slowest)
-    assert counts.sum() == total and counts.min() >= 1
-    ways = (way for way in itertools.product(range(1, total + 1), repeat=num_replicas) if sum(way) == total)
-    best = min((fill + (np.array(way) - 1) * slowest).max() for way in ways)
-    assert (fill + (counts - 1) * slowest).max() == best
-
-
-def test_replicas_of_four_three_and_two_stages_share_24_microbatches():
-    counts = replica_counts(24, np.full(3, 120.0), np.array([30.0, 40, 60]))
-    assert (120 + (counts - 1) * [30, 40, 60]).max() == 420  # 540 with eight each
-    assert counts.tolist() == [11, 8, 5]  # 11, 7 and 6 take as long, with two replicas at the limit
-    assert replica_counts(24, np.full(3, 120.0), np.full(3, 40.0)).tolist() == [8, 8, 8]

@@ -1,5 +1,6 @@
 """Replicas of the language model with unlike stages: every arrangement gives the faster ones more microbatches."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.arrange.balance import step_balance
-from hf_mmparallel.arrange.colocated_modules import microbatch_counts
+from hf_mmparallel.arrange.microbatch_counts import microbatch_counts
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
 from tests.arrange.test_baselines import make_workloads
@@ -53,7 +54,7 @@ def test_every_arrangement_follows_the_counts(arrangement, num_encoders):
     workloads = PUBLISHED_MODELS["llama3-3b"].workloads(PUBLISHED["llava-150k"].draw(96, 0))
     workloads.forward_ms["vision"][:] *= 0.1  # so that encoders of one stage hold nobody up
     workloads.forward_ms["vision"][::7] = 0  # text alone
-    counts = microbatch_counts(plan, workloads, 8)
+    counts = microbatch_counts(plan, workloads, 24)
     step = arrange_step(plan, range(96), workloads, 4, arrangement)
     step.check(plan)
     assert counts.sum() == 24 and list(counts) == sorted(counts, reverse=True) and counts[0] > counts[2]
@@ -88,6 +89,21 @@ def test_a_step_is_as_long_as_the_closed_form_says():
     assert iteration_ms(plan, shared, workloads) == pytest.approx(420)
     alike = make_step({"vision": [[], [], []], LANGUAGE_MODEL: [[[8 * d + i] for i in range(8)] for d in range(3)]})
     assert iteration_ms(plan, alike, workloads) == pytest.approx(540)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_step_with_the_counts_of_the_plan(arrangement):
+    """Of 24 equal microbatches, 11, 7 and 6 take 420 ms, as the predicted 11, 8 and 5 do; eight each take 540 ms."""
+    workloads = make_workloads([0.0] * 24, [40.0] * 24)
+    plan, step_ms = unlike(3), {}
+    for counts in [(11, 7, 6), (8, 8, 8), None]:
+        plan = dataclasses.replace(plan, replica_microbatches=counts)
+        step = arrange_step(plan, range(24), workloads, 1, arrangement)
+        found = tuple(len(own) for own in step.microbatches[LANGUAGE_MODEL])
+        assert found == (counts or (11, 8, 5))
+        step_ms[counts] = iteration_ms(plan, step, workloads)
+    assert step_ms[11, 7, 6] == step_ms[None] == pytest.approx(420)
+    assert step_ms[8, 8, 8] == pytest.approx(540)
 
 
 def test_microbatches_of_a_shared_encoder_come_when_each_replica_needs_them():

@@ -68,6 +68,17 @@ def test_saved_plans_are_read_again(model, tmp_path, run):
     assert "schedule gpipe" in run("simulate", path, "--model", model, "--schedule", "gpipe")
 
 
+def test_a_plan_says_how_many_microbatches_each_replica_has(model, tmp_path, run, fail):
+    path = tmp_path / "plan.yaml"
+    run("plan", "--model", model, "--module", "language_model:dp=2", "--output", path)
+    plan = ParallelPlan.load(path)
+    ParallelPlan.save(replace(plan, replica_microbatches=(5, 2)), path)
+    for out in (run("simulate", path, "--microbatch-size", 3), run("simulate", path, "--model", model)):
+        assert re.search(r"(21|7) samples, 2 to 5 microbatches of", out)
+    error = fail("simulate", path, "--model", model, "--global-batch-size", 12)
+    assert "are 7 microbatches, but a global batch of 12 samples in microbatches of 1 has 12" in error
+
+
 def test_frozen_modules_travel_with_a_plan(model, tmp_path, figures):
     """The Trainer works out what is trained from the settings of modules, which a plan alone does not hold."""
     path = tmp_path / "plan.yaml"

@@ -1,17 +1,20 @@
 """Microbatches as large, and as many in flight, as memory allows, and not one more."""
 
+import bisect
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
-from hf_mmparallel.arrange import arrange_step, contiguous_step
+from hf_mmparallel.arrange import arrange_step, contiguous_step, with_fastest_counts
 from hf_mmparallel.arrange.balance import deferred_fraction
 from hf_mmparallel.cost import fitting_in_flight, fitting_tokens, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
+from hf_mmparallel.cost.workloads import batch_workloads
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Stage, resolve_plan
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
 from tests.cost.models import h100, model
 
@@ -95,6 +98,54 @@ def test_where_all_forwards_go_first_smaller_microbatches_save_nothing(schedule)
         assert fullest(max(even for even in (4, 8, 16, 32) if even <= size)) <= budget
     with pytest.raises(ValueError, match=rf'of 0\.\d+ GiB of memory\. `schedule="{schedule}"` keeps .*use `"1f1b"`'):
         fitting_tokens(h100(spec), plan, sizes, 0.9 * fullest(1))
+
+
+def test_where_all_forwards_go_first_a_replica_keeps_its_own_microbatches():
+    """Three quarters of the batch are with the first replica, where equal ones would have half each."""
+    spec, sizes = model(), sizes_of(300, 200, 64)
+    plan = resolve_plan(spec, {name: ModulePlugin(dp_size=2) for name in spec.modules}, schedule="gpipe")
+    plan = replace(plan, replica_microbatches=(6, 2))
+
+    def fullest(size: int) -> float:
+        step = contiguous_step(plan, range(64), size)
+        peaks = simulate(plan, build_program(plan, step, [])).peak_in_flight
+        assert size < 8 or steady_in_flight(plan) == peaks
+        return max(m.total for m in memory_per_rank(h100(spec), plan, step, sizes, peaks).values())
+
+    assert sorted(steady_in_flight(plan).values()) == [2, 2, 6, 6]
+    limits = fitting_tokens(h100(spec), plan, sizes, 1.02 * fullest(8))
+    assert min(limits["vision"] / 300, limits[LANGUAGE_MODEL] / 200) >= 8
+    with pytest.raises(ValueError, match='`schedule="gpipe"` keeps the activations'):
+        fitting_tokens(h100(spec), plan, sizes, 0.9 * fullest(1))
+
+
+def test_where_all_forwards_go_first_a_faster_replica_keeps_more_microbatches():
+    """Without numbers in the plan, those that are predicted count."""
+    spec, sizes = model(), sizes_of(300, 200, 64)
+    plan = resolve_plan(spec, {name: ModulePlugin(dp_size=2) for name in spec.modules}, schedule="gpipe")
+    cut = (Stage((0, 2), ((2,),)), Stage((2, 4), ((4,),)))
+    language = replace(plan.modules[LANGUAGE_MODEL], replicas=(cut, (Stage((0, 4), ((3,),)),)))
+    plan = replace(plan, modules={**plan.modules, LANGUAGE_MODEL: language}, num_microbatches=8)
+    counts = with_fastest_counts(plan, batch_workloads(h100(spec), plan, sizes)).microbatch_counts
+    assert counts[0] > 8 > counts[1]
+    explicit = replace(plan, replica_microbatches=counts)
+    budgets = np.geomspace(1e6, 1e12, 2000).tolist()
+    budget = budgets[
+        bisect.bisect(budgets, False, key=lambda own: _fits(spec, explicit, sizes, own))
+    ]  # least that fits
+    assert batch_workloads(h100(spec), plan, sizes, memory_bytes=budget).token_limits == fitting_tokens(
+        h100(spec), explicit, sizes, budget
+    )
+    with pytest.raises(ValueError, match='`schedule="gpipe"` keeps the activations'):
+        batch_workloads(h100(spec), plan, sizes, memory_bytes=0.98 * budget)
+    assert _fits(spec, plan, sizes, 0.98 * budget)  # as many microbatches each would need less
+
+
+def _fits(spec, plan, sizes: SampleSizes, memory_bytes: float) -> bool:
+    with suppress(ValueError):
+        fitting_tokens(h100(spec), plan, sizes, memory_bytes)
+        return True
+    return False
 
 
 def test_state_that_does_not_fit_is_refused():

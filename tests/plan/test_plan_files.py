@@ -66,6 +66,38 @@ def test_optional_keys_of_a_plan_have_defaults():
     )
 
 
+def test_the_microbatches_of_each_replica_are_part_of_a_plan():
+    plan = resolve_plan(model_spec(), {LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
+    data = {**plan.to_dict(), "replica_microbatches": [5, 2]}
+    del data["num_microbatches"]
+    back = ParallelPlan.from_dict(data)
+    assert back == dataclasses.replace(plan, replica_microbatches=(5, 2)) == ParallelPlan.from_dict(back.to_dict())
+    assert (back.num_microbatches, back.microbatch_counts, back.total_microbatches) == (4, (5, 2), 7)
+    assert "replica_microbatches" not in plan.to_dict() and plan.microbatch_counts == (1, 1)
+    assert [list(back.served_replicas("vision", 0)), list(back.served_replicas(LANGUAGE_MODEL, 1))] == [[0, 1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("given_counts", "message"),
+    [
+        ({"replica_microbatches": 3}, "`replica_microbatches` of the plan is `3`; it must be a list"),
+        (
+            {"replica_microbatches": [3, 0]},
+            "A number in `replica_microbatches` of the plan is `0`; it must be a whole",
+        ),
+        (
+            {"replica_microbatches": [3, 1], "num_microbatches": 3},
+            r"`num_microbatches=3` contradicts .*\[3, 1\]`.* is 2",
+        ),
+        ({"replica_microbatch": [3, 1]}, "`replica_microbatches`"),
+    ],
+)
+def test_wrong_microbatches_of_replicas_are_refused(given_counts, message):
+    plan = resolve_plan(model_spec(), {LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
+    with pytest.raises(ValueError, match=message):
+        ParallelPlan.from_dict({**plan.to_dict(), "num_microbatches": 2, **given_counts})
+
+
 def test_the_fingerprint_sees_every_field():
     stage = PLAN.stage(LANGUAGE_MODEL, 0, 1)
     module = PLAN.modules[LANGUAGE_MODEL]
@@ -80,6 +112,7 @@ def test_the_fingerprint_sees_every_field():
     others.append(dataclasses.replace(PLAN, edges=()))
     others.append(dataclasses.replace(PLAN, schedule="1f1b"))
     others.append(dataclasses.replace(PLAN, num_microbatches=4))
+    others.append(dataclasses.replace(PLAN, replica_microbatches=(3,)))
     assert len({plan.fingerprint for plan in [PLAN, *others]}) == 1 + len(others)
 
 

@@ -245,6 +245,17 @@ def test_a_stack_that_features_leave_from_inside_is_not_cut():
         check_plan(cut, spec)
 
 
+def test_microbatches_for_other_replicas_than_there_are_are_refused():
+    plan = resolve({}, {"dp_size": 2})
+    check_plan(dataclasses.replace(plan, replica_microbatches=(3, 1)), SPEC)
+    with pytest.raises(
+        ValueError, match=r"`replica_microbatches=\[3, 1, 1\]` .* are 3 numbers, but .* has 2 replicas"
+    ):
+        check_plan(dataclasses.replace(plan, replica_microbatches=(3, 1, 1)), SPEC)
+    with pytest.raises(ValueError, match=r"`replica_microbatches=\[3, 0\]` .* needs at least one microbatch"):
+        check_plan(dataclasses.replace(plan, replica_microbatches=(3, 0)), SPEC)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_mmparallel.arrange import fastest_counts
 from hf_mmparallel.resilience.instantiation import Instantiation, best_instantiation
-from hf_mmparallel.resilience.microbatch_counts import fastest_counts
 from hf_mmparallel.resilience.node_counts import instantiations, node_counts
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 

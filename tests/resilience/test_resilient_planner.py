@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_mmparallel.arrange import fastest_counts
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlugin,
@@ -23,7 +24,6 @@ from hf_mmparallel.plan import (
     stage_parameters,
 )
 from hf_mmparallel.resilience.adopted_plan import module_settings
-from hf_mmparallel.resilience.microbatch_counts import fastest_counts
 from hf_mmparallel.resilience.model_chain import model_chain
 from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError

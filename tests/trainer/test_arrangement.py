@@ -44,6 +44,7 @@ class Case:
         limited (`bool`): Whether microbatches of the language model may only have so many tokens.
         defers (`bool`): Whether the language model takes samples of an encoder's microbatch a microbatch later.
         unlike (`bool`): Whether one copy of the language model has more microbatches than the other.
+        counts (`list[list[int]]`, *optional*): Microbatches of each copy in each step, if the plan says them.
     """
 
     family: str
@@ -53,6 +54,7 @@ class Case:
     limited: bool = False
     defers: bool = True
     unlike: bool = False
+    counts: list[list[int]] | None = None
 
 
 def stage(first: int, last: int, rank: int) -> dict[str, Any]:
@@ -108,6 +110,51 @@ CASES = {
         },
         {"microbatch_assignment": "hierarchical"},
         unlike=True,
+    ),
+    "counts of the plan, copies of two stages and of one, each with a copy of vision": Case(
+        "llava",
+        5,
+        {
+            "replica_microbatches": [3, 1],
+            "modules": {
+                VISION: {"replicas": [[stage(0, 4, 0)], [stage(0, 4, 1)]]},
+                LM: {"replicas": [[stage(0, 2, 2), stage(2, 4, 3)], [stage(0, 4, 4)]]},
+            },
+        },
+        {"microbatch_assignment": "hierarchical", "per_device_train_batch_size": 5},
+        unlike=True,
+        counts=[[3, 1], [2, 1], [3, 1]],
+    ),
+    "counts of the plan, all forwards first, vision in the stages of each copy": Case(
+        "qwen2_vl",
+        5,
+        {
+            "schedule": "gpipe",
+            "replica_microbatches": [5, 2],
+            "modules": {
+                VISION: {"replicas": [[stage(0, 2, 0), stage(2, 4, 1)], [stage(0, 4, 3)]]},
+                LM: {"replicas": [[stage(0, 1, 0), stage(1, 3, 1), stage(3, 4, 2)], [stage(0, 2, 3), stage(2, 4, 4)]]},
+            },
+        },
+        {"microbatch_assignment": "contiguous"},
+        defers=False,
+        unlike=True,
+        counts=[[5, 2], [3, 2], [5, 2]],
+    ),
+    "counts of the plan, gradients of the LM divided in its backwards, one encoder for all": Case(
+        "llava",
+        4,
+        {
+            "replica_microbatches": [4, 1, 2],
+            "modules": {
+                VISION: {"replicas": [[stage(0, 4, 0)]]},
+                LM: {"replicas": [[stage(0, 4, rank)] for rank in (1, 2, 3)], "sharding": {"zero_stage": 2}},
+            },
+        },
+        {"microbatch_assignment": "disttrain"},
+        defers=False,
+        unlike=True,
+        counts=[[4, 1, 2], [3, 1, 2], [4, 1, 2]],
     ),
     "reordered, both modules on the same ranks": Case(
         "llava",
@@ -176,7 +223,7 @@ def arranged_run(case: Case) -> tuple[runs.Run, list[Arranged], list[float]]:
     given = {**sizes, **STEPS, **case.arguments}
     trainer = runs.make_trainer(case.family, case.parallel, data=data, callbacks=[recorder], **given)
     recorder.engine = trainer.engine
-    run = runs.run_of(trainer)
+    run = runs.run_of(trainer, evaluate=case.counts is not None)
     shares = [row["parallel/deferred_fraction"] for row in trainer.state.log_history if "loss" in row]
     return run, recorder.steps, shares
 
@@ -186,14 +233,18 @@ def test_an_arranged_run_equals_the_stock_trainer(name: str):
     case = CASES[name]
     data = tiny.make_dataset(case.family, NUM_SAMPLES, shapes=long_tailed())
     freeze = runs.frozen(case.parallel)
-    reference = runs.stock(case.family, freeze, data=data, per_device_train_batch_size=GLOBAL_BATCH, **STEPS)
+    evaluate, sizes = case.counts is not None, {"per_device_train_batch_size": GLOBAL_BATCH, **STEPS}
+    reference = runs.stock(case.family, freeze, data=data, evaluate=evaluate, **sizes)
     ranks = run_distributed(arranged_run, case.world_size, case)
     run, steps, shares = ranks[0]
     runs.assert_same_run(run, reference)
+    if evaluate:
+        assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
     assert all(other.logs == run.logs for other, _, _ in ranks)
     assert all((others, seen) == (steps, shares) for _, others, seen in ranks)
     assert len(steps) == len(shares) == 3
     assert any(len(set(step.counts)) > 1 for step in steps) == case.unlike
+    assert case.counts in (None, [step.counts for step in steps])
     if case.defers:
         # A copy with fewer microbatches than the other has them less than every turn: its next one is two turns later.
         assert {0, 1} <= set().union(*(step.lags for step in steps)) <= ({0, 1, 2} if case.unlike else {0, 1})

@@ -53,7 +53,13 @@ def sentences(cases: dict[str, tuple[str, dict, dict]]) -> dict[str, str]:
     }
 
 
+UNLIKE = {"replicas": [[{"layers": [0, 4], "ranks": [[rank]]}] for rank in (0, 1)]}
 LAYOUTS = {
+    "other microbatches than the batch has": (
+        ("llava", {"modules": {VISION: UNLIKE, LM: UNLIKE}, "replica_microbatches": [3, 2]}, {}),
+        r"`replica_microbatches=\[3, 2\]` of the plan are 5 microbatches, but a global batch of 8 samples in "
+        r"microbatches of 2 has 4\. Change the batch sizes or these numbers, or leave them out",
+    ),
     "too many ranks": (
         ("llava", {LM: {"pp_size": 4}}, {}),
         r"The plan is for 5 ranks \(vision: dp 1 x pp 1 x tp 1 = 1; language_model: dp 1 x pp 4 x tp 1 = 4\), but 2 "
