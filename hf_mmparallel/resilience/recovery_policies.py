@@ -28,7 +28,11 @@ class TemplateRecovery:
         job ([`ReplayJob`]): The job.
         costs ([`EventCosts`]): What events cost.
         failures (`int`): Simultaneous losses that are survived for certain.
-        saves (`bool`, *optional*, defaults to `False`): Whether checkpoints are written every `costs.save_every` steps.
+        saves (`bool`, *optional*, defaults to `False`):
+            Whether checkpoints are written every `costs.save_every` steps.
+        replans (`bool`, *optional*, defaults to `False`):
+            Whether the fastest instantiation is taken after a loss, too, instead of what becomes of the pipelines by
+            [`without_nodes`]; more layers are copied then.
 
     Raises:
         `ValueError`: If one copy does not fit, or the nodes are too few for `failures + 1` copies.
@@ -38,6 +42,7 @@ class TemplateRecovery:
     costs: EventCosts
     failures: int
     saves: bool = False
+    replans: bool = False
     alive: set[int] = field(default_factory=set, init=False)
     pipelines: list[Nodes] = field(default_factory=list, init=False)
     _held: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
@@ -51,41 +56,53 @@ class TemplateRecovery:
     def join(self, nodes: frozenset[int]) -> Transition | None:
         """See [`RecoveryPolicy`]."""
         self.alive |= nodes
-        best = best_instantiation(
-            self.templates, len(self.alive), self.failures + 1, self.job.num_microbatches
-        )
-        if best is None or len(self.alive) < (self.failures + 1) * self.counts[0]:
+        if len(self.alive) < (self.failures + 1) * self.counts[0]:
             return None
         was_running = bool(self.pipelines)
-        self.pipelines = _regrouped([one.num_nodes for one in best.pipelines], self.pipelines, self.alive)
+        self._use_fastest()
         if was_running:
             return Transition(self._pace(), self._recovery(self.costs.regroup_s))
         pauses: Pauses = (("restarting", self.costs.restart_s),) if self._was_started else ()
         self._was_started = True
         return Transition(self._pace(), pauses)
 
-    def lose(self, nodes: frozenset[int]) -> Transition | None:
+    def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
         """See [`RecoveryPolicy`]."""
         self.alive -= nodes
         for node in nodes:
             self._held.pop(node, None)
         if not self.pipelines:
-            return None
+            return None, False
         is_whole = frozenset().union(*self._held.values()) >= self.job.all_layers
         try:
             self.pipelines = list(without_nodes(self.pipelines, nodes, self.counts, self.failures).pipelines)
         except TooFewNodesError:
             self.pipelines = []
             if is_whole:
-                return Transition(None, (("saving", self.costs.save_s),), "step")
-            return Transition(None, (), "saved")
+                return Transition(None, (("saving", self.costs.save_s),), "step"), False
+            return Transition(None, (), "saved"), False
+        if self.replans:
+            self.alive |= waiting
+            self._use_fastest()
         if not is_whole:
-            return Transition(self._pace(), (("restarting", self.costs.restart_s),), "saved")
-        return Transition(self._pace(), self._recovery(self.costs.detect_s + self.costs.regroup_s), "step")
+            return Transition(self._pace(), (("restarting", self.costs.restart_s),), "saved"), self.replans
+        pauses = self._recovery(self.costs.detect_s + self.costs.regroup_s)
+        return Transition(self._pace(), pauses, "step"), self.replans
 
     def settle(self) -> None:
         """See [`RecoveryPolicy`]."""
         self._held = self._needed()
+
+    def _use_fastest(self) -> None:
+        """The fastest instantiation on all nodes."""
+        num_microbatches = self.job.num_microbatches
+        best = best_instantiation(self.templates, len(self.alive), self.failures + 1, num_microbatches)
+        if best is None:
+            raise ValueError(
+                f"{num_microbatches} microbatches can't be divided among {self.failures + 1} pipelines on "
+                f"{len(self.alive)} nodes. Use a larger global batch or smaller microbatches."
+            )
+        self.pipelines = _regrouped([one.num_nodes for one in best.pipelines], self.pipelines, self.alive)
 
     def _pace(self) -> Pace:
         templates = [self.job.usable_template(len(nodes)) for nodes in self.pipelines]
@@ -209,12 +226,13 @@ class GridRestart:
         self._was_started = True
         return Transition(self._use(found), saving + starting)
 
-    def lose(self, nodes: frozenset[int]) -> Transition | None:
+    def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
         """See [`RecoveryPolicy`]."""
         self.alive -= nodes
         if self.grid is None or nodes.isdisjoint(self.used):
-            return None
-        return Transition(self._use(self._best()), (("restarting", self.costs.restart_s),), "saved")
+            return None, False
+        self.alive |= waiting
+        return Transition(self._use(self._best()), (("restarting", self.costs.restart_s),), "saved"), True
 
     def settle(self) -> None:
         """See [`RecoveryPolicy`]."""
@@ -269,22 +287,22 @@ class RedundantStages:
         self._was_started = True
         return Transition(self._pace(), self._copies(self.costs.regroup_s) if was_running else starting)
 
-    def lose(self, nodes: frozenset[int]) -> Transition | None:
+    def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
         """See [`RecoveryPolicy`]."""
         self.alive -= nodes
         if self.grid is None or all(nodes.isdisjoint(pipeline) for pipeline in self.pipelines):
-            return None
+            return None, False
         self.pipelines = [[None if node in nodes else node for node in pipeline] for pipeline in self.pipelines]
-        best = self._best()
         if any(_has_lost_neighbours(pipeline) for pipeline in self.pipelines):
-            self._use(best)
-            pace = None if best is None else self._pace()
-            return Transition(pace, (("restarting", self.costs.restart_s),), "saved")
-        regroup_s = self.costs.detect_s + self.costs.regroup_s
+            self.alive |= waiting
+            self._use(self._best())
+            pace = None if self.grid is None else self._pace()
+            return Transition(pace, (("restarting", self.costs.restart_s),), "saved"), True
+        regroup_s, best = self.costs.detect_s + self.costs.regroup_s, self._best()
         if best is not None and best.step_s < self._pace().step_s:
             self._use(best)
-            return Transition(self._pace(), self._copies(regroup_s), "step")
-        return Transition(self._pace(), (("restarting", regroup_s),), "step")
+            return Transition(self._pace(), self._copies(regroup_s), "step"), False
+        return Transition(self._pace(), (("restarting", regroup_s),), "step"), False
 
     def settle(self) -> None:
         """See [`RecoveryPolicy`]."""

@@ -127,9 +127,7 @@ class EventCosts:
             save_every (`int`, *optional*, defaults to 10): Steps between two checkpoints.
         """
         save_s = job.total_bytes / storage_bytes_per_s
-        return cls(
-            copy_bytes_per_s=node_bytes_per_s, save_s=save_s, restart_s=start_s + save_s, save_every=save_every
-        )
+        return cls(copy_bytes_per_s=node_bytes_per_s, save_s=save_s, restart_s=start_s + save_s, save_every=save_every)
 
 
 def copy_seconds(

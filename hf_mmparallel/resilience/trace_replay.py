@@ -55,8 +55,11 @@ class Transition:
 class RecoveryPolicy(Protocol):
     """How a job reacts to nodes that are lost and nodes that join. It has the state of one replay."""
 
-    def lose(self, nodes: frozenset[int]) -> Transition | None:
-        """What a loss of nodes does; `None` if the job goes on as before."""
+    def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
+        """
+        What a loss of nodes does, `None` if the job goes on as before; and whether the nodes that wait to join are
+        taken in with it.
+        """
         ...
 
     def join(self, nodes: frozenset[int]) -> Transition | None:
@@ -121,9 +124,9 @@ class Replay:
         return self.samples / self.length_s if self.length_s else 0.0
 
     @property
-    def shares(self) -> dict[Cause, float]:
+    def shares(self) -> dict[str, float]:
         """Cause -> share of the time of all nodes."""
-        seconds = dict.fromkeys(CAUSES, 0.0)
+        seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         for span in self.spans:
             if span.pace is None:
                 seconds[span.cause] += span.seconds * span.num_nodes
@@ -209,7 +212,9 @@ class _Run:
         members = lost - self.waiting
         self.waiting = (self.waiting - lost) | joined
         if members:
-            self._apply(self.policy.lose(members))
+            transition, takes_in = self.policy.lose(members, self.waiting)
+            self.waiting = frozenset() if takes_in else self.waiting
+            self._apply(transition)
 
     def lose_since(self, since_s: float) -> None:
         """What was computed since then does not count."""
