@@ -158,7 +158,7 @@ def papers_failures() -> str:
             "templates are planned in 0.28 s (8 nodes, 24 layers) to 3,298 s (24 nodes of 8 GPUs, 96 layers)",
             "table 2.3",
             "better",
-            f"{_limited(0):.2f} s and {_limited(-1):.1f} s of processor time with limited memory, by exact dynamic "
+            f"{_limited(0):.3f} s and {_limited(-1):.1f} s of processor time with limited memory, by exact dynamic "
             "programming; in Python on this machine, the paper's is C++ on another one",
         ),
         (
