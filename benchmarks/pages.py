@@ -30,6 +30,7 @@ import sampler_figures
 import scale_figures
 import search_figures
 import sharding_figures
+import template_figures
 import trainer_figures
 from figures import ROOT
 
@@ -43,6 +44,7 @@ QUOTING = (
     published_figures,
     sampler_figures,
     search_figures,
+    template_figures,
     trainer_figures,
 )
 QUOTED = {page for source in QUOTING for page in source.QUOTES}

@@ -207,3 +207,19 @@ def test_planner_plans_for_itself_and_for_others(tmp_path):
     assert parts["speed"]["profiling_batch"]["batch_size"] > 1
     (case,) = parts["others"]["cases"]
     assert {"frozen-unaware", "single layout", "FSDP-like", "DistTrain"} < set(case["others"])
+
+
+def test_templates_are_compared_with_the_paper(tmp_path):
+    result = _quick("templates", tmp_path)
+    assert all(row["stages_s"] >= row["nodes"] <= row["stages_limited_s"] for row in result["latency"])
+    assert all(0 <= row["mean"] <= row["worst"] < 0.2 for row in result["heuristic"])
+    (row,) = result["throughput"]
+    assert row["workload"] == "BERT-Large" and row["fewest_nodes"] == 1
+    assert row["paper_speed"]["Oobleck"]["6h"]["rate"] == pytest.approx(row["paper"]["Oobleck"]["6h"], rel=0.02)
+    for kind in ("table", "simulator", "paper_speed"):
+        assert {"Oobleck", "replanned", "Varuna", "Varuna, free checkpoints", "Bamboo"} == set(row[kind])
+        for rates in row[kind].values():
+            assert rates["6h"]["rate"] >= rates["1h"]["rate"] >= rates["10m"]["rate"] > 0
+            for found in rates.values():
+                assert sum(found["shares"].values()) == pytest.approx(1.0)
+        assert row[kind]["Oobleck"]["10m"]["rate"] > row[kind]["Varuna"]["10m"]["rate"]

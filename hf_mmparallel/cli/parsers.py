@@ -50,7 +50,13 @@ SIMULATE_EXAMPLES = """\
 examples:
   hf-mmparallel simulate plan.yaml --picture schedule.png
   hf-mmparallel simulate plan.yaml --model ./my-vlm --dataset chartqa --gpu-type a100 --global-batch-size 64
+  hf-mmparallel simulate --trace failures.csv --model ./my-vlm --node-size 8 --failures 2 --picture throughput.png
+  hf-mmparallel simulate --nodes 30 --lose-every 10 --model ./my-vlm --gpu-type a40
 Without --model a forward takes 1 ms and a backward 2 ms on every stage.
+
+Without a plan, a trace of failures is replayed on the model: rows of milliseconds, add or remove, and a node.
+Recovery in place by pipeline templates is compared with a grid of pipelines that starts anew from its last
+checkpoint (as Varuna) and with redundant computation of stages (as Bamboo).
 """
 
 
@@ -134,17 +140,19 @@ def add_simulate_parser(commands: Any) -> None:
     """
     simulate = commands.add_parser(
         "simulate",
-        help="replay one step of a saved plan",
-        description="Builds the program of a saved plan, checks it for deadlocks and replays it.",
+        help="replay one step of a saved plan, or a trace of failures",
+        description="Builds the program of a saved plan, checks it for deadlocks and replays it. Without a plan: "
+        "replays a trace of failures on a model, and compares ways to recover.",
         epilog=SIMULATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    simulate.add_argument("plan", metavar="PLAN", help="output of `hf-mmparallel plan --output`")
+    simulate.add_argument("plan", metavar="PLAN", nargs="?", help="output of `hf-mmparallel plan --output`")
     simulate.add_argument("--model", metavar="PATH|ID", help="the model, for times and memory")
     _add_model_arguments(simulate)
     _add_batch_arguments(simulate)
     _add_data_arguments(simulate)
-    _add_output_arguments(simulate)
+    _add_failure_arguments(simulate)
+    _add_output_arguments(simulate, " (with PLAN); a trace of failures to replay, as CSV (without)")
     simulate.set_defaults(run=_run_simulate)
 
 
@@ -168,6 +176,11 @@ def _run_plan(args: argparse.Namespace) -> None:
 
 
 def _run_simulate(args: argparse.Namespace) -> None:
+    if args.plan is None:
+        from .replay_command import run_replay
+
+        run_replay(args)
+        return
     from .simulate_command import run_simulate
 
     run_simulate(args)
@@ -294,10 +307,38 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_failure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of a replay of failures."""
+    group = parser.add_argument_group("failures (without PLAN)")
+    group.add_argument(
+        "--failures", type=int, default=1, metavar="N", help="simultaneous failures of nodes to survive (1)"
+    )
+    group.add_argument("--node-size", type=positive, default=1, metavar="N", help="ranks that are lost together (1)")
+    group.add_argument("--nodes", type=positive, metavar="N", help="instead of --trace: nodes at the start")
+    group.add_argument(
+        "--lose-every",
+        type=above_zero,
+        metavar="MINUTES",
+        help="instead of --trace: time between two losses, until half of the nodes are left",
+    )
+    group.add_argument("--activation-checkpointing", action="store_true", help="recompute activations in the backward")
+    for name, default, text in (
+        ("--detect-seconds", 0.5, "time until all nodes know of a loss"),
+        ("--regroup-seconds", 1.5, "time for a new plan and new groups in the same processes"),
+        ("--start-seconds", 60.0, "time from a loss until new processes read a checkpoint"),
+        ("--storage-gb-per-s", 2.0, "what all nodes together write to storage or read from it"),
+    ):
+        group.add_argument(name, type=above_zero, default=default, metavar="N", help=f"{text} ({default:g})")
+    group.add_argument(
+        "--copy-gb-per-s", type=above_zero, metavar="N", help="what a node sends or receives (the device's network)"
+    )
+    group.add_argument("--save-every", type=positive, default=10, metavar="STEPS", help="between checkpoints (10)")
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser, trace: str = "") -> None:
     """Adds the arguments of files."""
     group = parser.add_argument_group("files")
     group.add_argument("--picture", metavar="FILE", help="write a chart of the schedule as PNG")
     group.add_argument("--html", metavar="FILE", help="write a self-contained HTML page of the plan")
     group.add_argument("--json", metavar="FILE", help="write the figures as JSON")
-    group.add_argument("--trace", metavar="FILE", help="write the schedule for chrome://tracing and Perfetto")
+    group.add_argument("--trace", metavar="FILE", help=f"write the schedule for chrome://tracing and Perfetto{trace}")

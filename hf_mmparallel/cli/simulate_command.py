@@ -27,6 +27,11 @@ def run_simulate(args: argparse.Namespace) -> None:
     Raises:
         `ValueError`: For a file without a plan, and a plan that does not match the model.
     """
+    if args.trace and args.trace.endswith(".csv"):
+        raise ValueError(
+            f"`--trace {args.trace}`: with a plan, the schedule is written to this file, as JSON. Leave the plan "
+            "out to replay a trace of failures, or give a name without `.csv`."
+        )
     plugin = read_plugin(args.plan)
     if plugin.plan is None:
         raise ValueError(

@@ -246,8 +246,8 @@ def print_gantt(console: Console, simulation) -> None:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 microbatch`, `2 microbatches`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}es"
+    """`1 microbatch`, `2 microbatches`, `2 nodes`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def ms_text(value: float) -> str:

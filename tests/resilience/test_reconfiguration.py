@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -47,6 +48,35 @@ def test_guarantees_hold_until_nodes_are_too_few(fewest: int, failures: int, mor
         assert sorted(node for nodes in pipelines for node in nodes) == sorted(alive)
         assert len(pipelines) >= failures + 1
         assert all(len(nodes) in counts for nodes in pipelines)
+
+
+def loss_patterns(most: int, most_each: int) -> Iterator[tuple[int, ...]]:
+    """How many nodes each of some pipelines loses, up to `most` together, in falling order."""
+    yield ()
+    for first in range(1, min(most, most_each) + 1):
+        for rest in loss_patterns(most - first, first):
+            yield (first, *rest)
+
+
+@pytest.mark.parametrize("failures", range(1, 4))
+@pytest.mark.parametrize("fewest", range(1, 7))
+def test_merged_pipelines_have_a_template(fewest: int, failures: int) -> None:
+    """Theorem 2 where there are fewest templates and no node to borrow, for all clusters of up to 40 nodes."""
+    for num_pipelines in range(failures + 1, 40 // fewest + 1):
+        num_nodes = num_pipelines * fewest
+        counts = node_counts(num_nodes, fewest, failures)
+        pipelines = [tuple(range(fewest * index, fewest * (index + 1))) for index in range(num_pipelines)]
+        for pattern in loss_patterns(failures, fewest):
+            lost = {node for nodes, number in zip(pipelines, pattern, strict=False) for node in nodes[:number]}
+            if num_nodes - len(lost) < (failures + 1) * fewest:
+                with pytest.raises(TooFewNodesError):
+                    without_nodes(pipelines, lost, counts, failures)
+                continue
+            left = without_nodes(pipelines, lost, counts, failures).pipelines
+            assert sorted(node for nodes in left for node in nodes) == sorted(set(range(num_nodes)) - lost)
+            assert len(left) >= failures + 1
+            assert all(len(nodes) in counts for nodes in left)
+            assert all(len(nodes) < 2 * fewest or len(nodes) == fewest for nodes in left)
 
 
 def test_the_three_ways_of_the_paper() -> None:

@@ -1,0 +1,359 @@
+"""Three ways to go on after a loss of nodes, for [`replay_trace`]: templates, a grid with checkpoints, redundancy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from .instantiation import Instantiation, best_instantiation
+from .node_counts import node_counts
+from .reconfiguration import Nodes, TooFewNodesError, without_nodes
+from .replay_job import EventCosts, ReplayJob, copy_seconds
+from .templates import step_ms
+from .trace_replay import Cause, Pace, Transition
+
+Pauses = tuple[tuple[Cause, float], ...]
+
+
+@dataclass(eq=False)
+class TemplateRecovery:
+    """
+    Pipelines of templates, which are reconfigured in the same processes (Oobleck, section 2.5).
+
+    A loss costs the running step, detection, new groups, and the copies of layers that nodes lack. Nodes that join are
+    taken in at the end of a step. With fewer than `failures + 1` copies' nodes left it saves a checkpoint, if every
+    layer is still held, and waits for nodes. If a layer is held nowhere, it starts from the last checkpoint.
+
+    Args:
+        job ([`ReplayJob`]): The job.
+        costs ([`EventCosts`]): What events cost.
+        failures (`int`): Simultaneous losses that are survived for certain.
+        saves (`bool`, *optional*, defaults to `False`):
+            Whether checkpoints are written every `costs.save_every` steps.
+        replans (`bool`, *optional*, defaults to `False`):
+            Whether the fastest instantiation is taken after a loss, too, instead of what becomes of the pipelines by
+            [`without_nodes`]; more layers are copied then.
+
+    Raises:
+        `ValueError`: If one copy does not fit, or the nodes are too few for `failures + 1` copies.
+    """
+
+    job: ReplayJob
+    costs: EventCosts
+    failures: int
+    saves: bool = False
+    replans: bool = False
+    alive: set[int] = field(default_factory=set, init=False)
+    pipelines: list[Nodes] = field(default_factory=list, init=False)
+    _held: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
+    _was_started: bool = field(default=False, init=False)
+
+    def __post_init__(self):
+        fewest = checked_fewest_nodes(self.job)
+        self.counts = node_counts(self.job.most_nodes, fewest, self.failures)
+        self.templates = self.job.templates(self.counts)
+
+    def join(self, nodes: frozenset[int]) -> Transition | None:
+        """See [`RecoveryPolicy`]."""
+        self.alive |= nodes
+        if len(self.alive) < (self.failures + 1) * self.counts[0]:
+            return None
+        was_running = bool(self.pipelines)
+        self._use_fastest()
+        if was_running:
+            return Transition(self._pace(), self._recovery(self.costs.regroup_s))
+        pauses: Pauses = (("restarting", self.costs.restart_s),) if self._was_started else ()
+        self._was_started = True
+        return Transition(self._pace(), pauses)
+
+    def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
+        """See [`RecoveryPolicy`]."""
+        self.alive -= nodes
+        for node in nodes:
+            self._held.pop(node, None)
+        if not self.pipelines:
+            return None, False
+        is_whole = frozenset().union(*self._held.values()) >= self.job.all_layers
+        try:
+            self.pipelines = list(without_nodes(self.pipelines, nodes, self.counts, self.failures).pipelines)
+        except TooFewNodesError:
+            self.pipelines = []
+            if is_whole:
+                return Transition(None, (("saving", self.costs.save_s),), "step"), False
+            return Transition(None, (), "saved"), False
+        if self.replans:
+            self.alive |= waiting
+            self._use_fastest()
+        if not is_whole:
+            return Transition(self._pace(), (("restarting", self.costs.restart_s),), "saved"), self.replans
+        pauses = self._recovery(self.costs.detect_s + self.costs.regroup_s)
+        return Transition(self._pace(), pauses, "step"), self.replans
+
+    def settle(self) -> None:
+        """See [`RecoveryPolicy`]."""
+        self._held = self._needed()
+
+    def _use_fastest(self) -> None:
+        """The fastest instantiation on all nodes."""
+        num_microbatches = self.job.num_microbatches
+        best = best_instantiation(self.templates, len(self.alive), self.failures + 1, num_microbatches)
+        if best is None:
+            raise ValueError(
+                f"{num_microbatches} microbatches can't be divided among {self.failures + 1} pipelines on "
+                f"{len(self.alive)} nodes. Use a larger global batch or smaller microbatches."
+            )
+        self.pipelines = _regrouped([one.num_nodes for one in best.pipelines], self.pipelines, self.alive)
+
+    def _pace(self) -> Pace:
+        templates = [self.job.usable_template(len(nodes)) for nodes in self.pipelines]
+        assert all(templates), self.pipelines
+        chosen = Instantiation.of([one for one in templates if one is not None], self.job.num_microbatches)
+        save_every = self.costs.save_every if self.saves else None
+        return Pace(chosen.step_ms / 1e3, chosen.num_nodes, 0.0, save_every, self.costs.save_s)
+
+    def _recovery(self, regroup_s: float) -> Pauses:
+        copied_s = copy_seconds(self._needed(), self._held, self.job, self.costs.copy_bytes_per_s)
+        return (("restarting", regroup_s), ("copying", copied_s))
+
+    def _needed(self) -> dict[int, frozenset[int]]:
+        """Node -> layers that it has in the pipelines."""
+        result = {}
+        for nodes in self.pipelines:
+            template = self.job.usable_template(len(nodes))
+            assert template is not None
+            result.update(zip(nodes, self.job.layers_of_nodes(template), strict=False))
+        return result
+
+
+def checked_fewest_nodes(job: ReplayJob) -> int:
+    """
+    Raises:
+        `ValueError`: If one copy of the model does not fit on all nodes.
+    """
+    if job.fewest_nodes is None:
+        raise ValueError(
+            f"One copy of the model does not fit on {job.most_nodes} nodes of {job.node_size} ranks. Use more nodes, "
+            "recompute activations, or use smaller microbatches."
+        )
+    return job.fewest_nodes
+
+
+def _regrouped(sizes: Sequence[int], pipelines: Sequence[Nodes], alive: set[int]) -> list[Nodes]:
+    """Pipelines of given sizes, in which nodes stay together that were in one, and in their order."""
+    before = sorted(pipelines, key=len, reverse=True)
+    kept = [nodes[:size] for nodes, size in zip(before, sizes, strict=False)]
+    kept += [()] * (len(sizes) - len(kept))
+    left = sorted(alive - {node for nodes in kept for node in nodes})
+    result = []
+    for nodes, size in zip(kept, sizes, strict=True):
+        more, left = left[: size - len(nodes)], left[size - len(nodes) :]
+        result.append((*nodes, *more))
+    return result
+
+
+@dataclass(frozen=True)
+class Grid:
+    """
+    Pipelines with equal numbers of nodes.
+
+    Args:
+        num_pipelines, nodes_each (`int`): The pipelines, and the nodes of each.
+        step_s (`float`): Seconds of a step.
+        own_step_s (`float`): The same without redundant computation.
+    """
+
+    num_pipelines: int
+    nodes_each: int
+    step_s: float
+    own_step_s: float
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_pipelines * self.nodes_each
+
+
+def grids(job: ReplayJob, num_nodes: int, redundant_share: float = 0.0) -> Iterator[Grid]:
+    """
+    The grids that fit on a number of nodes, with equally many microbatches for each pipeline.
+
+    Args:
+        job ([`ReplayJob`]): The job.
+        num_nodes (`int`): Nodes; what no pipeline needs is idle.
+        redundant_share (`float`, *optional*):
+            Time for which each stage computes besides its own microbatch, in times of the next stage.
+    """
+    for nodes_each in range(1, num_nodes + 1):
+        template = job.template(nodes_each)
+        if template is None or (redundant_share and len(template.stages) < 2):
+            continue
+        num_pipelines = min(num_nodes // nodes_each, job.num_microbatches)
+        count = -(-job.num_microbatches // num_pipelines)
+        own = [stage.time_ms for stage in template.stages]
+        both = [time_ms + redundant_share * after for time_ms, after in zip(own, own[1:] + own[:1], strict=True)]
+        step_s, own_step_s = (step_ms(sum(times), max(times), count) / 1e3 for times in (both, own))
+        yield Grid(num_pipelines, nodes_each, step_s, own_step_s)
+
+
+@dataclass(eq=False)
+class GridRestart:
+    """
+    A grid of pipelines and stages, and a new start from the last checkpoint after each loss (as Varuna does it).
+
+    The grid is the fastest one for the nodes that there are; nodes that it can't use are idle, and nothing happens if
+    one of them is lost. All pipelines have the same number of microbatches. Checkpoints block the job. If nodes join
+    with which a grid is faster, the job saves a checkpoint at the end of the step and starts anew.
+
+    Args:
+        job ([`ReplayJob`]): The job.
+        costs ([`EventCosts`]): What events cost.
+    """
+
+    job: ReplayJob
+    costs: EventCosts
+    alive: set[int] = field(default_factory=set, init=False)
+    used: list[int] = field(default_factory=list, init=False)
+    grid: Grid | None = field(default=None, init=False)
+    _was_started: bool = field(default=False, init=False)
+
+    def join(self, nodes: frozenset[int]) -> Transition | None:
+        """See [`RecoveryPolicy`]."""
+        self.alive |= nodes
+        found = self._best()
+        if found is None or (self.grid is not None and found.step_s >= self.grid.step_s):
+            return None
+        saving: Pauses = (("saving", self.costs.save_s),) if self.grid is not None else ()
+        starting: Pauses = (("restarting", self.costs.restart_s),) if self._was_started else ()
+        self._was_started = True
+        return Transition(self._use(found), saving + starting)
+
+    def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
+        """See [`RecoveryPolicy`]."""
+        self.alive -= nodes
+        if self.grid is None or nodes.isdisjoint(self.used):
+            return None, False
+        self.alive |= waiting
+        return Transition(self._use(self._best()), (("restarting", self.costs.restart_s),), "saved"), True
+
+    def settle(self) -> None:
+        """See [`RecoveryPolicy`]."""
+
+    def _best(self) -> Grid | None:
+        return min(grids(self.job, len(self.alive)), key=lambda grid: grid.step_s, default=None)
+
+    def _use(self, grid: Grid | None) -> Pace | None:
+        self.grid = grid
+        self.used = [] if grid is None else sorted(self.alive)[: grid.num_nodes]
+        if grid is None:
+            return None
+        return Pace(grid.step_s, grid.num_nodes, 0.0, self.costs.save_every, self.costs.save_s)
+
+
+@dataclass(eq=False)
+class RedundantStages:
+    """
+    A grid in which each node also has the state of the next stage of its pipeline and computes its forward (as Bamboo
+    does it).
+
+    When a node is lost, the one before it computes both stages, which slows its pipeline and so all of them; a grid of
+    the nodes that are left is used once it is faster, for which nodes copy their new state. If a node and the one
+    before it are both lost, the job starts anew from the last checkpoint, also if another pipeline had the stage.
+    Checkpoints are written beside training and block nothing. All pipelines have the same number of microbatches.
+
+    Args:
+        job ([`ReplayJob`]): The job, with the state of two stages in the memory that limits its chain.
+        costs ([`EventCosts`]): What events cost.
+        forward_share (`float`, *optional*, defaults to 1/3):
+            Share of a forward in the time of a stage: a backward takes twice as long, if nothing is recomputed. None
+            of it hides in bubbles.
+    """
+
+    job: ReplayJob
+    costs: EventCosts
+    forward_share: float = 1 / 3
+    alive: set[int] = field(default_factory=set, init=False)
+    pipelines: list[list[int | None]] = field(default_factory=list, init=False)
+    grid: Grid | None = field(default=None, init=False)
+    _was_started: bool = field(default=False, init=False)
+
+    def join(self, nodes: frozenset[int]) -> Transition | None:
+        """See [`RecoveryPolicy`]."""
+        self.alive |= nodes
+        found = self._best()
+        if found is None or (self.grid is not None and found.step_s >= self._pace().step_s):
+            return None
+        was_running = self.grid is not None
+        self._use(found)
+        starting: Pauses = (("restarting", self.costs.restart_s),) if self._was_started else ()
+        self._was_started = True
+        return Transition(self._pace(), self._copies(self.costs.regroup_s) if was_running else starting)
+
+    def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
+        """See [`RecoveryPolicy`]."""
+        self.alive -= nodes
+        if self.grid is None or all(nodes.isdisjoint(pipeline) for pipeline in self.pipelines):
+            return None, False
+        self.pipelines = [[None if node in nodes else node for node in pipeline] for pipeline in self.pipelines]
+        if any(_has_lost_neighbours(pipeline) for pipeline in self.pipelines):
+            self.alive |= waiting
+            self._use(self._best())
+            pace = None if self.grid is None else self._pace()
+            return Transition(pace, (("restarting", self.costs.restart_s),), "saved"), True
+        regroup_s, best = self.costs.detect_s + self.costs.regroup_s, self._best()
+        if best is not None and best.step_s < self._pace().step_s:
+            self._use(best)
+            return Transition(self._pace(), self._copies(regroup_s), "step"), False
+        return Transition(self._pace(), (("restarting", regroup_s),), "step"), False
+
+    def settle(self) -> None:
+        """See [`RecoveryPolicy`]."""
+
+    def _best(self) -> Grid | None:
+        found = grids(self.job, len(self.alive), self.forward_share)
+        return min(found, key=lambda grid: grid.step_s, default=None)
+
+    def _use(self, grid: Grid | None) -> None:
+        self.grid = grid
+        nodes = iter(sorted(self.alive))
+        each = 0 if grid is None else grid.nodes_each
+        self.pipelines = [[next(nodes) for _ in range(each)] for _ in range(grid.num_pipelines if grid else 0)]
+
+    def _copies(self, regroup_s: float) -> Pauses:
+        """New groups, and a new state on every node: that of its stage and of the next one."""
+        assert self.grid is not None
+        copied_s = 2 * self.job.total_bytes / self.grid.nodes_each / self.costs.copy_bytes_per_s
+        return (("restarting", regroup_s), ("copying", copied_s))
+
+    def _pace(self) -> Pace:
+        assert self.grid is not None
+        template = self.job.template(self.grid.nodes_each)
+        assert template is not None
+        own_ms = [stage.time_ms for stage in template.stages]
+        count = -(-self.job.num_microbatches // self.grid.num_pipelines)
+        step_s = max(
+            step_ms(sum(times), max(times), count) / 1e3
+            for pipeline in self.pipelines
+            for times in [_times_with_losses(pipeline, own_ms, self.forward_share)]
+        )
+        num_nodes = sum(node is not None for pipeline in self.pipelines for node in pipeline)
+        redundant = 1 - self.grid.own_step_s / self.grid.step_s
+        return Pace(step_s, num_nodes, redundant, self.costs.save_every, 0.0)
+
+
+def _has_lost_neighbours(pipeline: Sequence[int | None]) -> bool:
+    """Whether a node and the one before it are lost; the last one is before the first."""
+    return any(pipeline[index] is None and pipeline[index - 1] is None for index in range(len(pipeline)))
+
+
+def _times_with_losses(pipeline: Sequence[int | None], own_ms: Sequence[float], forward_share: float) -> list[float]:
+    """Time of a microbatch on each node that is left: its stage, that of a lost node after it, and a forward."""
+    times = []
+    for index, node in enumerate(pipeline):
+        if node is None:
+            continue
+        after = (index + 1) % len(pipeline)
+        time_ms = own_ms[index]
+        if pipeline[after] is None:
+            time_ms += own_ms[after]
+            after = (after + 1) % len(pipeline)
+        times.append(time_ms + forward_share * own_ms[after])
+    return times

@@ -1,0 +1,200 @@
+"""Ways to recover: what they use, what they copy, and when they start anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.resilience.recovery_policies import (
+    GridRestart,
+    RedundantStages,
+    TemplateRecovery,
+    grids,
+)
+from hf_mmparallel.resilience.replay_job import EventCosts, ReplayJob, copy_seconds
+from hf_mmparallel.resilience.templates import LayerChain
+from hf_mmparallel.resilience.trace_replay import Transition, replay_trace
+from hf_mmparallel.resilience.traces import SpotMarket, regular_losses
+
+COSTS = EventCosts(detect_s=0.5, regroup_s=1.5, copy_bytes_per_s=100.0, save_s=7.0, restart_s=60.0, save_every=5)
+
+
+def job(num_nodes: int, num_layers: int = 6, most_layers: int | None = None, num_microbatches: int = 24) -> ReplayJob:
+    """Layers of one second and a hundred bytes, of which a node has memory for some."""
+    limits = None
+    if most_layers is not None:
+        first, stop = np.arange(num_layers)[:, None], np.arange(num_layers + 1)[None]
+        limits = np.where(stop - first <= most_layers, 99, 0)[None]
+    chain = LayerChain([1], np.full((1, num_layers), 1000.0), (), limits)
+    return ReplayJob(chain, [100.0] * num_layers, 1, num_microbatches, num_microbatches, num_nodes)
+
+
+def started(policy, nodes: Iterable[int]):
+    transition = policy.join(frozenset(nodes))
+    assert transition is not None and not transition.pauses, "the first start is free"
+    policy.settle()
+    return policy
+
+
+def lost(policy, *nodes: int) -> Transition | None:
+    return policy.lose(frozenset(nodes), frozenset())[0]
+
+
+def test_pipelines_of_templates_go_on_in_place() -> None:
+    """Nodes of two layers: both that are left lack one of those of the lost node, which one other node has."""
+    policy = TemplateRecovery(job(6, most_layers=3), COSTS, 1)
+    policy.alive, policy.pipelines = set(range(6)), [(0, 1, 2), (3, 4, 5)]
+    policy.settle()
+    transition = lost(policy, 1)
+    assert transition is not None and transition.loses == "step"
+    assert sorted(policy.pipelines) == [(0, 2), (3, 4, 5)]
+    assert dict(transition.pauses) == pytest.approx({"restarting": 2.0, "copying": 200 / COSTS.copy_bytes_per_s})
+    assert transition.pace is not None and transition.pace.num_nodes == 5
+
+
+def test_a_layer_that_nobody_holds_comes_from_the_checkpoint() -> None:
+    policy = TemplateRecovery(job(8, most_layers=3), COSTS, 1)
+    policy.alive, policy.pipelines = set(range(8)), [(0, 1, 2, 3), (4, 5, 6, 7)]
+    policy.settle()
+    transition = lost(policy, 0, 4)
+    assert transition is not None and transition.loses == "saved"
+    assert dict(transition.pauses) == {"restarting": COSTS.restart_s}
+    assert transition.pace is not None
+
+
+def test_too_few_nodes_save_what_is_whole_and_wait() -> None:
+    policy = TemplateRecovery(job(4, most_layers=3), COSTS, 1)
+    started(policy, range(4))
+    transition = lost(policy, 0)
+    assert transition is not None and transition.pace is None
+    assert transition.pauses == (("saving", COSTS.save_s),) and transition.loses == "step"
+    again = policy.join(frozenset([9]))
+    assert again is not None and again.pauses == (("restarting", COSTS.restart_s),)
+    other = started(TemplateRecovery(job(4, most_layers=3), COSTS, 1), range(4))
+    first, second = other.pipelines
+    transition = lost(other, first[0], second[0])
+    assert transition is not None and transition.pace is None and transition.loses == "saved"
+
+
+def test_a_recovery_that_is_interrupted_has_copied_nothing() -> None:
+    """The first loss needs copies; before they are done, the only holder of the first layers is lost, too."""
+    policy = TemplateRecovery(job(8, most_layers=3), COSTS, 1)
+    policy.alive, policy.pipelines = set(range(8)), [(0, 1, 2, 3), (4, 5, 6, 7)]
+    policy.settle()
+    lost(policy, 0)
+    transition = lost(policy, 4)
+    assert transition is not None and transition.loses == "saved"
+
+
+def test_nodes_that_join_copy_what_they_lack() -> None:
+    policy = started(TemplateRecovery(job(6, most_layers=3), COSTS, 1), range(4))
+    transition = policy.join(frozenset([4, 5]))
+    assert transition is not None and transition.loses == "nothing"
+    assert dict(transition.pauses)["copying"] > 0 and transition.pace is not None and transition.pace.num_nodes == 6
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 50), st.integers(0, 2), st.booleans())
+def test_templates_survive_what_they_guarantee(seed: int, failures: int, replans: bool) -> None:
+    """In a random market no loss of up to the guaranteed number of nodes goes back to a checkpoint."""
+    num_nodes = 9
+    own = job(num_nodes, most_layers=3)
+    policy = TemplateRecovery(own, COSTS, failures, replans=replans)
+    for event in SpotMarket(num_nodes, 50.0, max(failures, 1), 80.0).trace(4000.0, seed).events:
+        members = {node for nodes in policy.pipelines for node in nodes}
+        if event.lost:
+            transition, _ = policy.lose(event.lost, frozenset())
+            if members and len(event.lost) <= failures:
+                assert transition is not None and transition.loses == "step"
+        if event.joined:
+            policy.join(event.joined)
+        policy.settle()
+        if policy.pipelines:
+            held = sorted(node for nodes in policy.pipelines for node in nodes)
+            assert held == sorted(policy.alive) and len(policy.pipelines) >= failures + 1
+        else:
+            assert len(policy.alive) < (failures + 1) * policy.counts[0]
+
+
+def test_copies_are_spread_over_holders() -> None:
+    own = job(4)
+    held = {0: frozenset([0, 1, 2]), 1: frozenset([0, 1, 2]), 2: frozenset([3])}
+    needed = {2: frozenset([0, 1]), 3: frozenset([3])}
+    assert copy_seconds(needed, held, own, 100.0) == pytest.approx(2.0)  # node 2 receives two layers, each sender one
+    needed = {2: frozenset([0]), 3: frozenset([0]), 4: frozenset([0]), 5: frozenset([0])}
+    assert copy_seconds(needed, held, own, 100.0) == pytest.approx(2.0)  # two senders of four copies
+
+
+def test_the_fastest_grid_is_used() -> None:
+    """Seven nodes: one pipeline of six nodes and one that is idle, or seven copies of the whole model."""
+    own = job(7, num_microbatches=14)
+    found = {grid.nodes_each: grid for grid in grids(own, 7)}
+    assert found[1].num_pipelines == 7 and found[1].step_s == pytest.approx(2 * 6)
+    assert found[6].num_pipelines == 1 and found[6].step_s == pytest.approx(6 + 13)
+    policy = started(GridRestart(own, COSTS), range(7))
+    assert policy.grid == found[1]
+    transition = lost(policy, 3)
+    assert transition is not None and transition.loses == "saved" and transition.pace is not None
+    assert transition.pace.save_every == COSTS.save_every and transition.pace.num_nodes == 6
+
+
+def test_a_spare_of_a_grid_may_go() -> None:
+    policy = started(GridRestart(job(5, most_layers=3), COSTS), range(5))
+    assert policy.grid is not None and policy.grid.num_nodes == 4
+    assert lost(policy, 4) is None
+    transition, takes_in = policy.lose(frozenset([0]), frozenset([7]))
+    assert takes_in and transition is not None and policy.used == [1, 2, 3, 7]
+    assert policy.join(frozenset([8])) is None, "five nodes have no faster grid"
+    for node in (1, 2, 3):
+        transition = lost(policy, node)
+    assert transition is not None and transition.pace is not None
+    transition = lost(policy, 8)
+    assert transition is not None and transition.pace is None
+
+
+def test_neighbours_stand_in_until_two_are_lost() -> None:
+    """Pipelines of three stages of two seconds, of which each node computes a third of the next one besides."""
+    policy = started(RedundantStages(job(6, most_layers=2), COSTS), range(6))
+    assert policy.pipelines == [[0, 1, 2], [3, 4, 5]]
+    start = policy.join(frozenset())
+    assert start is None
+    transition = lost(policy, 1)
+    assert transition is not None and transition.loses == "step" and transition.pace is not None
+    # Node 0 has stages of 2 + 2 s and a third of 2 s, node 2 its own and a third.
+    assert transition.pace.step_s == pytest.approx((4 + 2 / 3) + (2 + 2 / 3) + 11 * (4 + 2 / 3))
+    assert lost(policy, 5) is not None
+    transition = lost(policy, 0)
+    assert transition is not None and transition.loses == "saved"
+    assert transition.pauses == (("restarting", COSTS.restart_s),)
+
+
+def test_the_last_stage_is_the_neighbour_of_the_first() -> None:
+    policy = started(RedundantStages(job(6, most_layers=2), COSTS), range(6))
+    transition = lost(policy, 0, 2)
+    assert transition is not None and transition.loses == "saved"
+
+
+def test_redundancy_costs_what_it_computes_twice() -> None:
+    policy = RedundantStages(job(6, most_layers=2), COSTS, forward_share=0.5)
+    transition = policy.join(frozenset(range(6)))
+    assert transition is not None and transition.pace is not None
+    assert transition.pace.redundant_share == pytest.approx(1 / 3)
+
+
+def test_failures_cost_least_in_place() -> None:
+    trace = regular_losses(8, 300.0, 4)
+    own = job(8, most_layers=3)
+    policies = [TemplateRecovery(own, COSTS, 1), GridRestart(own, COSTS), RedundantStages(own, COSTS)]
+    ours, grid, redundant = (replay_trace(trace, policy, 24).samples_per_second for policy in policies)
+    assert ours > grid > 0 and ours > redundant > 0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="One copy of the model does not fit on 2 nodes of 1 ranks"):
+        TemplateRecovery(job(2, most_layers=1), COSTS, 0)
+    with pytest.raises(ValueError, match="2 simultaneous failures need 3 copies"):
+        TemplateRecovery(job(5, most_layers=3), COSTS, 2)
