@@ -42,7 +42,7 @@ class ResilientPlanner:
         check_guarantee(self.num_nodes, self.fewest, self.failures)
         if self.plans.num_microbatches <= self.failures:
             raise ValueError(
-                f"{self.plans.num_microbatches} microbatches are too few for {self.failures + 1} copies of the model, "
+                f"{self.plans.num_microbatches} microbatches are too few for {self.failures + 1} pipelines, "
                 "each of which needs one. Use a larger global batch or smaller microbatches."
             )
         self._check_sums()
