@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import statistics
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +23,12 @@ from ..runtime.folder_save import FolderSave
 from ..runtime.host_memory import available_bytes_per_rank
 from ..runtime.writes import HostCopies, Writes
 from ..world import World
+from .save_advice import save_advice
+from .start_report import stderr_console
 
 logger = get_logger(__name__)
+
+_STEPS = 33  # whose starts are kept, for the median duration of a step
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,8 @@ class CheckpointSaves:
         self._save: FolderSave | None = None  # not finished yet
         self._state: TrainerState | None = None
         self._saved: SavedCheckpoint | None = None
-        self._has_warned = False
+        self._has_warned = self._has_advised = False
+        self._step_starts_s: deque[float] = deque(maxlen=_STEPS)
 
     @contextmanager
     def checkpoint(self, folder: Path, state: TrainerState) -> Iterator[Writes]:
@@ -106,6 +115,22 @@ class CheckpointSaves:
             self._note_saved(save)
             save.finish()
             self._note_saved(save)
+            if not self._has_advised:
+                self._has_advised = True
+                self._advise(save)
+
+    def note_step(self) -> None:
+        """Notes the start of a training step."""
+        self._step_starts_s.append(time.perf_counter())
+
+    def _advise(self, save: FolderSave) -> None:
+        """Says how often to save, by what the first checkpoint has cost. Collective."""
+        costs = self.world.gather((save.blocked_s, save.write_s), "the cost of a checkpoint")
+        steps_s = [after - before for before, after in itertools.pairwise(self._step_starts_s)]
+        if costs is not None:
+            blocked_s, write_s = (max(durations) for durations in zip(*costs, strict=True))
+            step_s = statistics.median(steps_s) if steps_s else None
+            stderr_console().print(save_advice(blocked_s, write_s, step_s, self.args), highlight=False)
 
     def take_saved(self) -> SavedCheckpoint | None:
         """The checkpoint that has appeared since the last call, on the first rank."""

