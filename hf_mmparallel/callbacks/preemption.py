@@ -22,6 +22,28 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 names, which is often the second."""
 
 
+class _LeftToRank:
+    """The first signal does nothing in a data worker; the second one, from its loader, ends it."""
+
+    def __init__(self):
+        self.seen = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.seen:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.seen = True
+
+
+def leave_signals_to_rank() -> None:
+    """
+    Makes this data worker leave the signals to its rank. Launchers send them to all processes, and a rank whose
+    workers are gone can't finish its step.
+    """
+    for number in SIGNALS:
+        signal.signal(number, _LeftToRank())
+
+
 class PreemptionCallback(EngineCallback):
     """
     Ends the training of all ranks with a checkpoint when any of them gets one of [`SIGNALS`].
@@ -41,8 +63,7 @@ class PreemptionCallback(EngineCallback):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """
-        A block in which the signals do nothing else. Data workers that are forked in it leave them to this process:
-        launchers send them to all processes of a rank.
+        A block in which the signals do nothing else.
 
         Raises:
             `ValueError`: Outside of the main thread, where Python takes no signals.
@@ -54,16 +75,13 @@ class PreemptionCallback(EngineCallback):
             )
         self._ask(False)
         self.num_asked = 0
-        process, seen = os.getpid(), []
+        process, in_worker = os.getpid(), _LeftToRank()
 
         def handle(number: int, frame: Any) -> None:
             if os.getpid() == process:
                 self._ask(True)
-            elif seen:  # a data worker that is ended, and not for the first time
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            else:
-                seen.append(number)
+            else:  # forked from this process
+                in_worker(number, frame)
 
         before = {number: signal.signal(number, handle) for number in SIGNALS}
         try:

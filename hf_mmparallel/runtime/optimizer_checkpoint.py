@@ -32,6 +32,9 @@ from .writes import Writes
 _ALIGNMENT = 4096
 _PLAIN = (bool, int, float, str, type(None))
 
+Offsets = dict[str, dict[str, int]]
+"""Parameter -> tensor of its state -> where its values start in the file."""
+
 
 def _plain_value(value: Any, what: str) -> Any:
     """A value as it is saved; raises `ValueError` for one that could not be read without executing code."""
@@ -142,24 +145,22 @@ def save_optimizer(
     world = sharded.world
     mine = world.raise_together(lambda: _Collected(optimizer, sharded))
     every = world.gather(mine.entries)
-    written = []
+    written: list[dict[str, Any]] = []
 
-    def write_frame() -> None:
-        if every is not None:
-            merged = _merged(every)
-            laid_out = _grouped(merged, groups)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write_frame(path, merged, laid_out)
-            written.extend(settings for settings, _ in laid_out)
+    def write_frame() -> Offsets:
+        if every is None:
+            return {}
+        merged = _merged(every)
+        laid_out = _grouped(merged, groups)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.extend(settings for settings, _ in laid_out)
+        return _write_frame(path, merged, laid_out)
 
-    world.raise_together(write_frame)
-    frame = world.raise_together(lambda: _read_frame(path))
+    offsets = world.broadcast(world.raise_together(write_frame))
     file = _Values(path)
-    for group in frame["param_groups"]:
-        for index, name in zip(group["params"], group["param_names"], strict=True):
-            for key, tensor in mine.whole_tensors(name) if name in mine.tensors else ():
-                offset = frame["state"][index][key].untyped_storage()._checkpoint_offset
-                writes.add(file.write, offset, writes.on_host(tensor))
+    for name in offsets:
+        for key, tensor in mine.whole_tensors(name) if name in mine.tensors else ():
+            writes.add(file.write, offsets[name][key], writes.on_host(tensor))
     writes.add(file.close)
     return written
 
@@ -207,26 +208,26 @@ def _aligned() -> Any:
     return config.patch("save.storage_alignment", _ALIGNMENT)
 
 
-def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[str, Any], list[str]]]) -> None:
+def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[str, Any], list[str]]]) -> Offsets:
     """Writes the file with room for the tensors."""
-    state, listed = {}, []
+    state, listed, tensors = {}, [], []
     with FakeTensorMode():
         for settings, names in groups:
             indices = range(len(state), len(state) + len(names))
             for index, name in zip(indices, names, strict=True):
                 kinds = merged[name]["tensors"].items()
-                tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds}
-                state[index] = {**tensors, **merged[name]["values"]}
+                tensors += [(name, key) for key, _ in kinds]
+                values = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds}
+                state[index] = {**values, **merged[name]["values"]}
             listed.append({**settings, "params": list(indices), "param_names": names})
         used = {index: entry for index, entry in state.items() if entry}
         with skip_data(materialize_fake_tensors=True), _aligned():
             torch.save({"state": used, "param_groups": listed}, path)
-
-
-def _read_frame(path: Path) -> Any:
-    """The file's contents with the offsets of its tensors, but not their values."""
-    with FakeTensorMode():
-        return torch.load(path, weights_only=True, map_location="cpu")
+    offsets: Offsets = {name: {} for name in merged}
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    for record, (name, key) in enumerate(tensors):  # which are numbered as they are met
+        offsets[name][key] = reader.get_record_offset(f"data/{record}")
+    return offsets
 
 
 class _Values:

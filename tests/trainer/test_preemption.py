@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_mmparallel.callbacks import preemption
+from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
@@ -120,7 +121,11 @@ def test_the_last_checkpoint_is_kept_beside_the_best(tmp_path: Path):
     assert "checkpoint-4" in left and len(left) == 2
 
 
-def signals_to_all_processes(folder: Path) -> int:
+def collate(samples: Any) -> Any:
+    return tiny.collate("llava")(samples)
+
+
+def signals_to_all_processes(folder: Path, method: str) -> int:
     """torchrun and Slurm send the signal to data workers as well."""
     import multiprocessing
 
@@ -132,15 +137,18 @@ def signals_to_all_processes(folder: Path) -> int:
                 for pid in (*(child.pid for child in children), os.getpid()):
                     os.kill(pid or 0, signal.SIGTERM)
 
+    workers: dict[str, Any] = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": method}
     trainer = runs.make_trainer(
-        "llava", PAIR, str(folder), save_on_preemption=True, callbacks=[ToAll()], dataloader_num_workers=1, **LONG
+        "llava", PAIR, str(folder), save_on_preemption=True, callbacks=[ToAll()], **workers, **LONG
     )
+    trainer.data_collator = collate
     trainer.train()
     return trainer.state.global_step
 
 
-def test_data_workers_leave_the_signal_to_their_rank(tmp_path: Path):
-    assert run_distributed(signals_to_all_processes, 2, tmp_path) == [3, 3]
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_data_workers_leave_the_signal_to_their_rank(tmp_path: Path, method: str):
+    assert run_distributed(signals_to_all_processes, 2, tmp_path, method) == [3, 3]
     assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
 
 
