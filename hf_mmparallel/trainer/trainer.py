@@ -251,15 +251,13 @@ class MultimodalParallelTrainer(EngineTrainer):
         signals end the training.
         """
         with self._listening():
-            return self._train(*args, **kwargs) if self.is_planned else super().train(*args, **kwargs)
-
-    def _train(self, *args: Any, **kwargs: Any) -> Any:
-        """Training under a plan."""
-        check_overrides(type(self), MultimodalParallelTrainer)
-        engine = self._engine
-        steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
-        with self._saves.leaving(), shared_failure("optimizer, callbacks or log"), steps:
-            return super().train(*args, **kwargs)
+            if not self.is_planned:
+                return super().train(*args, **kwargs)
+            check_overrides(type(self), MultimodalParallelTrainer)
+            engine = self._engine
+            steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
+            with self._saves.leaving(), shared_failure("optimizer, callbacks or log"), steps:
+                return super().train(*args, **kwargs)
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:

@@ -148,7 +148,7 @@ def signals_to_all_processes(folder: Path, method: str) -> int:
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_data_workers_leave_the_signal_to_their_rank(tmp_path: Path, method: str):
-    assert run_distributed(signals_to_all_processes, 2, tmp_path, method) == [3, 3]
+    assert run_distributed(signals_to_all_processes, 2, tmp_path, method, timeout=110) == [3, 3]
     assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
 
 
