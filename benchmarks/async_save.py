@@ -21,7 +21,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,14 +196,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small model, few saves")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results")
+    parser.add_argument("--rounds", type=int, help="saves of each way")
+    parser.add_argument("--steps", type=int, help="steps between two saves")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = QUICK if options.quick else Sizes()
+    sizes = replace(sizes, rounds=options.rounds or sizes.rounds, steps=options.steps or sizes.steps)
     if options.ranks:
         rank_main(options.ranks, sizes)
         return
     load = os.getloadavg()
-    found = summary(common.launch(__file__, 2, ["--quick"] if options.quick else []), sizes)
+    given = [f"--rounds={sizes.rounds}", f"--steps={sizes.steps}", *(["--quick"] if options.quick else [])]
+    found = summary(common.launch(__file__, 2, given), sizes)
     result = {**found, **common.machine(sizes.shapes, load), "rounds": sizes.rounds, "steps": sizes.steps}
     steps = found["step_s"]
     notes = [f"Median step: {steps['alone']} s alone, {steps['beside a write']} s beside a write."]
