@@ -80,6 +80,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/calibration.py
 	$(BIN)/python benchmarks/sizes_at_scale.py
 	$(BIN)/python benchmarks/templates.py
+	$(BIN)/python benchmarks/async_save.py
 
 pages: $(INSTALLED) ## the figures of README and docs, from the kept results
 	$(BIN)/python benchmarks/pages.py

@@ -101,6 +101,14 @@ def test_sizes_at_scale_times_the_counting_and_the_first_step(tmp_path):
         assert 0 < row["constructor_seconds"] < row["first_step_seconds"] < row["third_step_seconds"]
 
 
+def test_async_save_times_both_ways_in_turns(tmp_path):
+    result = _quick("async_save", tmp_path)
+    assert set(result["blocked_s"]) == {"waited for", "asynchronous"} == set(result["processor_s"])
+    assert all(0 < times["min"] <= times["max"] for times in result["blocked_s"].values())
+    assert result["ratio"]["median"] > 0 < result["first_ratio"] and result["written_s"]["min"] > 0
+    assert result["checkpoint_bytes"] > 10**6
+
+
 def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     result = _quick("sampler_overhead", tmp_path)
     methods = {row["method"] for row in result["arranging"]}

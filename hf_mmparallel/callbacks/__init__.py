@@ -1,5 +1,6 @@
 """
-Callbacks that see the engine: efficiency in the log, predictions beside it, measured timelines as pictures.
+Callbacks that see the engine: efficiency in the log, predictions beside it, measured timelines as pictures, the end of
+a training by a signal.
 
 Use the engine and the costs; imported by the Trainer and by users.
 """
@@ -7,6 +8,7 @@ Use the engine and the costs; imported by the Trainer and by users.
 from .base import EngineCallback
 from .metrics import ParallelMetricsCallback
 from .prediction import PredictionCallback
+from .preemption import PreemptionCallback
 from .progress_bar import LossProgressCallback
 from .step_timelines import TimelineCallback
 
@@ -15,5 +17,6 @@ __all__ = [
     "LossProgressCallback",
     "ParallelMetricsCallback",
     "PredictionCallback",
+    "PreemptionCallback",
     "TimelineCallback",
 ]

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and what is said when a disk does not take them."""
+"""The files below folders that appear whole or not at all, and what is said when a disk does not take them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from ..world import World
 
 _UNFINISHED = "_saving-"
 _PREVIOUS = _UNFINISHED + "previous-"
@@ -33,34 +31,26 @@ class SaveError(OSError):
     """A folder could not be written; the message says which, why, and what was saved before."""
 
 
-@contextmanager
-def atomic_folder(path: str | Path, world: World) -> Iterator[Path]:
-    """
-    A folder that appears at `path` only when everything in it is written.
+def unfinished_name(path: Path) -> Path:
+    """The folder in which the files of a folder are written before it gets its name."""
+    return path.with_name(_UNFINISHED + path.name)
 
-    All ranks enter and leave together and write below the folder that they get. A failure in between leaves what was
-    at `path` before, and a folder `_saving-*` beside it that the next save removes. The ranks share the file system.
 
-    Args:
-        path (`str` or `Path`): The final place; a folder there is replaced.
-        world ([`World`]): The ranks.
-
-    Raises:
-        [`SaveError`]: On the rank that can't write.
-    """
-    path = Path(path)
-    temporary = path.with_name(_UNFINISHED + path.name)
+def start_unfinished(path: Path) -> None:
+    """Makes the folder of [`unfinished_name`], without what unfinished saves have left. Raises [`SaveError`]."""
     with save_errors(path):
-        if world.is_first:
-            _clear(path)
-            temporary.mkdir(parents=True)
-        world.barrier()
-        yield temporary
-        world.barrier()
-        if world.is_first:
-            _sync(temporary)
-            _replace(temporary, path)
-        world.barrier()
+        _clear(path)
+        unfinished_name(path).mkdir(parents=True)
+
+
+def put_in_place(path: Path) -> None:
+    """
+    Waits until what this rank wrote is on the disk, and gives the folder of [`unfinished_name`] its name. A folder
+    that has the name is replaced. Raises [`SaveError`].
+    """
+    with save_errors(path):
+        _sync(unfinished_name(path))
+        _replace(unfinished_name(path), path)
 
 
 def _clear(path: Path) -> None:

@@ -143,6 +143,8 @@ class ParallelEngine(nn.Module):
         asked_s, data_ms (`float`): When the last training step was asked for, and how long this rank waited for it.
         last_result ([`StepResult`], *optional*): Of the last training step.
         account ([`MemoryAccount`], *optional*): The facts about memory in the last step.
+        is_stopping (`bool`): Whether this rank was asked to stop.
+        num_stopping (`int`): How many ranks were, as all ranks know after the last training step.
     """
 
     def __init__(
@@ -168,6 +170,8 @@ class ParallelEngine(nn.Module):
         if self._blank is not None:
             share_buffers(self._blank, model, world)
         self.cast_to: torch.dtype | None = None
+        self.is_stopping = False
+        self.num_stopping = 0
         self.step_index = 0
         self.asked_s = 0.0
         self.data_ms = 0.0
@@ -483,7 +487,8 @@ class ParallelEngine(nn.Module):
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks."""
-        numbers = torch.zeros(4, dtype=torch.float64)
+        numbers = torch.zeros(5, dtype=torch.float64)
+        numbers[4] = float(self.is_stopping)
         for task, (loss, count) in result.losses.items():
             assert task.module == LANGUAGE_MODEL  # the target tokens of another loss would not be comparable
             if self.leads_cp_rank(task):
@@ -496,8 +501,9 @@ class ParallelEngine(nn.Module):
                 words = inputs.get(WORDS)
                 mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-        loss, targets, tokens, real = self.world.all_reduce(numbers, activity="adding up the step").tolist()
-        return StepTotals(loss, int(targets), int(tokens), int(real))
+        loss, *counts = self.world.all_reduce(numbers, activity="adding up the step").tolist()
+        targets, tokens, real, self.num_stopping = map(int, counts)
+        return StepTotals(loss, targets, tokens, real)
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient over all modules."""

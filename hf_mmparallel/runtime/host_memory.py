@@ -40,6 +40,14 @@ def available_bytes() -> int:
     return of_machine if in_groups is None else min(of_machine, in_groups)
 
 
+def available_bytes_per_rank(world: World) -> float:
+    """An equal share for each rank of a node of the host memory that is available there. Collective."""
+    nodes = world.all_gather((platform.node(), available_bytes()), "comparing host memory")
+    node = platform.node()
+    of_ranks = [available for name, available in nodes if name == node]
+    return min(of_ranks) / len(of_ranks)
+
+
 def check_host_memory(costs: CostModel, plan: ParallelPlan, world: World) -> None:
     """
     Raises `ValueError` on all ranks if the ranks of a node keep more in host memory than it has. Collective if the

@@ -8,11 +8,11 @@ writes the values of the parameters that it owns to their offsets. `optimizer_lo
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,18 @@ from torch.serialization import skip_data
 from torch.utils import serialization
 
 from ..modeling.dtensors import is_on_mesh
-from ..world import World
 from .optimizer_names import STATE, is_rank_local, named_groups, rank_local_suffix, settings_of
 from .optimizer_slices import join, slice_of, whole_parameter
 from .sharded_model import ShardedModel
 from .updated_copies import MASTER, saved_master
+from .writes import Writes
 
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
 _ALIGNMENT = 4096
 _PLAIN = (bool, int, float, str, type(None))
+
+Offsets = dict[str, dict[str, int]]
+"""Parameter -> tensor of its state -> where its values start in the file."""
 
 
 def _plain_value(value: Any, what: str) -> Any:
@@ -111,11 +114,11 @@ class _Collected:
             if isinstance(value, DTensor) and is_on_mesh(value, self.owners[name]):
                 value = value.full_tensor()
             if is_rank_local(key) or name in self.owned:
-                yield key, value.cpu().contiguous()
+                yield key, value
 
 
 def save_optimizer(
-    optimizer: torch.optim.Optimizer, sharded: ShardedModel, folder: str | Path, groups: Sequence[Sequence[str]]
+    optimizer: torch.optim.Optimizer, sharded: ShardedModel, writes: Writes, groups: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
     """
     Writes the state of every rank's optimizer to `optimizer.pt`. Called by all ranks.
@@ -127,7 +130,7 @@ def save_optimizer(
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, with any tensors and numbers as state.
         sharded ([`ShardedModel`]): The model, which gives parameters their names and owners.
-        folder (`str` or `Path`): On a file system that all ranks share; made if needed.
+        writes ([`Writes`]): Into a folder on a file system that all ranks share; made if needed.
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
 
     Returns:
@@ -135,25 +138,30 @@ def save_optimizer(
 
     Raises:
         `ValueError`: On all ranks, for state or hyperparameters that are neither tensors nor plain values.
-        `OSError`: On all ranks, if one of them can't write.
+        `OSError`: On all ranks, if the first rank can't write the file.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    path = Path(folder) / STATE
+    path = writes.folder / STATE
     world = sharded.world
     mine = world.raise_together(lambda: _Collected(optimizer, sharded))
     every = world.gather(mine.entries)
-    written = []
+    written: list[dict[str, Any]] = []
 
-    def write_frame() -> None:
-        if every is not None:
-            merged = _merged(every)
-            laid_out = _grouped(merged, groups)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write_frame(path, merged, laid_out)
-            written.extend(settings for settings, _ in laid_out)
+    def write_frame() -> Offsets:
+        if every is None:
+            return {}
+        merged = _merged(every)
+        laid_out = _grouped(merged, groups)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.extend(settings for settings, _ in laid_out)
+        return _write_frame(path, merged, laid_out)
 
-    world.raise_together(write_frame)
-    _write_values(path, mine, world)
+    offsets = world.broadcast(world.raise_together(write_frame))
+    file = _Values(path)
+    for name in offsets:
+        for key, tensor in mine.whole_tensors(name) if name in mine.tensors else ():
+            writes.add(file.write, offsets[name][key], writes.on_host(tensor))
+    writes.add(file.close)
     return written
 
 
@@ -200,51 +208,50 @@ def _aligned() -> Any:
     return config.patch("save.storage_alignment", _ALIGNMENT)
 
 
-def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[str, Any], list[str]]]) -> None:
+def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[str, Any], list[str]]]) -> Offsets:
     """Writes the file with room for the tensors."""
-    state, listed = {}, []
+    state, listed, tensors = {}, [], []
     with FakeTensorMode():
         for settings, names in groups:
             indices = range(len(state), len(state) + len(names))
             for index, name in zip(indices, names, strict=True):
                 kinds = merged[name]["tensors"].items()
-                tensors = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds}
-                state[index] = {**tensors, **merged[name]["values"]}
+                tensors += [(name, key) for key, _ in kinds]
+                values = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in kinds}
+                state[index] = {**values, **merged[name]["values"]}
             listed.append({**settings, "params": list(indices), "param_names": names})
         used = {index: entry for index, entry in state.items() if entry}
         with skip_data(materialize_fake_tensors=True), _aligned():
             torch.save({"state": used, "param_groups": listed}, path)
+    offsets: Offsets = {name: {} for name in merged}
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    for record, (name, key) in enumerate(tensors):  # which are numbered as they are met
+        offsets[name][key] = reader.get_record_offset(f"data/{record}")
+    return offsets
 
 
-def _write_values(path: Path, mine: _Collected, world: World) -> None:
-    """Writes this rank's tensors at their offsets."""
-    error: OSError | None = None
-    with contextlib.ExitStack() as opened:
+class _Values:
+    """
+    A file whose tensors have their offsets.
 
-        def open_frame() -> tuple[Any, Any]:
-            with FakeTensorMode():  # reads the offsets of the tensors, not their values
-                frame = torch.load(path, weights_only=True, map_location="cpu")
-            return opened.enter_context(path.open("r+b")), frame
+    Args:
+        path (`Path`): The file.
+    """
 
-        file, frame = world.raise_together(open_frame)
-        for group in frame["param_groups"]:
-            for index, name in zip(group["params"], group["param_names"], strict=True):
-                # A rank that can't write goes on, for those that gather their shards with it.
-                for key, tensor in mine.whole_tensors(name) if name in mine.tensors else ():
-                    offset = frame["state"][index][key].untyped_storage()._checkpoint_offset
-                    try:
-                        file.seek(offset)
-                        file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                    except OSError as raised:
-                        error = error or raised
-        try:
-            file.flush()
-            os.fsync(file.fileno())
-        except OSError as raised:
-            error = error or raised
+    def __init__(self, path: Path):
+        self.path = path
 
-    def report() -> None:
-        if error is not None:
-            raise error
+    @functools.cached_property
+    def _file(self) -> BinaryIO:
+        return self.path.open("r+b")
 
-    world.raise_together(report)
+    def write(self, offset: int, tensor: torch.Tensor) -> None:
+        """Writes a tensor at its offset."""
+        self._file.seek(offset)
+        self._file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Waits until what this rank wrote is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()

@@ -7,7 +7,9 @@ and any other layout can load. Keys are those of the original checkpoint format,
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +44,8 @@ from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
 from .optimizer_slices import OptimizerSlices
 from .sharded_files import ShardedFiles, sharded_files
-from .weight_files import read_in_place, write_config, write_index, write_part
+from .weight_files import file_names, read_in_place, write_config, write_index, write_weights
+from .writes import Writes
 
 
 @dataclass
@@ -81,12 +84,12 @@ class ShardedModel:
         tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
         return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, writes: Writes) -> None:
         """Writes the adapters if there are any, otherwise the model."""
         if self.adapter is not None:
-            self.save_adapters(folder, self.adapter)
+            self.save_adapters(writes, self.adapter)
         else:
-            self.save_model(folder)
+            self.save_model(writes)
 
     def load(self, folder: str | Path) -> None:
         """Reads what [`ShardedModel.save`] wrote under any layout, in place."""
@@ -97,7 +100,7 @@ class ShardedModel:
 
     # Saving
 
-    def save_model(self, folder: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
+    def save_model(self, writes: Writes, max_file_bytes: int = 5 * 10**9) -> None:
         """
         Writes the model to a folder from which `from_pretrained` restores the same weights.
 
@@ -105,62 +108,78 @@ class ShardedModel:
         tensor-parallel group. Adapters are left out; what they wrap has its plain name.
 
         Args:
-            folder (`str` or `Path`): On a file system that all ranks share.
-            max_shard_bytes (`int`, *optional*, defaults to 5 GB):
+            writes ([`Writes`]): Into a folder on a file system that all ranks share.
+            max_file_bytes (`int`, *optional*, defaults to 5 GB):
                 Size above which a rank starts another file, at the end of the layer.
         """
-        model, world, folder = self.model, self.world, Path(folder)
+        from transformers.core_model_loading import revert_weight_conversion
+
+        model, world, folder = self.model, self.world, writes.folder
         if world.is_first:
             folder.mkdir(parents=True, exist_ok=True)
             for old in (*folder.glob("model*.safetensors"), folder / WEIGHTS_INDEX):
                 old.unlink(missing_ok=True)
-        world.barrier()
         ignored = set(model._keys_to_ignore_on_save or ()) | adapter_parameters(model)
-        written: list[tuple[str, dict[str, int]]] = []
-        pending: dict[str, torch.Tensor] = {}
+        files = self._files(ignored, max_file_bytes)
+        counts = world.all_gather(len(files))
+        tensors, sizes = self._owned(ignored, writes), {}
+        for file, names in zip(file_names(counts, world.rank), files, strict=True):
+            state = {base_name(name): tensor for name, tensor in itertools.islice(tensors, len(names))}
+            state = revert_weight_conversion(model, state)
+            sizes[file] = {key: tensor.numel() * tensor.element_size() for key, tensor in state.items()}
+            writes.add(write_weights, state, folder / file)
+            del state
+        collections.deque(tensors, maxlen=0)  # gives other ranks their shards
+        every = {file: keys for of_rank in world.all_gather(sizes) for file, keys in of_rank.items()}
+        if world.is_first:
+            if len(every) > 1:
+                write_index(folder, every, self.spec)
+            write_config(model, folder)
+
+    def _files(self, skip: Collection[str], max_bytes: int) -> list[list[str]]:
+        """Names of the tensors in each file of this rank, in the order of [`~ShardedModel._owned`]."""
+        parameters, buffers = dict(self.model.named_parameters()), _persistent_buffers(self.model)
+        files: list[list[str]] = []
         size, last = 0, None
-        for name, tensor, layer in self._owned(ignored):
-            if size >= max_shard_bytes and layer != last:
-                written.append(write_part(model, pending, folder, world.rank, len(written)))
-                pending, size = {}, 0
-            pending[base_name(name)] = tensor
+        for name, layer in self._saved(skip):
+            if name in self.shards and self.shards[name].owner != self.world.rank:
+                continue
+            if not files or (size >= max_bytes and layer != last):
+                files.append([])
+                size = 0
+            files[-1].append(name)
+            tensor = parameters[name] if name in self.shards else buffers[name]
             size += tensor.numel() * tensor.element_size()
             last = layer
-        if pending:
-            written.append(write_part(model, pending, folder, world.rank, len(written)))
-        parts = [part for of_rank in world.all_gather(written) for part in of_rank]
-        names = {
-            part: WEIGHTS if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
-            for index, (part, _) in enumerate(parts, 1)
-        }
-        for part, _ in written:
-            (folder / part).rename(folder / names[part])
-        if world.is_first:
-            if len(parts) > 1:
-                write_index(folder, [(names[part], sizes) for part, sizes in parts], self.spec)
-            write_config(model, folder)
-        world.barrier()
+        return files
 
-    def _owned(self, skip: Collection[str]) -> Iterator[tuple[str, torch.Tensor, Any]]:
-        """
-        Yields (name, whole tensor, layer) of the parameters and buffers that this rank owns. The ranks of a tp group
-        pass the parameters in one order, so each has to iterate to the end.
-        """
-        parameters = dict(self.model.named_parameters())
+    def _saved(self, skip: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """Yields (name, layer) of the parameters that this rank holds, and then of the buffers that it owns."""
         for module, part in self.spec.modules.items():
             for entry in part.parameters:
                 if entry.name not in skip and self.holds(entry.name):
-                    tensor = self._whole(parameters[entry.name], self.shards[entry.name].owner)
-                    if tensor is not None:
-                        yield entry.name, tensor, (module, entry.layer)
-        for name, tensor in _persistent_buffers(self.model).items():
+                    yield entry.name, (module, entry.layer)
+        for name in _persistent_buffers(self.model):
             if self._owner_of_buffer(name) == self.world.rank:
-                yield name, tensor.detach().cpu(), None
+                yield name, None
+
+    def _owned(self, skip: Collection[str], writes: Writes) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        Yields (name, whole tensor) of the parameters and buffers that this rank owns. The ranks of a tp group pass the
+        parameters in one order, so each has to iterate to the end.
+        """
+        parameters, buffers = dict(self.model.named_parameters()), _persistent_buffers(self.model)
+        for name, _ in self._saved(skip):
+            if name not in self.shards:
+                yield name, writes.on_host(buffers[name])
+                continue
+            tensor = self._whole(parameters[name], self.shards[name].owner)
+            if tensor is not None:
+                yield name, writes.on_host(tensor)
 
     def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
         """
-        The whole tensor in host memory on its owner; the other ranks of the owner's tp group take part, and those that
-        divide it.
+        The whole tensor on its owner; the other ranks of the owner's tp group take part, and those that divide it.
         """
         if self.slices is not None:
             with doing("gathering the slices of a parameter", waits=True):
@@ -170,7 +189,7 @@ class ShardedModel:
             with doing("gathering the shards of a parameter", waits=True):
                 shard = local(tensor).to(self.world.device)  # NCCL refuses frozen weights that are in host memory
                 tensor = from_shard(shard, tensor).full_tensor()
-        return tensor.cpu() if owner == self.world.rank else None
+        return tensor if owner == self.world.rank else None
 
     def _owner_of_buffer(self, name: str) -> int:
         """The rank that owns the parameters next to a buffer, the first rank when there are none."""
@@ -185,20 +204,20 @@ class ShardedModel:
                 result.setdefault(parent, shards.owner)
         return result
 
-    def save_adapters(self, folder: str | Path, adapter: Adapter) -> None:
+    def save_adapters(self, writes: Writes, adapter: Adapter) -> None:
         """
         Writes the adapters, and the other parameters that are trained, for `PeftModel.from_pretrained(base, folder)`.
         Only these tensors travel.
 
         Args:
-            folder (`str` or `Path`):
-                Where rank 0 writes; an adapter of another name than "default" into a folder below.
+            writes ([`Writes`]):
+                Into the folder where rank 0 writes; an adapter of another name than "default" into a folder below.
             adapter ([`Adapter`]): The adapter.
         """
         state = self.gather_tensors(set(parameters_to_save(self.spec, adapter_names(self.spec))))
         if state is not None:
-            write_adapters(state, self.model, self.spec, adapter, adapter_folder(folder, adapter))
-        self.world.barrier()
+            state = {name: writes.on_host(tensor) for name, tensor in state.items()}
+            writes.add(write_adapters, state, self.model, self.spec, adapter, adapter_folder(writes.folder, adapter))
 
     # Loading
 
@@ -338,6 +357,7 @@ class ShardedModel:
             tensor: Any = None
             if name in owned or (name in self.shards and self.holds(name)):
                 tensor = self._whole(owned[name] if name in owned else parameters[name], owner)
+                tensor = None if tensor is None else tensor.cpu()
             if world.rank == owner != 0:
                 world.send(tensor, 0)
             elif world.rank == 0 != owner:

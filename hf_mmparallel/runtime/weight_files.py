@@ -3,45 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..modeling.checkpoint_reader import WEIGHTS_INDEX, CheckpointReader
+from ..modeling.checkpoint_reader import WEIGHTS, WEIGHTS_INDEX, CheckpointReader
 from ..modeling.dtensors import local
 from ..plan import ModelSpec
 from .atomic import sync_file
 
 
-def write_part(
-    model: Any, state: dict[str, torch.Tensor], folder: Path, rank: int, index: int
-) -> tuple[str, dict[str, int]]:
-    """Writes one file; returns its name for now and the size in bytes of each tensor under its original key."""
-    from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
+def file_names(counts: Sequence[int], rank: int) -> list[str]:
+    """
+    Names of the files of weights that a rank writes.
 
-    state = revert_weight_conversion(model, state)
+    Args:
+        counts (`Sequence[int]`): Number of files of each rank.
+        rank (`int`): The rank.
+    """
+    first, total = sum(counts[:rank]) + 1, sum(counts)
+    if total == 1:
+        return [WEIGHTS] * counts[rank]
+    return [f"model-{first + index:05d}-of-{total:05d}.safetensors" for index in range(counts[rank])]
+
+
+def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes one file and waits until it is on the disk."""
+    from safetensors.torch import save_file
+
     tensors = {key: tensor.contiguous() for key, tensor in state.items()}
     shared = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     if len(shared) < len(tensors):  # views of one tensor; safetensors refuses shared memory
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    name = f"part-{rank:05d}-{index:05d}.safetensors"
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    sync_file(folder / name)
-    return name, {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    sync_file(path)
 
 
-def write_index(folder: Path, parts: list[tuple[str, dict[str, int]]], spec: ModelSpec) -> None:
-    """Writes which file has which key."""
+def write_index(folder: Path, files: Mapping[str, Mapping[str, int]], spec: ModelSpec) -> None:
+    """
+    Writes which file has which key.
+
+    Args:
+        folder (`Path`): The folder.
+        files (`Mapping[str, Mapping[str, int]]`): File -> the size in bytes of each tensor by its key.
+        spec ([`ModelSpec`]): The model.
+    """
     index = {
         "metadata": {
             "total_parameters": spec.num_parameters,
-            "total_size": sum(size for _, sizes in parts for size in sizes.values()),
+            "total_size": sum(size for sizes in files.values() for size in sizes.values()),
         },
-        "weight_map": {key: name for name, sizes in parts for key in sizes},
+        "weight_map": {key: name for name, sizes in files.items() for key in sizes},
     }
     (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 

@@ -167,13 +167,13 @@ ARGUMENTS: Mapping[str, Entry] = {
         "a checkpoint is one folder that all ranks write",
         "Use an `output_dir` that all hosts share.",
     ),
-    "save_total_limit": Honoured("MultimodalParallelTrainer._save_checkpoint"),
+    "save_total_limit": Honoured("CheckpointSaves._rotate"),
     "enable_jit_checkpoint": Refused(
         bool,
         "ranks get the signal at different steps, and a checkpoint is written by all of them together",
-        "Use `save_steps`.",
+        "Use `save_on_preemption=True`.",
     ),
-    "push_to_hub": Honoured("MultimodalParallelTrainer._save_checkpoint"),
+    "push_to_hub": Honoured("EngineTrainer._push_saved"),
     "hub_token": Honoured("Trainer.init_hf_repo"),
     "hub_private_repo": Honoured("Trainer.init_hf_repo"),
     "hub_model_id": Honoured("Trainer.init_hf_repo"),
@@ -277,7 +277,14 @@ TRAINER_ARGUMENTS: Mapping[str, Entry] = {
 }
 """The arguments of `Trainer`."""
 
-NEED_A_PLAN = ("max_tokens_per_microbatch", "memory_limit_gib", "log_predictions", "on_bad_sample")
+NEED_A_PLAN = (
+    "max_tokens_per_microbatch",
+    "memory_limit_gib",
+    "log_predictions",
+    "on_bad_sample",
+    "async_save",
+    "mean_time_between_failures_h",
+)
 """The fields of `MultimodalTrainingArguments` that have no effect without a plan."""
 
 NEED_AN_ARRANGEMENT = ("token_columns", "layer_profile", "gpu_spec")

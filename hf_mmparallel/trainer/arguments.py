@@ -79,6 +79,17 @@ class MultimodalTrainingArguments(TrainingArguments):
         resilience (`dict`, *optional*):
             Lets training go on, in the same processes, when ranks are lost: `{"failures": 1}` survives the loss of any
             one node, see [`ResilienceSettings`]. Needs `hf-mmparallel launch`.
+        async_save (`bool`, *optional*, defaults to `False`):
+            Whether checkpoints under a plan are written while training goes on, which then waits only for a copy of
+            this rank's weights and optimizer state to host memory. The files are the same. The folder appears when
+            all ranks have written, after `on_save`; the next save, the end of training and `load_best_model_at_end`
+            wait for it, and raise what went wrong.
+        save_on_preemption (`bool`, *optional*, defaults to `False`):
+            Whether SIGTERM or SIGUSR1 on any rank ends the training of all ranks after the step that they are in, with
+            a checkpoint.
+        mean_time_between_failures_h (`float`, *optional*, defaults to 24):
+            Hours between two failures of any part of the job, for the advice after the first checkpoint on how often
+            to save.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel", "token_columns", "resilience"]
@@ -173,6 +184,23 @@ class MultimodalTrainingArguments(TrainingArguments):
             "'{\"failures\": 1}'. Needs `hf-mmparallel launch`."
         },
     )
+    async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Write checkpoints under a plan while training goes on, which then waits only for a copy of "
+            "weights and optimizer state to host memory."
+        },
+    )
+    save_on_preemption: bool = field(
+        default=False,
+        metadata={
+            "help": "End training after the current step with a checkpoint if any rank gets SIGTERM or SIGUSR1."
+        },
+    )
+    mean_time_between_failures_h: float = field(
+        default=24.0,
+        metadata={"help": "Hours between two failures of any part of the job, for the advice on how often to save."},
+    )
 
     def __post_init__(self):
         if launched_processes()[0] > 1 and not torch.accelerator.is_available():
@@ -186,7 +214,7 @@ class MultimodalTrainingArguments(TrainingArguments):
             if getattr(self, name) is not None:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], list(choices))
         self.memory_limit_gib = _number_or_auto(self.memory_limit_gib)
-        for name in ("max_tokens_per_microbatch", "memory_limit_gib"):
+        for name in ("max_tokens_per_microbatch", "memory_limit_gib", "mean_time_between_failures_h"):
             value = getattr(self, name)
             if value not in (None, AUTO) and value <= 0:
                 raise ValueError(f"`{name}={value}` must be above 0.")

@@ -8,6 +8,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +18,17 @@ import torch.distributed as dist
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.import_utils import is_datasets_available
 
 from ..adapters.peft_models import base_model_of
-from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
+from ..callbacks import (
+    EngineCallback,
+    LossProgressCallback,
+    ParallelMetricsCallback,
+    PredictionCallback,
+    PreemptionCallback,
+)
 from ..cost import CostModel
 from ..data.defaults import DefaultCollator
 from ..data.packing import PackingCollator
@@ -44,6 +52,7 @@ from .agreement import SampleAgreement, check_output_folder
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
+from .checkpoint_saves import CheckpointSaves
 from .columns import choose_collator
 from .deepspeed_arguments import check_optimizer_class, deepspeed_keys_without_effect
 from .divided_weights import gather_divided, has_divided_weights
@@ -90,6 +99,7 @@ class EngineTrainer(Trainer):
     rows: RowChoice
     _steps: TrainingSteps
     _prepared_optimizer: Any
+    _saves: CheckpointSaves
     _rank_costs: CostModel | None
     _layouts: tuple[NodeLayouts, Any] | None = None  # with `resilience`
     _recovery: Recovery | None = None
@@ -106,6 +116,8 @@ class EngineTrainer(Trainer):
         args = choose_collator(args, given, whole)
         super().__init__(model=whole, args=args, **given)
         self._pack(bool(getattr(args, "packing", None)))
+        if getattr(args, "save_on_preemption", False):
+            self.add_callback(PreemptionCallback(self.world))
         if getattr(args, "microbatch_assignment", None) is not None:
             self._prepare_arrangement()
         for idle in settings_without_plan(args, {"sample_tokens": self.sample_tokens}):
@@ -144,6 +156,8 @@ class EngineTrainer(Trainer):
         self.add_callback(ParallelMetricsCallback())
         if args.log_predictions:
             self.add_callback(PredictionCallback())
+        if args.save_on_preemption:
+            self.add_callback(PreemptionCallback(self.world))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
         idle = [*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)]
@@ -185,6 +199,7 @@ class EngineTrainer(Trainer):
         )
         self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
+        self._saves = CheckpointSaves(self.args, self.world)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")
         self._arrangement = DEFAULT_ARRANGEMENT  # if the arguments name no arrangement; the value of rank 0 decides
 
@@ -255,6 +270,7 @@ class EngineTrainer(Trainer):
     def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: Reconfiguration) -> None:
         """Lays the model, the optimizer and the data out for the ranks that are left. Collective."""
         engine, was_first = self._engine, self.state.is_world_process_zero
+        self._saves.give_up()
         set_ranks(self.world.rank, self.world.size)
         engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
         optimizer = self._prepared_optimizer
@@ -381,6 +397,42 @@ class EngineTrainer(Trainer):
 
     def _engine_callbacks(self) -> list[EngineCallback]:
         return [callback for callback in self.callback_handler.callbacks if isinstance(callback, EngineCallback)]
+
+    def _finish_save(self) -> None:
+        """Waits for the checkpoint that is being written. Collective; raises on all ranks what went wrong."""
+        self._saves.finish()
+        self._push_saved()
+
+    def _push_saved(self) -> None:
+        """Pushes a checkpoint once it is there, as of the step that it was saved at."""
+        saved = self._saves.take_saved() if self.args.push_to_hub else None
+        if saved is not None:
+            live, self.state = self.state, saved.state
+            try:
+                self._push_from_checkpoint(str(saved.path))
+            finally:
+                self.state = live
+
+    def _note_best(self, folder: Path) -> None:
+        """Names the best checkpoint, which may be the one that is being saved."""
+        if self.state.best_global_step:
+            best = folder.parent / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if best == folder or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+
+    @property
+    def _preemption(self) -> PreemptionCallback | None:
+        """The callback of `save_on_preemption`."""
+        return next((c for c in self.callback_handler.callbacks if isinstance(c, PreemptionCallback)), None)
+
+    @property
+    def _is_preempted(self) -> bool:
+        """Whether a signal has ended the training."""
+        return self._preemption is not None and self._preemption.num_asked > 0
+
+    def _listening(self) -> AbstractContextManager:
+        """A block in which signals end the training, with `save_on_preemption`."""
+        return contextlib.nullcontext() if self._preemption is None else self._preemption.listening()
 
     @property
     def _loaders(self) -> StepLoaders:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
+from ..callbacks.preemption import leave_signals_to_rank
 from ..data.global_batches import GlobalBatchSampler, LengthGroups
 from ..data.measured_batches import MeasuredBatchSampler, MeasuringRanks
 from ..data.media import readers
@@ -238,8 +239,17 @@ class StepLoaders:
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
-            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=args.process_index),
+            worker_init_fn=functools.partial(
+                _start_worker, num_workers=workers, rank=args.process_index, leaves_signals=args.save_on_preemption
+            ),
         )
+
+
+def _start_worker(index: int, num_workers: int, rank: int, leaves_signals: bool) -> None:
+    """What a data worker does first."""
+    seed_worker(index, num_workers, rank)
+    if leaves_signals:
+        leave_signals_to_rank()
 
 
 def with_sizes(

@@ -6,7 +6,6 @@ The state that they share is in [`EngineTrainer`]. Decisions are made in other f
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,14 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from .._files import readable
 from ..callbacks import PredictionCallback
 from ..data.step_batch import StepBatch
 from ..plan import save_layout
 from ..runtime import optimizer_checkpoint
-from ..runtime.atomic import atomic_folder, save_errors, sync_file
+from ..runtime.atomic import sync_file
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.out_of_memory import mark_steps, told_in_optimizer
@@ -256,14 +255,19 @@ class MultimodalParallelTrainer(EngineTrainer):
         result = super().compute_loss(model, inputs, return_outputs)
         return (result[0] * weight, result[1]) if return_outputs else result * weight
 
-    @planned
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends all ranks with one error, out of memory in the optimizer included."""
-        check_overrides(type(self), MultimodalParallelTrainer)
-        engine = self._engine
-        steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
-        with shared_failure("optimizer, callbacks or log"), steps, self._going_on():
-            return super().train(*args, **kwargs)
+        """
+        Under a plan ends all ranks with one error, out of memory in the optimizer included, or goes on when ranks are
+        lost. With `save_on_preemption` signals end the training.
+        """
+        with self._listening():
+            if not self.is_planned:
+                return super().train(*args, **kwargs)
+            check_overrides(type(self), MultimodalParallelTrainer)
+            engine = self._engine
+            steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
+            with self._saves.leaving(), shared_failure("optimizer, callbacks or log"), steps, self._going_on():
+                return super().train(*args, **kwargs)
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
@@ -291,7 +295,11 @@ class MultimodalParallelTrainer(EngineTrainer):
         """Runs a global batch on the stages of all ranks; the loss is the mean over its target tokens."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
+        self._push_saved()
+        self._saves.note_step()
         totals = self._repeated(self._run_step)
+        if self._saves.has_given_up:
+            self.control.should_save = True
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -359,15 +367,13 @@ class MultimodalParallelTrainer(EngineTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the shards of all ranks into one folder, as `from_pretrained` reads them."""
         output_dir = str(output_dir or self.args.output_dir)
-        # The folder of a checkpoint still has another name here; `_save_checkpoint` says the final one.
-        errors = contextlib.nullcontext() if _internal_call else save_errors(Path(output_dir))
-        with shared_failure("saving the model"), errors:
+        with shared_failure("saving the model"):
             if not _internal_call:
                 check_same_folder(output_dir, "output_dir", self.world)
-            self._engine.sharded.save(output_dir)
-            if self.args.should_save:
-                self._save(output_dir)
-            self.world.barrier()
+            with self._saves.writing(output_dir) as writes:
+                self._engine.sharded.save(writes)
+                if self.args.should_save:
+                    self._save(output_dir)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -384,30 +390,42 @@ class MultimodalParallelTrainer(EngineTrainer):
     @planned
     @completed
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all."""
+        """
+        Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all; with
+        `async_save` while training goes on.
+        """
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with shared_failure(f"saving `{folder.name}`"), atomic_folder(folder, self.world) as writing:
-            self.save_model(str(writing), _internal_call=True)
-            if not self.args.save_only_model:
-                self._save_optimizer_and_scheduler(str(writing))
-                self._save_rng_state(str(writing))
-            if self.state.best_global_step:
-                best = folder.parent / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-                if best == folder or best.is_dir():
-                    self.state.best_model_checkpoint = str(best)
-            if self.args.should_save:
-                self._save_state(writing)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder))
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(folder.parent),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-        self.world.barrier("removing old checkpoints")
+        with shared_failure(f"saving `{folder.name}`"):
+            self._finish_save()
+            with self._saves.checkpoint(folder, self.state) as writes:
+                self.save_model(str(writes.folder), _internal_call=True)
+                if not self.args.save_only_model:
+                    self._save_optimizer_and_scheduler(str(writes.folder))
+                    self._save_rng_state(str(writes.folder))
+                self._note_best(folder)
+                if self.args.should_save:
+                    self._save_state(writes.folder)
+            if not self.args.async_save:
+                self._finish_save()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Waits for the last checkpoint first, which may be the best. After a signal the best one is not loaded, and the
+        last one is kept beside it, to go on from.
+        """
+        if self.is_planned:
+            self._completed(self._finish_save)
+            if self._saves.has_given_up:
+                self._save_checkpoint(self.model, None)
+                self._completed(self._finish_save)
+        best = self.state.best_model_checkpoint
+        if self._is_preempted:
+            self.state.best_model_checkpoint = None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.state.best_model_checkpoint = best
 
     def _save_state(self, folder: Path) -> None:
         """Writes the state of the Trainer with that of its callbacks, and the position in the data."""
@@ -418,7 +436,8 @@ class MultimodalParallelTrainer(EngineTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Waits until the file is on disk, before the checkpoint gets its name."""
         super()._save_rng_state(output_dir)
-        sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
+        with self._saves.writing(output_dir) as writes:
+            writes.add(sync_file, writes.folder / f"rng_state_{self.args.process_index}.pth")
 
     @planned
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -440,10 +459,11 @@ class MultimodalParallelTrainer(EngineTrainer):
                 optimizer_state.complete_state(self.optimizer)
             return super()._save_optimizer_and_scheduler(output_dir)
         sharded = self._engine.sharded
-        groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, output_dir, self._stock_groups)
-        if self.args.should_save:
-            state = optimizer_state.scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
-            torch.save(state, os.path.join(output_dir, optimizer_state.SCHEDULER))
+        with self._saves.writing(output_dir) as writes:
+            groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, writes, self._stock_groups)
+            if self.args.should_save:
+                state = optimizer_state.scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
+                torch.save(state, os.path.join(output_dir, optimizer_state.SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the state of a plan's checkpoint, also on one process, and the stock Trainer's under a plan."""

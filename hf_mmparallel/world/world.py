@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from .activity import ACTIVITY, doing
+from .arrivals import Arrivals
 from .failure import RemoteRankError, check_rank_lives, failure_sentence
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class World:
         self.host_group: Any = None
         self._groups: list[Any] = []
         self._timeout: timedelta | None = None
+        self._counts = 0
         if dist.is_initialized():
             self._join(processes)
             if not self.on_device:
@@ -153,6 +155,11 @@ class World:
         if self.rank in ranks:
             self._groups.append(group)
         return group
+
+    def arrivals(self) -> Arrivals:
+        """A new count of ranks. Every rank makes the same calls; they don't wait for each other."""
+        self._counts += 1
+        return Arrivals(None if self._is_alone else self._store.clone(), f"written/{self._counts}", self.size)
 
     # Values can be any object that can be pickled. `activity` is the purpose of a collective, which watchers show; the
     # current activity by default.
@@ -278,6 +285,24 @@ class World:
                 message = f"rank {rank}: {message}"
                 raise (ValueError(message) if number is None else OSError(number, message)) from error
         return result
+
+    def raise_first(self, error: Exception | None, activity: str | None = None) -> None:
+        """
+        Raises on all ranks what any of them has caught. Collective.
+
+        Args:
+            error (`Exception`, *optional*): What this rank has caught, which it raises.
+            activity (`str`, *optional*): The purpose.
+
+        Raises:
+            [`RemoteRankError`]: On ranks without an error, for that of the first rank with one.
+        """
+        sentences = self.all_gather(None if error is None else failure_sentence(self.rank, error), activity)
+        if error is not None:
+            raise error
+        for sentence in sentences:
+            if sentence is not None:
+                raise RemoteRankError(sentence)
 
     def from_first_rank(self, find: Callable[[], T]) -> T:
         """

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.adapters.adapter_files import modules_to_save
 from hf_mmparallel.modeling.spec import build_model_spec
+from hf_mmparallel.runtime.writes import Writes
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime.test_checkpoint import LAYOUTS, lay_out, tiny_llava
 
@@ -101,8 +102,11 @@ def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     sharded = lay_out(model, layout)
     dist.gather_object = None  # gives rank 0 room for as many times the largest part as there are ranks
-    sharded.save_adapters(folder, adapter)
-    sharded.save_model(folder + "-base")
+    adapters, base = Writes(folder), Writes(folder + "-base")
+    sharded.save_adapters(adapters, adapter)
+    sharded.save_model(base)
+    adapters.finish(sharded.world)
+    base.finish(sharded.world)
     trained = {p.name for module in sharded.spec.modules.values() for p in module.parameters if p.trainable}
     held = {name for name in sharded.shards if sharded.holds(name)}
     parameters = {name: p for name, p in model.named_parameters() if name in held}
@@ -147,7 +151,7 @@ def _read_other(folder: str) -> None:
 def test_adapters_of_another_model_stop_all_ranks(tmp_path):
     model, adapter = adapted({"language_model": TEXT})
     sharded = lay_out(model, "whole")
-    sharded.save_adapters(tmp_path, adapter)
+    sharded.save_adapters(Writes(tmp_path), adapter)
     assert_ranks_raise(
         _read_other, 3, str(tmp_path), match="another model: it lacks .*k_proj.lora_A.weight", timeout=90
     )

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from hf_mmparallel.runtime import atomic
-from hf_mmparallel.runtime.atomic import SaveError, atomic_folder, save_errors
+from hf_mmparallel.runtime.atomic import SaveError, save_errors
+from hf_mmparallel.runtime.folder_save import FolderSave
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
@@ -28,8 +29,8 @@ def test_only_what_unfinished_saves_left_is_removed(tmp_path: Path):
     (tmp_path / "_saving-checkpoint-best").mkdir()
     (tmp_path / "_saving-money").mkdir()
     (tmp_path / "_saving-notes.txt").touch()
-    with atomic_folder(tmp_path / "checkpoint-6", World()) as folder:
-        (folder / "state").touch()
+    with FolderSave(tmp_path / "checkpoint-6", World()) as writes:
+        (writes.folder / "state").touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, "checkpoint-6"]
     assert (tmp_path / "checkpoint-3" / "state").exists()  # it comes back: its replacement never arrived
 
@@ -58,9 +59,9 @@ def synced(folder: str) -> list[str]:
 @pytest.mark.distributed
 def test_files_are_synced_on_the_host_that_wrote_them(tmp_path: Path):
     zero, one = map(set, run_distributed(synced, 2, str(tmp_path)))
-    assert {"part-00000-00000.safetensors", "rng_state_0.pth", "config.json", "trainer_state.json"} <= zero
+    assert {"model-00001-of-00002.safetensors", "rng_state_0.pth", "config.json", "trainer_state.json"} <= zero
     assert {"scheduler.pt", "model.safetensors.index.json", "_saving-checkpoint-4", tmp_path.name} <= zero
-    assert one == {"part-00001-00000.safetensors", "rng_state_1.pth"}
+    assert one == {"model-00002-of-00002.safetensors", "rng_state_1.pth"}
     written = {path.name for path in (tmp_path / "checkpoint-4").rglob("*") if not path.name.startswith("model-")}
     assert written - zero - one == set()
 

@@ -19,10 +19,11 @@ from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
 from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.plan import ModulePlugin, parameter_shards, resolve_plan
-from hf_mmparallel.runtime.atomic import atomic_folder
+from hf_mmparallel.runtime.folder_save import FolderSave
 from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
 from hf_mmparallel.runtime.optimizer_loading import load_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
+from hf_mmparallel.runtime.writes import Writes
 from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -77,8 +78,8 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
     model = tiny_llava(tie)
     expected = model.state_dict()
     sharded = lay_out(model, layout)
-    with atomic_folder(folder, sharded.world) as temporary:
-        sharded.save_model(temporary, 20_000)
+    with FolderSave(folder, sharded.world) as writes:
+        sharded.save_model(writes, 20_000)
     state = sharded.gather_state_dict()
     assert (state is None) == (not sharded.world.is_first)
     if state is not None:
@@ -123,8 +124,10 @@ def test_layouts_save_and_read(tmp_path, layout):
 def test_one_rank_writes_one_file(tmp_path):
     model = tiny_llava()
     sharded = lay_out(model, "whole")
-    sharded.save_model(tmp_path, 20_000)
-    sharded.save_model(tmp_path)
+    for max_file_bytes in (20_000, 10**9):
+        writes = Writes(tmp_path)
+        sharded.save_model(writes, max_file_bytes)
+        writes.finish(World())
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}
     assert "architectures" in json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "generation_config.json").is_file()
@@ -199,7 +202,9 @@ def _save_state(name: str, layout: str, folder: str) -> None:
         _step(model, optimizer, step)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
-    save_optimizer(optimizer, sharded, folder, _groups())
+    writes = Writes(folder)
+    save_optimizer(optimizer, sharded, writes, _groups())
+    writes.finish(sharded.world)
 
 
 def _load_state(name: str, layout: str, folder: str) -> None:
@@ -255,13 +260,13 @@ def test_optimizer_of_another_model(tmp_path):
         load_optimizer(optimizer, model, tmp_path, _groups(), World())
     _step(model, optimizer, 0)
     sharded = lay_out(model, "whole")
-    save_optimizer(optimizer, sharded, tmp_path, _groups())
+    save_optimizer(optimizer, sharded, Writes(tmp_path), _groups())
     other = tiny_llava(hidden_size=16)
     with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
         load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups(), World())
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict(saved)  # as the stock Trainer does
-    save_optimizer(optimizer, sharded, tmp_path / "others", [_groups()[0], []])
+    save_optimizer(optimizer, sharded, Writes(tmp_path / "others"), [_groups()[0], []])
     load_optimizer(optimizer, model, tmp_path / "others", _groups(), World())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(torch.load(tmp_path / "others" / "optimizer.pt", weights_only=True))
@@ -271,8 +276,8 @@ def test_optimizer_of_another_model(tmp_path):
 
 
 def _killed_while_saving(folder: str) -> None:
-    with atomic_folder(folder, World()) as temporary:
-        (temporary / "half").write_text("written")
+    with FolderSave(folder, World()) as writes:
+        (writes.folder / "half").write_text("written")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -281,8 +286,8 @@ def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
 
     last, new = tmp_path / "checkpoint-7", tmp_path / "checkpoint-8"
     for folder in (last, new):
-        with atomic_folder(last, World()) as temporary:
-            (temporary / "state").write_text("complete")
+        with FolderSave(last, World()) as writes:
+            (writes.folder / "state").write_text("complete")
         process = multiprocessing.get_context("forkserver").Process(target=_killed_while_saving, args=(str(folder),))
         process.start()
         process.join(60)
@@ -291,15 +296,15 @@ def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
         assert len(leftovers) == 1 and leftovers[0].startswith("_saving-")
         assert get_last_checkpoint(str(tmp_path)) == str(last)
         assert (last / "state").read_text() == "complete"
-    with atomic_folder(new, World()) as temporary:
-        (temporary / "state").write_text("newer")
+    with FolderSave(new, World()) as writes:
+        (writes.folder / "state").write_text("newer")
         assert not new.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "checkpoint-8"]
 
 
 def test_an_error_while_saving_leaves_the_folder(tmp_path):
-    with atomic_folder(tmp_path / "out", World()) as folder:
-        (folder / "old").touch()
-    with pytest.raises(OSError), atomic_folder(tmp_path / "out", World()) as folder:
+    with FolderSave(tmp_path / "out", World()) as writes:
+        (writes.folder / "old").touch()
+    with pytest.raises(OSError), FolderSave(tmp_path / "out", World()):
         raise OSError("disk full")
     assert [path.name for path in Path(tmp_path, "out").iterdir()] == ["old"]

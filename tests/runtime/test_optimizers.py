@@ -19,6 +19,7 @@ from hf_mmparallel.runtime.optimizer_loading import load_optimizer
 from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
+from hf_mmparallel.runtime.writes import Writes
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
@@ -134,7 +135,9 @@ def run_classes(folder: str) -> dict[str, Any]:
             found[cls.__name__] = str(error)
             continue
         steps(model, optimizer, range(1, 3))
-        save_optimizer(optimizer, sharded(model), f"{folder}/{cls.__name__}", [NAMES])
+        writes = Writes(f"{folder}/{cls.__name__}")
+        save_optimizer(optimizer, sharded(model), writes, [NAMES])
+        writes.finish(World())
         half = full(model)
         steps(model, optimizer, range(3, 5))
         again = model_of(torch.bfloat16, mesh)
@@ -208,7 +211,9 @@ def run_in_part_of_the_processes(folder: str) -> None:
     model, again = model_of(torch.float32, mesh), model_of(torch.float32, mesh)
     optimizer, resumed = (torch.optim.AdamW(m.parameters()) for m in (model, again))
     steps(model, optimizer, range(1, 3))
-    save_optimizer(optimizer, sharded(model, world), folder, [NAMES])
+    writes = Writes(folder)
+    save_optimizer(optimizer, sharded(model, world), writes, [NAMES])
+    writes.finish(world)
     load_optimizer(resumed, again, folder, [NAMES], world)
     for name, parameter in again.named_parameters():
         saved, read = optimizer.state[model.get_parameter(name)]["exp_avg"], resumed.state[parameter]["exp_avg"]

@@ -62,7 +62,7 @@ def test_every_argument_has_an_entry():
     assert set(ARGUMENTS) == stock - {"accelerator_config"} | inside
     own = {field.name for field in fields(MultimodalTrainingArguments)} - stock
     needing = {"microbatch_assignment", *table.NEED_AN_ARRANGEMENT, *table.NEED_A_PLAN}
-    assert own == {"parallel", "global_batch_size", "packing", *needing}
+    assert own == {"parallel", "global_batch_size", "packing", "save_on_preemption", *needing}
     assert set(TRAINER_ARGUMENTS) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
 
 

@@ -1,0 +1,186 @@
+"""The checkpoints of a run under a plan: at most one is being written while the training goes on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import rotate_checkpoints
+
+from ..runtime.atomic import save_errors
+from ..runtime.folder_save import FolderSave
+from ..runtime.host_memory import available_bytes_per_rank
+from ..runtime.writes import HostCopies, Writes
+from ..world import World
+from .save_advice import save_advice
+from .start_report import stderr_console
+
+logger = get_logger(__name__)
+
+_STEPS = 33  # whose starts are kept, for the median duration of a step
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """
+    A checkpoint that is there.
+
+    Args:
+        path (`Path`): Its folder.
+        state (`TrainerState`): The state of the Trainer at its step.
+    """
+
+    path: Path
+    state: TrainerState
+
+
+class CheckpointSaves:
+    """
+    Saves checkpoints, with `async_save` in the background.
+
+    Args:
+        args ([`MultimodalTrainingArguments`]): The arguments.
+        world ([`World`]): The ranks.
+
+    Attributes:
+        has_given_up (`bool`): Whether the last checkpoint was given up, so that another one is due.
+    """
+
+    def __init__(self, args: Any, world: World):
+        self.args = args
+        self.world = world
+        self._copies: HostCopies | None = None
+        self._collecting: Writes | None = None
+        self._save: FolderSave | None = None  # not finished yet
+        self._state: TrainerState | None = None
+        self._saved: SavedCheckpoint | None = None
+        self._has_warned = self._has_advised = False
+        self.has_given_up = False
+        self._step_starts_s: deque[float] = deque(maxlen=_STEPS)
+
+    @contextmanager
+    def checkpoint(self, folder: Path, state: TrainerState) -> Iterator[Writes]:
+        """
+        A block that collects what this rank writes of a checkpoint; [`~CheckpointSaves.finish`] waits for it.
+        Collective.
+
+        Args:
+            folder (`Path`): The checkpoint.
+            state (`TrainerState`): The state of the Trainer.
+        """
+        assert self._save is None, "one at a time"
+        then = functools.partial(self._rotate, folder.parent, state)
+        save = FolderSave(folder, self.world, self._host_copies() if self.args.async_save else None, then)
+        try:
+            with save as self._collecting, save_errors(folder):
+                yield self._collecting
+        finally:
+            self._collecting = None
+        self._save, self._state = save, copy.copy(state)
+        self.has_given_up = False
+        if save.writes.num_early and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "`async_save=True`: the copies of a checkpoint do not fit into host memory. What does not fit is "
+                "written at once, and the step waits for it.",
+                main_process_only=False,
+            )
+
+    def _host_copies(self) -> HostCopies:
+        """The memory of the copies, which those of the last checkpoint no longer need. Collective."""
+        if self._copies is None:
+            self._copies = HostCopies(int(available_bytes_per_rank(self.world)))
+        self._copies.reuse()
+        return self._copies
+
+    def _rotate(self, folder: Path, state: TrainerState) -> None:
+        """Removes the oldest checkpoints above `save_total_limit`."""
+        rotate_checkpoints(
+            output_dir=str(folder),
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=state.best_model_checkpoint,
+            use_mtime=True,
+        )
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that is being written. Collective; raises on all ranks what went wrong."""
+        save, self._save = self._save, None
+        if save is not None:
+            self._note_saved(save)
+            save.finish()
+            self._note_saved(save)
+            if not self._has_advised:
+                self._has_advised = True
+                self._advise(save)
+
+    def give_up(self) -> None:
+        """Gives up the checkpoint that is being written, since ranks were lost that had to write a part of it."""
+        save, self._save = self._save, None
+        if save is not None:
+            self._note_saved(save)
+            save.give_up()
+            self._note_saved(save)
+            self.has_given_up = True
+
+    def note_step(self) -> None:
+        """Notes the start of a training step."""
+        self._step_starts_s.append(time.perf_counter())
+
+    def _advise(self, save: FolderSave) -> None:
+        """Says how often to save, by what the first checkpoint has cost. Collective."""
+        costs = self.world.gather((save.blocked_s, save.write_s), "the cost of a checkpoint")
+        steps_s = [after - before for before, after in itertools.pairwise(self._step_starts_s)]
+        if costs is not None:
+            blocked_s, write_s = (max(durations) for durations in zip(*costs, strict=True))
+            step_s = statistics.median(steps_s) if steps_s else None
+            stderr_console().print(save_advice(blocked_s, write_s, step_s, self.args), highlight=False)
+
+    def take_saved(self) -> SavedCheckpoint | None:
+        """The checkpoint that has appeared since the last call, on the first rank."""
+        if self._save is not None:
+            self._note_saved(self._save)
+        saved, self._saved = self._saved, None
+        return saved
+
+    def _note_saved(self, save: FolderSave) -> None:
+        if save.is_there and self._state is not None:
+            self._saved, self._state = SavedCheckpoint(save.path, self._state), None
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """A block after which a process that ends by an error waits a while for its checkpoint."""
+        try:
+            yield
+        except BaseException:
+            save, self._save = self._save, None
+            if save is not None:
+                save.leave()
+            raise
+
+    @contextmanager
+    def writing(self, folder: str | Path) -> Iterator[Writes]:
+        """
+        A block that writes files of a folder: of the checkpoint that is collected, or of another folder, which is
+        written at its end. Collective.
+
+        Args:
+            folder (`str` or `Path`): The folder.
+        """
+        if self._collecting is not None and self._collecting.folder == Path(folder):
+            yield self._collecting
+            return
+        writes = Writes(folder)
+        with save_errors(writes.path):
+            yield writes
+        writes.finish(self.world)
