@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..adapters.adapter import Adapter
 from ..cost import CostModel, analytic_costs, find_device
 from ..cost.backwards import first_backward
-from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
+from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
@@ -61,30 +61,9 @@ from .replicated import EqualGradients, ReplicatedParameters, replicated_paramet
 from .sharded_model import ShardedModel
 from .step_check import StepCheck
 from .step_result import StepResult
+from .step_totals import StepTotals, add_up
 from .transport import DistributedTransport
 from .weight_placement import LoadFunction, layers_of_rank, placed_weights, share_buffers
-
-
-@dataclass(frozen=True)
-class StepTotals:
-    """
-    Sums over all ranks of one step.
-
-    Args:
-        loss (`float`): Sum over the target tokens of the global batch.
-        num_targets (`int`): Target tokens.
-        num_tokens (`int`): Input tokens with padding.
-        num_real_tokens (`int`): Input tokens without padding.
-    """
-
-    loss: float
-    num_targets: int
-    num_tokens: int
-    num_real_tokens: int
-
-    @property
-    def mean_loss(self) -> float:
-        return self.loss / max(self.num_targets, 1)
 
 
 @dataclass(frozen=True)
@@ -487,23 +466,15 @@ class ParallelEngine(nn.Module):
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks."""
-        numbers = torch.zeros(5, dtype=torch.float64)
-        numbers[4] = float(self.is_stopping)
-        for task, (loss, count) in result.losses.items():
-            assert task.module == LANGUAGE_MODEL  # the target tokens of another loss would not be comparable
-            if self.leads_cp_rank(task):
-                numbers[0] += loss.double().cpu()
-                numbers[1] += float(count)
-        for (module, replica, _, _), inputs in batch.batches.items():
-            if module == LANGUAGE_MODEL and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
-                ids = inputs["input_ids"]
-                numbers[2] += ids.numel()
-                words = inputs.get(WORDS)
-                mask = inputs.get("attention_mask") if words is None else words != 0
-                numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-        loss, *counts = self.world.all_reduce(numbers, activity="adding up the step").tolist()
-        targets, tokens, real, self.num_stopping = map(int, counts)
-        return StepTotals(loss, targets, tokens, real)
+        assert all(task.module == LANGUAGE_MODEL for task in result.losses), "other losses would not be comparable"
+        losses = [pair for task, pair in result.losses.items() if self.leads_cp_rank(task)]
+        replicas = {
+            key: inputs
+            for key, inputs in batch.batches.items()
+            if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
+        }
+        totals, self.num_stopping = add_up(self.world, losses, replicas.values(), self.is_stopping)
+        return totals
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient over all modules."""

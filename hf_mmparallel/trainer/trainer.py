@@ -37,13 +37,13 @@ from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch
 from .columns import check_columns, encoder_columns, missing_columns
 from .data_progress import check_trainer_state, save_trainer_state
-from .engine_trainer import EngineTrainer
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
 from .loaders import check_loader, follow_plan
 from .overrides import check_overrides
 from .saved_plan import SAVED_PLAN, warn_of_other_settings
 from .signature import by_name, shows_stock_signature
 from .start_checks import check_launch
+from .surviving_trainer import SurvivingTrainer, completed
 
 logger = get_logger(__name__)
 
@@ -60,17 +60,7 @@ def planned(method: Callable) -> Callable:
     return wrapper
 
 
-def completed(method: Callable) -> Callable:
-    """Makes a method run again on the ranks that are left, when ranks are lost in it; see [`Recovery.complete`]."""
-
-    @functools.wraps(method)
-    def wrapper(self, *args, **kwargs):
-        return self._completed(functools.partial(method, self, *args, **kwargs))
-
-    return wrapper
-
-
-class MultimodalParallelTrainer(EngineTrainer):
+class MultimodalParallelTrainer(SurvivingTrainer):
     """
     `transformers.Trainer` for models whose encoders and language model each have a layout of their own.
 
@@ -256,10 +246,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         return (result[0] * weight, result[1]) if return_outputs else result * weight
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """
-        Under a plan ends all ranks with one error, out of memory in the optimizer included, or goes on when ranks are
-        lost. With `save_on_preemption` signals end the training.
-        """
+        """Ends all ranks with one error, or goes on when ranks are lost; with `save_on_preemption` signals end it."""
         with self._listening():
             if not self.is_planned:
                 return super().train(*args, **kwargs)
@@ -415,10 +402,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         last one is kept beside it, to go on from.
         """
         if self.is_planned:
-            self._completed(self._finish_save)
-            if self._saves.has_given_up:
-                self._save_checkpoint(self.model, None)
-                self._completed(self._finish_save)
+            self._end_saves()
         best = self.state.best_model_checkpoint
         if self._is_preempted:
             self.state.best_model_checkpoint = None
@@ -437,14 +421,14 @@ class MultimodalParallelTrainer(EngineTrainer):
         """Waits until the file is on disk, before the checkpoint gets its name."""
         super()._save_rng_state(output_dir)
         with self._saves.writing(output_dir) as writes:
-            writes.add(sync_file, writes.folder / f"rng_state_{self.args.process_index}.pth")
+            writes.add(sync_file, writes.folder / self._rng_file)
 
     @planned
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Ends all ranks with one error if a file can't be read."""
 
         def read() -> None:
-            with readable(Path(str(checkpoint)) / f"rng_state_{self.args.process_index}.pth"):
+            with readable(Path(str(checkpoint)) / self._rng_file):
                 super(MultimodalParallelTrainer, self)._load_rng_state(checkpoint)
 
         self.world.raise_together(read)

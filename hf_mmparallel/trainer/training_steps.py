@@ -8,7 +8,8 @@ from typing import Any
 from ..data.step_batch import StepBatch, UnreadableBatch
 from ..data.step_dataset import StepDataset
 from ..plan.arrangement_policies import KEEPING_LIMITS
-from ..runtime.engine import ParallelEngine, StepTotals
+from ..runtime.engine import ParallelEngine
+from ..runtime.step_totals import StepTotals
 from ..world import ACTIVITY, shared_failure
 from .agreement import SampleAgreement, TargetCount
 from .arguments import MultimodalTrainingArguments

@@ -1,0 +1,145 @@
+"""A Trainer whose training goes on when ranks are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.logging import get_logger
+from transformers.trainer_callback import ProgressCallback
+
+from ..resilience.reconfiguration import TooFewNodesError
+from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
+from ..runtime.optimizers import prepare_optimizer
+from ..runtime.step_totals import StepTotals
+from ..runtime.weight_placement import load_held
+from ..world import Membership, failures_left_to, shared_failure
+from ..world.connections import end_collectives
+from .engine_trainer import EngineTrainer
+from .recovery import NodeLayout, Reconfiguration, Recovery, set_ranks
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+
+
+def completed(method: Callable) -> Callable:
+    """Makes a method run again on the ranks that are left, when ranks are lost in it; see [`Recovery.complete`]."""
+
+    @functools.wraps(method)
+    def wrapper(self, *args, **kwargs):
+        return self._completed(functools.partial(method, self, *args, **kwargs))
+
+    return wrapper
+
+
+class SurvivingTrainer(EngineTrainer):
+    """A Trainer with an engine that, with `resilience`, is laid out anew when ranks are lost in its training."""
+
+    _recovery: Recovery | None = None
+
+    def _repeated(self, work: Callable[[], T]) -> T:
+        """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
+        return work() if self._recovery is None else self._recovery.run(work)
+
+    def _completed(self, work: Callable[[], T]) -> T:
+        """Does some work beside steps in which ranks communicate, see [`Recovery.complete`]."""
+        return work() if self._recovery is None else self._recovery.complete(work)
+
+    def _run_step(self) -> StepTotals:
+        """Computes the gradients of the global batch that was read last."""
+        with shared_failure("training step"):
+            return self._steps.run(self._on_device, self.state.global_step)
+
+    def _gradient_norm(self) -> torch.Tensor:
+        """The norm of the gradient over the parameters of all ranks; with it the step counts."""
+        engine = self._engine
+        if self._recovery is None:
+            norm = engine.gradient_norm()
+        else:
+            while (found := self._recovery.commit(lambda: float(engine.gradient_norm()))) is None:
+                self._recovery.run(self._run_step)
+            norm = torch.tensor(found, device=engine.device)
+        self._steps.step_counts()
+        return norm
+
+    def _end_saves(self) -> None:
+        """Waits for the last checkpoint; makes another one if that was given up, since ranks were lost in it."""
+        self._completed(self._finish_save)
+        if self._saves.has_given_up:
+            self._save_checkpoint(self.model, None)
+            self._completed(self._finish_save)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A block in which the run goes on when ranks are lost, if the arguments ask for it."""
+        if self.args.resilience is None:
+            yield
+            return
+        membership = Membership.from_environment()
+        assert membership is not None and self._layouts is not None
+        layouts, layout = self._layouts
+        recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow)
+        gc.freeze()  # what is there by now need not be looked at when the groups of lost ranks are collected
+        membership.start(functools.partial(end_collectives, dist.get_backend()))
+        membership.register()
+        self._recovery = recovery
+        try:
+            with failures_left_to(recovery.raise_if_stale):
+                try:
+                    yield
+                except TooFewNodesError as error:
+                    self._save_checkpoint(self.model, None)
+                    text = f"{error} The run is saved in `checkpoint-{self.state.global_step}` of its output folder."
+                    raise TooFewNodesError(text) from None
+        except BaseException as error:
+            membership.report(f"{type(error).__name__}: {error}")
+            raise
+        else:
+            recovery.complete(lambda: None)  # all ranks are there for what the script does next
+            membership.finish()
+        finally:
+            self._layouts = layouts, recovery.layout
+            self._recovery = None
+            gc.unfreeze()
+
+    def _held_parameters(self) -> dict[str, HeldParameter]:
+        """What this rank holds of the model and its optimizer."""
+        return held_parameters(self.model, self._prepared_optimizer)
+
+    def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: Reconfiguration) -> None:
+        """Lays the model, the optimizer and the data out for the ranks that are left. Collective."""
+        engine, was_first = self._engine, self.state.is_world_process_zero
+        self._saves.give_up()
+        set_ranks(self.world.rank, self.world.size)
+        engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
+        optimizer = self._prepared_optimizer
+        give_to_optimizer(optimizer, self.model, held)
+        prepare_optimizer(optimizer, engine.holds_all_trained, self.world, engine.slices, engine.storage)
+        restore_state(optimizer, self.model, held)
+        self._steps.follow_plan()
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        event.step = self.state.global_step
+        event.total_s = time.time() - event.lost_at
+        event.layout = ", ".join(f"{name}: {module.layout}" for name, module in layout.plan.modules.items())
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and not was_first:
+                callback.on_train_begin(self.args, self.state, self.control)
+            told: Any = getattr(callback, "on_reconfigure", None)
+            if told is not None:
+                told(self.args, self.state, self.control, event=event)
+        if self.is_world_process_zero():
+            logger.warning(event.sentence)
+        self.log(
+            {
+                "parallel/ranks": event.world_size,
+                "parallel/recovered_in_s": round(event.total_s, 3),
+                "parallel/recovery_copied_mib": round(event.copied_bytes / 2**20, 3),
+            }
+        )
