@@ -24,6 +24,7 @@ from ..callbacks import (
     ParallelMetricsCallback,
     PredictionCallback,
     PreemptionCallback,
+    RecoveryCallback,
 )
 from ..cost import CostModel
 from ..data.defaults import DefaultCollator
@@ -148,6 +149,8 @@ class EngineTrainer(Trainer):
             self.add_callback(PredictionCallback())
         if args.save_on_preemption:
             self.add_callback(PreemptionCallback(self.world))
+        if args.resilience is not None:
+            self.add_callback(RecoveryCallback(self.global_batch_size))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
         idle = [*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)]
