@@ -109,6 +109,17 @@ def test_async_save_times_both_ways_in_turns(tmp_path):
     assert result["checkpoint_bytes"] > 10**6
 
 
+def test_recovery_times_each_part_and_a_new_start(tmp_path):
+    result = _quick("recovery", tmp_path)
+    (case,), (restart,), (overhead,) = result["cases"], result["restarts"], result["overhead"]
+    seconds = {name: times["median"] for name, times in case["seconds"].items()}
+    parts = ("detected", "met", "planned", "copied", "laid out", "first step")
+    assert all(seconds[name] > 0 for name in parts) and case["copied_mib"] > 0
+    assert sum(seconds[name] for name in parts) == pytest.approx(seconds["total"], abs=1e-3)
+    assert 0 < restart["seconds"]["ended"]["min"] < restart["seconds"]["total"]["min"]
+    assert restart["case"] == case["case"] and overhead["own_us"] > 0 < overhead["without_ms"]
+
+
 def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     result = _quick("sampler_overhead", tmp_path)
     methods = {row["method"] for row in result["arranging"]}

@@ -1,6 +1,6 @@
 """
 Callbacks that see the engine: efficiency in the log, predictions beside it, measured timelines as pictures, the end of
-a training by a signal.
+a training by a signal, lost ranks.
 
 Use the engine and the costs; imported by the Trainer and by users.
 """
@@ -10,6 +10,7 @@ from .metrics import ParallelMetricsCallback
 from .prediction import PredictionCallback
 from .preemption import PreemptionCallback
 from .progress_bar import LossProgressCallback
+from .recoveries import RecoveryCallback
 from .step_timelines import TimelineCallback
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "ParallelMetricsCallback",
     "PredictionCallback",
     "PreemptionCallback",
+    "RecoveryCallback",
     "TimelineCallback",
 ]

@@ -104,9 +104,12 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
     inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
     plans = surviving_plans(settings, inputs, args.nodes, args.failures)
     console = new_console()
-    console.print(template_table(plans.planner), highlight=False)
-    print_labelled(console, [*guarantee_lines(plans), ("Samples", inputs.samples.origin)])
-    console.print(throughput_table(plans), highlight=False)
+    planner, batch = plans.planner, plans.global_batch_size
+    limit = plans.settings.memory_bytes
+    memory = "with any memory" if limit is None else f"by predicted memory, {plans.settings.memory_text}"
+    console.print(template_table(planner), highlight=False)
+    print_labelled(console, [*guarantee_lines(planner, batch, memory), ("Samples", inputs.samples.origin)])
+    console.print(throughput_table(planner, batch), highlight=False)
     if args.output:
         save_layout(args.output, plans.first.plan, settings.plugin.modules)
         console.print(f"Plan of all nodes written to {args.output}", highlight=False, soft_wrap=True)

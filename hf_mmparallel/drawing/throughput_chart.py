@@ -73,7 +73,7 @@ def throughput_png(
 
     bar_axis, node_axis = axis_at(0.55, bars_inches), axis_at(bars_inches + 1.6, 0.85)
     rate_axis = axis_at(bars_inches + 2.6, 2.65)
-    unit_s, unit = next((size, name) for least, size, name in _UNITS if end_s >= least)
+    unit_s, unit = time_unit(end_s)
     times = [end_s / unit_s * index / len(rows[0].rates) for index in range(len(rows[0].rates) + 1)]
     for row, color in zip(rows, COLORS, strict=False):
         label = f"{row.name}: {_rate(row.mean)} on average"
@@ -96,7 +96,7 @@ def throughput_png(
     rate_axis.set_xticklabels([])
     _draw_shares(bar_axis, rows)
     for axis in (rate_axis, node_axis, bar_axis):
-        _style(axis)
+        style_axis(axis)
     _draw_titles(figure, rate_axis, title, bool(losses_s), bars_inches)
     figure.savefig(path)
 
@@ -150,7 +150,12 @@ def _draw_titles(figure: Any, rate_axis: Any, title: str, has_losses: bool, bars
     )
 
 
-def _style(axis: Any) -> None:
+def time_unit(end_s: float) -> tuple[float, str]:
+    """The unit of a time axis, in seconds, and its name."""
+    return next((size, name) for least, size, name in _UNITS if end_s >= least)
+
+
+def style_axis(axis: Any) -> None:
     """Colors and grid as in the other charts."""
     axis.tick_params(labelsize=8.5, colors=_GREY, length=0)
     axis.set_facecolor(_PAPER)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
+from typing import Any
 
 from rich.table import Table
 
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModulePlugin
 from ..resilience.adopted_plan import module_settings
+from ..resilience.instantiation import Instantiation
 from ..resilience.model_chain import ModelChain, model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans
 from ..resilience.resilient_planner import ResilientPlanner
@@ -21,6 +23,7 @@ from .possible_sizes import check_matrices
 from .settings import Settings
 from .text import ms_text
 
+_PIPELINES = ("nodes", "nodes of each pipeline", "microbatches of each", "step")
 CHOSEN_BY_TEMPLATES = ("dp_size", "pp_size", "layers_per_stage", "colocate_with")
 
 
@@ -127,16 +130,33 @@ def _selected_layers(inputs: Inputs) -> dict[str, int]:
     return {name: layer for name, layer in found.items() if layer is not None}
 
 
-def template_table(planner: ResilientPlanner) -> Table:
-    """A row for each template; equal neighboring stages are one line of it."""
+def template_table(planner: ResilientPlanner, most: int | None = None) -> Table:
+    """
+    A row for each template; equal neighboring stages are one line of it.
+
+    Args:
+        planner ([`ResilientPlanner`]): The plans.
+        most (`int`, *optional*): Number of templates that are shown, the last one among them; all by default.
+    """
     table = Table(title=f"Templates for nodes of {_count(planner.node_size, 'rank')}", title_justify="left")
     for column in ("nodes", "stages", "stages x layers of each", "one microbatch", "slowest stage"):
         table.add_column(column, justify="left" if column.endswith("each") else "right")
-    for template in planner.templates:
+    first, last = _shown(planner.templates, most)
+    for template in first:
         lines = stage_lines(planner.plans.chain, template)
         times = (ms_text(template.fill_ms), ms_text(template.slowest_ms))
         table.add_row(str(template.num_nodes), str(len(template.stages)), "\n".join(lines), *times, end_section=True)
+    if last is not None:
+        hidden = len(planner.templates) - len(first)
+        table.add_row(f"to {last.num_nodes}", "", f"{hidden} more", "", ms_text(last.slowest_ms))
     return table
+
+
+def _shown(templates: Sequence[PipelineTemplate], most: int | None) -> tuple[Sequence[PipelineTemplate], Any]:
+    """The templates that get rows, and the last one of the others, if there are any."""
+    if most is None or len(templates) <= most:
+        return templates, None
+    return templates[: most - 1], templates[-1]
 
 
 def stage_lines(chain: ModelChain, template: PipelineTemplate) -> list[str]:
@@ -157,13 +177,20 @@ def _piece_text(module: str, count: int) -> str:
     return f"{module} {count}"
 
 
-def guarantee_lines(plans: SurvivingPlans) -> list[tuple[str, str]]:
-    """What is guaranteed, and what it is planned for: labels and texts."""
-    planner = plans.planner
+def guarantee_lines(planner: ResilientPlanner, global_batch_size: int, memory: str) -> list[tuple[str, str]]:
+    """
+    What is guaranteed, and what it is planned for.
+
+    Args:
+        planner ([`ResilientPlanner`]): The plans.
+        global_batch_size (`int`): Samples of a step.
+        memory (`str`): The memory of a rank that one copy of the model fits, as text.
+
+    Returns:
+        `list[tuple[str, str]]`: Labels and texts.
+    """
     fewest, failures, size = planner.fewest, planner.failures, planner.node_size
     chain = planner.plans.chain
-    limit = plans.settings.memory_bytes
-    memory = "with any memory" if limit is None else f"by predicted memory, {plans.settings.memory_text}"
     losses = "No node" if not failures else "Any node" if failures == 1 else f"Any {failures} nodes"
     microbatches = f"{planner.plans.num_microbatches:,} microbatches of {chain.microbatches.microbatch_size}"
     return [
@@ -174,7 +201,7 @@ def guarantee_lines(plans: SurvivingPlans) -> list[tuple[str, str]]:
             f"are used. Training goes on with {planner.fewest_guaranteed} nodes or more, "
             f"{failures + 1} copies of {fewest}",
         ),
-        ("Global batch", f"{plans.global_batch_size:,} samples, {microbatches}, whatever fails"),
+        ("Global batch", f"{global_batch_size:,} samples, {microbatches}, whatever fails"),
         (
             "Times",
             "of forwards and backwards, one microbatch after the other, without sends, gradient sums and the "
@@ -187,23 +214,59 @@ def _count(number: int, noun: str) -> str:
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def throughput_table(plans: SurvivingPlans) -> Table:
+def throughput_table(planner: ResilientPlanner, global_batch_size: int) -> Table:
     """
     A row for each number of nodes, from all of them to the fewest that are guaranteed: of the fastest pipelines, and
     of those that are left if nodes are lost one by one.
     """
-    planner, batch = plans.planner, plans.global_batch_size
     table = Table(title="Throughput with fewer nodes, at best and after losses one by one", title_justify="left")
-    columns = ("nodes", "nodes of each pipeline", "microbatches of each", "step", "samples/s")
-    for column in (*columns, "nodes of each after losses", "samples/s"):
-        table.add_column(column, justify="left" if column.startswith(("nodes of", "micro")) else "right")
-    for count, left in planner.after_single_losses().items():
-        best = planner.instantiation(count)
-        sizes = [_runs([template.num_nodes for template in one.pipelines]) for one in (best, left)]
-        rates = [f"{1e3 * batch / one.step_ms:,.4g}" for one in (best, left)]
-        cells = (sizes[0], _runs(best.microbatches), ms_text(best.step_ms), rates[0], sizes[1], rates[1])
-        table.add_row(str(count), *cells)
+    for column in (*_PIPELINES, "samples/s", "nodes of each after losses", "samples/s"):
+        _add_column(table, column)
+    for left in planner.after_single_losses():
+        best = planner.instantiation(left.num_nodes)
+        rates = [_rate(one, global_batch_size) for one in (best, left)]
+        table.add_row(*_cells(best), rates[0], _sizes(left), rates[1])
     return table
+
+
+def fewer_nodes_table(planner: ResilientPlanner, first: ClusterPlan, global_batch_size: int, most: int) -> Table:
+    """
+    A row for each number of nodes that are left if nodes of a run are lost one by one, each time the one that slows
+    the others most.
+
+    Args:
+        planner ([`ResilientPlanner`]): The plans.
+        first ([`ClusterPlan`]): The plan of all nodes.
+        global_batch_size (`int`): Samples of a step.
+        most (`int`): Number of rows; the last one is that of the fewest nodes that are guaranteed.
+    """
+    table = Table(title="Predicted steps with fewer nodes, lost one by one", title_justify="left")
+    for column in (*_PIPELINES, "samples/s"):
+        _add_column(table, column)
+    shown = list(islice(planner.after_single_losses(first), most))
+    if shown[-1].num_nodes > planner.fewest_guaranteed:
+        shown[-1] = planner.instantiation(planner.fewest_guaranteed)
+    for one in shown:
+        table.add_row(*_cells(one), _rate(one, global_batch_size))
+    return table
+
+
+def _add_column(table: Table, name: str) -> None:
+    table.add_column(name, justify="left" if name.startswith(("nodes of", "micro")) else "right")
+
+
+def _cells(pipelines: Instantiation) -> tuple[str, str, str, str]:
+    """The cells of [`_PIPELINES`]."""
+    counts = (str(pipelines.num_nodes), _sizes(pipelines), _runs(pipelines.microbatches))
+    return (*counts, ms_text(pipelines.step_ms))
+
+
+def _sizes(pipelines: Instantiation) -> str:
+    return _runs([one.num_nodes for one in pipelines.pipelines])
+
+
+def _rate(pipelines: Instantiation, global_batch_size: int) -> str:
+    return f"{1e3 * global_batch_size / pipelines.step_ms:,.4g}"
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,21 +13,38 @@ from ..arrange import fastest_counts
 from .templates import PipelineTemplate
 
 
+class TimedPipeline(Protocol):
+    """A template, or other stages of a pipeline, with their predicted times."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def fill_ms(self) -> float: ...
+
+    @property
+    def slowest_ms(self) -> float: ...
+
+    def step_ms(self, num_microbatches: int) -> float:
+        """Time of a step of a number of microbatches."""
+        ...
+
+
 @dataclass(frozen=True)
 class Instantiation:
     """
     The pipelines of a cluster.
 
     Args:
-        pipelines (`tuple[PipelineTemplate, ...]`): The template of each pipeline, the largest first.
+        pipelines (`tuple[TimedPipeline, ...]`): The template or the stages of each pipeline.
         microbatches (`tuple[int, ...]`): Microbatches of each in a step.
     """
 
-    pipelines: tuple[PipelineTemplate, ...]
+    pipelines: tuple[TimedPipeline, ...]
     microbatches: tuple[int, ...]
 
     @classmethod
-    def of(cls, pipelines: Sequence[PipelineTemplate], num_microbatches: int) -> Instantiation:
+    def of(cls, pipelines: Sequence[TimedPipeline], num_microbatches: int) -> Instantiation:
         """
         Divides the microbatches of a step such that the last pipeline is done as early as possible.
 

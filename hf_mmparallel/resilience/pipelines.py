@@ -47,6 +47,10 @@ class PipelineLayout:
         whole = {name: tuple(of_module) for name, of_module in stages.items()}
         return cls(template.num_nodes, whole, template.fill_ms, template.slowest_ms, template)
 
+    def step_ms(self, num_microbatches: int) -> float:
+        """Time of a step of a number of microbatches."""
+        return self.fill_ms + (num_microbatches - 1) * self.slowest_ms
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -89,9 +93,8 @@ class ClusterPlan(PlacedPlan):
     @property
     def step_ms(self) -> float:
         """Predicted time until the last pipeline has computed its microbatches."""
-        layouts = [pipeline.layout for pipeline in self.pipelines]
         return max(
-            one.fill_ms + (count - 1) * one.slowest_ms for one, count in zip(layouts, self.microbatches, strict=True)
+            pipeline.layout.step_ms(count) for pipeline, count in zip(self.pipelines, self.microbatches, strict=True)
         )
 
 

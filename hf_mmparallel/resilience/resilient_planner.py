@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
@@ -87,28 +87,32 @@ class ResilientPlanner:
             raise ValueError(self._why_not_all(num_nodes, templates[-1].num_nodes))
         return found
 
-    def after_single_losses(self) -> dict[int, Instantiation]:
+    def after_single_losses(self, first: ClusterPlan | None = None) -> Iterator[Instantiation]:
         """
-        Number of nodes -> the pipelines that are left if nodes are lost one after the other, each time the node that
-        slows the others most; down to the fewest that are guaranteed.
-        """
-        pipelines, start = [], 0
-        for template in self.instantiation(self.num_nodes).pipelines:
-            pipelines.append(tuple(range(start, start + template.num_nodes)))
-            start += template.num_nodes
-        result = {self.num_nodes: self._instantiation_of(pipelines)}
-        for num_nodes in range(self.num_nodes - 1, self.fewest_guaranteed - 1, -1):
-            by_size = {len(nodes): nodes for nodes in pipelines}
-            counts = range(self.fewest, self.num_nodes + 1)
-            left = [without_nodes(pipelines, nodes[:1], counts, self.failures) for nodes in by_size.values()]
-            pipelines = list(max(left, key=lambda one: self._instantiation_of(one.pipelines).step_ms).pipelines)
-            result[num_nodes] = self._instantiation_of(pipelines)
-        return result
+        The pipelines that there are at first, and those that are left if nodes are lost one after the other, each time
+        the node that slows the others most; down to the fewest nodes that are guaranteed.
 
-    def _instantiation_of(self, pipelines: Sequence[Nodes]) -> Instantiation:
-        """Pipelines of these nodes, each by its template."""
-        templates = [self._template_of(len(nodes)) for nodes in pipelines]
-        return Instantiation.of(templates, self.plans.num_microbatches)
+        Args:
+            first ([`ClusterPlan`], *optional*): The plan of all nodes; by default the fastest one.
+        """
+        first = self.first() if first is None else first
+        pipelines = {one.nodes: one.layout for one in first.pipelines}
+        yield Instantiation(tuple(pipelines.values()), first.microbatches)
+        for _ in range(len(first.nodes) - self.fewest_guaranteed):
+            alike = {(one.num_nodes, one.fill_ms, one.slowest_ms): nodes for nodes, one in pipelines.items()}
+            left = [self._left(pipelines, nodes[0]) for nodes in alike.values()]
+            pipelines = max(left, key=lambda one: self._divided(one).step_ms)
+            yield self._divided(pipelines)
+
+    def _left(self, pipelines: Mapping[Nodes, PipelineLayout], lost: int) -> dict[Nodes, PipelineLayout]:
+        """The pipelines that are left without a node."""
+        counts = range(self.fewest, self.num_nodes + 1)
+        after = without_nodes(list(pipelines), [lost], counts, self.failures)
+        return {nodes: pipelines.get(nodes) or self._layout(len(nodes)) for nodes in after.pipelines}
+
+    def _divided(self, pipelines: Mapping[Nodes, PipelineLayout]) -> Instantiation:
+        """Pipelines with the microbatches of each."""
+        return Instantiation.of(list(pipelines.values()), self.plans.num_microbatches)
 
     def first(self) -> ClusterPlan:
         """The fastest plan of all nodes at the start, whose numbers are 0 to `num_nodes - 1`."""

@@ -24,6 +24,7 @@ from ..callbacks import (
     ParallelMetricsCallback,
     PredictionCallback,
     PreemptionCallback,
+    RecoveryCallback,
 )
 from ..cost import CostModel
 from ..data.defaults import DefaultCollator
@@ -50,12 +51,13 @@ from .divided_weights import gather_divided, has_divided_weights
 from .loaders import StepLoaders
 from .optimizer_state import stock_groups
 from .overrides import check_assignment
+from .oversized_samples import allowed_bytes
 from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
 from .recovery_plan import NodeLayouts, node_layouts
 from .run_context import RunContext
 from .start_checks import check_launcher, check_model, check_trainer
-from .start_report import PlanReport
+from .start_report import PlanReport, report_survival
 from .training_sizes import MeasuredSizes, TrainingSizes
 from .training_steps import TrainingSteps
 
@@ -147,6 +149,8 @@ class EngineTrainer(Trainer):
             self.add_callback(PredictionCallback())
         if args.save_on_preemption:
             self.add_callback(PreemptionCallback(self.world))
+        if args.resilience is not None:
+            self.add_callback(RecoveryCallback(self.global_batch_size))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
         idle = [*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)]
@@ -205,6 +209,10 @@ class EngineTrainer(Trainer):
         self._steps.limits.has_warned = report.large is not None and report.large.num_over > 0
         if self.search is not None:
             report_search(self.search, Path(self.args.output_dir))
+        if self._layouts is not None:
+            layouts, first = self._layouts
+            memory_bytes = allowed_bytes(self.args, self._engine.costs.device)
+            report_survival(layouts.planner, first, self.global_batch_size, memory_bytes)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 
 from .. import __version__
+from ..callbacks.recoveries import RECOVERY
 from ..plan import ParallelPlan, save_layout
 from ..planner.tables import range_text
 from ..runtime.engine import ParallelEngine
@@ -18,6 +20,22 @@ SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
 _SECTION = "### Parallel plan"
 _PREFIX = "parallel/"
 _COMPARED = re.compile(_PREFIX + r"(predicted_|step_ms|bubble_fraction|memory_gib|(forward|backward)_ms/)")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """
+    What is known of a run at its end.
+
+    Args:
+        log_history (`list[dict]`): The Trainer's log.
+        comparison ([`RunComparison`], *optional*): Predictions beside measurements.
+        recoveries (`str`, *optional*): What became of it when ranks were lost.
+    """
+
+    log_history: list[dict]
+    comparison: RunComparison | None = None
+    recoveries: str | None = None
 
 
 def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
@@ -47,15 +65,9 @@ def _trained(stages: list[bool]) -> str:
     return "some stages" if any(stages) else "frozen"
 
 
-def plan_section(
-    folder: Path,
-    engine: ParallelEngine,
-    global_batch_size: int,
-    log_history: list[dict],
-    comparison: RunComparison | None = None,
-) -> str:
+def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, run: RunSummary) -> str:
     """The section as Markdown."""
-    plan = engine.plan
+    plan, comparison = engine.plan, run.comparison
     rows = layout_rows(plan)
     head = list(rows[0])
     lines = [
@@ -71,15 +83,19 @@ def plan_section(
     ]
     if engine.planner is not None:
         lines += ["", f"The samples of a global batch are arranged by `{engine.planner.arrangement}`."]
-    for picture, title in (
+    pictures = (
         (SCHEDULE, "Predicted schedule of one step"),
         (WORKLOADS, "Predicted forward of each microbatch of one step"),
-    ):
+    )
+    if run.recoveries is not None:
+        lines += ["", run.recoveries]
+        pictures += ((RECOVERY, "Throughput with lost ranks"),)
+    for picture, title in pictures:
         if (folder / picture).is_file():
             lines += ["", f"![{title}]({picture})"]
     if comparison is not None:
         lines += comparison_lines(comparison)
-    measured = {name: value for row in log_history for name, value in row.items() if name.startswith(_PREFIX)}
+    measured = {name: value for row in run.log_history for name, value in row.items() if name.startswith(_PREFIX)}
     if comparison is not None:
         measured = {name: value for name, value in measured.items() if not _COMPARED.match(name)}
     if measured:
@@ -108,13 +124,7 @@ def _readable(name: str) -> str:
     return words + (f", {module}" if module else "") + unit
 
 
-def write_model_card(
-    folder: Path,
-    engine: ParallelEngine,
-    global_batch_size: int,
-    log_history: list[dict],
-    comparison: RunComparison | None = None,
-) -> None:
+def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: int, run: RunSummary) -> None:
     """Adds the plan to the card that the Trainer wrote; writing it again replaces it."""
     save_layout(folder / "parallel_plan.json", engine.plan, engine.options.module_settings)
     path = folder / "README.md"
@@ -128,7 +138,7 @@ def write_model_card(
     if engine.device.type == "cpu":
         text = text.replace("distributed_type: multi-GPU", "distributed_type: multi-CPU")
     text = text.replace("a fine-tuned version of [](https://huggingface.co/)", "trained from scratch")
-    section = plan_section(folder, engine, global_batch_size, log_history, comparison)
+    section = plan_section(folder, engine, global_batch_size, run)
     before, mark, after = text.partition("### Framework versions")
     card.text = before + section + mark + after
     card.save(path)

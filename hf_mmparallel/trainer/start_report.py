@@ -16,8 +16,12 @@ from ..drawing.timeline import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan
 from ..plan.arrangement_policies import KEEPING_LIMITS
+from ..planner.surviving_plans import fewer_nodes_table, guarantee_lines, template_table
 from ..planner.tables import plan_table, range_text
+from ..planner.text import print_labelled
 from ..profiling.device_detection import core_per_rank
+from ..resilience.pipelines import ClusterPlan
+from ..resilience.resilient_planner import ResilientPlanner
 from ..runtime.engine import ParallelEngine
 from ..search.split import split_stability, too_small
 from ..steps.step_planner import StepPlanner
@@ -32,6 +36,7 @@ logger = get_logger(__name__)
 
 _PROFILED = 256  # samples that decide how ranks would be split: every dataset of Entrain is stable from there on
 _WIDTH = 120  # of the table in a file or a pipe
+_MOST_TEMPLATES, _MOST_COUNTS = 4, 8  # rows of tables; `hf-mmparallel plan --failures` prints all
 
 
 def size_origin(context: RunContext) -> str:
@@ -194,6 +199,25 @@ class PlanReport:
             count = max(self.global_batch_size, _PROFILED)
             global_batch = representative_batch(context.train_dataset, planner.sizes, count, context.args)
             return planner.sizes(global_batch.samples) if global_batch.samples else None
+
+
+def report_survival(
+    planner: ResilientPlanner, first: ClusterPlan, global_batch_size: int, memory_bytes: float | None
+) -> None:
+    """
+    Prints what a run with `resilience` survives, and what it is predicted to be like then.
+
+    Args:
+        planner ([`ResilientPlanner`]): Its plans.
+        first ([`ClusterPlan`]): The plan of all nodes.
+        global_batch_size (`int`): Samples of a global batch.
+        memory_bytes (`float`, *optional*): Memory of a rank.
+    """
+    memory = "with any memory" if memory_bytes is None else f"by predicted memory, {memory_bytes / 2**30:.4g} GiB"
+    console = stderr_console()
+    print_labelled(console, guarantee_lines(planner, global_batch_size, memory))
+    console.print(template_table(planner, _MOST_TEMPLATES), highlight=False)
+    console.print(fewer_nodes_table(planner, first, global_batch_size, _MOST_COUNTS), highlight=False)
 
 
 def draw_prediction(folder: Path, arrangement: str, prediction: StepReport) -> None:

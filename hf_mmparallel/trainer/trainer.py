@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from .._files import readable
-from ..callbacks import PredictionCallback
+from ..callbacks import PredictionCallback, RecoveryCallback
 from ..data.step_batch import StepBatch
 from ..plan import save_layout
 from ..runtime import optimizer_checkpoint
@@ -493,6 +493,8 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         kwargs["tags"] = [*([tags] if isinstance(tags, str) else tags), "hf_mmparallel"]
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            compared = (c.comparison for c in self.callback_handler.callbacks if isinstance(c, PredictionCallback))
-            folder, history = Path(self.args.output_dir), self.state.log_history
-            model_card.write_model_card(folder, self.engine, self.global_batch_size, history, next(compared, None))
+            callbacks = self.callback_handler.callbacks
+            compared = (c.comparison for c in callbacks if isinstance(c, PredictionCallback))
+            survived = (c.sentence for c in callbacks if isinstance(c, RecoveryCallback))
+            run = model_card.RunSummary(self.state.log_history, next(compared, None), next(survived, None))
+            model_card.write_model_card(Path(self.args.output_dir), self.engine, self.global_batch_size, run)

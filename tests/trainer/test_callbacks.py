@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
-from hf_mmparallel.callbacks import LossProgressCallback
+from hf_mmparallel.callbacks import LossProgressCallback, RecoveryCallback
 from hf_mmparallel.callbacks import metrics as metrics_module
 from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, flops_utilisation
 from hf_mmparallel.callbacks.step_timelines import cost_from
@@ -272,3 +273,24 @@ def test_what_callbacks_draw_is_equal_on_all_ranks():
     first, *others = run_distributed(_drawn_by_rank, 3)
     assert len(set(first)) == len(first) == 6
     assert all(drawn == first for drawn in others)
+
+
+def test_a_run_that_lost_ranks_is_drawn_by_the_first_rank_at_its_end(tmp_path: Path):
+    args, control = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]), TrainerControl()
+    state = TrainerState(is_world_process_zero=False)
+    callback = RecoveryCallback(8)
+    callback.engine = SimpleNamespace(world=SimpleNamespace(size=4))  # type: ignore[assignment]
+    callback.on_train_begin(args, state, control)
+    state.is_world_process_zero = True
+    callback.on_step_end(args, state, control)
+    callback.on_train_end(args, state, control)
+    assert callback.sentence is None and not (tmp_path / "recovery.png").exists()
+    for lost, left in (((0,), 3), ((1, 2), 1)):
+        event = SimpleNamespace(lost=lost, lost_at=time.time(), total_s=0.5, world_size=left)
+        callback.on_reconfigure(args, state, control, event=event)
+        callback.on_step_end(args, state, control)
+    callback.on_train_end(args, state, control)
+    assert (tmp_path / "recovery.png").is_file()
+    assert [mark.label for mark in callback.marks] == ["lost 0", "lost 1, 2"]
+    assert "2 times" in str(callback.sentence) and "4 ranks at first, 1 at the end" in str(callback.sentence)
+    assert "1.00 s in all" in str(callback.sentence)

@@ -27,7 +27,7 @@ from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer import start_prediction
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
-from hf_mmparallel.trainer.model_card import plan_section
+from hf_mmparallel.trainer.model_card import RunSummary, plan_section
 from hf_mmparallel.trainer.packing_choice import RowChoice
 from hf_mmparallel.trainer.start_prediction import StepReport
 from hf_mmparallel.trainer.start_report import PlanReport, arrangement_lines, settings_without_effect, size_origin
@@ -236,7 +236,7 @@ def test_the_model_card_says_how_samples_were_arranged(tmp_path: Path):
     engine: Any = SimpleNamespace(plan=plan, planner=SimpleNamespace(arrangement="disttrain"))
     (tmp_path / "workloads.png").touch()
     logs = [{"parallel/forward_ms_std/vision": 1.25, "loss": 2.0}, {"parallel/workload_std_before/vision": 12.0}]
-    lines = plan_section(tmp_path, engine, 8, logs).splitlines()
+    lines = plan_section(tmp_path, engine, 8, RunSummary(logs)).splitlines()
     assert "The samples of a global batch are arranged by `disttrain`." in lines
     assert "![Predicted forward of each microbatch of one step](workloads.png)" in lines
     assert not any("schedule.png" in line for line in lines)

@@ -1,0 +1,69 @@
+"""What a run with `resilience` went through: a picture, and a sentence for the model card."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from ..drawing.recovery_chart import RecoveryMark, recovery_png
+from .base import EngineCallback, not_worth_a_run
+
+RECOVERY = "recovery.png"
+
+
+class RecoveryCallback(EngineCallback):
+    """
+    Draws `recovery.png` into the output folder at the end of a run that has lost ranks: samples per second over time,
+    with each recovery, and the number of ranks. Every rank notes what it takes, since any of them may be the first one
+    at the end.
+
+    The Trainer has one by itself with `resilience`.
+
+    Args:
+        samples_per_step (`int`): Samples of a step.
+
+    Attributes:
+        marks (`list[RecoveryMark]`): The recoveries so far.
+    """
+
+    def __init__(self, samples_per_step: int):
+        self.samples_per_step = samples_per_step
+        self.marks: list[RecoveryMark] = []
+        self._step_ends_s = array("d")
+        self._began_s = 0.0
+        self._num_ranks = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.engine is not None
+        self.marks, self._step_ends_s = [], array("d")
+        self._began_s, self._num_ranks = time.time(), self.engine.world.size
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_ends_s.append(time.time() - self._began_s)
+
+    def on_reconfigure(self, args: Any, state: Any, control: Any, event: Any = None, **kwargs: Any) -> None:
+        label = "lost " + ", ".join(map(str, event.lost))
+        self.marks.append(RecoveryMark(event.lost_at - self._began_s, event.total_s, event.world_size, label))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.marks or not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / RECOVERY
+        with not_worth_a_run(f"`{path}`"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recovery_png(self._step_ends_s, self.samples_per_step, self._num_ranks, self.marks, path)
+
+    @property
+    def sentence(self) -> str | None:
+        """What the run went through, in one sentence; `None` if no rank was lost."""
+        if not self.marks:
+            return None
+        took_s = sum(mark.took_s for mark in self.marks)
+        times = "once" if len(self.marks) == 1 else f"{len(self.marks)} times"
+        return (
+            f"Ranks were lost {times}, and training went on without them: {self._num_ranks} ranks at first, "
+            f"{self.marks[-1].num_ranks} at the end. The recoveries took {took_s:.2f} s in all, from each loss until "
+            "the run went on."
+        )
