@@ -2,9 +2,9 @@
 Training runs in which processes die at random points, compared with the stock Trainer on one process.
 
 Each run is a real `Trainer` under `hf-mmparallel launch` on gloo. Its processes are killed, stopped, raise or exit in
-reading samples, forwards, messages, sums of gradients, the norm, the optimizer's step, evaluations, checkpoints, and in
-the recovery from another death. A run is at fault if it hangs, if another process than those that died is missing at the
-end, or if a loss, a norm, an evaluation or a weight differs. A sample that is lost, or read twice, changes the losses.
+reading samples, forwards, messages, sums of gradients, the norm, the optimizer's step, evaluations, checkpoints, and
+in the recovery from another death. A run is at fault if it hangs, if a process is missing at the end that did not die,
+or if a loss, a norm, an evaluation or a weight differs. A sample that is lost, or read twice, changes the losses.
 
 ```bash
 python benchmarks/chaos.py                       # until at least 200 processes have died

@@ -21,7 +21,7 @@ import torch
 try:
     from benchmarks.chaos_worker import POINTS, Samples, arguments_of, collate, make_model, with_adapter
 except ImportError:  # run as a script
-    from chaos_worker import POINTS, Samples, arguments_of, collate, make_model, with_adapter, with_adapter
+    from chaos_worker import POINTS, Samples, arguments_of, collate, make_model, with_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "benchmarks" / "chaos_worker.py"
@@ -208,9 +208,9 @@ def _unlike(logs: list[dict[str, float]], wanted: list[dict[str, float]], names:
 
 def random_deaths(layout: Layout, seed: int, failures: int = 1) -> list[Death]:
     """
-    Deaths at random points, of as many nodes as leave `failures + 1`. Up to `failures` nodes are lost at about the same
-    time, of which the later ones may die in the recovery from the first (`copying`, `laying_out`); then none for two
-    steps, in which the others recover. A process that does not come to its point lives.
+    Deaths at random points, of as many nodes as leave `failures + 1`. Up to `failures` nodes are lost at about the
+    same time, of which the later ones may die in the recovery from the first (`copying`, `laying_out`); then none for
+    two steps, in which the others recover. A process that does not come to its point lives.
     """
     draw = random.Random(seed)
     num_nodes = layout.ranks // layout.ranks_per_node
