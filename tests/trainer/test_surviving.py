@@ -136,15 +136,15 @@ def _arguments(**values: Any) -> MultimodalTrainingArguments:
             {"accelerator_config": {"use_seedable_sampler": False}},
             {},
             [],
-            "`use_seedable_sampler=False` of `accelerator_config`: the order of an epoch can't be drawn again. Leave it "
-            "out.",
+            "`use_seedable_sampler=False` of `accelerator_config`: the order of an epoch can't be drawn again. Leave "
+            "it out.",
         ),
         (
             {},
             {},
             Stream(),
-            "a stream (`Stream`): it can't be read again from a position in its middle. Use a dataset with a length and "
-            "an index.",
+            "a stream (`Stream`): it can't be read again from a position in its middle. Use a dataset with a length "
+            "and an index.",
         ),
     ],
 )
