@@ -62,7 +62,7 @@ SETTINGS = (
     Setting("tensor parallel", "tensor parallel"),
     Setting("own ranks, data workers", "own ranks", options=("--workers", "1")),
     Setting("pipelines, saved beside", "pipelines", options=("--async_save", "--log_predictions")),
-    Setting("copies, two at once", "copies of eight", failures=2),
+    Setting("four pairs, two at once", "four pairs", failures=2),
     Setting("long pipelines, LoRA", "long pipelines", options=("--adapter",)),
 )
 """Of the run with each seed, in turn."""

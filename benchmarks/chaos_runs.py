@@ -67,9 +67,7 @@ class Layout:
 
 LAYOUTS = {
     "copies": Layout(4, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4, "colocate_with": "vision"}}),
-    "copies of eight": Layout(
-        8, {"vision": {"dp_size": 8}, "language_model": {"dp_size": 8, "colocate_with": "vision"}}
-    ),
+    "four pairs": Layout(8, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4}}),
     "own ranks": Layout(4, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}),
     "pipelines": Layout(6, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 2}}),
     "long pipelines": Layout(8, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 3}}),

@@ -15,7 +15,7 @@ from .._environment import launched_processes
 from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
 from ..plan.reading import plain_data, reject_unknown_keys
-from ..resilience.settings import ResilienceSettings
+from ..resilience.resilience_settings import ResilienceSettings
 from .deepspeed_arguments import check_deepspeed
 
 ON_BAD_SAMPLE = ("raise", "skip")

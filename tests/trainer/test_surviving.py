@@ -58,7 +58,7 @@ def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str) -> Cha
             id="one after the other, rank 0 first",
         ),
         pytest.param(
-            "copies of eight",
+            "four pairs",
             ["1:2:sum:kill", "3:2:copying:kill", "5:5:norm:kill", "6:5:laying_out:exit", "0:8:checkpoint:kill"],
             ["--failures", "2", "--log_predictions"],
             id="in recoveries",
