@@ -82,6 +82,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/templates.py
 	$(BIN)/python benchmarks/async_save.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/chaos.py
 
 pages: $(INSTALLED) ## the figures of README and docs, from the kept results
 	$(BIN)/python benchmarks/pages.py

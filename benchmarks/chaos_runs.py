@@ -19,15 +19,16 @@ from typing import Any
 import torch
 
 try:
-    from benchmarks.chaos_worker import POINTS, Samples, arguments_of, collate, make_model
+    from benchmarks.chaos_worker import POINTS, Samples, arguments_of, collate, make_model, with_adapter
 except ImportError:  # run as a script
-    from chaos_worker import POINTS, Samples, arguments_of, collate, make_model
+    from chaos_worker import POINTS, Samples, arguments_of, collate, make_model, with_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "benchmarks" / "chaos_worker.py"
 CONFIG = ROOT / "examples" / "accelerate_configs" / "one_host_4cpu.yaml"
 TOLERANCE = 2e-5
-STEPS = 8
+STEPS = 12
+RECOVERY = ("copying", "laying_out")
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,26 @@ class Death:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of the tiny model, and the number of its ranks."""
+    """A layout of the tiny model, the number of its ranks, and how many are lost together."""
 
     ranks: int
     modules: dict[str, Any]
+    ranks_per_node: int = 1
+
+    def node_of(self, member: int) -> int:
+        """The node of a process."""
+        return member // self.ranks_per_node
 
 
 LAYOUTS = {
     "copies": Layout(4, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4, "colocate_with": "vision"}}),
+    "four pairs": Layout(8, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4}}),
     "own ranks": Layout(4, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}),
     "pipelines": Layout(6, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 2}}),
     "long pipelines": Layout(8, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 3}}),
+    "tensor parallel": Layout(
+        8, {"vision": {"dp_size": 2, "tp_size": 2}, "language_model": {"dp_size": 2, "tp_size": 2}}, 2
+    ),
 }
 
 
@@ -100,14 +110,15 @@ class Reference:
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def stock_run(steps: int = STEPS) -> Reference:
-    """The stock Trainer on this process."""
+def stock_run(steps: int = STEPS, adapter: bool = False) -> Reference:
+    """The stock Trainer on this process, maybe with LoRA."""
     from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(per_device_train_batch_size=8, **arguments_of(Path(folder), steps))
         held_out = [Samples()[index] for index in range(7)]
-        trainer = Trainer(make_model(), args, collate, Samples(), held_out)
+        model = with_adapter(make_model()) if adapter else make_model()
+        trainer = Trainer(model, args, collate, Samples(), held_out)
         trainer.train()
         return Reference(trainer.state.log_history, {k: v.clone() for k, v in trainer.model.state_dict().items()})
 
@@ -130,6 +141,7 @@ def chaos_run(
     launcher = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--hang_timeout", "3"]
     launcher += ["--config_file", str(CONFIG), "--num_processes", str(layout.ranks)]
     worker = [str(WORKER), "--parallel", json.dumps(layout.modules), "--folder", str(folder), *options]
+    worker += ["--ranks_per_node", str(layout.ranks_per_node), "--steps", str(STEPS)]
     words = [word for death in deaths for word in ("--death", str(death))]
     start = time.monotonic()
     with (folder / "output.txt").open("w") as output:
@@ -162,7 +174,8 @@ def faults(run: ChaosRun, layout: Layout, reference: Reference) -> list[str]:
     """What is wrong with a run: a hang, a process too many or too few, another loss, norm, evaluation or weight."""
     if run.returncode is None:
         return ["it hung"]
-    left = set(range(layout.ranks)) - {strike["dies"] for strike in run.strikes}
+    lost = {layout.node_of(strike["dies"]) for strike in run.strikes}
+    left = {member for member in range(layout.ranks) if layout.node_of(member) not in lost}
     found = [] if run.returncode == 0 else [f"exit code {run.returncode}"]
     if set(run.results) != left:
         found.append(f"processes {sorted(run.results)} came to the end, not {sorted(left)}")
@@ -193,19 +206,25 @@ def _unlike(logs: list[dict[str, float]], wanted: list[dict[str, float]], names:
 
 def random_deaths(layout: Layout, seed: int, failures: int = 1) -> list[Death]:
     """
-    Deaths at random points, as many as leave `failures + 1` processes. Those of `copying` and `laying_out` come in the
-    recovery from the death before. A process that does not come to its point lives.
+    Deaths at random points, of as many nodes as leave `failures + 1`. Up to `failures` nodes are lost at about the
+    same time, of which the later ones may die in the recovery from the first (`copying`, `laying_out`); then none for
+    two steps, in which the others recover. A process that does not come to its point lives.
     """
     draw = random.Random(seed)
-    members = draw.sample(range(layout.ranks), layout.ranks - failures - 1)
-    steps = sorted(draw.choices(range(1, STEPS + 1), k=len(members)))
+    num_nodes = layout.ranks // layout.ranks_per_node
+    nodes = draw.sample(range(num_nodes), num_nodes - failures - 1)
     deaths: list[Death] = []
-    for number, (member, step) in enumerate(zip(members, steps, strict=True)):
-        in_recovery = number > 0 and draw.random() < 0.2
-        points = ("copying", "laying_out") if in_recovery else POINTS[:-2]
-        point = draw.choice([point for point in points if _is_reached(point, step)])
-        way = draw.choices(("kill", "stop", "raise", "exit"), (6, 1, 2, 2))[0]
-        deaths.append(Death(member, deaths[-1].step if in_recovery else step, point, way))
+    step = draw.randint(1, 3)
+    while nodes and step <= STEPS:
+        in_recovery = False
+        for node in [nodes.pop() for _ in range(min(draw.randint(1, failures), len(nodes)))]:
+            points = RECOVERY if in_recovery else [point for point in POINTS if point not in RECOVERY]
+            point = draw.choice([point for point in points if _is_reached(point, step)])
+            way = draw.choices(("kill", "stop", "raise", "exit"), (6, 1, 2, 2))[0]
+            member = node * layout.ranks_per_node + draw.randrange(layout.ranks_per_node)
+            deaths.append(Death(member, step, point, way))
+            in_recovery = draw.random() < 0.5
+        step += draw.randint(2, 3)
     return deaths
 
 

@@ -76,6 +76,15 @@ def make_model(num_layers: int = 4, hidden_size: int = 64) -> LlavaForConditiona
     return LlavaForConditionalGeneration(config)
 
 
+def with_adapter(model: LlavaForConditionalGeneration) -> Any:
+    """The model with LoRA on attention, also with the same weights in every process."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    targets = r".*(q_proj|v_proj)"
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+
+
 class Samples(torch.utils.data.Dataset):
     """Text with no, one or two images; notes which samples are read."""
 
@@ -224,6 +233,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--failures", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--ranks_per_node", type=int, default=1)
+    parser.add_argument("--async_save", action="store_true")
+    parser.add_argument("--log_predictions", action="store_true")
+    parser.add_argument("--adapter", action="store_true")
     parser.add_argument("--death", action="append", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -233,16 +246,17 @@ def main() -> None:
     strikes = Strikes(deaths)
     args = MultimodalTrainingArguments(
         parallel=options.parallel,
-        resilience={"failures": options.failures},
+        resilience={"failures": options.failures, "ranks_per_node": options.ranks_per_node},
         global_batch_size=8,
         per_device_train_batch_size=2,
         dataloader_num_workers=options.workers,
-        log_predictions=False,
+        async_save=options.async_save,
+        log_predictions=options.log_predictions,
         ddp_backend="gloo",
         **arguments_of(options.folder, options.steps),
     )
     trainer = MultimodalParallelTrainer(
-        model=make_model(),
+        model=with_adapter(make_model()) if options.adapter else make_model(),
         args=args,
         train_dataset=Samples(deaths),
         eval_dataset=[Samples()[index] for index in range(7)],

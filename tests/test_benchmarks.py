@@ -120,6 +120,13 @@ def test_recovery_times_each_part_and_a_new_start(tmp_path):
     assert restart["case"] == case["case"] and overhead["own_us"] > 0 < overhead["without_ms"]
 
 
+def test_chaos_compares_a_run_in_which_processes_die(tmp_path):
+    result = _quick("chaos", tmp_path)
+    assert result["runs"] == 1 and result["died"] == 2 and not result["hangs"] and not result["faults"]
+    assert sum(row["deaths"] for row in result["recoveries"]) == 2
+    assert all(0 < row["recovered_s"] <= row["next_step_s"] for row in result["recoveries"])
+
+
 def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     result = _quick("sampler_overhead", tmp_path)
     methods = {row["method"] for row in result["arranging"]}

@@ -58,12 +58,14 @@ def run_launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..launch.agent import surviving_agent
-    from ..launch.supervisor import Limits
+    from ..launch.supervisor import Limits, announce
 
-    try:
-        with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout)):
+    with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout)) as reasons:
+        try:
             launch_command(args)
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        return 1
+        except ChildFailedError as error:
+            print(error, file=sys.stderr)
+            for reason in reasons:  # once more: torch names the first process that ended, not what ended the job
+                announce(reason)
+            return 1
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -27,6 +27,7 @@ class SurvivingAgent(LocalElasticAgent):
     """
 
     limits = Limits()
+    reasons: ClassVar[list[str]] = []  # why jobs failed, of this class
     _supervisor: Supervisor | None = None
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -60,7 +61,10 @@ class SurvivingAgent(LocalElasticAgent):
             return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         if supervisor.end is None:
             return RunResult(WorkerState.HEALTHY)
+        if supervisor.end.all_are_ending:
+            supervisor.let_workers_end()
         if not supervisor.end.success:
+            self.reasons.append(supervisor.end.reason)
             announce(supervisor.end.reason)
         failures = self._failures(context)
         context.close()
@@ -100,8 +104,14 @@ class SurvivingAgent(LocalElasticAgent):
 
 
 @contextlib.contextmanager
-def surviving_agent(limits: Limits) -> Iterator[None]:
-    """Lets torch's launcher use [`SurvivingAgent`] in place of its own for the duration of a block."""
-    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits})
+def surviving_agent(limits: Limits) -> Iterator[list[str]]:
+    """
+    Lets torch's launcher use [`SurvivingAgent`] in place of its own for the duration of a block.
+
+    Yields:
+        `list[str]`: Why the job failed, once it has.
+    """
+    reasons: list[str] = []
+    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "reasons": reasons})
     with mock.patch.object(api, "LocalElasticAgent", agent):
-        yield
+        yield reasons

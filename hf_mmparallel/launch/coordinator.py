@@ -17,10 +17,12 @@ class End:
     Args:
         success (`bool`): Whether at least one process finished, and none failed that was not lost.
         reason (`str`): Why it failed.
+        all_are_ending (`bool`): Whether the processes that still run have reported why they end.
     """
 
     success: bool
     reason: str = ""
+    all_are_ending: bool = False
 
 
 class Coordinator:
@@ -45,6 +47,7 @@ class Coordinator:
         self.generation: Generation | None = None
         self.end: End | None = None
         self.waiting: list[Member] = []
+        self._last_reason = ""
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> Generation | None:
         """
@@ -82,8 +85,10 @@ class Coordinator:
 
     def _look_for_end(self) -> None:
         if self.end is None and self.generation is not None and not self._running:
-            reason = "" if self._finished else "All processes were lost."
-            self.end = End(bool(self._finished), reason)
+            if self._finished:
+                self.end = End(True)
+            else:
+                self.end = End(False, f"All processes were lost, the last one because of: {self._last_reason}", True)
 
     # Events. Each method returns the losses, or the members that join.
 
@@ -107,6 +112,13 @@ class Coordinator:
     def _take_finished(self, id: int, node: int) -> list[Loss]:
         """A process has trained to the end."""
         self._registered.discard(Member(id, node))
+        return []
+
+    def _take_left(self, id: int, node: int) -> list[Loss]:
+        """A process that the others do not need ends; the generations that follow do not have it."""
+        member = Member(id, node)
+        self._registered.discard(member)
+        self._running.discard(member)
         return []
 
     def _take_ended(self, id: int, node: int, exit_code: int, reason: str, time: float) -> list[Loss]:
@@ -145,6 +157,7 @@ class Coordinator:
                 self.waiting.remove(member)
             elif member in self._registered:
                 self._registered.remove(member)
+                self._last_reason = reason
                 losses.append(Loss(member, reason, time))
             else:
                 self._fail(f"Process {member.id} of node {member.node}: {reason}.")

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ _SIGNS_S = 0.25  # interval at which their signs of life are read, and launchers
 _TOGETHER_S = 0.02  # losses so soon after another are published with it
 _FENCE = 0.75  # of the time after which a host is lost: a host that is cut off stops before the others go on
 _GRACE_S = 10.0  # time for a worker that reported its error to end
+_LAST_GRACE_S = 5.0  # the same at the end of the job
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,12 @@ class Supervisor:
         for thread in self._threads:
             thread.join(self.limits.host_timeout + 1.0)
         self._folder.cleanup()
+
+    def let_workers_end(self) -> None:
+        """Waits a few seconds for workers that have reported their error: they print it, and what led to it."""
+        deadline = time.monotonic() + _LAST_GRACE_S
+        while time.monotonic() < deadline and any(w.process.poll() is None for w in self.workers.values()):
+            time.sleep(_POLL_S)
 
     def _is_needed(self) -> bool:
         """Whether the end of workers, or of the job, may not have reached the other launchers yet."""
@@ -322,8 +329,7 @@ class Supervisor:
             if coordinator.waiting != waiting:
                 waiting = list(coordinator.waiting)
                 store.set(keys.WAITING, json.dumps([member.id for member in waiting]))
-        end = {"success": coordinator.end.success, "reason": coordinator.end.reason}
-        store.set(keys.END, json.dumps(end))
+        store.set(keys.END, json.dumps(asdict(coordinator.end)))
 
     def _publish(self, store: Any, generation: Generation) -> None:
         store.set(keys.generation_key(generation.number), generation.to_json())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan import ParallelPlan, SyncGroup
 from ..world import World
+
+# Meshes of the same ranks are equal to torch, which keeps the one that it has seen first, with its groups, in the
+# layouts of results that it has computed. After a change of ranks that would be groups of others.
+_mesh_numbers = count()
 
 
 def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
@@ -84,7 +88,7 @@ class ProcessGroups:
                     self.by_ranks[ranks],
                     world.device.type,
                     mesh=[world.processes[other] for other in ranks],
-                    mesh_dim_names=("tp",),
+                    mesh_dim_names=(f"tp_{next(_mesh_numbers)}",),
                 )
         self.channels: dict[tuple[int, int], Any] = {}
         if world.on_device:

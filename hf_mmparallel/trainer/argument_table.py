@@ -283,6 +283,7 @@ NEED_A_PLAN = (
     "log_predictions",
     "on_bad_sample",
     "async_save",
+    "resilience",
     "mean_time_between_failures_h",
 )
 """The fields of `MultimodalTrainingArguments` that have no effect without a plan."""

@@ -54,7 +54,7 @@ from .overrides import check_assignment
 from .oversized_samples import allowed_bytes
 from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
-from .recovery_plan import NodeLayouts, node_layouts
+from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .run_context import RunContext
 from .start_checks import check_launcher, check_model, check_trainer
 from .start_report import PlanReport, report_survival
@@ -166,6 +166,9 @@ class EngineTrainer(Trainer):
         """Decides on packing and a plan, and makes the engine. Collective."""
         self.rows = row_choice(args.packing, prepared.model, prepared.spec, self.data_collator)
         prepared = replace(prepared, costs=replace(prepared.costs, packing=self.rows.packed))
+        if args.resilience is not None:
+            modules = plugin.modules if plugin.plan is None else module_settings(plugin.plan)
+            check_survivable(args, modules, self.train_dataset)
         if plugin.auto and args.resilience is not None:
             count = build.resolve_batch(args, args.world_size)
             layouts = node_layouts(prepared.model, plugin.modules, prepared.costs, args, self._typical_batch(count))

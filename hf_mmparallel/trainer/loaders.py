@@ -42,13 +42,13 @@ class TrainingLoader:
     The loader of the training steps, and how they are planned.
 
     Args:
-        loader (`DataLoader`): Yields a [`StepBatch`] for each global batch.
+        loader ([`StepLoader`]): Yields a [`StepBatch`] for each global batch.
         run_planner ([`StepPlanner`]): Plans the steps as the loader does, for callbacks and errors.
         memory_ratio ([`MemoryRatio`], *optional*): Corrects limits of microbatches by the memory of the first steps.
         typical (`SampleSizes`, *optional*): Sizes of a typical global batch, by which limits are computed.
     """
 
-    loader: DataLoader
+    loader: StepLoader
     run_planner: StepPlanner
     memory_ratio: MemoryRatio | None
     typical: SampleSizes | None = None
@@ -74,10 +74,30 @@ class TrainingLoader:
         """The items of the loader's epoch after a position."""
         global_batches: Any = self.loader.batch_sampler
         epoch = global_batches.epoch
-        global_batches.set_epoch(epoch)  # a sampler that was read to its end is at the next one
         drawn = position.num_samples if position.epoch == epoch else 0
         global_batches.resume(epoch, drawn, 0, position.batch_size)
-        return iter(self.loader)
+        with torch.random.fork_rng(devices=()):  # an iterator draws a seed that nothing here depends on
+            return self.loader.new_items()
+
+
+class StepLoader(DataLoader):
+    """
+    A loader of steps.
+
+    Attributes:
+        repeated (`Callable`):
+            Runs what starts to read, again if ranks are lost in it: with workers, which read ahead, ranks exchange the
+            sizes of the first samples.
+    """
+
+    repeated: Callable[[Callable[[], Any]], Any] = staticmethod(lambda work: work())
+
+    def __iter__(self) -> Any:
+        return self.repeated(self.new_items)
+
+    def new_items(self) -> Any:
+        """The items of an epoch."""
+        return super().__iter__()
 
 
 def follow_plan(loader: DataLoader, engine: ParallelEngine, planner: StepPlanner | None = None) -> None:
@@ -98,6 +118,8 @@ def follow_plan(loader: DataLoader, engine: ParallelEngine, planner: StepPlanner
         planner = replace(planner, sizes=None)  # global batches bring sizes
     steps.inputs, steps.planner = engine.inputs, planner
     loader._iterator = None  # of workers that persist, and know the plan before
+    global_batches: Any = loader.batch_sampler
+    global_batches.set_epoch(global_batches.epoch)  # a sampler that was read to its end is at the next one
 
 
 class StepLoaders:
@@ -221,7 +243,7 @@ class StepLoaders:
 
     def _loader(
         self, dataset: Any, global_batches: GlobalBatchSampler, planner: StepPlanner, description: str
-    ) -> DataLoader:
+    ) -> StepLoader:
         """A loader that yields a [`StepBatch`] for each global batch."""
         engine, args = self.engine, self.args
         workers = args.dataloader_num_workers
@@ -230,7 +252,7 @@ class StepLoaders:
         window = dataset if isinstance(dataset, StreamWindow) else None
         steps = StepDataset(modules, engine.inputs, args.seed, planner, window)
         order: Any = global_batches
-        return DataLoader(
+        return StepLoader(
             steps,
             batch_sampler=order,
             collate_fn=as_is,

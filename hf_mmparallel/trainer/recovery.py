@@ -9,6 +9,7 @@ and checkpoints end with a barrier, and so do the copies of a new layout.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import time
@@ -23,7 +24,7 @@ from accelerate.state import AcceleratorState, PartialState
 from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
-from ..world import Generation, Membership, World, is_lost_connection
+from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
 from ..world.generations import Loss
 
 T = TypeVar("T")
@@ -168,8 +169,37 @@ class Recovery:
         self._value = 0.0
         self._event = Reconfiguration()
         self._ends_with: TooFewNodesError | None = None
+        self._is_last = False  # layout is one for a last checkpoint
+        self._block: contextlib.ExitStack | None = None  # in which failures are left to this object
 
     # For the run
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the others go on if this rank is lost."""
+        return self._block is not None
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its host."""
+        generation, own = self.membership.generation, self.membership.id
+        assert generation is not None
+        host = next(member.node for member in generation.members if member.id == own)
+        members = [member.id for member in generation.members if member.node == host]
+        return [id for id in members if id in self.layout.members].index(own)
+
+    def _begin(self) -> None:
+        """Lets the run go on without this rank if it is lost, from the first work that can be repeated on."""
+        if self._block is None:
+            self._block = contextlib.ExitStack()
+            self._block.enter_context(failures_left_to(self.raise_if_stale))
+            self.membership.register()
+
+    def end(self) -> None:
+        """Leaves failures to what is around the run again."""
+        if self._block is not None:
+            self._block.close()
+            self._block = None
 
     def run(self, work: Callable[[], T]) -> T:
         """
@@ -179,6 +209,7 @@ class Recovery:
         Args:
             work (`Callable`): The work, which can be repeated.
         """
+        self._begin()
         while True:
             try:
                 self._settle()
@@ -246,30 +277,31 @@ class Recovery:
         self.membership.enter(generation)
         self._agree(reports)
         self._event = self._event_of(losses, stopped_at)
-        self._event.world_size = len(generation.members)
         started_s = time.perf_counter()
         lost = set(self.layout.members) - set(generation.ids)
         try:
             self._next = self.planner.without(self.layout, lost)
         except TooFewNodesError as error:
-            self._next, self._ends_with = self.planner.last(self.layout, lost), error
+            self._next = self.planner.last(self.layout, lost)
+            self._ends_with = None if self._is_last else error
         self._event.planned_s = time.perf_counter() - started_s
+        self._event.world_size = len(self._next.members)
         if self.membership.id not in self._next.members:
             self._leave()
         rank = self._next.members.index(self.membership.id)
         size = len(self._next.members)
         try:
             self.world.join(self.membership.new_store(), rank, size, self._backend, self._timeout)
-        except RuntimeError:
-            if not self.membership.is_stale:
+        except RuntimeError as error:
+            if not (self.membership.is_stale or is_lost_connection(error)):
                 raise
-            return False
+            return False  # another rank may know of the next loss before this one does
         self._event.regrouped_s = time.time() - self._event.lost_at
         return True
 
     def _leave(self) -> NoReturn:
         """Ends this process, which is alive but belongs to a node that lost others."""
-        self.membership.finish()
+        self.membership.leave()
         lost = ", ".join(map(str, self._event.lost))
         raise SystemExit(f"Process {self.membership.id} ends: its node lost process {lost}, and its copy of layers.")
 
@@ -328,13 +360,14 @@ class Recovery:
         self._held = self._next = None
         self.events.append(event)
         if self._ends_with is not None:
-            error, self._ends_with = self._ends_with, None
+            error, self._ends_with, self._is_last = self._ends_with, None, True
             raise error
 
 
-def set_ranks(rank: int, size: int) -> None:
-    """Tells accelerate the number of this rank and how many there are, which it has read from the launcher."""
+def set_ranks(rank: int, size: int, local_rank: int) -> None:
+    """Tells accelerate the numbers of this rank, of all and on its host, which it has read from the launcher."""
     for state in (PartialState, AcceleratorState):
         shared = state._shared_state
         if "num_processes" in shared:
             shared["num_processes"], shared["process_index"] = size, rank
+            shared["local_process_index"] = local_rank

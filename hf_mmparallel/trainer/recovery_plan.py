@@ -8,6 +8,7 @@ from typing import Any
 
 from .. import _environment
 from ..cost import CostModel
+from ..data.streams import is_stream
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModelSpec, ModulePlugin, SampleSizes, parameter_shards
 from ..plan.schedules import Schedule
@@ -79,13 +80,10 @@ def node_layouts(
         schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
 
     Raises:
-        `ValueError`: For what can't go on when nodes are lost, and for a number of failures that can't be guaranteed.
+        `ValueError`: For a number of failures that can't be guaranteed.
     """
     survives = args.survives
     assert survives is not None
-    refused = next(refusals(args, modules), None)
-    if refused is not None:
-        raise ValueError(f"`resilience` can't be used with {refused}")
     spec = costs.spec
     node_size = survives.ranks_per_node or _environment.ranks_per_host(args.world_size)
     if args.world_size % node_size:
@@ -110,7 +108,26 @@ def node_layouts(
     return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures))
 
 
-def refusals(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin]) -> Iterator[str]:
+def check_survivable(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any) -> None:
+    """
+    Checks what a run needs to go on when nodes are lost.
+
+    Args:
+        args ([`MultimodalTrainingArguments`]): The arguments.
+        modules (`Mapping[str, ModulePlugin]`): Settings of modules.
+        dataset: The training set.
+
+    Raises:
+        `ValueError`: For the first thing with which it could not go on.
+    """
+    refused = next(refusals(args, modules, dataset), None)
+    if refused is not None:
+        raise ValueError(f"`resilience` can't be used with {refused}")
+
+
+def refusals(
+    args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any = None
+) -> Iterator[str]:
     """Each setting with which a run could not go on, with the reason and a remedy."""
     if _environment.launch_settings() is None:
         yield (
@@ -126,4 +143,9 @@ def refusals(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlug
         yield (
             "`use_seedable_sampler=False` of `accelerator_config`: the order of an epoch can't be drawn again. Leave "
             "it out."
+        )
+    if is_stream(dataset):
+        yield (
+            f"a stream (`{type(dataset).__name__}`): it can't be read again from a position in its middle. Use a "
+            "dataset with a length and an index."
         )

@@ -19,7 +19,7 @@ from ..runtime.held_state import HeldParameter, give_to_optimizer, held_paramete
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.step_totals import StepTotals
 from ..runtime.weight_placement import load_held
-from ..world import Membership, failures_left_to, shared_failure
+from ..world import Membership, shared_failure
 from ..world.connections import end_collectives
 from .engine_trainer import EngineTrainer
 from .recovery import NodeLayout, Reconfiguration, Recovery, set_ranks
@@ -65,13 +65,17 @@ class SurvivingTrainer(EngineTrainer):
             while (found := self._recovery.commit(lambda: float(engine.gradient_norm()))) is None:
                 self._recovery.run(self._run_step)
             norm = torch.tensor(found, device=engine.device)
+        if self._saves.has_given_up:  # known alike by all ranks only here
+            self.control.should_save = True
         self._steps.step_counts()
         return norm
 
     def _end_saves(self) -> None:
         """Waits for the last checkpoint; makes another one if that was given up, since ranks were lost in it."""
         self._completed(self._finish_save)
-        if self._saves.has_given_up:
+        # Of ranks that were lost in it, others may have finished before.
+        given_up = self._completed(lambda: self.world.all_gather(self._saves.has_given_up, "the last checkpoint"))
+        if any(given_up):
             self._save_checkpoint(self.model, None)
             self._completed(self._finish_save)
 
@@ -87,23 +91,23 @@ class SurvivingTrainer(EngineTrainer):
         recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow)
         gc.freeze()  # what is there by now need not be looked at when the groups of lost ranks are collected
         membership.start(functools.partial(end_collectives, dist.get_backend()))
-        membership.register()
         self._recovery = recovery
         try:
-            with failures_left_to(recovery.raise_if_stale):
-                try:
-                    yield
-                except TooFewNodesError as error:
-                    self._save_checkpoint(self.model, None)
-                    text = f"{error} The run is saved in `checkpoint-{self.state.global_step}` of its output folder."
-                    raise TooFewNodesError(text) from None
+            try:
+                yield
+            except TooFewNodesError as error:
+                self._save_checkpoint(self.model, None)
+                text = f"{error} The run is saved in `checkpoint-{self.state.global_step}` of its output folder."
+                raise TooFewNodesError(text) from None
+            recovery.complete(lambda: None)  # all ranks are there for what the script does next
         except BaseException as error:
-            membership.report(f"{type(error).__name__}: {error}")
+            if recovery.has_begun:
+                membership.report(f"{type(error).__name__}: {error}")
             raise
         else:
-            recovery.complete(lambda: None)  # all ranks are there for what the script does next
             membership.finish()
         finally:
+            recovery.end()
             self._layouts = layouts, recovery.layout
             self._recovery = None
             gc.unfreeze()
@@ -115,14 +119,16 @@ class SurvivingTrainer(EngineTrainer):
     def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: Reconfiguration) -> None:
         """Lays the model, the optimizer and the data out for the ranks that are left. Collective."""
         engine, was_first = self._engine, self.state.is_world_process_zero
+        assert self._recovery is not None
         self._saves.give_up()
-        set_ranks(self.world.rank, self.world.size)
+        set_ranks(self.world.rank, self.world.size, self._recovery.local_rank)
         engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
         optimizer = self._prepared_optimizer
         give_to_optimizer(optimizer, self.model, held)
         prepare_optimizer(optimizer, engine.holds_all_trained, self.world, engine.slices, engine.storage)
         restore_state(optimizer, self.model, held)
         self._steps.follow_plan()
+        self._evaluation_samples.compare_again()
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         event.step = self.state.global_step

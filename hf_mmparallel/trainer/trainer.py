@@ -167,6 +167,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         training = self._loaders.training(
             self._get_train_sampler, self.training_sizes, self._arrangement, self._steps.learned_ratio
         )
+        training.loader.repeated = self._repeated
         self._steps.use(training)
         return training.loader
 
@@ -267,6 +268,8 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
         """Counts steps from the position in the data."""
         check_loader(dataloader, "get_train_dataloader")
+        if args.resilience is not None:
+            self._steps.check_reads(dataloader)
         self._train_steps: Any = dataloader.dataset
         values = super().set_initial_training_values(args, dataloader)
         return self._steps.progress.training_values(values, args, dataloader)
@@ -285,8 +288,6 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         self._push_saved()
         self._saves.note_step()
         totals = self._repeated(self._run_step)
-        if self._saves.has_given_up:
-            self.control.should_save = True
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -431,7 +432,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
             with readable(Path(str(checkpoint)) / self._rng_file):
                 super(MultimodalParallelTrainer, self)._load_rng_state(checkpoint)
 
-        self.world.raise_together(read)
+        self._completed(lambda: self.world.raise_together(read))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """
@@ -483,7 +484,8 @@ class MultimodalParallelTrainer(SurvivingTrainer):
                 super()._load_best_model()
             return
         logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        best = str(self.state.best_model_checkpoint)
+        self._completed(lambda: self._load_from_checkpoint(best))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Adds the plan, its picture and the measured efficiency to the stock model card."""

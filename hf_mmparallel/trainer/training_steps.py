@@ -67,6 +67,15 @@ class TrainingSteps:
         self.memory_ratio = training.memory_ratio
         self._training = training
 
+    def check_reads(self, loader: Any) -> None:
+        """Raises `ValueError` for a loader that [`TrainingSteps.follow_plan`] could not read from a position."""
+        if self._training is None or loader is not self._training.loader:
+            raise ValueError(
+                f"`get_train_dataloader` returned a `{type(loader).__name__}` of its own, which can't be read again "
+                "from a position when ranks are lost, as `resilience` has to. Return the inherited method's loader; "
+                "another order comes from `_get_train_sampler`."
+            )
+
     @property
     def learned_ratio(self) -> Mark | None:
         """The memory ratio that the checkpoint has."""
@@ -85,6 +94,7 @@ class TrainingSteps:
         if hasattr(self._items, "_shutdown_workers"):
             self._items._shutdown_workers()  # type: ignore[union-attr]
         self.progress.position, self.samples.num_skipped = self._done, self._num_skipped_done
+        self.samples.compare_again()
         self._items = self._training.items_after(self._done)
         self._batch = None
 

@@ -66,9 +66,11 @@ def _report_to_ranks(watcher: Watcher) -> Iterator[None]:
     try:
         watcher.start()
         yield
-        if watcher.aborted and watcher.failure is not None:
+        if _watchers and watcher.aborted and watcher.failure is not None:
             raise RemoteRankError(watcher.failure.sentence)
     except BaseException as error:
+        if not _watchers:  # failures have been left to another block
+            raise
         reason = _reason(watcher, error)
         if reason is None:
             raise
@@ -102,11 +104,15 @@ def _report_to_launcher(watcher: Watcher) -> Iterator[None]:
 @contextlib.contextmanager
 def failures_left_to(interrupt: Callable[[], None]) -> Iterator[None]:
     """
-    A block in which [`shared_failure`] leaves failures to its caller, which has a way to go on.
+    A block in which [`shared_failure`] leaves failures to its caller, which has a way to go on. It may begin in a
+    block of `shared_failure`, and may end after it.
 
     Args:
         interrupt (`Callable[[], None]`): Raises once a rank is lost; called while this one waits without a collective.
     """
+    for watcher in _watchers:  # of ranks that will have other numbers
+        watcher.stop()
+    _watchers.clear()
     _interruptions.append(interrupt)
     try:
         yield

@@ -159,14 +159,23 @@ class Membership:
 
     def finish(self) -> None:
         """From now on this process ends normally, and losses of others don't concern it."""
+        self._end_with("finished")
+
+    def _end_with(self, kind: str) -> None:
         self._abort = None
-        self._push({"kind": "finished", "id": self.id, "node": self.node})
+        self._push({"kind": kind, "id": self.id, "node": self.node})
         with self._sign_lock:
             self._finished = True
             self._sign_path.unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """From now on this process is no member, without being lost: the others go on without another generation."""
+        self._end_with("left")
+
     def report(self, reason: str) -> None:
         """Says that this process is about to end because of an error, so that the others need not wait for its end."""
+        if self._finished:
+            return
         self._abort = None
         self._push({"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "time": time.time()})
 

@@ -59,7 +59,7 @@ class World:
         self.host_group: Any = None
         self._groups: list[Any] = []
         self._timeout: timedelta | None = None
-        self._counts = 0
+        self._waits = self._counts = 0
         if dist.is_initialized():
             self._join(processes)
             if not self.on_device:
@@ -75,7 +75,7 @@ class World:
         self._timeout = backend.options._timeout  # set by `ddp_timeout`
         self.group = None if self.processes == everyone else self.new_group(range(self.size))
         self.host_group = self.new_group(range(self.size), "gloo") if self.on_device else self.group
-        self._waits = 0
+        self._waits = self._counts = 0  # equal on all ranks, of which some may be ahead in a group that was lost
         self._store: Any = dist.distributed_c10d.PrefixStore(f"hf_mmparallel/world/{self._number()}", _default_store())
 
     def leave(self) -> None:

@@ -104,3 +104,22 @@ def test_processes_join_when_they_are_let_in():
     assert [loss.member.id for loss in generation.losses] == [1]
     again = coordinator.take([_ended(5, node=2)])
     assert again is None and coordinator.end is not None  # it has not registered yet
+
+
+def test_a_process_that_leaves_is_no_loss():
+    coordinator = _started()
+    assert coordinator.take([_ended(3)]) is not None
+    assert coordinator.take([{"kind": "left", "id": 2, "node": 1}, _ended(2, 1)]) is None
+    generation = coordinator.take([_ended(1)])
+    assert generation is not None and generation.ids == (0,)
+    assert [loss.member.id for loss in generation.losses] == [1]
+    assert coordinator.end is None
+
+
+def test_the_end_says_why_the_last_process_was_lost():
+    coordinator = _started(1)
+    coordinator.take([_ended(0, node=0)])
+    coordinator.take([{"kind": "reported", "id": 1, "node": 0, "reason": "ValueError: x", "time": 2.0}])
+    end = coordinator.end
+    assert end is not None and not end.success and end.all_are_ending
+    assert end.reason == "All processes were lost, the last one because of: ValueError: x"

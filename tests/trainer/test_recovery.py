@@ -84,6 +84,9 @@ class Launcher:
         if refuse:
             self.refuses.add(number)
 
+    def register(self) -> None:
+        pass
+
     def next_generation(self, timeout_s: float) -> Generation:
         return self.newest
 

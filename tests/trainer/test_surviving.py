@@ -1,0 +1,182 @@
+"""Training that goes on when processes die, with the numbers of the stock Trainer on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.chaos_runs import LAYOUTS, ChaosRun, Death, Reference, chaos_run, faults, stock_run
+from hf_mmparallel import MultimodalTrainingArguments
+from hf_mmparallel.plan import ModulePlugin
+from hf_mmparallel.trainer import recovery_plan
+from hf_mmparallel.trainer.recovery_plan import check_survivable
+
+live = pytest.mark.usefixtures("one_thread")
+TIMEOUT_S = 240
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return stock_run()
+
+
+def _deaths(*words: str) -> list[Death]:
+    rows = (word.split(":") for word in words)
+    return [Death(int(member), int(step), point, way) for member, step, point, way in rows]
+
+
+def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str) -> ChaosRun:
+    run = chaos_run(LAYOUTS[layout], _deaths(*deaths), folder, TIMEOUT_S, options)
+    print(run.output[-8000:])
+    assert run.returncode is not None, "it hung"
+    assert len(run.strikes) == len(deaths)
+    return run
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    ("layout", "deaths", "options"),
+    [
+        pytest.param(
+            "long pipelines",
+            ["0:1:forward:kill", "6:3:evaluation:kill", "2:5:receive:raise", "4:7:send:exit", "3:9:after_norm:kill"],
+            [],
+            id="one after the other, rank 0 first",
+        ),
+        pytest.param(
+            "four pairs",
+            ["1:2:sum:kill", "3:2:copying:kill", "5:5:norm:kill", "6:5:laying_out:exit", "0:8:checkpoint:kill"],
+            ["--failures", "2", "--log_predictions"],
+            id="in recoveries",
+        ),
+        pytest.param(
+            "pipelines",
+            ["1:2:after_optimizer:stop", "4:5:step_end:kill", "0:7:loading:kill", "2:10:optimizer:kill"],
+            ["--workers", "1", "--async_save"],
+            id="stopped, data workers, saves beside",
+        ),
+        pytest.param(
+            "tensor parallel",
+            ["3:2:forward:kill", "6:4:checkpoint:kill"],
+            [],
+            id="nodes of two ranks, tensor parallel",
+        ),
+    ],
+)
+@live
+def test_losses_norms_and_weights_are_those_without_failures(
+    tmp_path: Path, reference: Reference, layout: str, deaths: list[str], options: list[str]
+):
+    run = _run(layout, tmp_path, deaths, *options)
+    assert not faults(run, LAYOUTS[layout], reference)
+    assert run.returncode == 0
+    lost = [member for event in run.events for member in event["lost"]]
+    assert {int(death.partition(":")[0]) for death in deaths} <= set(lost)
+    assert all(0 < event["total_s"] < TIMEOUT_S and event["layout"] for event in run.events)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@live
+def test_too_few_that_are_left_save_the_run_and_say_so(tmp_path: Path):
+    run = _run("copies", tmp_path, ["0:2:sum:kill", "1:5:norm:kill", "2:7:optimizer:raise"])
+    assert run.returncode == 1 and not run.results
+    last = run.output.rstrip().splitlines()[-1]
+    assert last.startswith(
+        "hf-mmparallel launch: All processes were lost, the last one because of: TooFewNodesError: "
+    )
+    assert "1 nodes are left; 2 copies of the model need 2" in last
+    assert "The run is saved in `checkpoint-7` of its output folder." in last
+    saved = tmp_path / "run" / "checkpoint-7"
+    assert (saved / "trainer_state.json").is_file() and (saved / "model.safetensors").is_file()
+    assert "Traceback" in run.output, "the process itself said it too"
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def _arguments(**values: Any) -> MultimodalTrainingArguments:
+    values.setdefault("resilience", {})
+    return MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], parallel={}, **values)
+
+
+@pytest.mark.parametrize(
+    ("values", "modules", "dataset", "message"),
+    [
+        (
+            {},
+            {"vision": ModulePlugin(offload_params=True)},
+            [],
+            "`offload_params` of `vision`: its layers can't move to other ranks. Leave it out.",
+        ),
+        (
+            {"memory_limit_gib": "auto"},
+            {},
+            [],
+            "`memory_limit_gib='auto'`: limits are learned in the first steps of one plan. Give a number.",
+        ),
+        (
+            {"accelerator_config": {"use_seedable_sampler": False}},
+            {},
+            [],
+            "`use_seedable_sampler=False` of `accelerator_config`: the order of an epoch can't be drawn again. Leave "
+            "it out.",
+        ),
+        (
+            {},
+            {},
+            Stream(),
+            "a stream (`Stream`): it can't be read again from a position in its middle. Use a dataset with a length "
+            "and an index.",
+        ),
+    ],
+)
+def test_what_a_run_could_not_go_on_with_is_refused(monkeypatch, values, modules, dataset, message):
+    monkeypatch.setattr(recovery_plan._environment, "launch_settings", lambda: {"id": 0})
+    check_survivable(_arguments(), {"vision": ModulePlugin()}, [])
+    with pytest.raises(ValueError) as raised:
+        check_survivable(_arguments(**values), modules, dataset)
+    assert str(raised.value) == f"`resilience` can't be used with {message}"
+
+
+def test_another_launcher_is_refused():
+    with pytest.raises(ValueError, match="Start the script with `hf-mmparallel launch`"):
+        check_survivable(_arguments(), {}, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"failures": 0}, "`failures` of `resilience`"),
+        ({"failures": 1.5}, "`failures` of `resilience`"),
+        ({"ranks_per_node": 0}, "`ranks_per_node` of `resilience`"),
+        ({"failure": 1}, "failure"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        _arguments(resilience=settings)
+
+
+def test_a_number_of_failures_that_a_cluster_cannot_guarantee_says_which_it_can():
+    from hf_mmparallel.resilience.node_counts import check_guarantee
+
+    with pytest.raises(ValueError, match="there are 4. To go on, add 2 nodes, or guarantee 1 failures."):
+        check_guarantee(4, 2, 2)
