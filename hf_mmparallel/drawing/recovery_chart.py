@@ -69,7 +69,7 @@ def recovery_png(
     counts = [num_ranks, *(mark.num_ranks for mark in marks)]
     rank_axis.stairs(counts, [time_s / unit_s for time_s in times], fill=True, color="#B9C0CA", zorder=2)
     rank_axis.set_ylim(0, 1.12 * max(counts))
-    rank_axis.yaxis.get_major_locator().set_params(integer=True)
+    rank_axis.locator_params(axis="y", integer=True)
     rank_axis.set_ylabel("ranks", fontsize=9.5, color=_GREY)
     rank_axis.set_xlabel(f"time ({unit})", fontsize=9.5, color=_GREY)
     for axis in (rate_axis, rank_axis):
