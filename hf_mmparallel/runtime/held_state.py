@@ -205,17 +205,18 @@ def give_to_optimizer(
     [`restore_state`] gives it back.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): The optimizer.
+        optimizer (`torch.optim.Optimizer`): The optimizer, with the same groups on all ranks.
         model (`nn.Module`): The pruned model of this rank.
         held (`Mapping[str, HeldParameter]`): What this rank holds under the new plan.
     """
     optimizer.state.clear()
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"] = [
-            parameter
-            for name, parameter in model.named_parameters()
-            if not is_unowned(parameter) and parameter.requires_grad and held[name].group == index
-        ]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    for name, parameter in model.named_parameters():
+        if not is_unowned(parameter) and parameter.requires_grad:
+            index = held[name].group
+            if index is not None:  # the optimizer has it
+                optimizer.param_groups[index]["params"].append(parameter)
 
 
 def restore_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]) -> None:

@@ -22,6 +22,7 @@ from ..modeling.dtensors import local
 from ..plan import StorageSettings
 from ..world import World
 from .offload import OffloadedStep, check_offloaded
+from .optimizer_names import settings_of
 from .optimizer_slices import OptimizerSlices, local_shard, slice_of, whole_parameter
 from .updated_copies import (
     copy_for_update,
@@ -91,6 +92,29 @@ def prepare_optimizer(
     for of_last_plan in vars(optimizer).pop(_HOOKS, ()):
         of_last_plan.remove()
     vars(optimizer)[_HOOKS] = hooks
+
+
+def give_same_groups(optimizer: torch.optim.Optimizer, world: World) -> None:
+    """
+    Gives the optimizers of all ranks the same groups in the same order, some of them empty, so that a parameter that
+    comes to another rank has its group there. Before, a rank has only the groups of what it holds: `transformers` puts
+    `DTensor`s into groups of their own. Collective.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): This rank's, new.
+        world ([`World`]): The ranks.
+    """
+    keys: list[str] = []
+    for group in optimizer.param_groups:
+        is_cut = any(isinstance(parameter, DTensor) for parameter in group["params"])
+        key = repr((sorted(settings_of(group).items(), key=lambda item: item[0]), is_cut))
+        keys.append(f"{keys.count(key)} {key}")
+    own = dict(zip(keys, optimizer.param_groups, strict=True))
+    known: dict[str, dict[str, Any]] = {}
+    mine = {key: settings_of(group) for key, group in own.items()}
+    for of_rank in world.all_gather(mine, "comparing the groups of the optimizers"):
+        known |= {key: settings for key, settings in of_rank.items() if key not in known}
+    optimizer.param_groups[:] = [own.get(key) or {"params": [], **settings} for key, settings in known.items()]
 
 
 def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, entry: Any) -> None:

@@ -27,7 +27,7 @@ from ..plan import save_layout
 from ..runtime import optimizer_checkpoint
 from ..runtime.atomic import sync_file
 from ..runtime.engine import ParallelEngine
-from ..runtime.optimizers import prepare_optimizer
+from ..runtime.optimizers import give_same_groups, prepare_optimizer
 from ..runtime.out_of_memory import mark_steps, told_in_optimizer
 from ..runtime.updated_copies import refresh_copies
 from ..world import shared_failure
@@ -127,6 +127,8 @@ class MultimodalParallelTrainer(SurvivingTrainer):
             with shared_failure("preparing the optimizer"):
                 mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
                 engine = self._engine
+                if self.args.resilience is not None:
+                    give_same_groups(optimizer, self.world)
                 prepare_optimizer(optimizer, engine.holds_all_trained, self.world, engine.slices, engine.storage)
             self._prepared_optimizer = optimizer
         return self._engine

@@ -1,0 +1,89 @@
+"""A plan that changes during a run, with copies of parameters and optimizer state, gives the stock run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from hf_mmparallel.plan import ModulePlugin, ParallelPlan, parameter_shards, resolve_plan
+from hf_mmparallel.runtime.held_state import Transfer, exchange
+from hf_mmparallel.trainer import build
+from hf_mmparallel.trainer import trainer as trainer_module
+from hf_mmparallel.trainer.recovery import Reconfiguration
+from tests.distributed import run_distributed
+from tests.trainer import runs
+
+ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "max_steps": 5}
+COPIES = {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}
+SHARED = {"vision": {"dp_size": 2, "tp_size": 2}, "language_model": {"colocate_with": "vision"}}
+OWN = {"vision": {"tp_size": 2}, "language_model": {"tp_size": 2}}
+PIPELINE = {"vision": {}, "language_model": {"pp_size": 3}}
+
+
+@dataclass
+class Layout:
+    plan: ParallelPlan
+
+
+class Changes(TrainerCallback):
+    """Changes the plan after some steps, as a recovery does on the ranks that are left; here all are left."""
+
+    def __init__(self, layouts: dict[int, dict[str, Any]]):
+        self.layouts = layouts
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step not in self.layouts:
+            return
+        trainer, engine = self.trainer, self.trainer.engine
+        sizes = {name: ModulePlugin(**module) for name, module in self.layouts[state.global_step].items()}
+        plan = replace(resolve_plan(engine.spec, sizes, trainer.world.size), num_microbatches=2)
+        before, after = parameter_shards(engine.spec, engine.plan), parameter_shards(engine.spec, plan)
+        transfers = []
+        for name, shards in after.items():
+            for shard in shards.shards:
+                holders = next(old.holders for old in before[name].shards if old.cuts == shard.cuts)
+                transfers += [Transfer(name, holders[0], rank) for rank in shard.holders if rank not in holders]
+        held = trainer._held_parameters()
+        received, _ = exchange(held, transfers, trainer.world)
+        rank = trainer.world.rank
+        needed = {n: received.get(n) or held[n] for n, shards in after.items() if shards.on_rank(rank)}
+        trainer._recovery = SimpleNamespace(local_rank=rank)
+        trainer._follow(Layout(plan), needed, Reconfiguration())
+        trainer._recovery = None
+
+
+def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **arguments: Any) -> runs.Run:
+    options: Callable = build.EngineOptions
+    prepare: Callable = trainer_module.prepare_optimizer
+    build.EngineOptions = lambda **given: options(**{**given, "can_change_plan": True})  # type: ignore[misc]
+
+    def with_same_groups(optimizer: Any, holds_all: bool, world: Any, *rest: Any) -> None:
+        trainer_module.give_same_groups(optimizer, world)
+        prepare(optimizer, holds_all, world, *rest)
+
+    trainer_module.prepare_optimizer = with_same_groups
+    changes = Changes(layouts)
+    changes.trainer = runs.make_trainer("llava", start, callbacks=[changes], logging_steps=5, **arguments)
+    return runs.run_of(changes.trainer)
+
+
+@pytest.mark.parametrize(
+    ("start", "layouts"),
+    [
+        pytest.param(COPIES, {1: PIPELINE, 3: COPIES}, id="copies, a pipeline, copies"),
+        pytest.param(OWN, {2: SHARED}, id="tensor parallel, other modules on each rank"),
+        pytest.param(SHARED, {1: OWN, 3: SHARED}, id="tensor parallel, there and back"),
+    ],
+)
+def test_a_run_whose_plan_changes_equals_the_stock_run(start, layouts):
+    reference = runs.stock("llava", **ADAM)
+    run = run_distributed(_changing, 4, start, layouts, timeout=240, **ADAM)[0]
+    assert run.weights is not None and reference.weights is not None
+    for name, want in reference.weights.items():
+        assert (run.weights[name] - want).abs().max() <= 2e-6, name
