@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -104,13 +104,14 @@ def give_same_groups(optimizer: torch.optim.Optimizer, world: World) -> None:
         optimizer (`torch.optim.Optimizer`): This rank's, new.
         world ([`World`]): The ranks.
     """
-    keys: list[str] = []
+    kinds: Counter[str] = Counter()
+    own: dict[tuple[str, int], dict[str, Any]] = {}
     for group in optimizer.param_groups:
         is_cut = any(isinstance(parameter, DTensor) for parameter in group["params"])
-        key = repr((sorted(settings_of(group).items(), key=lambda item: item[0]), is_cut))
-        keys.append(f"{keys.count(key)} {key}")
-    own = dict(zip(keys, optimizer.param_groups, strict=True))
-    known: dict[str, dict[str, Any]] = {}
+        kind = repr((sorted(settings_of(group).items(), key=lambda item: item[0]), is_cut))
+        own[kind, kinds[kind]] = group
+        kinds[kind] += 1
+    known: dict[tuple[str, int], dict[str, Any]] = {}
     mine = {key: settings_of(group) for key, group in own.items()}
     for of_rank in world.all_gather(mine, "comparing the groups of the optimizers"):
         known |= {key: settings for key, settings in of_rank.items() if key not in known}

@@ -18,7 +18,7 @@ from hf_mmparallel.trainer.recovery import Reconfiguration
 from tests.distributed import run_distributed
 from tests.trainer import runs
 
-ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "max_steps": 5}
+ADAM: dict[str, Any] = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "max_steps": 5}
 COPIES = {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}
 SHARED = {"vision": {"dp_size": 2, "tp_size": 2}, "language_model": {"colocate_with": "vision"}}
 OWN = {"vision": {"tp_size": 2}, "language_model": {"tp_size": 2}}
@@ -73,6 +73,7 @@ def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **argum
     return runs.run_of(changes.trainer)
 
 
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0], ids=["decay", "groups with the same settings"])
 @pytest.mark.parametrize(
     ("start", "layouts"),
     [
@@ -81,9 +82,10 @@ def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **argum
         pytest.param(SHARED, {1: OWN, 3: SHARED}, id="tensor parallel, there and back"),
     ],
 )
-def test_a_run_whose_plan_changes_equals_the_stock_run(start, layouts):
-    reference = runs.stock("llava", **ADAM)
-    run = run_distributed(_changing, 4, start, layouts, timeout=240, **ADAM)[0]
+def test_a_run_whose_plan_changes_equals_the_stock_run(start, layouts, weight_decay):
+    arguments = {**ADAM, "weight_decay": weight_decay}
+    reference = runs.stock("llava", **arguments)
+    run = run_distributed(_changing, 4, start, layouts, timeout=240, **arguments)[0]
     assert run.weights is not None and reference.weights is not None
     for name, want in reference.weights.items():
         assert (run.weights[name] - want).abs().max() <= 2e-6, name
