@@ -65,7 +65,7 @@ def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str) -> Cha
         ),
         pytest.param(
             "pipelines",
-            ["1:2:after_optimizer:stop", "4:5:step_end:kill", "0:7:loading:kill", "2:10:optimizer:kill"],
+            ["1:2:after_optimizer:stop", "4:5:step_end:kill", "0:7:forward:kill", "2:10:optimizer:kill"],
             ["--workers", "1", "--async_save"],
             id="stopped, data workers, saves beside",
         ),
