@@ -102,7 +102,8 @@ def train_rank(
     held = {n: p for n, p in engine.model.named_parameters() if n in engine.shards and p.requires_grad}
     mine = {name for name in held if engine.shards[name].on_rank(engine.rank)}
     gradients = {name: whole(p.grad).clone() for name, p in held.items() if name in mine and p.grad is not None}
-    clipped = float(engine.clip(norm / 2))
+    clipped = float(engine.gradient_norm())
+    engine.clip(torch.tensor(clipped), norm / 2)
     return {
         "loss": totals.loss,
         "num_targets": totals.num_targets,
