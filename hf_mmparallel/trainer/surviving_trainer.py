@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 from transformers.trainer_callback import ProgressCallback
 
@@ -90,7 +89,7 @@ class SurvivingTrainer(EngineTrainer):
         layouts, layout = self._layouts
         recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow)
         gc.freeze()  # what is there by now need not be looked at when the groups of lost ranks are collected
-        membership.start(functools.partial(end_collectives, dist.get_backend()))
+        membership.start(functools.partial(end_collectives, self.world.backend))
         self._recovery = recovery
         try:
             try:

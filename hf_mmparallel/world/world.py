@@ -114,6 +114,11 @@ class World:
         return self.rank == 0
 
     @property
+    def backend(self) -> str:
+        """Name of the backend of the default group."""
+        return dist.get_backend()
+
+    @property
     def timeout(self) -> timedelta | None:
         """Time limit of collectives; `None` without a process group."""
         return self._timeout
