@@ -77,9 +77,9 @@ class Reconfiguration:
         step (`int`): Steps that are done.
         world_size (`int`): Ranks that are left.
         lost_at (`float`): When the first loss was noticed, in seconds since the epoch.
-        stopped_s (`float`): From then until this rank had stopped its work.
-        regrouped_s (`float`): From then until the ranks that are left had met and were connected.
-        planned_s (`float`): Time in which the new plan was made.
+        stopped_s (`float`): From `lost_at` until this rank had stopped its work.
+        regrouped_s (`float`): From `lost_at` until the ranks that are left had met, planned and were connected.
+        planned_s (`float`): Time of that in which the new plan was made.
         copied_s (`float`): Time in which parameters and their state were copied.
         copied_bytes (`int`): Bytes that all ranks received.
         total_s (`float`): From the loss until the run goes on.

@@ -380,10 +380,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     @planned
     @completed
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """
-        Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all; with
-        `async_save` while training goes on.
-        """
+        """Writes `checkpoint-N` such that it appears whole or not at all; with `async_save` while training goes on."""
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with shared_failure(f"saving `{folder.name}`"):
@@ -486,8 +483,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
                 super()._load_best_model()
             return
         logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
-        best = str(self.state.best_model_checkpoint)
-        self._completed(lambda: self._load_from_checkpoint(best))
+        self._completed(lambda: self._load_from_checkpoint(str(self.state.best_model_checkpoint)))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Adds the plan, its picture and the measured efficiency to the stock model card."""
