@@ -82,8 +82,7 @@ class World:
         """Gives up the default group and all others, whose collectives may have failed. Not collective."""
         self._groups.clear()
         self.group = self.host_group = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_groups()
 
     def join(self, store: Any, rank: int, size: int, backend: str, timeout: timedelta | None) -> None:
         """
@@ -374,6 +373,16 @@ def _waiting(activity: str | None) -> AbstractContextManager[None]:
 
 def _default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
+
+
+def leave_groups() -> None:
+    """
+    Destroys all groups, even if some of them could only be made in part, so that groups made after it have the same
+    names on all ranks. Not collective.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0  # a default group that could not be made has got a name, too
 
 
 def _leave() -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hf_mmparallel.world import ACTIVITY, doing
 from hf_mmparallel.world.connections import end_collectives
 from hf_mmparallel.world.membership import Membership
+from hf_mmparallel.world.world import leave_groups
 
 LOST_TIMEOUT_S = 30.0
 
@@ -143,8 +144,7 @@ def main() -> None:
             group = None
             while True:
                 generation = membership.next_generation(LOST_TIMEOUT_S)
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+                leave_groups()
                 gc.collect()
                 deaths.may_strike("meet")
                 if membership.meet(generation):

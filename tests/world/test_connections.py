@@ -18,17 +18,30 @@ from hf_mmparallel.world.connections import end_collectives, end_gloo_connection
 from tests.distributed import outcomes, run_distributed
 
 BLOCKED_S = 0.5
+REPEAT_S = 0.1
 RELEASED_S = 5.0  # far below the time limit of the group
 
 
 def _time_to_release(wait: Any) -> float:
-    """Seconds until a main thread that waits raises, after the threads of the ranks have ended the collectives."""
-    ending = threading.Timer(BLOCKED_S, end_collectives, ["gloo"])
+    """
+    Seconds until a main thread that waits raises, after a thread has begun to end the collectives. It does so until
+    the main thread has noticed, as that of a member: on a busy machine a connection may be made only after it.
+    """
+    released = threading.Event()
+
+    def end() -> None:
+        time.sleep(BLOCKED_S)
+        end_collectives("gloo")
+        while not released.wait(REPEAT_S):
+            end_gloo_connections()
+
+    ending = threading.Thread(target=end)
     begun = time.monotonic()
     ending.start()
     with pytest.raises(RuntimeError):
         wait()
     took = time.monotonic() - begun - BLOCKED_S
+    released.set()
     ending.join()
     return took
 

@@ -272,3 +272,23 @@ def told_late() -> str:
         time.sleep(1)  # before it takes its failure back
     with shared_failure("the next block"):
         return world.from_first_rank(lambda: "found")
+
+
+def join_after_a_failure() -> list[int]:
+    world = World()
+    rank, size = world.rank, world.size
+    store = dist.distributed_c10d._get_default_store()
+    world.leave()
+    if rank == 0:  # the others were told of a loss before they made the group
+        alone, limit = dist.PrefixStore("first", store), timedelta(milliseconds=200)
+        alone.set_timeout(limit)
+        with pytest.raises(RuntimeError):
+            world.join(alone, rank, size, "gloo", limit)
+        world.leave()
+    world.join(dist.PrefixStore("second", store), rank, size, "gloo", timedelta(seconds=20))
+    return world.all_gather(rank)
+
+
+@pytest.mark.distributed
+def test_ranks_of_which_one_could_not_make_a_group_make_the_next_one():
+    assert run_distributed(join_after_a_failure, 2) == [[0, 1], [0, 1]]
