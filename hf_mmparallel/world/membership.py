@@ -35,6 +35,7 @@ from . import job_store as keys
 from .activity import ACTIVITY
 from .connections import end_gloo_connections, shut_down
 from .generations import Generation, Loss
+from .gloo_waits import GlooWaits
 
 SIGN_INTERVAL_S = 0.5
 """Seconds between two signs of life that a worker gives its launcher."""
@@ -331,12 +332,14 @@ class Membership:
     def _end_collectives(self, number: int) -> None:
         """Ends collectives until the main thread knows of a generation: it may be connecting when members are lost."""
         self._end_once(number)
+        waits = GlooWaits()
         while True:
             with self._ending:
                 if self._acknowledged >= number or self._abort is None:
                     return
                 self._end_group_stores()
                 end_gloo_connections()
+                waits.end_stuck()
             time.sleep(_REPEAT_S)
 
     def _end_once(self, number: int) -> None:

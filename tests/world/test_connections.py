@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.world.connections import end_collectives, end_gloo_connections, gloo_loops, shut_down
+from hf_mmparallel.world.gloo_waits import GlooWaits
 from tests.distributed import outcomes, run_distributed
 
 BLOCKED_S = 0.5
 REPEAT_S = 0.1
+BEGUN_ELEMENTS, BEGUN_S = 1 << 26, 0.05  # a message takes several times as long
 RELEASED_S = 5.0  # far below the time limit of the group
 
 
@@ -32,14 +34,17 @@ def _time_to_release(wait: Any) -> float:
     def end() -> None:
         time.sleep(BLOCKED_S)
         end_collectives("gloo")
+        waits = GlooWaits()
         while not released.wait(REPEAT_S):
             end_gloo_connections()
+            waits.end_stuck()
 
     ending = threading.Thread(target=end)
     begun = time.monotonic()
     ending.start()
     with pytest.raises(RuntimeError):
         wait()
+        dist.barrier()  # a wait for a message that has begun just ends
     took = time.monotonic() - begun - BLOCKED_S
     released.set()
     ending.join()
@@ -53,10 +58,17 @@ def _blocked(kind: str) -> float:
     large = torch.ones(1 << 22)
     if rank == 2:
         store.set("stopped", str(os.getpid()))
+        if kind.startswith("begun"):  # the others have sent, or received, a part of a message
+            start = dist.irecv if kind == "begun send" else dist.isend
+            started = [start(torch.ones(BEGUN_ELEMENTS), peer) for peer in (0, 1)]
+            time.sleep(BEGUN_S)
+            assert not any(request.is_completed() for request in started)
         os.kill(os.getpid(), signal.SIGSTOP)  # closes no connection
     stopped = int(store.get("stopped"))
     waits: dict[str, Any] = {
         "all_reduce": lambda: dist.all_reduce(large),
+        "begun send": lambda: dist.send(torch.ones(BEGUN_ELEMENTS), 2),
+        "begun recv": lambda: dist.recv(torch.ones(BEGUN_ELEMENTS), 2),
         "barrier": dist.barrier,
         "recv": lambda: dist.recv(large, 2),
         "send": lambda: dist.send(large, 2),
@@ -71,7 +83,9 @@ def _blocked(kind: str) -> float:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("kind", ["all_reduce", "barrier", "recv", "send", "new_group", "all_to_all"])
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "begun send", "begun recv", "barrier", "recv", "send", "new_group", "all_to_all"]
+)
 def test_a_blocked_collective_raises_although_the_peer_is_stopped(kind, lazy, monkeypatch):
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
     first, second, _ = outcomes(_blocked, 3, kind, timeout=15)
