@@ -90,18 +90,10 @@ def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failu
     num_nodes, node_size = nodes_and_size(gpus, nodes, settings.device.node_size)
     settings = replace(settings, gpus=num_nodes * node_size)
     modules = _modules(settings) if plan is None else module_settings(plan)
-    batch, size = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size, settings.microbatch_size or 1
-    total = -(-batch // size)
-    pool = inputs.samples.sizes(inputs.source, settings, batch)
-    sizes = inputs.samples.draw(pool, batch, inputs.seed)
-    costs = inputs.costs(settings)
-    chain = model_chain(
-        costs,
-        modules,
-        TypicalMicrobatches(sizes, size, -(-total // (failures + 1))),
-        settings.memory_bytes,
-        _selected_layers(inputs),
-    )
+    batch = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size
+    microbatches, costs = drawn_microbatches(settings, inputs, batch, failures + 1), inputs.costs(settings)
+    total = microbatches.count
+    chain = model_chain(costs, modules, microbatches, settings.memory_bytes, selected_layers(inputs))
     schedule = settings.schedule or (settings.plugin.schedule if plan is None else plan.schedule) or "1f1b"
     plans = PipelinePlans(chain, node_size, total, schedule, settings.microbatch_assignment)
     planner = ResilientPlanner(plans, num_nodes, failures)
@@ -123,7 +115,23 @@ def _modules(settings: Settings) -> dict[str, ModulePlugin]:
     return settings.plugin.modules
 
 
-def _selected_layers(inputs: Inputs) -> dict[str, int]:
+def drawn_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_pipelines: int) -> TypicalMicrobatches:
+    """
+    The microbatches of one global batch.
+
+    Args:
+        settings ([`Settings`]): The settings.
+        inputs ([`Inputs`]): The model and the samples.
+        batch (`int`): Samples of a step.
+        fewest_pipelines (`int`): Pipelines that divide its microbatches, at least.
+    """
+    size = settings.microbatch_size or 1
+    pool = inputs.samples.sizes(inputs.source, settings, batch)
+    sizes = inputs.samples.draw(pool, batch, inputs.seed)
+    return TypicalMicrobatches(sizes, size, -(-batch // (size * fewest_pipelines)))
+
+
+def selected_layers(inputs: Inputs) -> dict[str, int]:
     """Encoder -> the first hidden state that the model's configuration selects."""
     source = inputs.source
     found = {name: earliest_selected_layer(source.model, source.spec.modules[name]) for name in source.spec.encoders}
