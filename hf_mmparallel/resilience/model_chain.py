@@ -107,14 +107,21 @@ def mean_stage_ms(
     costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches
 ) -> dict[tuple[str, int, int], float]:
     """See [`ModelChain.stage_ms`]; a microbatch without an input for a module takes no time there."""
+    return {key: sum(passes_ms) for key, passes_ms in mean_pass_ms(costs, plan, microbatches).items()}
+
+
+def mean_pass_ms(
+    costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches
+) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """The two times that [`ModelChain.stage_ms`] adds: of a forward, and of a backward."""
     result, known = {}, {}
     chunks = {name: microbatches.chunks(costs, name, module) for name, module in plan.modules.items()}
     for key, cost in stage_costs(costs, plan).items():
         if (key[0], id(cost)) not in known:
             tokens, squares = chunks[key[0]][:, :2].T
-            times_ms = cost.times_ms(tokens, squares, False) + cost.times_ms(tokens, squares, True)
+            sums_ms = (cost.times_ms(tokens, squares, is_backward).sum() for is_backward in (False, True))
             # Processors round sums differently, and all ranks have to make the same plans.
-            known[key[0], id(cost)] = float(np.float32(times_ms.sum() / microbatches.count))
+            known[key[0], id(cost)] = tuple(float(np.float32(sum_ms / microbatches.count)) for sum_ms in sums_ms)
         result[key] = known[key[0], id(cost)]
     return result
 
