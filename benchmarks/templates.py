@@ -42,15 +42,16 @@ from rich.table import Table
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
-from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes
 from hf_mmparallel.resilience.instantiation import Instantiation, best_instantiation
-from hf_mmparallel.resilience.modelled_chain import modelled_chain
+from hf_mmparallel.resilience.model_chain import model_chain
 from hf_mmparallel.resilience.node_counts import instantiations
 from hf_mmparallel.resilience.recovery_policies import GridRestart, RedundantStages, TemplateRecovery
 from hf_mmparallel.resilience.replay_job import EventCosts, ReplayJob
 from hf_mmparallel.resilience.templates import LayerChain, PipelineTemplate, TemplateStage, fastest_template, step_ms
 from hf_mmparallel.resilience.trace_replay import RecoveryPolicy, replay_trace
 from hf_mmparallel.resilience.traces import SpotMarket, Trace, regular_losses
+from hf_mmparallel.resilience.typical_microbatches import TypicalMicrobatches
 
 NODES, LEFT, FAILURES = 30, 15, 1
 MEMORY_BYTES = 0.9 * 40 * 2**30
@@ -175,11 +176,12 @@ def job_of(name: str, batch: int, bamboo: bool = False, slower: float = 1.0) -> 
     """A workload with a global batch; `slower` times as slow as modelled."""
     load = WORKLOADS[name]
     size = load.bamboo_microbatch if bamboo else load.microbatch
-    sizes = {LANGUAGE_MODEL: (float(size * load.seq_len), float(size * load.seq_len**2))}
-    copies = 2 if bamboo else 1
-    found = modelled_chain(costs_of(name), sizes, MEMORY_BYTES, checkpointing=not bamboo, state_copies=copies)
+    count, sizes = -(-batch // size), SampleSizes.uniform({LANGUAGE_MODEL: load.seq_len}, size, known=True)
+    plugins = {LANGUAGE_MODEL: ModulePlugin(activation_checkpointing=not bamboo)}
+    microbatches = TypicalMicrobatches(sizes, size, -(-count // (FAILURES + 1)))
+    found = model_chain(costs_of(name), plugins, microbatches, MEMORY_BYTES, state_copies=2 if bamboo else 1)
     chain = replace(found.chain, layer_ms=slower * np.asarray(found.chain.layer_ms))
-    return ReplayJob(chain, found.state_bytes, 1, -(-batch // size), batch, NODES)
+    return ReplayJob(chain, found.state_bytes, 1, count, batch, NODES)
 
 
 def policies(

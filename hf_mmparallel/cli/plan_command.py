@@ -23,6 +23,7 @@ from ..planner.text import ms_text, new_console, print_gantt, print_labelled, pr
 if TYPE_CHECKING:
     from ..search.compare import ComparedPlan
 
+MOST_LOSSES = 24  # rows of losses one by one
 ONE_PLAN_ONLY = ("effort", "explain", "compare", "what_if", "dry_run", "picture", "html", "json", "trace")
 """Arguments for the plan of one number of ranks."""
 
@@ -109,7 +110,7 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
     memory = "with any memory" if limit is None else f"by predicted memory, {plans.settings.memory_text}"
     console.print(template_table(planner), highlight=False)
     print_labelled(console, [*guarantee_lines(planner, batch, memory), ("Samples", inputs.samples.origin)])
-    console.print(throughput_table(planner, batch), highlight=False)
+    console.print(throughput_table(planner, plans.first, batch, MOST_LOSSES), highlight=False)
     if args.output:
         save_layout(args.output, plans.first.plan, settings.plugin.modules)
         console.print(f"Plan of all nodes written to {args.output}", highlight=False, soft_wrap=True)

@@ -11,14 +11,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..cost import CostModel
 from ..drawing.throughput_chart import ThroughputRow, throughput_png
-from ..plan import LANGUAGE_MODEL, SampleSizes
+from ..plan import ModulePlugin
 from ..planner.answer import SAMPLES_PER_GPU, Inputs
 from ..planner.inputs import read_model, read_samples
 from ..planner.settings import Settings
+from ..planner.surviving_plans import drawn_microbatches, selected_layers
 from ..planner.text import new_console, plural, print_labelled
-from ..resilience.modelled_chain import modelled_chain
+from ..resilience.model_chain import model_chain
 from ..resilience.recovery_policies import GridRestart, RedundantStages, TemplateRecovery
 from ..resilience.replay_job import EventCosts, ReplayJob
 from ..resilience.trace_replay import CAUSES, Replay, replay_trace
@@ -48,13 +48,10 @@ def run_replay(args: argparse.Namespace) -> None:
     settings = Settings.of(args)
     source = read_model(args.model, {}, [])
     inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
-    costs = inputs.costs(settings)
-    num_ranks = trace.most_nodes * args.node_size
-    batch = settings.global_batch_size or SAMPLES_PER_GPU * num_ranks
-    sizes = inputs.samples.sizes(source, settings, batch)
-    job = _job(args, settings, costs, sizes, (trace.most_nodes, batch))
+    batch = settings.global_batch_size or SAMPLES_PER_GPU * trace.most_nodes * args.node_size
+    job = _job(args, settings, inputs, trace.most_nodes, batch)
     # A node holds the state of two stages.
-    doubled = _job(args, settings, costs, sizes, (trace.most_nodes, batch), state_copies=2)
+    doubled = _job(args, settings, inputs, trace.most_nodes, batch, state_copies=2)
     event_costs = _event_costs(args, settings, job)
     templates = TemplateRecovery(job, event_costs, args.failures)
     replays = {
@@ -88,22 +85,21 @@ def _trace(args: argparse.Namespace) -> Trace:
 
 
 def _job(
-    args: argparse.Namespace,
-    settings: Settings,
-    costs: CostModel,
-    sizes: SampleSizes,
-    scale: tuple[int, int],
-    state_copies: int = 1,
+    args: argparse.Namespace, settings: Settings, inputs: Inputs, most_nodes: int, batch: int, state_copies: int = 1
 ) -> ReplayJob:
-    """The job on a number of nodes with a global batch, `scale`, whose microbatches all have the mean size."""
-    most_nodes, batch = scale
-    microbatch_size = settings.microbatch_size or 1
-    mean = sizes.like_the_mean(microbatch_size)
-    names = [*costs.spec.encoders, LANGUAGE_MODEL]
-    chunks = {name: (float(mean.tokens[name].sum()), float(mean.squares[name].sum())) for name in names}
-    modelled = modelled_chain(costs, chunks, settings.memory_bytes, args.activation_checkpointing, state_copies)
-    num_microbatches = -(-batch // microbatch_size)
-    return ReplayJob(modelled.chain, modelled.state_bytes, args.node_size, num_microbatches, batch, most_nodes)
+    """The job on a number of nodes with a global batch, on nodes with memory for the state of some stages."""
+    costs = inputs.costs(settings)
+    plugin = ModulePlugin(activation_checkpointing=args.activation_checkpointing)
+    microbatches = drawn_microbatches(settings, inputs, batch, args.failures + 1)
+    chain = model_chain(
+        costs,
+        dict.fromkeys(costs.spec.modules, plugin),
+        microbatches,
+        settings.memory_bytes,
+        selected_layers(inputs),
+        state_copies,
+    ).with_own_ranks()
+    return ReplayJob(chain.chain, chain.state_bytes, args.node_size, microbatches.count, batch, most_nodes)
 
 
 def _event_costs(args: argparse.Namespace, settings: Settings, job: ReplayJob) -> EventCosts:

@@ -12,9 +12,9 @@ from rich.table import Table
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModulePlugin
 from ..resilience.adopted_plan import module_settings
-from ..resilience.instantiation import Instantiation
 from ..resilience.model_chain import ModelChain, model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans
+from ..resilience.plan_choice import runs_text
 from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.templates import PipelineTemplate
 from ..resilience.typical_microbatches import TypicalMicrobatches
@@ -24,6 +24,10 @@ from .settings import Settings
 from .text import ms_text
 
 _PIPELINES = ("nodes", "nodes of each pipeline", "microbatches of each", "step")
+_TIMES = {
+    False: "of forwards and backwards, one microbatch after the other, of samples that count the same",
+    True: "templates: forwards and backwards; steps: simulated with sends, gradient sums and the optimizer's update",
+}
 CHOSEN_BY_TEMPLATES = ("dp_size", "pp_size", "layers_per_stage", "colocate_with")
 
 
@@ -90,18 +94,10 @@ def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failu
     num_nodes, node_size = nodes_and_size(gpus, nodes, settings.device.node_size)
     settings = replace(settings, gpus=num_nodes * node_size)
     modules = _modules(settings) if plan is None else module_settings(plan)
-    batch, size = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size, settings.microbatch_size or 1
-    total = -(-batch // size)
-    pool = inputs.samples.sizes(inputs.source, settings, batch)
-    sizes = inputs.samples.draw(pool, batch, inputs.seed)
-    costs = inputs.costs(settings)
-    chain = model_chain(
-        costs,
-        modules,
-        TypicalMicrobatches(sizes, size, -(-total // (failures + 1))),
-        settings.memory_bytes,
-        _selected_layers(inputs),
-    )
+    batch = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size
+    microbatches, costs = drawn_microbatches(settings, inputs, batch, failures + 1), inputs.costs(settings)
+    total = microbatches.count
+    chain = model_chain(costs, modules, microbatches, settings.memory_bytes, selected_layers(inputs))
     schedule = settings.schedule or (settings.plugin.schedule if plan is None else plan.schedule) or "1f1b"
     plans = PipelinePlans(chain, node_size, total, schedule, settings.microbatch_assignment)
     planner = ResilientPlanner(plans, num_nodes, failures)
@@ -123,7 +119,23 @@ def _modules(settings: Settings) -> dict[str, ModulePlugin]:
     return settings.plugin.modules
 
 
-def _selected_layers(inputs: Inputs) -> dict[str, int]:
+def drawn_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_pipelines: int) -> TypicalMicrobatches:
+    """
+    The microbatches of one global batch.
+
+    Args:
+        settings ([`Settings`]): The settings.
+        inputs ([`Inputs`]): The model and the samples.
+        batch (`int`): Samples of a step.
+        fewest_pipelines (`int`): Pipelines that divide its microbatches, at least.
+    """
+    size = settings.microbatch_size or 1
+    pool = inputs.samples.sizes(inputs.source, settings, batch)
+    sizes = inputs.samples.draw(pool, batch, inputs.seed)
+    return TypicalMicrobatches(sizes, size, -(-batch // (size * fewest_pipelines)))
+
+
+def selected_layers(inputs: Inputs) -> dict[str, int]:
     """Encoder -> the first hidden state that the model's configuration selects."""
     source = inputs.source
     found = {name: earliest_selected_layer(source.model, source.spec.modules[name]) for name in source.spec.encoders}
@@ -202,11 +214,7 @@ def guarantee_lines(planner: ResilientPlanner, global_batch_size: int, memory: s
             f"{failures + 1} copies of {fewest}",
         ),
         ("Global batch", f"{global_batch_size:,} samples, {microbatches}, whatever fails"),
-        (
-            "Times",
-            "of forwards and backwards, one microbatch after the other, without sends, gradient sums and the "
-            "optimizer's step",
-        ),
+        ("Times", _TIMES[chain.microbatches.sizes.known]),
     ]
 
 
@@ -214,18 +222,24 @@ def _count(number: int, noun: str) -> str:
     return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def throughput_table(planner: ResilientPlanner, global_batch_size: int) -> Table:
+def throughput_table(planner: ResilientPlanner, first: ClusterPlan, global_batch_size: int, most: int) -> Table:
     """
     A row for each number of nodes, from all of them to the fewest that are guaranteed: of the fastest pipelines, and
     of those that are left if nodes are lost one by one.
+
+    Args:
+        planner ([`ResilientPlanner`]): The plans.
+        first ([`ClusterPlan`]): The plan of all nodes.
+        global_batch_size (`int`): Samples of a step.
+        most (`int`): Number of rows; the last one is that of the fewest nodes that are guaranteed, at best.
     """
     table = Table(title="Throughput with fewer nodes, at best and after losses one by one", title_justify="left")
     for column in (*_PIPELINES, "samples/s", "nodes of each after losses", "samples/s"):
         _add_column(table, column)
-    for left in planner.after_single_losses():
-        best = planner.instantiation(left.num_nodes)
-        rates = [_rate(one, global_batch_size) for one in (best, left)]
-        table.add_row(*_cells(best), rates[0], _sizes(left), rates[1])
+    for left in _shown_losses(planner, first, most):
+        best = planner.fastest(len(left.nodes))
+        rates = [_rate(planner, one, global_batch_size) for one in (best, left)]
+        table.add_row(*_cells(planner, best), rates[0], _sizes(left), rates[1])
     return table
 
 
@@ -243,33 +257,31 @@ def fewer_nodes_table(planner: ResilientPlanner, first: ClusterPlan, global_batc
     table = Table(title="Predicted steps with fewer nodes, lost one by one", title_justify="left")
     for column in (*_PIPELINES, "samples/s"):
         _add_column(table, column)
-    shown = list(islice(planner.after_single_losses(first), most))
-    if shown[-1].num_nodes > planner.fewest_guaranteed:
-        shown[-1] = planner.instantiation(planner.fewest_guaranteed)
-    for one in shown:
-        table.add_row(*_cells(one), _rate(one, global_batch_size))
+    for one in _shown_losses(planner, first, most):
+        table.add_row(*_cells(planner, one), _rate(planner, one, global_batch_size))
     return table
+
+
+def _shown_losses(planner: ResilientPlanner, first: ClusterPlan, most: int) -> list[ClusterPlan]:
+    """The plans after single losses; of many the first ones, and the fastest one of the fewest nodes."""
+    shown = list(islice(planner.after_single_losses(first), most))
+    if len(shown[-1].nodes) > planner.fewest_guaranteed:
+        shown[-1] = planner.fastest(planner.fewest_guaranteed)
+    return shown
 
 
 def _add_column(table: Table, name: str) -> None:
     table.add_column(name, justify="left" if name.startswith(("nodes of", "micro")) else "right")
 
 
-def _cells(pipelines: Instantiation) -> tuple[str, str, str, str]:
+def _cells(planner: ResilientPlanner, plan: ClusterPlan) -> tuple[str, str, str, str]:
     """The cells of [`_PIPELINES`]."""
-    counts = (str(pipelines.num_nodes), _sizes(pipelines), _runs(pipelines.microbatches))
-    return (*counts, ms_text(pipelines.step_ms))
+    return str(len(plan.nodes)), _sizes(plan), runs_text(plan.microbatches), ms_text(planner.step_ms(plan))
 
 
-def _sizes(pipelines: Instantiation) -> str:
-    return _runs([one.num_nodes for one in pipelines.pipelines])
+def _sizes(plan: ClusterPlan) -> str:
+    return runs_text([len(pipeline.nodes) for pipeline in plan.pipelines])
 
 
-def _rate(pipelines: Instantiation, global_batch_size: int) -> str:
-    return f"{1e3 * global_batch_size / pipelines.step_ms:,.4g}"
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """`3 x 4, 2`: equal numbers together, the largest first."""
-    runs = [(number, len(list(run))) for number, run in groupby(sorted(numbers, reverse=True))]
-    return ", ".join(f"{count} x {number}" if count > 1 else str(number) for number, count in runs)
+def _rate(planner: ResilientPlanner, plan: ClusterPlan, global_batch_size: int) -> str:
+    return f"{1e3 * global_batch_size / planner.step_ms(plan):,.4g}"

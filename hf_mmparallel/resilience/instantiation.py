@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,13 @@ from numpy.typing import NDArray
 
 from ..arrange import fastest_counts
 from .templates import PipelineTemplate
+
+_NEARLY = (
+    1.0,
+    1.01,
+    1.02,
+    1.05,
+)  # times, relative to the shortest step, within which other numbers of pipelines are sought
 
 
 class TimedPipeline(Protocol):
@@ -59,6 +67,12 @@ class Instantiation:
         return sum(template.num_nodes for template in self.pipelines)
 
     @property
+    def unevenness(self) -> int:
+        """Nodes of the largest pipeline beyond those of the smallest one."""
+        sizes = [pipeline.num_nodes for pipeline in self.pipelines]
+        return max(sizes) - min(sizes)
+
+    @property
     def step_ms(self) -> float:
         """Time until the last pipeline is done."""
         return max(one.step_ms(count) for one, count in zip(self.pipelines, self.microbatches, strict=True))
@@ -67,39 +81,67 @@ class Instantiation:
 def best_instantiation(
     templates: Sequence[PipelineTemplate], num_nodes: int, fewest_pipelines: int, num_microbatches: int
 ) -> Instantiation | None:
+    """The first of [`fastest_instantiations`]; `None` if there are none."""
+    found = fastest_instantiations(templates, num_nodes, fewest_pipelines, num_microbatches, most=1)
+    return found[0] if found else None
+
+
+def fastest_instantiations(
+    templates: Sequence[PipelineTemplate], num_nodes: int, fewest_pipelines: int, num_microbatches: int, most: int
+) -> list[Instantiation]:
     """
-    The fastest pipelines that use all nodes; `None` if there are none.
+    The fastest pipelines that use all nodes, and those with other numbers of pipelines that are nearly as fast, the
+    fastest first; none if no pipelines use all nodes. Among equally fast ones of as many pipelines no two can exchange
+    nodes to be more even.
 
     Within a time, a pipeline computes a known number of microbatches. The most that pipelines on a number of nodes
     compute within it follow by dynamic programming over nodes and pipelines, and the smallest time in which that is
-    the whole step by bisection over the times at which any template ends a microbatch. The result is exact, without a
-    list of all combinations.
+    the whole step by bisection over the times at which any template ends a microbatch. The first result is exact,
+    without a list of all combinations.
 
     Args:
         templates (`Sequence[PipelineTemplate]`): The templates, one for each number of nodes.
         num_nodes (`int`): Nodes to use.
         fewest_pipelines (`int`): Minimum number of pipelines.
         num_microbatches (`int`): Microbatches of a step, at least one for each pipeline.
+        most (`int`): Most results, of which each has another number of pipelines.
     """
     usable = [template for template in templates if template.num_nodes <= num_nodes]
     if not usable:
-        return None
-    most = min(num_nodes // min(template.num_nodes for template in usable), num_microbatches)
+        return []
+    most_pipelines = min(num_nodes // min(template.num_nodes for template in usable), num_microbatches)
     fill_ms = np.array([template.fill_ms for template in usable])
     slowest_ms = np.array([template.slowest_ms for template in usable])
-    ends = np.unique(fill_ms[:, None] + np.arange(num_microbatches) * slowest_ms[:, None])
-    low, high, found = 0, len(ends) - 1, None
-    while low <= high:
-        middle = (low + high) // 2
+
+    def within(time_ms: float) -> _Capacities:
         # The times are sums themselves, so that a quotient may be a rounding error below a whole number.
-        capacity = np.floor((ends[middle] - fill_ms) / slowest_ms + 1e-9).astype(int) + 1
-        chosen = _most_microbatches(usable, np.where(capacity > 0, capacity, -1), num_nodes, most)
-        pipelines = chosen.pipelines(fewest_pipelines, num_microbatches)
-        if pipelines is None:
-            low = middle + 1
+        capacity = np.floor((time_ms - fill_ms) / slowest_ms + 1e-9).astype(int) + 1
+        return _most_microbatches(usable, np.where(capacity > 0, capacity, -1), num_nodes, most_pipelines)
+
+    ends = np.unique(fill_ms[:, None] + np.arange(num_microbatches) * slowest_ms[:, None])
+    low, high = 0, len(ends)
+    while low < high:
+        middle = (low + high) // 2
+        if within(ends[middle]).counts(fewest_pipelines, num_microbatches):
+            high = middle
         else:
-            high, found = middle - 1, pipelines
-    return None if found is None else Instantiation.of(found, num_microbatches)
+            low = middle + 1
+    if low == len(ends):
+        return []
+    found: dict[int, Instantiation] = {}
+    for slower in _NEARLY if most > 1 else _NEARLY[:1]:
+        capacities = within(slower * ends[low])
+        for count in capacities.counts(fewest_pipelines, num_microbatches):
+            if count not in found:
+                pipelines = capacities.pipelines(count, num_microbatches)
+                found[count] = Instantiation.of(pipelines, num_microbatches)
+    ranked = sorted(found.values(), key=lambda one: (_rounded(one.step_ms), one.unevenness))
+    return ranked[:most]
+
+
+def _rounded(time_ms: float) -> float:
+    """A time without the rounding errors of sums."""
+    return float(f"{time_ms:.9g}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,26 +151,56 @@ class _Capacities:
 
     Args:
         templates (`Sequence[PipelineTemplate]`): The templates.
+        capacity (`np.ndarray` of shape `[templates]`): Microbatches of each; those that are negative are not used.
         most (`np.ndarray` of shape `[nodes + 1, pipelines + 1]`):
             Microbatches by number of nodes and of pipelines; negative infinity where these can't be.
         last (`np.ndarray` of shape `[nodes + 1, pipelines + 1]`): Index of the template of one of these pipelines.
     """
 
     templates: Sequence[PipelineTemplate]
+    capacity: NDArray
     most: NDArray
     last: NDArray
 
-    def pipelines(self, fewest_pipelines: int, num_microbatches: int) -> list[PipelineTemplate] | None:
-        """Pipelines on all nodes that compute all microbatches; `None` if there are none."""
+    def counts(self, fewest_pipelines: int, num_microbatches: int) -> list[int]:
+        """Numbers of pipelines that compute all microbatches on all nodes."""
         enough = np.flatnonzero(self.most[-1, fewest_pipelines:] >= num_microbatches)
-        if not len(enough):
-            return None
-        nodes, count, result = len(self.most) - 1, fewest_pipelines + int(enough[0]), []
+        return [fewest_pipelines + index for index in enough.tolist()]
+
+    def pipelines(self, count: int, num_microbatches: int) -> list[PipelineTemplate]:
+        """So many pipelines on all nodes that compute all microbatches, the largest first."""
+        sizes: Counter[int] = Counter()
+        nodes = len(self.most) - 1
         while count:
             template = self.templates[int(self.last[nodes, count])]
-            result.append(template)
+            sizes[template.num_nodes] += 1
             nodes, count = nodes - template.num_nodes, count - 1
-        return sorted(result, key=lambda one: -one.num_nodes)
+        while (pairs := self._more_even(sizes, num_microbatches)) is not None:
+            before, after = pairs
+            sizes.subtract(before)
+            sizes.update(after)
+        known = {template.num_nodes: template for template in self.templates}
+        return [known[size] for size in sorted(sizes.elements(), reverse=True)]
+
+    def _more_even(self, sizes: Counter[int], num_microbatches: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Nodes of two pipelines, and more even ones with which all microbatches are computed; `None` if none are."""
+        computed = {
+            template.num_nodes: int(number)
+            for template, number in zip(self.templates, self.capacity, strict=True)
+            if number > 0
+        }
+        spare = sum(count * computed[size] for size, count in sizes.items() if count) - num_microbatches
+        used = sorted(size for size, count in sizes.items() if count)
+        for large in reversed(used):
+            for small in used:
+                for moved in range((large - small) // 2, 0, -1):
+                    after = (large - moved, small + moved)
+                    if not computed.keys() >= set(after):
+                        continue
+                    lost = computed[large] + computed[small] - computed[after[0]] - computed[after[1]]
+                    if lost <= spare:
+                        return (large, small), after
+        return None
 
 
 def _most_microbatches(
@@ -148,4 +220,4 @@ def _most_microbatches(
         best = totals.argmax(axis=0)
         most[nodes, 1:] = totals[best, np.arange(most_pipelines)]
         last[nodes, 1:] = used[fits][best]
-    return _Capacities(templates, most, last)
+    return _Capacities(templates, capacity, most, last)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cost import CostModel, stage_costs
-from ..plan import ModelSpec, ModulePlan, ModulePlugin, ParallelPlan, Stage
+from ..plan import ModelSpec, ModulePlan, ModulePlugin, ParallelPlan, Stage, stage_parameters
 from .stage_limits import NO_LIMIT, stage_limits
+from .state_copies import value_bytes
 from .templates import LayerChain
 from .typical_microbatches import TypicalMicrobatches
 
@@ -54,6 +56,28 @@ class ModelChain:
     def spec(self) -> ModelSpec:
         return self.costs.spec
 
+    @cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Parameters and optimizer state of each unit, in bytes, of one copy of it."""
+        plan = _plan_of_units(self.spec, self.modules, self.units)
+        return tuple(
+            sum(
+                parameter.num_elements * value_bytes(parameter, module.storage)
+                for parameter in stage_parameters(self.spec, name, stage)
+            )
+            for name, module in plan.modules.items()
+            for stage in module.replicas[0]
+        )
+
+    def with_own_ranks(self) -> ModelChain:
+        """The same chain where no rank has layers of two modules."""
+        return replace(self, chain=replace(self.chain, starts=self._starts))
+
+    @property
+    def _starts(self) -> list[int]:
+        """First units of modules, but for the first one."""
+        return [index for index, (before, unit) in enumerate(pairwise(self.units), 1) if before.module != unit.module]
+
     def pieces(self, units: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int]]]:
         """
         Module and layers of each part of a stage that is in one module.
@@ -83,14 +107,21 @@ def mean_stage_ms(
     costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches
 ) -> dict[tuple[str, int, int], float]:
     """See [`ModelChain.stage_ms`]; a microbatch without an input for a module takes no time there."""
+    return {key: sum(passes_ms) for key, passes_ms in mean_pass_ms(costs, plan, microbatches).items()}
+
+
+def mean_pass_ms(
+    costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches
+) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """The two times that [`ModelChain.stage_ms`] adds: of a forward, and of a backward."""
     result, known = {}, {}
     chunks = {name: microbatches.chunks(costs, name, module) for name, module in plan.modules.items()}
     for key, cost in stage_costs(costs, plan).items():
         if (key[0], id(cost)) not in known:
             tokens, squares = chunks[key[0]][:, :2].T
-            times_ms = cost.times_ms(tokens, squares, False) + cost.times_ms(tokens, squares, True)
+            sums_ms = (cost.times_ms(tokens, squares, is_backward).sum() for is_backward in (False, True))
             # Processors round sums differently, and all ranks have to make the same plans.
-            known[key[0], id(cost)] = float(np.float32(times_ms.sum() / microbatches.count))
+            known[key[0], id(cost)] = tuple(float(np.float32(sum_ms / microbatches.count)) for sum_ms in sums_ms)
         result[key] = known[key[0], id(cost)]
     return result
 
@@ -101,7 +132,7 @@ def model_chain(
     microbatches: TypicalMicrobatches,
     memory_bytes: float | None = None,
     selected_layers: Mapping[str, int] | None = None,
-    own_ranks: bool = False,
+    state_copies: int = 1,
 ) -> ModelChain:
     """
     The chain of a model.
@@ -115,7 +146,8 @@ def model_chain(
         selected_layers (`Mapping[str, int]`, *optional*):
             Encoder -> the first of its hidden states that the model's configuration selects, which its last stage must
             have; see [`earliest_selected_layer`].
-        own_ranks (`bool`, *optional*, defaults to `False`): Whether no rank has layers of two modules.
+        state_copies (`int`, *optional*, defaults to 1):
+            How many stages' weights, gradients and optimizer state a rank has memory for.
 
     Raises:
         `ValueError`: For settings with which a lost rank takes the only copy of something with it.
@@ -125,7 +157,6 @@ def model_chain(
     for name, plugin in settings.items():
         _check_copies(name, plugin)
     units = tuple(_units(spec, selected_layers or {}))
-    starts = [index for index, (before, unit) in enumerate(pairwise(units), 1) if before.module != unit.module]
     plan = _plan_of_units(spec, settings, units)
     times_ms = mean_stage_ms(costs, plan, microbatches)
     unit_ms = [time_ms for (_, replica, _), time_ms in times_ms.items() if replica == 0]
@@ -133,11 +164,11 @@ def model_chain(
     counts = sorted(set(ranks.tolist()))
     limits = np.full((len(counts), len(units), len(units) + 1), NO_LIMIT)
     if memory_bytes is not None:
-        limits[:] = stage_limits(costs, plan, microbatches, memory_bytes)
+        limits[:] = stage_limits(costs, plan, microbatches, memory_bytes, state_copies)
     for index, count in enumerate(counts):
         limits[index, _has_other(ranks != count)] = 0
     is_limited = len(counts) > 1 or memory_bytes is not None
-    chain = LayerChain(counts, [unit_ms] * len(counts), starts * own_ranks, limits if is_limited else None)
+    chain = LayerChain(counts, [unit_ms] * len(counts), (), limits if is_limited else None)
     return ModelChain(costs, settings, microbatches, units, chain)
 
 

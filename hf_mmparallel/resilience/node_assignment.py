@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,14 +28,26 @@ def kept_bytes(held: Holdings, needed: Holdings, nodes: Sequence[int], node_size
     Returns:
         `np.ndarray` of shape `[nodes, nodes]`: Bytes by node and place.
     """
-    result = np.zeros((len(nodes), len(nodes)))
-    for row, node in enumerate(nodes):
-        for column, place in enumerate(nodes):
-            for index in range(node_size):
-                parts = held.get(node * node_size + index, {})
-                wanted = needed[place * node_size + index]
-                result[row, column] += sum(wanted[part] for part in parts.keys() & wanted.keys())
-    return result
+    members = [range(node * node_size, (node + 1) * node_size) for node in nodes]
+    rows = _kinds([tuple(frozenset(held.get(member, ())) for member in own) for own in members])
+    columns = _kinds([tuple(frozenset(needed[member].items()) for member in own) for own in members])
+    result = np.array([[sum(map(_shared_bytes, parts, wanted)) for wanted in columns[0]] for parts in rows[0]], float)
+    return result[np.ix_(rows[1], columns[1])]
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+def _kinds(values: Sequence[T]) -> tuple[list[T], list[int]]:
+    """The different ones of some values, and which of these each value is."""
+    numbers: dict[T, int] = {}
+    indices = [numbers.setdefault(value, len(numbers)) for value in values]
+    return list(numbers), indices
+
+
+def _shared_bytes(parts: frozenset[Part], wanted: frozenset[tuple[Part, int]]) -> int:
+    """Bytes of the wanted parts that are there."""
+    return sum(num_bytes for part, num_bytes in wanted if part in parts)
 
 
 def assigned_nodes(kept: NDArray, nodes: Sequence[int]) -> list[int]:

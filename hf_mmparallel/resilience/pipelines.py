@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ..arrange import fastest_counts
 from ..plan import ParallelPlan, Stage, check_plan
@@ -75,10 +76,12 @@ class ClusterPlan(PlacedPlan):
     Args:
         pipelines (`tuple[Pipeline, ...]`): The pipelines.
         changes (`tuple[Change, ...]`, *optional*): How they came from the ones before.
+        reason (`str`, *optional*): Why they and no others followed those.
     """
 
     pipelines: tuple[Pipeline, ...]
     changes: tuple[Change, ...] = ()
+    reason: str = ""
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -92,7 +95,7 @@ class ClusterPlan(PlacedPlan):
 
     @property
     def step_ms(self) -> float:
-        """Predicted time until the last pipeline has computed its microbatches."""
+        """Time until the last pipeline has computed its microbatches, in closed form; see [`StepTimes`]."""
         return max(
             pipeline.layout.step_ms(count) for pipeline, count in zip(self.pipelines, self.microbatches, strict=True)
         )
@@ -116,6 +119,15 @@ class PipelinePlans:
     num_microbatches: int
     schedule: Schedule = "1f1b"
     microbatch_assignment: str | None = None
+
+    def consecutive(self, layouts: Sequence[PipelineLayout], counts: Sequence[int] | None = None) -> ClusterPlan:
+        """The plan of pipelines on nodes that follow each other, from node 0 on, see [`~PipelinePlans.of`]."""
+        firsts = accumulate((layout.num_nodes for layout in layouts), initial=0)
+        pipelines = [
+            Pipeline(tuple(range(first, first + layout.num_nodes)), layout)
+            for first, layout in zip(firsts, layouts, strict=False)
+        ]
+        return self.of(pipelines, counts)
 
     def of(self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None = None) -> ClusterPlan:
         """

@@ -17,17 +17,18 @@ class Change:
     Args:
         op (`str`):
             `"reinstantiate"`: a pipeline goes on with the nodes that it has left; `"borrow"`: it takes a node of
-            another pipeline; `"merge"`: it becomes one with another pipeline.
+            another pipeline; `"merge"`: it becomes one with another pipeline; `"divide"`: its nodes, and others that
+            were in no pipeline, are divided among new pipelines.
         nodes (`tuple[int, ...]`): The nodes of the pipeline before.
         others (`tuple[int, ...]`, *optional*): The nodes that it takes or is joined with.
     """
 
-    op: Literal["reinstantiate", "borrow", "merge"]
+    op: Literal["reinstantiate", "borrow", "merge", "divide"]
     nodes: Nodes
     others: Nodes = ()
 
     def __str__(self) -> str:
-        names = {"reinstantiate": "goes on", "borrow": "borrows", "merge": "is merged with"}
+        names = {"reinstantiate": "goes on", "borrow": "borrows", "merge": "is merged with", "divide": "is divided"}
         others = f" {_listed(self.others)}" if self.others else ""
         pipeline = f"the pipeline of {_listed(self.nodes)}" if self.nodes else "a new pipeline"
         return f"{pipeline} {names[self.op]}{others}"

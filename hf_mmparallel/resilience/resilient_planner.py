@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 
 from ..plan import ParallelPlan
 from .adopted_plan import adopted_pipelines
-from .instantiation import Instantiation, best_instantiation
+from .instantiation import Instantiation, fastest_instantiations
 from .node_assignment import assigned_nodes, kept_bytes
 from .node_counts import check_guarantee, node_counts
 from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans
-from .reconfiguration import Nodes, without_nodes
-from .state_copies import holdings
+from .plan_choice import DAY_S, LEAST_GAIN, PlanOption, best_option, copy_seconds, reason_text
+from .reconfiguration import Change, Reconfiguration, without_nodes
+from .simulated_steps import StepTimes
+from .state_copies import LostStateError, holdings, state_copies
 from .templates import PipelineTemplate, fastest_template, fewest_nodes
+
+NUM_FINALISTS = 3
+"""Instantiations that are simulated at most for a number of nodes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +34,7 @@ class ResilientPlanner:
         plans ([`PipelinePlans`]): The model, and the settings that all plans have in common.
         num_nodes (`int`): Nodes at the start.
         failures (`int`): Nodes that may fail at once without the loss of a layer.
+        mean_time_between_failures_s (`float`, *optional*, defaults to a day): Of the whole job, in seconds.
 
     Raises:
         `ValueError`: If this can't be guaranteed, with what can.
@@ -37,6 +43,7 @@ class ResilientPlanner:
     plans: PipelinePlans
     num_nodes: int
     failures: int
+    mean_time_between_failures_s: float = DAY_S
 
     def __post_init__(self):
         check_guarantee(self.num_nodes, self.fewest, self.failures)
@@ -73,55 +80,50 @@ class ResilientPlanner:
         """The template of each number of nodes, from the fewest on, without gaps."""
         return self._templates_of(self.num_nodes)
 
-    def instantiation(self, num_nodes: int) -> Instantiation:
+    def fastest(self, num_nodes: int) -> ClusterPlan:
         """
-        The fastest pipelines that use a number of nodes.
+        The fastest plan of a number of nodes, numbered from 0: among the fastest by the closed form, the one whose
+        simulated step is shortest.
 
         Raises:
-            `ValueError`: If there are none.
+            `ValueError`: If no pipelines use all nodes.
         """
-        check_guarantee(num_nodes, self.fewest, self.failures)
-        templates, total = self._templates_of(num_nodes), self.plans.num_microbatches
-        found = best_instantiation(templates, num_nodes, self.failures + 1, total)
-        if found is None:
-            raise ValueError(self._why_not_all(num_nodes, templates[-1].num_nodes))
-        return found
+        finalists = [self.plans.consecutive(list(map(self.layout, sizes))) for sizes in self._finalists(num_nodes)]
+        if not finalists:
+            raise ValueError(self._why_not_all(num_nodes))
+        times_ms = self._times.of(finalists)
+        return finalists[times_ms.index(min(times_ms))]
 
-    def after_single_losses(self, first: ClusterPlan | None = None) -> Iterator[Instantiation]:
+    def first(self) -> ClusterPlan:
+        """The fastest plan of all nodes at the start, whose numbers are 0 to `num_nodes - 1`."""
+        return self.fastest(self.num_nodes)
+
+    def step_ms(self, plan: ClusterPlan) -> float:
+        """Predicted time of a step of a plan, see [`StepTimes`]."""
+        return self._times.of([plan])[0]
+
+    def after_single_losses(self, first: ClusterPlan | None = None) -> Iterator[ClusterPlan]:
         """
-        The pipelines that there are at first, and those that are left if nodes are lost one after the other, each time
-        the node that slows the others most; down to the fewest nodes that are guaranteed.
+        The plan that there is at first, and those that follow if nodes are lost one after the other, each time the
+        node that slows the others most; down to the fewest nodes that are guaranteed.
 
         Args:
             first ([`ClusterPlan`], *optional*): The plan of all nodes; by default the fastest one.
         """
-        first = self.first() if first is None else first
-        pipelines = {one.nodes: one.layout for one in first.pipelines}
-        yield Instantiation(tuple(pipelines.values()), first.microbatches)
-        for _ in range(len(first.nodes) - self.fewest_guaranteed):
-            alike = {(one.num_nodes, one.fill_ms, one.slowest_ms): nodes for nodes, one in pipelines.items()}
-            left = [self._left(pipelines, nodes[0]) for nodes in alike.values()]
-            pipelines = max(left, key=lambda one: self._divided(one).step_ms)
-            yield self._divided(pipelines)
+        state = self.first() if first is None else first
+        yield state
+        while len(state.nodes) > self.fewest_guaranteed:
+            alike = {(len(one.nodes), one.layout.fill_ms, one.layout.slowest_ms): one for one in state.pipelines}
+            lost = max((one.nodes[0] for one in alike.values()), key=partial(self._mended_ms, state))
+            state = self.without(state, [lost])
+            yield state
 
-    def _left(self, pipelines: Mapping[Nodes, PipelineLayout], lost: int) -> dict[Nodes, PipelineLayout]:
-        """The pipelines that are left without a node."""
-        counts = range(self.fewest, self.num_nodes + 1)
-        after = without_nodes(list(pipelines), [lost], counts, self.failures)
-        return {nodes: pipelines.get(nodes) or self._layout(len(nodes)) for nodes in after.pipelines}
-
-    def _divided(self, pipelines: Mapping[Nodes, PipelineLayout]) -> Instantiation:
-        """Pipelines with the microbatches of each."""
-        return Instantiation.of(list(pipelines.values()), self.plans.num_microbatches)
-
-    def first(self) -> ClusterPlan:
-        """The fastest plan of all nodes at the start, whose numbers are 0 to `num_nodes - 1`."""
-        pipelines, start = [], 0
-        for template in self.instantiation(self.num_nodes).pipelines:
-            nodes = tuple(range(start, start + template.num_nodes))
-            pipelines.append(Pipeline(nodes, self._layout(template.num_nodes)))
-            start += template.num_nodes
-        return self.plans.of(pipelines)
+    def _mended_ms(self, state: ClusterPlan, lost: int) -> float:
+        """Time of a step without a node, in closed form, where as few pipelines change as possible."""
+        known = {pipeline.nodes: pipeline.layout for pipeline in state.pipelines}
+        left = self._changed(state, [lost]).pipelines
+        layouts = [known.get(nodes) or self.layout(len(nodes)) for nodes in left]
+        return Instantiation.of(layouts, self.plans.num_microbatches).step_ms
 
     def adopt(self, plan: ParallelPlan) -> ClusterPlan:
         """
@@ -145,7 +147,9 @@ class ResilientPlanner:
 
     def without(self, state: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
         """
-        The plan after a loss of nodes. Pipelines that neither lost a node nor lend one stay as they are.
+        The plan after a loss of nodes: the one with which most steps are done until the next loss is expected, copies
+        included. It is either the plan where pipelines that neither lost a node nor lend one stay as they are, or one
+        of the fastest of all nodes that are left, if its steps are shorter by [`LEAST_GAIN`] or more.
 
         Args:
             state ([`ClusterPlan`]): The plan before it.
@@ -155,16 +159,21 @@ class ResilientPlanner:
             [`TooFewNodesError`]: If fewer nodes are left than `failures + 1` copies of the model need.
         """
         _check_nodes(lost, state, are_there=True)
-        counts = range(self.fewest, max(self.num_nodes, len(state.nodes)) + 1)
-        after = without_nodes([one.nodes for one in state.pipelines], lost, counts, self.failures)
-        known = {pipeline.nodes: pipeline for pipeline in state.pipelines}
-        kept = [known[nodes] for nodes in after.pipelines if nodes in known]
-        changed = [[Pipeline(nodes, self._layout(len(nodes)))] for nodes in after.pipelines if nodes not in known]
-        return replace(self._placed(state, kept, changed), changes=after.changes)
+        mended = self._mended(state, lost)
+        plans = [mended, *self._rearranged(state, mended.nodes, _sizes(mended))]
+        mended_ms, *others_ms = self._times.of(plans)
+        faster = [plan for plan, ms in zip(plans[1:], others_ms, strict=True) if ms * (1 + LEAST_GAIN) <= mended_ms]
+        try:
+            options = self._options(state, [mended, *faster])
+        except LostStateError:  # under any plan; whoever copies says so
+            return mended
+        chosen = best_option(options, self.mean_time_between_failures_s)
+        return replace(chosen.plan, reason=reason_text(chosen, options, self.mean_time_between_failures_s))
 
     def with_nodes(self, state: ClusterPlan, joined: Collection[int]) -> ClusterPlan:
         """
-        The fastest plan with more nodes. Pipelines that have as many nodes as one of it stay as they are.
+        The plan with more nodes: one of the fastest ones, the one with which most steps are done until the next loss
+        is expected. Pipelines that have as many nodes as one of it stay as they are.
 
         Args:
             state ([`ClusterPlan`]): The plan before it.
@@ -174,19 +183,60 @@ class ResilientPlanner:
             `ValueError`: If no pipelines use all nodes, or if a node is there already.
         """
         _check_nodes(joined, state, are_there=False)
-        found = self.instantiation(len(state.nodes) + len(joined))
-        wanted = Counter(template.num_nodes for template in found.pipelines)
-        kept = []
-        for pipeline in state.pipelines:
-            if wanted[len(pipeline.nodes)] > 0:
-                wanted[len(pipeline.nodes)] -= 1
-                kept.append(pipeline)
-        used = {node for pipeline in kept for node in pipeline.nodes}
-        free = iter(sorted({*state.nodes, *joined} - used))
-        changed = [
-            Pipeline(tuple(next(free) for _ in range(count)), self._layout(count)) for count in wanted.elements()
+        nodes = {*state.nodes, *joined}
+        plans = list(self._rearranged(state, nodes))
+        if not plans:
+            raise ValueError(self._why_not_all(len(nodes)))
+        return best_option(self._options(state, plans), self.mean_time_between_failures_s).plan
+
+    def _options(self, state: ClusterPlan, plans: Sequence[ClusterPlan]) -> list[PlanOption]:
+        """What it takes to go on from one plan with each of others."""
+        spec, device = self.plans.chain.spec, self.plans.chain.costs.device
+        copies = [state_copies(spec, state, plan) for plan in plans]
+        return [
+            PlanOption(plan, step_ms, one.num_bytes, copy_seconds(one, device, plan.plan.world_size))
+            for plan, step_ms, one in zip(plans, self._times.of(plans), copies, strict=True)
         ]
-        return self._placed(state, kept, [changed])
+
+    def _changed(self, state: ClusterPlan, lost: Collection[int]) -> Reconfiguration:
+        """The pipelines without nodes by the paper's rules."""
+        counts = range(self.fewest, max(self.num_nodes, len(state.nodes)) + 1)
+        return without_nodes([one.nodes for one in state.pipelines], lost, counts, self.failures)
+
+    def _mended(self, state: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
+        """The plan after a loss of nodes in which as few pipelines change as possible."""
+        after = self._changed(state, lost)
+        known = {pipeline.nodes: pipeline for pipeline in state.pipelines}
+        kept = [known[nodes] for nodes in after.pipelines if nodes in known]
+        changed = [[Pipeline(nodes, self.layout(len(nodes)))] for nodes in after.pipelines if nodes not in known]
+        return replace(self._placed(state, kept, changed), changes=after.changes)
+
+    def _rearranged(
+        self, state: ClusterPlan, nodes: Collection[int], known: Sequence[int] | None = None
+    ) -> Iterator[ClusterPlan]:
+        """The fastest plans of nodes, without pipelines of known sizes; pipelines that can stay do."""
+        left = set(nodes)
+        for sizes in self._finalists(len(left)):
+            if sizes == known:
+                continue
+            wanted, kept = Counter(sizes), []
+            for pipeline in state.pipelines:
+                if left.issuperset(pipeline.nodes) and wanted[len(pipeline.nodes)] > 0:
+                    wanted[len(pipeline.nodes)] -= 1
+                    kept.append(pipeline)
+            changes = tuple(Change("divide", one.nodes) for one in state.pipelines if one not in kept)
+            free = iter(sorted(left - {node for pipeline in kept for node in pipeline.nodes}))
+            changed = [
+                Pipeline(tuple(next(free) for _ in range(count)), self.layout(count)) for count in wanted.elements()
+            ]
+            yield replace(self._placed(state, kept, [changed]), changes=changes)
+
+    def _finalists(self, num_nodes: int) -> list[list[int]]:
+        """Nodes of each pipeline of the fastest instantiations by the closed form, the largest pipeline first."""
+        check_guarantee(num_nodes, self.fewest, self.failures)
+        templates, total = self._templates_of(num_nodes), self.plans.num_microbatches
+        found = fastest_instantiations(templates, num_nodes, self.failures + 1, total, NUM_FINALISTS)
+        return [[template.num_nodes for template in one.pipelines] for one in found]
 
     def _placed(
         self, before: ClusterPlan, kept: Sequence[Pipeline], groups: Sequence[Sequence[Pipeline]]
@@ -203,6 +253,10 @@ class ResilientPlanner:
             placed = iter(assigned_nodes(kept_bytes(held, needed, nodes, self.node_size), nodes))
             changed += [replace(one, nodes=tuple(next(placed) for _ in one.nodes)) for one in group]
         return self.plans.of([*kept, *changed])
+
+    @cached_property
+    def _times(self) -> StepTimes:
+        return StepTimes(self.plans)
 
     @cached_property
     def _known(self) -> dict[int, PipelineTemplate | None]:
@@ -229,7 +283,7 @@ class ResilientPlanner:
         assert template is not None, f"there is a template of {num_nodes} nodes by theorem 2"
         return template
 
-    def _layout(self, num_nodes: int) -> PipelineLayout:
+    def layout(self, num_nodes: int) -> PipelineLayout:
         """The stages of a pipeline of a number of nodes."""
         return PipelineLayout.of_template(self.plans.chain, self._template_of(num_nodes))
 
@@ -245,7 +299,7 @@ class ResilientPlanner:
         for num_nodes in range(self.num_nodes, self.fewest_guaranteed - 1, -1):
             most = min(num_nodes // self.fewest, self.plans.num_microbatches)
             if most * largest < num_nodes:
-                raise ValueError(self._why_not_all(num_nodes, largest))
+                raise ValueError(self._why_not_all(num_nodes))
 
     def _check_adopted(self, pipelines: Sequence[Pipeline]) -> None:
         """Raises `ValueError` unless pipelines of a plan of the user can be kept up by templates."""
@@ -268,9 +322,9 @@ class ResilientPlanner:
                 f"{self._cut_text(largest)}. Use more copies of fewer nodes."
             )
 
-    def _why_not_all(self, num_nodes: int, largest: int) -> str:
+    def _why_not_all(self, num_nodes: int) -> str:
         """Why no pipelines use all nodes."""
-        total = self.plans.num_microbatches
+        total, largest = self.plans.num_microbatches, self._templates_of(num_nodes)[-1].num_nodes
         most = min(num_nodes // self.fewest, total)
         return (
             f"{num_nodes} nodes can't all be used. {most} pipelines, each of {self.fewest} nodes or more and with one "
@@ -298,6 +352,11 @@ class ResilientPlanner:
             f"One copy of the model does not fit any number of nodes of {size} ranks by its predicted memory. Use a "
             "larger `tp_size`, `activation_checkpointing`, or smaller microbatches."
         )
+
+
+def _sizes(plan: ClusterPlan) -> list[int]:
+    """Nodes of each pipeline, the largest first."""
+    return sorted((len(pipeline.nodes) for pipeline in plan.pipelines), reverse=True)
 
 
 def _check_nodes(nodes: Collection[int], state: ClusterPlan, are_there: bool) -> None:

@@ -60,7 +60,11 @@ class _Bytes:
 
 
 def stage_limits(
-    costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches, memory_bytes: float
+    costs: CostModel,
+    plan: ParallelPlan,
+    microbatches: TypicalMicrobatches,
+    memory_bytes: float,
+    state_copies: int = 1,
 ) -> NDArray:
     """
     How many microbatches stages of a chain can have in flight.
@@ -74,6 +78,7 @@ def stage_limits(
         plan ([`ParallelPlan`]): A plan whose modules have one stage for each unit of the chain.
         microbatches ([`TypicalMicrobatches`]): The microbatches.
         memory_bytes (`float`): Memory of a rank.
+        state_copies (`int`, *optional*, defaults to 1): Copies of the state of a stage that it has memory for.
 
     Returns:
         `np.ndarray` of shape `[units, units + 1]`: By first unit and one past the last; 0 where there is no stage.
@@ -81,14 +86,16 @@ def stage_limits(
     units = [len(module.replicas[0]) for module in plan.modules.values()]
     total = _Bytes.empty(sum(units))
     for index, name in enumerate(plan.modules):
-        total.add_module(_module_bytes(costs, plan, name, microbatches), sum(units[:index]))
+        total.add_module(_module_bytes(costs, plan, name, microbatches, state_copies), sum(units[:index]))
     limits = total.in_flight(memory_bytes)
     return np.where(np.arange(sum(units) + 1)[None, :] > np.arange(sum(units))[:, None], limits, 0)
 
 
-def _module_bytes(costs: CostModel, plan: ParallelPlan, name: str, microbatches: TypicalMicrobatches) -> _Bytes:
+def _module_bytes(
+    costs: CostModel, plan: ParallelPlan, name: str, microbatches: TypicalMicrobatches, state_copies: int
+) -> _Bytes:
     """Memory of the stages of one module."""
-    demand = _Demand.of(costs, plan, name, microbatches)
+    demand = _Demand.of(costs, plan, name, microbatches, state_copies)
     units = plan.modules[name].replicas[0]
     kinds = _layer_kinds(costs, name, units[0].tp_size)
     result, known = _Bytes.empty(len(units)), {}
@@ -133,6 +140,7 @@ class _Demand:
             of the largest microbatch.
         sent_bytes (`float`): Bytes of the features of a step, of an encoder.
         num_ahead (`int`): Microbatches in flight beyond the stages behind a stage.
+        state_copies (`int`): See [`stage_limits`].
     """
 
     sizes: NDArray
@@ -140,9 +148,12 @@ class _Demand:
     received: tuple[tuple[tuple[int, ...], float], ...]
     sent_bytes: float
     num_ahead: int
+    state_copies: int
 
     @classmethod
-    def of(cls, costs: CostModel, plan: ParallelPlan, name: str, microbatches: TypicalMicrobatches) -> _Demand:
+    def of(
+        cls, costs: CostModel, plan: ParallelPlan, name: str, microbatches: TypicalMicrobatches, state_copies: int
+    ) -> _Demand:
         """The demand of the microbatches in a module."""
         spec, module = costs.spec, plan.modules[name]
         chunks = microbatches.chunks(costs, name, module)
@@ -158,11 +169,12 @@ class _Demand:
         share = microbatches.most / microbatches.count
         num_ahead = _num_behind(plan, name) + (name in plan.encoders)
         scale = np.array([module.cp_size, module.cp_size, 1.0])
-        return cls(sizes / scale, share * float(chunks[:, 0].sum()), received, share * sent, num_ahead)
+        return cls(sizes / scale, share * float(chunks[:, 0].sum()), received, share * sent, num_ahead, state_copies)
 
     def of_stage(self, memory: StageMemory) -> tuple[float, float, float]:
         """Bytes of a stage whatever is in flight, of each microbatch in flight, and of the running task."""
-        fixed = memory.state.total + memory.bucket_bytes + memory.kept_bytes + memory.input_bytes * self.num_tokens
+        fixed = self.state_copies * memory.state.total + memory.bucket_bytes + memory.kept_bytes
+        fixed += memory.input_bytes * self.num_tokens
         if memory.frees_features:
             fixed += self.sent_bytes
         saved = float((self.sizes @ memory.saved.sum(axis=0)).max(initial=0.0))

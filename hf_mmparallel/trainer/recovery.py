@@ -45,6 +45,9 @@ class NodeLayout(Protocol):
     @property
     def members(self) -> tuple[int, ...]: ...
 
+    @property
+    def reason(self) -> str: ...
+
 
 class LayoutPlanner(Protocol):
     """Decides on layouts, alike on all ranks."""
@@ -84,6 +87,7 @@ class Reconfiguration:
         copied_bytes (`int`): Bytes that all ranks received.
         total_s (`float`): From the loss until the run goes on.
         layout (`str`): The new layout.
+        reason (`str`): Why it is this one.
     """
 
     lost: tuple[int, ...] = ()
@@ -98,6 +102,7 @@ class Reconfiguration:
     copied_bytes: int = 0
     total_s: float = 0.0
     layout: str = ""
+    reason: str = ""
 
     @property
     def sentence(self) -> str:
@@ -108,6 +113,7 @@ class Reconfiguration:
             f"Lost {named}{', '.join(map(str, self.lost))} ({causes}) after step {self.step}. {self.world_size} ranks "
             f"go on as {self.layout}: met after {self.regrouped_s:.2f} s, planned in {self.planned_s:.2f} s, copied "
             f"{self.copied_bytes / 2**20:.1f} MiB in {self.copied_s:.2f} s, {self.total_s:.2f} s in all."
+            + (f" {self.reason}." if self.reason else "")
         )
 
 

@@ -105,7 +105,8 @@ def node_layouts(
         {name: layer for name, layer in selected.items() if layer is not None},
     )
     plans = PipelinePlans(chain, node_size, microbatches.most, schedule, args.microbatch_assignment)
-    return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures))
+    between_s = 3600 * args.mean_time_between_failures_h
+    return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures, between_s))
 
 
 def check_survivable(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any) -> None:

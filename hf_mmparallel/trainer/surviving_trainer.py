@@ -133,6 +133,7 @@ class SurvivingTrainer(EngineTrainer):
         event.step = self.state.global_step
         event.total_s = time.time() - event.lost_at
         event.layout = ", ".join(f"{name}: {module.layout}" for name, module in layout.plan.modules.items())
+        event.reason = layout.reason
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback) and not was_first:
                 callback.on_train_begin(self.args, self.state, self.control)

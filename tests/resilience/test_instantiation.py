@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import fastest_counts
-from hf_mmparallel.resilience.instantiation import Instantiation, best_instantiation
+from hf_mmparallel.resilience.instantiation import Instantiation, best_instantiation, fastest_instantiations
 from hf_mmparallel.resilience.node_counts import instantiations, node_counts
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 
@@ -77,6 +77,53 @@ def test_fastest_of_all_combinations(cluster: tuple[list[PipelineTemplate], int,
     assert best.num_nodes == num_nodes
     assert len(best.pipelines) >= fewest_pipelines
     assert sum(best.microbatches) == num_microbatches
+
+
+@given(clusters())
+def test_nearly_as_fast_with_other_numbers_of_pipelines(cluster: tuple[list[PipelineTemplate], int, int, int]) -> None:
+    """Against all combinations: each number of pipelines that is within 5 %, at most 5 % off its own best one."""
+    templates, num_nodes, fewest_pipelines, num_microbatches = cluster
+    best_ms: dict[int, float] = {}
+    for numbers in instantiations(num_nodes, [one.num_nodes for one in templates], fewest_pipelines):
+        pipelines = [one for one, number in zip(templates, numbers, strict=True) for _ in range(number)]
+        if len(pipelines) <= num_microbatches:
+            step_ms = Instantiation.of(pipelines, num_microbatches).step_ms
+            best_ms[len(pipelines)] = min(step_ms, best_ms.get(len(pipelines), np.inf))
+    found = fastest_instantiations(*cluster, most=100)
+    limit_ms = 1.05 * min(best_ms.values(), default=0.0)
+    assert {len(one.pipelines) for one in found} == {
+        count for count, step_ms in best_ms.items() if step_ms <= limit_ms * (1 - 1e-9)
+    } | {len(one.pipelines) for one in found if one.step_ms >= limit_ms * (1 - 1e-9)}
+    for one in found:
+        assert one.num_nodes == num_nodes and sum(one.microbatches) == num_microbatches
+        assert best_ms[len(one.pipelines)] * (1 - 1e-9) <= one.step_ms <= limit_ms * (1 + 1e-9)
+    assert [one.step_ms for one in found] == pytest.approx(sorted(one.step_ms for one in found), rel=1e-8)
+    assert fastest_instantiations(*cluster, most=2) == found[:2]
+
+
+@given(clusters())
+def test_equally_fast_pipelines_are_even(cluster: tuple[list[PipelineTemplate], int, int, int]) -> None:
+    """No two pipelines of the fastest ones can exchange nodes to be more even and as fast."""
+    templates, _, _, num_microbatches = cluster
+    best = best_instantiation(*cluster)
+    known = {one.num_nodes: one for one in templates}
+    sizes = [] if best is None else [one.num_nodes for one in best.pipelines]
+    for large in range(len(sizes)):
+        for small in range(len(sizes)):
+            for moved in range(1, (sizes[large] - sizes[small]) // 2 + 1):
+                changed = list(sizes)
+                changed[large] -= moved
+                changed[small] += moved
+                if known.keys() >= set(changed):
+                    step_ms = Instantiation.of([known[size] for size in changed], num_microbatches).step_ms
+                    assert best is not None and step_ms > best.step_ms * (1 + 1e-12)
+
+
+def test_the_most_even_of_equally_fast_pipelines() -> None:
+    """Two pipelines of six nodes whose one microbatch takes as long with any number of nodes."""
+    templates = [template(count, 6.0) for count in range(1, 6)]
+    found = fastest_instantiations(templates, 6, 2, 2, 5)
+    assert [[one.num_nodes for one in best.pipelines] for best in found] == [[3, 3]]
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0.5, 9)), min_size=1, max_size=4), st.integers(0, 6))

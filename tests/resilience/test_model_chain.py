@@ -94,7 +94,8 @@ def test_layers_that_stay_together_are_one_unit() -> None:
 def test_own_ranks_and_sizes_of_modules() -> None:
     """No stage has layers of two modules that have ranks of their own, or different numbers of them."""
     costs = costs_of("llava")
-    own = model_chain(costs, {}, typical(costs.spec), own_ranks=True)
+    own = model_chain(costs, {}, typical(costs.spec)).with_own_ranks()
+    assert list(own.chain.starts) == [costs.spec.modules["vision"].num_layers]
     template = fastest_template(own.chain, 1, 1, 4)
     assert template is None and fastest_template(chain_of("llava").chain, 1, 1, 4) is not None
     modules = {"vision": ModulePlugin(tp_size=1), LANGUAGE_MODEL: ModulePlugin(tp_size=2)}
@@ -108,6 +109,43 @@ def test_own_ranks_and_sizes_of_modules() -> None:
     assert template is not None
     plan = plan_of(chain_of("llava", shared), template)
     assert [plan.stage(name, 0, 0).mesh for name in plan.modules] == [((0, 1),), ((0,), (1,))]
+
+
+@pytest.mark.parametrize("family", ["llava", "llama_tied"])
+def test_the_state_is_that_of_the_parameters(family: str) -> None:
+    """Weights and two values of AdamW in float32; a tied parameter is in both of its units."""
+    costs, frozen, _ = _trained(family)
+    chain = model_chain(costs, frozen, typical(costs.spec))
+    count = sum(p.num_elements for module in costs.spec.modules.values() for p in module.parameters)
+    count += sum(costs.spec.parameters[name].num_elements for name in costs.spec.tied)
+    assert len(chain.state_bytes) == chain.chain.num_layers
+    assert sum(chain.state_bytes) == 3 * 4 * count
+
+
+def test_the_state_of_frozen_parameters_is_their_weights() -> None:
+    frozen, trained = chain_of("llava"), model_chain(*_trained("llava"))
+    assert frozen.state_bytes[1] * 3 == trained.state_bytes[1] and frozen.state_bytes[-1] == trained.state_bytes[-1]
+
+
+def test_the_state_of_two_stages_needs_more_memory() -> None:
+    costs = costs_of("llava")
+    roomy, tight, doubled = (
+        np.asarray(model_chain(costs, {}, typical(costs.spec), *limit).chain.fits_in_flight)
+        for limit in ((1e9,), (3e6,), (3e6, None, 2))
+    )
+    assert (tight <= roomy).all() and (tight < roomy).any()
+    assert (doubled <= tight).all() and (doubled < tight).any()
+
+
+def test_recomputed_activations_take_time_and_leave_memory() -> None:
+    costs = costs_of("llava")
+    settings = ({}, dict.fromkeys(costs.spec.modules, ModulePlugin(activation_checkpointing=True)))
+    plain, again = (model_chain(costs, own, typical(costs.spec), 1e7).chain for own in settings)
+    assert np.asarray(again.layer_ms).sum() > np.asarray(plain.layer_ms).sum()
+    large = model_chain(replace(costs, value_bytes=4), {}, typical(costs.spec), 1e7).chain
+    fits, recomputed, wide = (np.asarray(one.fits_in_flight) for one in (plain, again, large))
+    assert (recomputed >= fits).all() and (recomputed > fits).any()
+    assert (wide <= fits).all() and (wide < fits).any()
 
 
 def test_divided_optimizer_state_is_refused() -> None:

@@ -24,6 +24,7 @@ from hf_mmparallel.plan import (
     stage_parameters,
 )
 from hf_mmparallel.resilience.adopted_plan import module_settings
+from hf_mmparallel.resilience.instantiation import best_instantiation
 from hf_mmparallel.resilience.model_chain import model_chain
 from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
@@ -308,7 +309,9 @@ def test_the_first_plan_is_the_fastest(num_nodes: int, failures: int) -> None:
     if num_nodes <= failures:
         return
     planner = planner_of("llava", num_nodes, 1, failures)
-    assert planner.first().step_ms == pytest.approx(planner.instantiation(num_nodes).step_ms)
+    best = best_instantiation(planner.templates, num_nodes, failures + 1, 24)
+    first = planner.first()
+    assert best is not None and best.step_ms * (1 - 1e-9) <= first.step_ms <= 1.05 * best.step_ms
     assert [template.num_nodes for template in planner.templates] == list(
         range(1, min(num_nodes - failures, 8) + 1)
     ), "one for each number of nodes, as long as there are layers"

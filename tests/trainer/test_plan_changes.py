@@ -28,6 +28,7 @@ PIPELINE = {"vision": {}, "language_model": {"pp_size": 3}}
 @dataclass
 class Layout:
     plan: ParallelPlan
+    reason: str = ""
 
 
 class Changes(TrainerCallback):

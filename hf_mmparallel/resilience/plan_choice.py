@@ -1,0 +1,107 @@
+"""Which of several plans a run goes on with: the one with which it does most steps until the next loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ..cost import Hardware
+from .pipelines import ClusterPlan
+from .state_copies import StateCopies
+
+DAY_S = 86_400.0
+LEAST_GAIN = 0.01
+"""Predicted gain of speed below which pipelines are not divided anew."""
+
+
+@dataclass(frozen=True)
+class PlanOption:
+    """
+    A plan that a run may go on with.
+
+    Args:
+        plan ([`ClusterPlan`]): The plan.
+        step_ms (`float`): Predicted time of a step.
+        copied_bytes (`int`): Bytes that ranks copy before they go on.
+        copy_s (`float`): Predicted seconds for that, see [`copy_seconds`].
+    """
+
+    plan: ClusterPlan
+    step_ms: float
+    copied_bytes: int = 0
+    copy_s: float = 0.0
+
+    def steps_within(self, time_s: float) -> float:
+        """Steps that are done in a time that starts with the copies."""
+        return max(time_s - self.copy_s, 0.0) * 1e3 / self.step_ms
+
+    @property
+    def sizes(self) -> str:
+        """Nodes of its pipelines: `3 x 4, 2`."""
+        return runs_text([len(pipeline.nodes) for pipeline in self.plan.pipelines])
+
+
+def copy_seconds(copies: StateCopies, device: Hardware, num_ranks: int) -> float:
+    """
+    Predicted time in which ranks copy what they lack: that of the rank which sends or receives most, over its slowest
+    link. All send and receive at the same time.
+
+    Args:
+        copies ([`StateCopies`]): The copies.
+        device ([`Hardware`]): The device of each rank.
+        num_ranks (`int`): Ranks of the run.
+    """
+    most_bytes = max([*copies.sent_bytes.values(), *copies.received_bytes.values()], default=0)
+    return most_bytes / device.message_bytes_per_ms(range(num_ranks)) / 1e3
+
+
+def best_option(options: Sequence[PlanOption], time_s: float) -> PlanOption:
+    """
+    The option with which most steps are done until the next loss; of equals the one that copies less, then the first.
+
+    Args:
+        options (`Sequence[PlanOption]`): The options.
+        time_s (`float`): Expected seconds until then.
+    """
+    return max(options, key=lambda option: (option.steps_within(time_s), -option.copied_bytes))
+
+
+def reason_text(chosen: PlanOption, options: Sequence[PlanOption], time_s: float) -> str:
+    """
+    Why an option was chosen, in one sentence.
+
+    Args:
+        chosen ([`PlanOption`]): The option.
+        options (`Sequence[PlanOption]`): All options, the first of which changes as few pipelines as possible.
+        time_s (`float`): Expected seconds until the next loss.
+    """
+    mended = options[0]
+    within = f"before the next loss, expected in {time_s / 3600:.3g} h"
+    if chosen is not mended:
+        return (
+            f"Fastest pipelines, of {chosen.sizes} nodes: a step is {_faster(chosen, mended)} faster than with "
+            f"{mended.sizes}, which pays for copies of {_mib(chosen)} instead of {_mib(mended)} {within}"
+        )
+    fastest = min(options, key=lambda option: option.step_ms)
+    what = "; ".join(map(str, mended.plan.changes))
+    if fastest.step_ms >= mended.step_ms:
+        return f"Fewest changes, and no pipelines are faster by {LEAST_GAIN:.0%}: {what}"
+    return (
+        f"Fewest changes: {what}. With pipelines of {fastest.sizes} nodes a step is {_faster(fastest, mended)} "
+        f"faster, which does not pay for copies of {_mib(fastest)} instead of {_mib(mended)} {within}"
+    )
+
+
+def _faster(option: PlanOption, other: PlanOption) -> str:
+    return f"{other.step_ms / option.step_ms - 1:.1%}"
+
+
+def _mib(option: PlanOption) -> str:
+    return f"{option.copied_bytes / 2**20:,.1f} MiB"
+
+
+def runs_text(numbers: Sequence[int]) -> str:
+    """`3 x 4, 2`: equal numbers together, the largest first."""
+    runs = [(number, len(list(run))) for number, run in groupby(sorted(numbers, reverse=True))]
+    return ", ".join(f"{count} x {number}" if count > 1 else str(number) for number, count in runs)

@@ -1,0 +1,135 @@
+"""The choice between few copies and a fast step, against counting steps and against all instantiations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.cost import find_device
+from hf_mmparallel.resilience.node_counts import instantiations
+from hf_mmparallel.resilience.pipelines import ClusterPlan
+from hf_mmparallel.resilience.plan_choice import (
+    LEAST_GAIN,
+    PlanOption,
+    best_option,
+    copy_seconds,
+    reason_text,
+    runs_text,
+)
+from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
+from hf_mmparallel.resilience.state_copies import Slice, StateCopies, StateCopy, state_copies
+from tests.resilience.test_resilient_planner import CLUSTERS, planner_of
+
+SMALL = ("one rank a node", "tied", "two encoders", "frozen parts, tp", "little memory", "little memory, two encoders")
+
+
+def option(step_ms: float, copy_s: float, num_bytes: int = 0) -> PlanOption:
+    plan = planner_of("llava", 3, 1, 1).first()
+    return PlanOption(plan, step_ms, num_bytes, copy_s)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=4), st.integers(1, 600))
+def test_most_steps_until_the_next_loss(pairs: list[tuple[int, int]], time_s: int) -> None:
+    """Against counting whole steps of seconds, with less than one step of rounding."""
+    options = [option(1e3 * step_s, copy_s) for step_s, copy_s in pairs]
+    chosen = best_option(options, time_s)
+    done = [len(range(copy_s + step_s, time_s + 1, step_s)) for step_s, copy_s in pairs]
+    assert chosen.steps_within(time_s) == pytest.approx(max(one.steps_within(time_s) for one in options))
+    assert done[options.index(chosen)] > max(done) - 1 - 1e-9
+
+
+def test_of_equals_the_one_that_copies_less() -> None:
+    one, other = option(10.0, 0.0, 5), option(10.0, 0.0, 3)
+    assert best_option([one, other], 60.0) is other
+    slow, fast = option(10.0, 0.0), option(9.0, 100.0)
+    assert best_option([slow, fast], 60.0) is slow, "the copies are not done before the next loss"
+    assert best_option([slow, fast], 3600.0) is fast
+
+
+def test_copies_take_the_time_of_the_slowest_link() -> None:
+    """Rank 1 receives twice what each of the others sends."""
+    copies = StateCopies(tuple(StateCopy("weight", source, 1, Slice(), 10**9) for source in (0, 2)))
+    device = replace(find_device("a100"), message_gb_per_s=None, node_message_gb_per_s=None)
+    assert copy_seconds(copies, device, device.node_size) == pytest.approx(2 / device.link_gb_per_s)
+    assert copy_seconds(copies, device, device.node_size + 1) == pytest.approx(2 / device.network_gb_per_s)
+    assert copy_seconds(StateCopies(()), device, 2) == 0
+
+
+def best_of_all_ms(planner: ResilientPlanner, num_nodes: int) -> float:
+    """The shortest step of all instantiations on a number of nodes."""
+    counts = [template.num_nodes for template in planner.templates]
+    plans = []
+    for numbers in instantiations(num_nodes, counts, planner.failures + 1):
+        sizes = [count for count, number in zip(counts, numbers, strict=True) for _ in range(number)]
+        if len(sizes) <= planner.plans.num_microbatches:
+            plans.append(planner.plans.consecutive([planner.layout(size) for size in sizes[::-1]]))
+    return min(map(planner.step_ms, plans))
+
+
+def lost_one_by_one(planner: ResilientPlanner, rng: random.Random) -> Sequence[tuple[ClusterPlan, int]]:
+    """Plans and the nodes that they lose, down to the fewest nodes that are guaranteed."""
+    result, state = [], planner.first()
+    while len(state.nodes) > planner.fewest_guaranteed:
+        result.append((state, rng.choice(state.nodes)))
+        state = planner.without(*result[-1][:1], [result[-1][1]])
+    return result
+
+
+@pytest.mark.parametrize("cluster", SMALL)
+def test_a_plan_is_nearly_the_best_of_all_where_copies_cost_nothing(cluster: str) -> None:
+    """Against the simulated steps of all instantiations: the first plan and those after random losses."""
+    planner = replace(planner_of(*CLUSTERS[cluster]), mean_time_between_failures_s=1e12)
+    assert planner.step_ms(planner.first()) <= 1.01 * best_of_all_ms(planner, planner.num_nodes)
+    for state, lost in lost_one_by_one(planner, random.Random(cluster)):
+        after = planner.without(state, [lost])
+        assert planner.step_ms(after) <= (1.01 + LEAST_GAIN) * best_of_all_ms(planner, len(after.nodes))
+
+
+@pytest.mark.parametrize("cluster", SMALL)
+def test_as_few_changes_as_possible_where_the_next_loss_is_near(cluster: str) -> None:
+    planner = replace(planner_of(*CLUSTERS[cluster]), mean_time_between_failures_s=1e-12)
+    for state, lost in lost_one_by_one(planner, random.Random(cluster)):
+        after = planner.without(state, [lost])
+        assert all(change.op != "divide" for change in after.changes)
+        assert after.reason.startswith("Fewest changes")
+
+
+def test_the_fastest_pipelines_where_they_pay_for_their_copies() -> None:
+    """The time between failures after which both do equally many steps follows from both steps and both copies."""
+    planner = planner_of(*CLUSTERS["one rank a node"])
+    spec, gains = planner.plans.chain.spec, 0
+    for state, lost in lost_one_by_one(planner, random.Random(0)):
+        few, fast = (
+            replace(planner, mean_time_between_failures_s=time_s).without(state, [lost]) for time_s in (1e-12, 1e12)
+        )
+        if fast.reason.startswith("Fewest changes"):
+            assert fast.pipelines == few.pipelines
+            continue
+        gains += 1
+        (few_ms, fast_ms), device = map(planner.step_ms, (few, fast)), planner.plans.chain.costs.device
+        assert fast_ms * (1 + LEAST_GAIN) <= few_ms
+        few_s, fast_s = (copy_seconds(state_copies(spec, state, one), device, len(one.nodes)) for one in (few, fast))
+        equal_s = (few_ms * fast_s - fast_ms * few_s) / (few_ms - fast_ms)
+        assert fast_s > few_s and equal_s > 0
+        for time_s, expected in ((0.99 * equal_s, few), (1.01 * equal_s, fast)):
+            after = replace(planner, mean_time_between_failures_s=time_s).without(state, [lost])
+            assert after.pipelines == expected.pipelines
+    assert gains, "in a plan of these they are faster"
+
+
+def test_the_reason_is_one_line_with_its_numbers() -> None:
+    few, fast = option(10.0, 0.5, 2**20), option(9.0, 1.5, 3 * 2**20)
+    pays = reason_text(fast, [few, fast], 3600.0)
+    assert "a step is 11.1% faster than with" in pays and "3.0 MiB instead of 1.0 MiB" in pays and "1 h" in pays
+    does_not = reason_text(few, [few, fast], 60.0)
+    assert does_not.startswith("Fewest changes")
+    assert "11.1% faster, which does not pay for copies of 3.0 MiB" in does_not
+    assert "\n" not in pays + does_not
+    assert reason_text(few, [few], 60.0).startswith("Fewest changes, and no pipelines are faster by 1%")
+    assert runs_text([2, 4, 4, 4]) == "3 x 4, 2"
