@@ -15,7 +15,7 @@ import ctypes
 import os
 import platform
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def _end(address: int) -> bool:
 
 
 @cache
-def _functions() -> tuple[int, tuple[ctypes._CFuncPtr, ...]] | None:
+def _functions() -> tuple[int, tuple[Callable[[ctypes.c_void_p], None], ...]] | None:
     """What a buffer of gloo begins with, and the functions that end its waits; `None` if torch does not show them."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
