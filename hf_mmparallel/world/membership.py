@@ -41,6 +41,7 @@ SIGN_INTERVAL_S = 0.5
 """Seconds between two signs of life that a worker gives its launcher."""
 _STANDING_S = 1.0  # a main thread that has stood this long in one activity sends its stack along
 _REPEAT_S = 0.05
+_LATE_S = 30.0  # after which a process that the others wait for says where it is
 _JOIN_S = 2.0
 _START_S = 600.0  # time for all launchers to start
 _GROUP_TIMEOUT = timedelta(minutes=5)  # for keys of a process group
@@ -332,7 +333,7 @@ class Membership:
     def _end_collectives(self, number: int) -> None:
         """Ends collectives until the main thread knows of a generation: it may be connecting when members are lost."""
         self._end_once(number)
-        waits = GlooWaits()
+        waits, begun, is_told = GlooWaits(), time.monotonic(), False
         while True:
             with self._ending:
                 if self._acknowledged >= number or self._abort is None:
@@ -340,6 +341,12 @@ class Membership:
                 self._end_group_stores()
                 end_gloo_connections()
                 waits.end_stuck()
+            if not is_told and time.monotonic() - begun > _LATE_S:
+                is_told = True
+                self._write_error(
+                    f"the others wait for process {self.id}, which has not noticed for {_LATE_S:g} s that processes were "
+                    f"lost. It is in `{ACTIVITY}`:\n{_main_stack()}"
+                )
             time.sleep(_REPEAT_S)
 
     def _end_once(self, number: int) -> None:
@@ -351,10 +358,13 @@ class Membership:
                 self._end_group_stores()
                 abort()
 
+    def _write_error(self, sentence: str) -> None:
+        sys.stderr.write(f"hf-mmparallel: {sentence}\n")
+        sys.stderr.flush()
+
     def _leave_at_once(self) -> None:
         """Ends this process, which has been declared lost, so that two halves of the job never both train."""
-        sys.stderr.write(f"hf-mmparallel: {self._lost_error()}\n")
-        sys.stderr.flush()
+        self._write_error(str(self._lost_error()))
         os.kill(os.getpid(), signal.SIGKILL)
 
     # The thread that gives signs of life
