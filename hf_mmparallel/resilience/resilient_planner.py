@@ -15,7 +15,7 @@ from .node_assignment import assigned_nodes, kept_bytes
 from .node_counts import check_guarantee, node_counts
 from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans
 from .reconfiguration import Nodes, without_nodes
-from .state_copies import holdings
+from .state_copies import common_holdings
 from .templates import PipelineTemplate, fastest_template, fewest_nodes
 
 
@@ -197,7 +197,7 @@ class ResilientPlanner:
         """
         spec, changed = self.plans.chain.spec, []
         draft = self.plans.of([*kept, *(pipeline for group in groups for pipeline in group)])
-        held, needed = holdings(spec, before), holdings(spec, draft)
+        held, needed = common_holdings(spec, before, draft)
         for group in groups:
             nodes = [node for pipeline in group for node in pipeline.nodes]
             placed = iter(assigned_nodes(kept_bytes(held, needed, nodes, self.node_size), nodes))

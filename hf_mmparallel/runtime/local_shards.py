@@ -36,10 +36,18 @@ class Region:
         blocks = tensor.unflatten(self.dim, (self.num_blocks, self.size))
         return blocks.narrow(self.dim + 1, self.start, self.stop - self.start)
 
-    def blank(self, piece: torch.Tensor) -> torch.Tensor:
-        """A tensor without values, like the one that a piece of it has been taken from by [`~Region.of`]."""
-        shape = (*piece.shape[: self.dim], self.num_blocks * self.size, *piece.shape[self.dim + 2 :])
-        return piece.new_empty(shape)
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor in memory of their own, blocks one after the other."""
+        return self.of(tensor).flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+
+    def blank(self, elements: torch.Tensor) -> torch.Tensor:
+        """A tensor without values of which [`~Region.copied`] would give tensors like `elements`."""
+        shape = (*elements.shape[: self.dim], self.num_blocks * self.size, *elements.shape[self.dim + 1 :])
+        return elements.new_empty(shape)
+
+    def write(self, tensor: torch.Tensor, elements: torch.Tensor) -> None:
+        """Writes into a tensor what [`~Region.copied`] gave elsewhere."""
+        self.of(tensor).copy_(elements.unflatten(self.dim, (self.num_blocks, -1)))
 
 
 Regions = Mapping[tuple[str, tuple[int, ...]], Region]
