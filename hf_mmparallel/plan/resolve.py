@@ -254,9 +254,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             used.update(rank for stage in stages for rank in stage.all_ranks)
         for tp_size in module.tp_sizes:
             _check_tp(spec.modules[name], tp_size)
-        if len(module.tp_sizes) > 1:
-            _check_unlike_cuts(name, module)
-            _check_uneven_matrices(spec.modules[name], module.tp_sizes)
+        check_tp_sizes(spec.modules[name], module, module.tp_sizes)
         _check_cp(spec.modules[name], module.cp_size)
         context = module.context  # validated by `ModulePlugin`, as are `sharding` and `storage`
         ModulePlugin(
@@ -326,32 +324,39 @@ def _check_meshes(name: str, module: ModulePlan) -> None:
         )
 
 
-def _check_unlike_cuts(name: str, module: ModulePlan) -> None:
-    """Raises `ValueError` for what stages with tp groups of unlike sizes can't have."""
-    sizes = " and ".join(map(str, module.tp_sizes))
-    reason = f"the stages of `{name}` have tp groups of {sizes} ranks, whose shards of a matrix differ."
+def check_tp_sizes(spec: ModuleSpec, module: ModulePlan, tp_sizes: Sequence[int]) -> None:
+    """
+    Checks what stages with tp groups of unlike sizes can't have; a single size has no limits.
+
+    Args:
+        spec ([`ModuleSpec`]): The module.
+        module ([`ModulePlan`]): Its settings.
+        tp_sizes (`Sequence[int]`): Sizes of tp groups, in one plan or in plans that follow each other.
+
+    Raises:
+        `ValueError`: For ZeRO, context parallelism, and a matrix of which not all borders are those of equal slices.
+    """
+    if len(tp_sizes) == 1:
+        return
+    sizes, finest = " and ".join(map(str, tp_sizes)), math.lcm(*tp_sizes)
+    reason = f"the stages of `{spec.name}` have tp groups of {sizes} ranks, whose shards of a matrix differ."
     if module.sharding.zero_stage:
         raise ValueError(
-            f"`zero_stage={module.sharding.zero_stage}` of `{name}` divides equal shards among copies, and {reason} "
-            "Use `zero_stage=0`, or tp groups of one size."
+            f"`zero_stage={module.sharding.zero_stage}` of `{spec.name}` divides equal shards among copies, and "
+            f"{reason} Use `zero_stage=0`, or tp groups of one size."
         )
     if module.cp_size > 1:
         raise ValueError(
-            f"`cp_size={module.cp_size}` of `{name}` assigns tokens to ranks by the costs of one kind of stage, and "
-            f"{reason} Use `cp_size=1`, or tp groups of one size."
+            f"`cp_size={module.cp_size}` of `{spec.name}` assigns tokens to ranks by the costs of one kind of stage, "
+            f"and {reason} Use `cp_size=1`, or tp groups of one size."
         )
-
-
-def _check_uneven_matrices(spec: ModuleSpec, tp_sizes: Sequence[int]) -> None:
-    """Raises `ValueError` for a matrix of which the borders of cuts of unlike sizes are not those of equal slices."""
-    finest = math.lcm(*tp_sizes)
     for parameter in spec.parameters:
         size = 0 if parameter.tp_dim is None else parameter.shape[parameter.tp_dim] // parameter.tp_blocks
         if size % finest and set(tp_sizes) - {1, finest}:
             raise ValueError(
-                f"The stages of `{spec.name}` have tp groups of {' and '.join(map(str, tp_sizes))} ranks, which can't "
-                f"all cut the {size} rows or columns of `{parameter.name}`: {finest} does not divide them. Use tp "
-                "groups of one size, or of one size and of single ranks."
+                f"The stages of `{spec.name}` have tp groups of {sizes} ranks, which can't all cut the {size} rows or "
+                f"columns of `{parameter.name}`: {finest} does not divide them. Use tp groups of one size, or of one "
+                "size and of single ranks."
             )
 
 

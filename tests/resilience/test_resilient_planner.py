@@ -277,8 +277,8 @@ def test_plans_that_do_not_survive_are_refused() -> None:
         ValueError, match=r"The plan has 2 copies of the model; to survive 2 failures .* guarantee 1\."
     ):
         adopted("llava", {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}, 1, 2, change=regrouped)
-    with pytest.raises(ValueError, match=r"`language_model` has `tp_size=2` in the plan, and `tp_size=1`"):
-        own = {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, tp_size=2)}
+    with pytest.raises(ValueError, match=r"`language_model` has `cp_size=2` in the plan, and `cp_size=1`"):
+        own = {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2)}
         adopted("llava", own, 1, modules={})
     with pytest.raises(ValueError, match="`vision` has other settings in the plan"):
         own = {"vision": ModulePlugin(dp_size=2, activation_checkpointing=True), LANGUAGE_MODEL: two}
