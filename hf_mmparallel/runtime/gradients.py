@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -235,14 +235,22 @@ class GradientSync:
             for bucket, mine in started.slices:
                 self._assign(bucket, mine)
             for shard, summed in started.copied:
-                if shard.parameter.grad is not None:  # that the sum of another shard has not found unused
-                    shard.of(shard.parameter.grad).copy_(summed)
-            assert started.used is not None
-            for parameter, count in zip(started.of.parameters, started.used.tolist(), strict=True):
-                if not count:
-                    self.slices.updated(parameter).grad = None
+                shard.of(cast(torch.Tensor, shard.parameter.grad)).copy_(summed)
+        self._drop_unused()
         for of_step in (self._started, self._left, self._used, self._prepared):
             of_step.clear()
+
+    def _drop_unused(self) -> None:
+        """Leaves parameters without a gradient of which no rank had one, in any of their shards on this rank."""
+        used: set[nn.Parameter] = set()
+        for started in self._started.values():
+            assert started.used is not None
+            counts = zip(started.of.parameters, started.used.tolist(), strict=True)
+            used.update(parameter for parameter, count in counts if count)
+        for started in self._started.values():
+            for parameter in started.of.parameters:
+                if parameter not in used:
+                    self.slices.updated(parameter).grad = None
 
     def _assign(self, bucket: Sequence[nn.Parameter], sums: torch.Tensor) -> None:
         """Makes the sums of a bucket's slices their gradients."""

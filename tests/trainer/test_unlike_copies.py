@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,23 @@ def test_unlike_copies_equal_the_stock_trainer(name: str):
     for rank in ranks:
         assert rank.logs == ranks[0].logs
         assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+CHECKPOINTED = {
+    "modules": {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (1,))], [(0, 1, (2, 3)), (1, 4, (4, 5))])}
+}
+
+
+def _train(folder: Path, parallel: dict[str, Any] | None, resume: Path | None = None) -> runs.Run:
+    trainer = runs.make_trainer("llava", parallel, str(folder), save_strategy="steps", save_steps=2, **ADAM)
+    return runs.run_of(trainer, checkpoint=None if resume is None else str(resume))
+
+
+def test_checkpoints_of_unlike_copies_are_read_under_any_layout(tmp_path: Path):
+    reference = runs.stock("llava", **ADAM)
+    straight = run_distributed(_train, 6, tmp_path, CHECKPOINTED, timeout=240)[0]
+    runs.assert_same_run(straight, reference)
+    checkpoint = tmp_path / "checkpoint-2"
+    for number, parallel in ((6, CHECKPOINTED), (3, {LM: {"tp_size": 2}}), (1, None)):
+        resumed = run_distributed(_train, number, tmp_path / str(number), parallel, checkpoint, timeout=240)[0]
+        runs.assert_same_run(runs.Run(resumed.logs, resumed.weights), reference)
