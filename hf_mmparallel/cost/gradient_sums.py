@@ -134,13 +134,13 @@ class GradientSumCosts:
         return self._after_ms[index]
 
     def _bytes(self, group: SyncGroup) -> Mapping[str, float]:
-        """Parameter -> bytes of its gradient on a rank of the module's tp group."""
+        """Parameter -> bytes of its gradient on a rank of the module's largest tp group."""
         module = group.stages[0][0]
         return self._gradient_bytes[module]
 
     @cached_property
     def _gradient_bytes(self) -> dict[str, dict[str, float]]:
-        """Module -> parameter -> bytes of its gradient on a rank of a tp group."""
+        """Module -> parameter -> bytes of its gradient on a rank of the largest tp group."""
         tables = {name: parameter_bytes(self.costs, name, m.tp_size) for name, m in self.plan.modules.items()}
         return {name: {key: of[1] for key, of in table.items()} for name, table in tables.items()}
 
@@ -201,7 +201,7 @@ class GradientSumCosts:
         first: dict[tuple, StageKey] = {}
         for key in group.stages:
             stage = self.plan.stage(*key)
-            kind = key[0], stage.layers, stage.cp_size
+            kind = key[0], stage.layers, stage.cp_size, stage.tp_size
             first.setdefault(kind, key)
             replicas.setdefault(kind, []).append(key[1])
         return tuple(
@@ -218,7 +218,7 @@ class GradientSumCosts:
             if not sizes.shape[1]:
                 continue
             module = self.plan.modules[kind.module]
-            table = layer_table(self.costs, kind.module, module.tp_size, module.activation_checkpointing)
+            table = layer_table(self.costs, kind.module, kind.stage.tp_size, module.activation_checkpointing)
             tokens, squares = sizes.min(axis=1).tolist()
             _, backward_ms = table.times(tokens, squares, kind.stage.cp_size)
             rows = table.rows(kind.stage)

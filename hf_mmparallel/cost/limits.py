@@ -148,7 +148,7 @@ def _stored_pairs(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name
     are_even = np.full(len(tokens), len(np.unique(tokens)) <= 1)  # then no row of a microbatch is padded
     layout = replace(RowLayout.of(costs, name, module), block=1)
     pairs = layout.sizes(np.ones_like(tokens), tokens, sizes.squares[name], tokens, are_even)[:, 2]
-    copies = grouped_copies(costs.spec.modules[name], costs.spec.uses.get((name, 0), ()), module.tp_size)
+    copies = grouped_copies(costs.spec.modules[name], costs.spec.uses.get((name, 0), ()), module.tp_sizes[0])
     return float(pairs.sum() + copies * tokens[pairs > 0].sum())
 
 

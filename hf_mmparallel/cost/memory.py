@@ -53,8 +53,9 @@ def activation_sizes(
     repeated keys and values, whose values count like entries of the mask.
     """
     spec, result = costs.spec, {}
+    # Of a rank that has most of the heads.
     copies = {
-        name: grouped_copies(spec.modules[name], spec.uses.get((name, 0), ()), module.tp_size)
+        name: grouped_copies(spec.modules[name], spec.uses.get((name, 0), ()), module.tp_sizes[0])
         for name, module in plan.modules.items()
     }
     for key, size in chunk_sizes(costs, plan, step, sizes).items():

@@ -408,10 +408,10 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
                 shared[name, index] = transfers_in_passes(costs, plan, name, index)
             transfers = shared[name, index]
             link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
-            kind = (name, stage.layers, link, first_rank, waits_ms, transfers)
+            kind = (name, stage.layers, stage.tp_size, link, first_rank, waits_ms, transfers)
             if kind not in known:
                 recompute = module.activation_checkpointing
-                table = layer_table(costs, name, module.tp_size, recompute, first_rank)
+                table = layer_table(costs, name, stage.tp_size, recompute, first_rank)
                 known[kind] = _stage_cost(costs, name, stage, table, recompute, waits_ms)
                 if transfers is not None:
                     known[kind] = _with_transfers(known[kind], stage, table, transfers)

@@ -25,7 +25,7 @@ def transfers_in_passes(costs: CostModel, plan: ParallelPlan, module: str, index
     if not planned.storage.offload_params:
         return shared
     stage = next(replica[min(index, len(replica) - 1)] for replica in planned.replicas if replica)
-    streamed = streamed_transfers(costs, module, stage.layers, planned.tp_size)
+    streamed = streamed_transfers(costs, module, stage.layers, stage.tp_size)
     return streamed if shared is None or streamed is None else replace(shared, gather_ms=streamed.gather_ms)
 
 

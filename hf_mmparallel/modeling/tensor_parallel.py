@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -294,26 +294,45 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
     return result
 
 
-def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, int] | None = None) -> ModelSpec:
+def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]] | None = None) -> ModelSpec:
     """
     The description of a model with the dimension along which tensor parallelism cuts each parameter.
 
     Args:
         model (`nn.Module`): The whole model, on any device, before any of its modules is sharded.
         spec (`ModelSpec`): Its description.
-        tp_sizes (`Mapping[str, int]`, *optional*):
-            Module -> tensor-parallel ranks, which have to divide what they share; without it all that can be is cut.
+        tp_sizes (`Mapping[str, Sequence[int]]`, *optional*):
+            Module -> sizes of its tp groups, which have to divide what they share; without it all that can be is cut.
+
+    Raises:
+        `ValueError`: For a parameter that tp groups of two sizes cut in different ways.
     """
     modules = {}
     for name, module in spec.modules.items():
         every = {parameter.name for parameter in module.parameters}
-        styles = _find_styles(model, module, (tp_sizes or {}).get(name, 1), every)
-        cuts = [styles.cut(p.name, len(p.shape)) for p in module.parameters]
+        sizes = [size for size in (tp_sizes or {}).get(name, ()) if size > 1] or [1]
+        by_size = {}
+        for size in sizes:
+            styles = _find_styles(model, module, size, every)
+            by_size[size] = [styles.cut(p.name, len(p.shape)) for p in module.parameters]
+        _check_same_cuts(module, by_size)
+        cuts = by_size[sizes[0]]
         parameters = tuple(
             replace(p, tp_dim=dim, tp_blocks=blocks) for p, (dim, blocks) in zip(module.parameters, cuts, strict=True)
         )
         modules[name] = replace(module, parameters=parameters)
     return replace(spec, modules=modules)
+
+
+def _check_same_cuts(module: ModuleSpec, by_size: Mapping[int, Sequence[tuple[int | None, int]]]) -> None:
+    """Raises `ValueError` unless tp groups of all sizes cut each parameter along the same dimension."""
+    for parameter, *cuts in zip(module.parameters, *by_size.values(), strict=True):
+        if len(set(cuts)) > 1:
+            sizes = " and ".join(map(str, by_size))
+            raise ValueError(
+                f"Tp groups of {sizes} ranks cut `{parameter.name}` of `{module.name}` in different ways, since not "
+                "all of these numbers divide it. Use tp groups of one size."
+            )
 
 
 def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owned: set[str]) -> set[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
@@ -56,15 +58,17 @@ def partly_frozen_stages(
 @dataclass(frozen=True)
 class Cut:
     """
-    One of the equal slices into which a dimension of a tensor is cut, each on other ranks.
+    Consecutive ones of the equal slices into which a dimension of a tensor is cut.
 
     Args:
         axis (`str`): The axis of parallelism that cuts: `"tp"`, `"ep"` (experts) or `"dp"` (ZeRO).
         dim (`int`, *optional*): The dimension that is cut; `None` for the flattened tensor.
-        index (`int`): Index of the slice.
-        num_slices (`int`): Number of slices.
+        index (`int`): Index of the first of them.
+        num_slices (`int`): Number of slices of the dimension.
         num_blocks (`int`, *optional*, defaults to 1):
             Equal blocks of the dimension that are each cut, such as gate and up matrices in one tensor.
+        count (`int`, *optional*, defaults to 1):
+            How many slices these are; more than one where tp groups of unlike sizes hold the parameter.
     """
 
     axis: Literal["tp", "ep", "dp"]
@@ -72,6 +76,12 @@ class Cut:
     index: int
     num_slices: int
     num_blocks: int = 1
+    count: int = 1
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """First index, and one past the last, in a block of `size` indices; the last slices may be shorter."""
+        length = -(-size // self.num_slices)
+        return min(self.index * length, size), min((self.index + self.count) * length, size)
 
 
 @dataclass(frozen=True)
@@ -203,7 +213,7 @@ def layer_numbers(spec: ModelSpec) -> dict[str, int]:
 def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, ParameterShards]:
     """Parameter -> where it lives, in the order of the model; parameters that live alike share the object."""
     stage_tables = {name: _stage_tables(spec, plan, name) for name in spec.modules}
-    columns: dict[tuple, tuple[tuple[StageKey, ...], list[tuple[int, ...]]]] = {}
+    tp_groups: dict[tuple, tuple[tuple[StageKey, ...], list[tuple[int, ...]]]] = {}
     known: dict[tuple, ParameterShards] = {}
     result: dict[str, ParameterShards] = {}
     for parameter in spec.parameters.values():
@@ -213,20 +223,34 @@ def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Parameter
         sharding = plan.modules[spec.used_at[parameter.name][0][0]].sharding
         key = (layout, parameter.tp_dim, parameter.tp_blocks, sharding, parameter.trainable)
         if key not in known:
-            if layout not in columns:
-                columns[layout] = _tp_columns(plan, uses)
-            stages, ranks = columns[layout]
-            copies = [(_tp_cuts(parameter, index, len(ranks)), column) for index, column in enumerate(ranks)]
-            known[key] = ParameterShards.from_copies(stages, copies).divided(sharding, parameter.trainable)
+            if layout not in tp_groups:
+                tp_groups[layout] = _tp_groups(plan, uses)
+            stages, groups = tp_groups[layout]
+            shards = ParameterShards.from_copies(stages, _tp_copies(parameter, groups))
+            known[key] = shards.divided(sharding, parameter.trainable)
         result[parameter.name] = known[key]
     return result
 
 
-def _tp_cuts(parameter: ParameterSpec, index: int, tp_size: int) -> tuple[Cut, ...]:
-    """The slice of a parameter that is on rank `index` of a tp group."""
-    if parameter.tp_dim is None or tp_size == 1:
-        return ()
-    return (Cut("tp", parameter.tp_dim, index, tp_size, parameter.tp_blocks),)
+def _tp_copies(
+    parameter: ParameterSpec, tp_groups: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[tuple[Cut, ...], tuple[int, ...]]]:
+    """
+    The slices of a parameter on the ranks of each tp group. Where tp groups have unlike sizes, all of their borders
+    divide it, so that a rank of a smaller tp group has several slices.
+    """
+    if parameter.tp_dim is None:
+        yield from (((), (rank,)) for ranks in tp_groups for rank in ranks)
+        return
+    sizes = {len(ranks) for ranks in tp_groups}
+    finest = math.lcm(*sizes)
+    slices = []
+    for start, stop in pairwise(sorted({index * finest // size for size in sizes for index in range(size + 1)})):
+        unit = math.gcd(start, stop, finest)
+        cut = Cut("tp", parameter.tp_dim, start // unit, finest // unit, parameter.tp_blocks, (stop - start) // unit)
+        slices.append((start, (cut,) if finest > 1 else ()))
+    for ranks in tp_groups:
+        yield from ((cuts, (ranks[start * len(ranks) // finest],)) for start, cuts in slices)
 
 
 def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, tuple[int, ...]]:
@@ -250,19 +274,18 @@ def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, t
     }
 
 
-def _tp_columns(
+def _tp_groups(
     plan: ParallelPlan, uses: Sequence[tuple[str, Sequence[int]]]
 ) -> tuple[tuple[StageKey, ...], list[tuple[int, ...]]]:
     """
-    The stages that use a parameter, and for each index in a tp group the ranks that have it, in ascending order.
+    The stages that use a parameter, and their tp groups, that of the lowest first rank in front.
 
     Args:
         plan (`ParallelPlan`): The layout.
         uses (`Sequence[tuple[str, Sequence[int]]]`): Modules that use it, with the stage of each replica.
     """
     keys = dict.fromkeys((name, replica, index) for name, table in uses for replica, index in enumerate(table))
-    tp_groups = [tp_group for key in keys for tp_group in plan.stage(*key).mesh]
-    return tuple(keys), [tuple(sorted({ranks[t] for ranks in tp_groups})) for t in range(len(tp_groups[0]))]
+    return tuple(keys), sorted({tp_group for key in keys for tp_group in plan.stage(*key).mesh})
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,8 @@ class ModulePlan:
     """
     The layout of one module: `replicas[d][s]` is stage `s` of data-parallel copy `d`.
 
-    Replicas may have different numbers of stages. A rank may belong to several modules (colocation).
+    Replicas may have different numbers of stages, and stages different numbers of ranks. A rank may belong to several
+    modules (colocation).
 
     Args:
         replicas (`tuple[tuple[Stage, ...], ...]`): The stages of each replica.
@@ -172,11 +173,17 @@ class ModulePlan:
 
     @property
     def cp_size(self) -> int:
-        return len(self._mesh)
+        return self._stages[0][2].cp_size if self._stages else 1
 
     @property
     def tp_size(self) -> int:
-        return len(self._mesh[0])
+        """Ranks of the largest tp group."""
+        return self.tp_sizes[-1]
+
+    @cached_property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """The sizes of tp groups that stages have, in ascending order; a single one where all stages are cut alike."""
+        return tuple(sorted({stage.tp_size for _, _, stage in self._stages})) or (1,)
 
     @property
     def joint_replicas(self) -> int:
@@ -197,18 +204,12 @@ class ModulePlan:
         zero = f", ZeRO-{self.sharding.zero_stage}" if self.sharding.zero_stage else ""
         offloaded = ", optimizer on the CPU" if self.storage.offload_optimizer else ""
         offloaded += ", frozen weights in host memory" if self.storage.offload_params else ""
-        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {self.tp_size}{zero}{offloaded}"
+        tp_size = "/".join(map(str, self.tp_sizes))
+        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {tp_size}{zero}{offloaded}"
 
     @property
     def num_layers(self) -> int:
         return self.replicas[0][-1].layers[1]
-
-    @property
-    def _mesh(self) -> tuple[tuple[int, ...], ...]:
-        """
-        The mesh of the first stage; `((0,),)` if the plan is a part in which no replica of the module has stages.
-        """
-        return self.replicas[self.with_stages[0]][0].mesh if self.with_stages else ((0,),)
 
     @cached_property
     def with_stages(self) -> tuple[int, ...]:

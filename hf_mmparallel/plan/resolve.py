@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
@@ -208,7 +208,10 @@ def check_world_size(plan: ParallelPlan, world_size: int) -> None:
     """Raises `ValueError`, with the sizes of each module, unless the plan has exactly `world_size` ranks."""
     if plan.world_size == world_size:
         return
-    layouts = [f"{name}: {m.layout} = {math.prod(_sizes(m))}" for name, m in plan.modules.items()]
+    layouts = [
+        f"{name}: {module.layout} = {len({rank for _, _, stage in module.stages() for rank in stage.all_ranks})}"
+        for name, module in plan.modules.items()
+    ]
     hint = (
         " `accelerate launch --cpu` and plain `python` start one process without a process group, whatever "
         "`--num_processes` says; see the config files in `examples/accelerate_configs`."
@@ -249,7 +252,9 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
                 )
             _check_uncut(spec.modules[name], len(stages))
             used.update(rank for stage in stages for rank in stage.all_ranks)
-        _check_tp(spec.modules[name], module.tp_size)
+        for tp_size in module.tp_sizes:
+            _check_tp(spec.modules[name], tp_size)
+        check_tp_sizes(spec.modules[name], module, module.tp_sizes)
         _check_cp(spec.modules[name], module.cp_size)
         context = module.context  # validated by `ModulePlugin`, as are `sharding` and `storage`
         ModulePlugin(
@@ -284,37 +289,75 @@ def _check_replica_microbatches(plan: ParallelPlan) -> None:
 
 def _check_meshes(name: str, module: ModulePlan) -> None:
     """
-    Raises `ValueError` unless all stages have meshes of one shape without duplicate ranks, and each rank has the same
-    tp rank in all of them.
+    Raises `ValueError` unless all stages have meshes of one number of rows, without duplicate ranks, and each rank has
+    the same place in all of them.
     """
     meshes = [stage.mesh for _, _, stage in module.stages()]
     if not meshes:
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
-    sizes = sorted({len(tp_group) for mesh in meshes for tp_group in mesh})
-    if len(sizes) != 1 or not sizes[0]:
-        raise ValueError(
-            f"The stages of `{name}` have tp groups of {' and '.join(map(str, sizes))} ranks. Give all of them the "
-            "same `tp_size`."
-        )
-    counts = sorted({len(mesh) for mesh in meshes})
-    if len(counts) > 1:
-        raise ValueError(
-            f"The stages of `{name}` have {' and '.join(map(str, counts))} tp groups. Give all of them the same "
-            "`cp_size`."
-        )
-    tp_ranks: dict[int, int] = {}
+    places: dict[int, tuple[int, int]] = {}
     for mesh in meshes:
+        sizes = sorted({len(tp_group) for tp_group in mesh})
+        if len(sizes) != 1 or not sizes[0]:
+            raise ValueError(
+                f"A stage of `{name}` has tp groups of {' and '.join(map(str, sizes))} ranks. Give all tp groups of a "
+                "stage the same size."
+            )
         ranks = [rank for tp_group in mesh for rank in tp_group]
         duplicate = next((rank for rank in ranks if ranks.count(rank) > 1), None)
         if duplicate is not None:
             raise ValueError(f"The plan puts rank {duplicate} twice into a stage of `{name}`. Name each rank once.")
         for tp_group in mesh:
             for tp_rank, rank in enumerate(tp_group):
-                if tp_ranks.setdefault(rank, tp_rank) != tp_rank:
+                place = places.setdefault(rank, (tp_rank, sizes[0]))
+                if place != (tp_rank, sizes[0]):
                     raise ValueError(
-                        f"The plan gives rank {rank} the tp ranks {tp_ranks[rank]} and {tp_rank} in `{name}`, so that "
-                        "it would need two different shards. Give it the same position in each tp group."
+                        f"The plan gives rank {rank} the tp ranks {place[0]} and {tp_rank} in `{name}`, of "
+                        f"{place[1]} and {sizes[0]} ranks, so that it would need two different shards. Give it the "
+                        "same position in tp groups of one size."
                     )
+    counts = sorted({len(mesh) for mesh in meshes})
+    if len(counts) > 1:
+        raise ValueError(
+            f"The stages of `{name}` have {' and '.join(map(str, counts))} tp groups. Give all of them the same "
+            "`cp_size`."
+        )
+
+
+def check_tp_sizes(spec: ModuleSpec, module: ModulePlan, tp_sizes: Sequence[int]) -> None:
+    """
+    Checks what stages with tp groups of unlike sizes can't have; a single size has no limits.
+
+    Args:
+        spec ([`ModuleSpec`]): The module.
+        module ([`ModulePlan`]): Its settings.
+        tp_sizes (`Sequence[int]`): Sizes of tp groups, in one plan or in plans that follow each other.
+
+    Raises:
+        `ValueError`: For ZeRO, context parallelism, and a matrix of which not all borders are those of equal slices.
+    """
+    if len(tp_sizes) == 1:
+        return
+    sizes, finest = " and ".join(map(str, tp_sizes)), math.lcm(*tp_sizes)
+    reason = f"the stages of `{spec.name}` have tp groups of {sizes} ranks, whose shards of a matrix differ."
+    if module.sharding.zero_stage:
+        raise ValueError(
+            f"`zero_stage={module.sharding.zero_stage}` of `{spec.name}` divides equal shards among copies, and "
+            f"{reason} Use `zero_stage=0`, or tp groups of one size."
+        )
+    if module.cp_size > 1:
+        raise ValueError(
+            f"`cp_size={module.cp_size}` of `{spec.name}` assigns tokens to ranks by the costs of one kind of stage, "
+            f"and {reason} Use `cp_size=1`, or tp groups of one size."
+        )
+    for parameter in spec.parameters:
+        size = 0 if parameter.tp_dim is None else parameter.shape[parameter.tp_dim] // parameter.tp_blocks
+        if size % finest and set(tp_sizes) - {1, finest}:
+            raise ValueError(
+                f"The stages of `{spec.name}` have tp groups of {sizes} ranks, which can't all cut the {size} rows or "
+                f"columns of `{parameter.name}`: {finest} does not divide them. Use tp groups of one size, or of one "
+                "size and of single ranks."
+            )
 
 
 def frozen_as_planned(spec: ModelSpec, plugin: MultimodalParallelPlugin) -> ModelSpec:

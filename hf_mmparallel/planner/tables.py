@@ -112,7 +112,8 @@ def plan_cells(
     cells = []
     for name, module in plan.modules.items():
         depths = sorted({len(stages) for stages in module.replicas})
-        inner = f"{module.cp_size}/{module.tp_size}" if cut else f"{module.tp_size}"
+        tp_size = "-".join(map(str, module.tp_sizes))
+        inner = f"{module.cp_size}/{tp_size}" if cut else tp_size
         sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{inner}"
         for number, row in enumerate(_merge(_stage_rows(plan, name, spec, simulation, memory))):
             stage = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"

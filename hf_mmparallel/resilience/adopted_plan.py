@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from ..plan import ModulePlan, ModulePlugin, ParallelPlan, check_plan, check_world_size
+from ..plan.resolve import check_tp_sizes
 from .model_chain import mean_stage_ms, settings_of
 from .pipelines import Pipeline, PipelineLayout, PipelinePlans, on_ranks
 
@@ -83,13 +84,12 @@ def _check_settings(plan: ParallelPlan, plans: PipelinePlans) -> None:
         )
     for name, module in plan.modules.items():
         plugin = plans.chain.modules[name]
-        sizes = {"tp_size": (module.tp_size, plugin.tp_size), "cp_size": (module.cp_size, plugin.cp_size)}
-        for size, (planned, setting) in sizes.items():
-            if planned != setting:
-                raise ValueError(
-                    f"`{name}` has `{size}={planned}` in the plan, and `{size}={setting}` in plans after failures: "
-                    "shards of different cuts can't be copied to each other. Use one of them."
-                )
+        if module.cp_size != plugin.cp_size:
+            raise ValueError(
+                f"`{name}` has `cp_size={module.cp_size}` in the plan, and `cp_size={plugin.cp_size}` in plans after "
+                "failures. Use one of them."
+            )
+        check_tp_sizes(plans.chain.spec.modules[name], module, sorted({*module.tp_sizes, plugin.tp_size}))
         if replace(module, replicas=()) != settings_of(plugin):
             raise ValueError(
                 f"`{name}` has other settings in the plan than in plans after failures: {_settings(module)} and "

@@ -17,7 +17,7 @@ from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans
 from .plan_choice import DAY_S, LEAST_GAIN, PlanOption, best_option, copy_seconds, reason_text
 from .reconfiguration import Change, Reconfiguration, without_nodes
 from .simulated_steps import StepTimes
-from .state_copies import LostStateError, holdings, state_copies
+from .state_copies import LostStateError, common_holdings, state_copies
 from .templates import PipelineTemplate, fastest_template, fewest_nodes
 
 NUM_FINALISTS = 3
@@ -247,7 +247,7 @@ class ResilientPlanner:
         """
         spec, changed = self.plans.chain.spec, []
         draft = self.plans.of([*kept, *(pipeline for group in groups for pipeline in group)])
-        held, needed = holdings(spec, before), holdings(spec, draft)
+        held, needed = common_holdings(spec, before, draft)
         for group in groups:
             nodes = [node for pipeline in group for node in pipeline.nodes]
             placed = iter(assigned_nodes(kept_bytes(held, needed, nodes, self.node_size), nodes))

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from ..cost.activations import DTYPE_BYTES, FULL
-from ..plan import Cut, ModelSpec, ParallelPlan, ParameterSpec, StorageSettings, parameter_shards
+from ..plan import Cut, ModelSpec, ParallelPlan, ParameterShards, ParameterSpec, StorageSettings, parameter_shards
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,50 @@ class Slice:
             return cls()
         (cut,) = cuts
         assert cut.axis == "tp" and cut.dim is not None, "copies of a model do not divide it"
-        size = parameter.shape[cut.dim] // cut.num_blocks
-        starts = [block * size + cut.index * size // cut.num_slices for block in range(cut.num_blocks)]
-        stops = [block * size + (cut.index + 1) * size // cut.num_slices for block in range(cut.num_blocks)]
-        return cls(cut.dim, tuple(zip(starts, stops, strict=True)))
+        return cls.in_blocks(
+            parameter, cut.dim, cut.num_blocks, cut.bounds(parameter.shape[cut.dim] // cut.num_blocks)
+        )
+
+    @classmethod
+    def in_blocks(cls, parameter: ParameterSpec, dim: int, num_blocks: int, bounds: tuple[int, int]) -> Slice:
+        """The same indices of each block of a dimension, from the first of `bounds` to one before the second."""
+        size = parameter.shape[dim] // num_blocks
+        if bounds == (0, size):
+            return cls()
+        return cls(dim, tuple((block * size + bounds[0], block * size + bounds[1]) for block in range(num_blocks)))
+
+    @classmethod
+    def on_rank(cls, parameter: ParameterSpec, shards: ParameterShards, rank: int) -> Slice:
+        """All elements that a rank has, in one or several shards, which follow each other."""
+        held = [cls.of(parameter, shard.cuts) for shard in shards.on_rank(rank)]
+        first, last = held[0], held[-1]
+        if first == last or first.dim is None:
+            return first
+        bounds = first.ranges[0][0], last.ranges[0][1]
+        return cls.in_blocks(parameter, first.dim, len(first.ranges), bounds)
+
+    def common(self, other: Slice) -> Slice | None:
+        """The elements that are in both; `None` if there are none."""
+        if self.dim is None or other.dim is None:
+            return other if self.dim is None else self
+        both = ((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(self.ranges, other.ranges, strict=True))
+        ranges = tuple((start, stop) for start, stop in both if start < stop)
+        return Slice(self.dim, ranges) if ranges else None
+
+    def divided(self, parameter: ParameterSpec, other: Slice, borders: Sequence[int]) -> list[Slice]:
+        """
+        The same elements, divided at borders.
+
+        Args:
+            parameter (`ParameterSpec`): The parameter.
+            other ([`Slice`]): Any slice that says which dimension is cut, in how many blocks.
+            borders (`Sequence[int]`): Indices in the first block, in ascending order, with those of this slice.
+        """
+        if other.dim is None:
+            return [self]
+        start, stop = self.ranges[0] if self.ranges else (0, parameter.shape[other.dim] // len(other.ranges))
+        inside = [border for border in borders if start <= border <= stop]
+        return [self.in_blocks(parameter, other.dim, len(other.ranges), bounds) for bounds in pairwise(inside)]
 
     def num_elements(self, parameter: ParameterSpec) -> int:
         """How many elements of a parameter these are."""
@@ -122,9 +163,10 @@ class LostStateError(RuntimeError):
 
 
 Part = tuple[str, Slice]  # a parameter, and elements of it
+Holdings = dict[int, dict[Part, int]]  # member -> part -> bytes with optimizer state
 
 
-def holdings(spec: ModelSpec, placed: PlacedPlan) -> dict[int, dict[Part, int]]:
+def holdings(spec: ModelSpec, placed: PlacedPlan) -> Holdings:
     """
     What each process holds under a plan.
 
@@ -135,7 +177,7 @@ def holdings(spec: ModelSpec, placed: PlacedPlan) -> dict[int, dict[Part, int]]:
     Returns:
         `dict[int, dict[tuple[str, Slice], int]]`: Member -> (parameter, elements) -> bytes with optimizer state.
     """
-    result: dict[int, dict[Part, int]] = {member: {} for member in placed.members}
+    result: Holdings = {member: {} for member in placed.members}
     for name, shards in parameter_shards(spec, placed.plan).items():
         parameter = spec.parameters[name]
         storage = placed.plan.modules[spec.used_at[name][0][0]].storage
@@ -145,6 +187,45 @@ def holdings(spec: ModelSpec, placed: PlacedPlan) -> dict[int, dict[Part, int]]:
             for rank in shard.holders:
                 result[placed.members[rank]][name, elements] = num_bytes
     return result
+
+
+def common_holdings(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> tuple[Holdings, Holdings]:
+    """
+    What each process holds under two plans, in parts of which no two overlap: where the plans cut a parameter in
+    unlike ways, it is divided at the borders of both.
+
+    Args:
+        spec ([`ModelSpec`]): The model.
+        before, after ([`PlacedPlan`]): The plans.
+
+    Returns:
+        `tuple[dict[int, dict[tuple[str, Slice], int]], dict[int, dict[tuple[str, Slice], int]]]`:
+            See [`holdings`].
+    """
+    held, needed = holdings(spec, before), holdings(spec, after)
+    slices: dict[str, set[Slice]] = defaultdict(set)
+    for name, elements in {part for of_plan in (held, needed) for parts in of_plan.values() for part in parts}:
+        slices[name].add(elements)
+    pieces: dict[Part, list[Slice]] = {}
+    for name, found in slices.items():
+        parameter, other = spec.parameters[name], max(found, key=lambda elements: len(elements.ranges))
+        if other.dim is None:
+            continue
+        ends = {0, parameter.shape[other.dim] // len(other.ranges)}
+        borders = sorted(ends.union(*(elements.ranges[0] for elements in found if elements.ranges)))
+        pieces.update({(name, elements): elements.divided(parameter, other, borders) for elements in found})
+
+    def divided(parts: Mapping[Part, int]) -> dict[Part, int]:
+        result: dict[Part, int] = {}
+        for (name, elements), num_bytes in parts.items():
+            parameter = spec.parameters[name]
+            per_element = num_bytes // max(1, elements.num_elements(parameter))
+            for piece in pieces.get((name, elements), (elements,)):
+                result[name, piece] = per_element * piece.num_elements(parameter)
+        return result
+
+    first, second = ({member: divided(parts) for member, parts in one.items()} for one in (held, needed))
+    return first, second
 
 
 def value_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
@@ -171,7 +252,7 @@ def state_copies(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> Stat
     Raises:
         [`LostStateError`]: If nobody holds a part.
     """
-    held, needed = holdings(spec, before), holdings(spec, after)
+    held, needed = common_holdings(spec, before, after)
     holders: dict[Part, list[int]] = defaultdict(list)
     for member in sorted(held.keys() & needed.keys()):
         for part in held[member]:

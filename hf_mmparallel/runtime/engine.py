@@ -46,15 +46,10 @@ from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, doing
 from .executor import Executor, LogitsFunction, StepFunctions
 from .first_step import FirstStepCheck
-from .gradients import (
-    GradientSync,
-    accumulate_in_float32,
-    clip_gradients,
-    gradient_norm,
-    scale_gradients,
-)
+from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups
 from .joint_passes import GradientSums, LastBackward, StagePasses, TaskHooks
+from .local_shards import LocalShard
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters, replicated_parameters
@@ -172,7 +167,7 @@ class ParallelEngine(nn.Module):
     def _lay_out(self, spec: ModelSpec, plan: ParallelPlan, load: LoadFunction | None) -> None:
         """Prunes the whole model to this rank's part of a plan, and prepares its steps. Collective."""
         model, world = self.model, self.world
-        self.spec = with_tp_dims(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
+        self.spec = with_tp_dims(model, spec, {name: module.tp_sizes for name, module in plan.modules.items()})
         self.plan = plan
         self.rank = world.rank
         self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
@@ -243,8 +238,9 @@ class ParallelEngine(nn.Module):
         self._equal_gradients = EqualGradients(replicated)
         self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named)
         sums = GradientSums(self._before_sum)
+        layers, regions = layer_numbers(self.spec), self.sharded.regions
         self.gradient_sync = GradientSync(
-            self.sync_groups, named, self.rank, by_ranks, self.slices, sums, layer_numbers(self.spec)
+            self.sync_groups, named, self.rank, by_ranks, self.slices, sums, layers, regions
         )
         passes = {key: self._passes_of(key, sums) for key in self.stages}
         self.passes = TaskHooks({key: of_stage for key, of_stage in passes.items() if of_stage is not None})
@@ -329,16 +325,21 @@ class ParallelEngine(nn.Module):
         self, replicated: Sequence[ReplicatedParameters], named: Mapping[str, nn.Parameter]
     ) -> FirstStepCheck:
         """What compares copies of parameters, their gradients and the loss with the model's own in the first step."""
+        by_ranks, regions = self.process_groups.by_ranks, self.sharded.regions
+
+        def held(name: str, ranks: tuple[int, ...]) -> LocalShard:
+            return LocalShard(named[name], regions.get((name, ranks)))
+
         copies = [
-            (group.ranks, self.process_groups.by_ranks[group.ranks], {name: named[name] for name in group.parameters})
+            (group.ranks, by_ranks[group.ranks], {name: held(name, group.ranks) for name in group.parameters})
             for group in self.sync_groups
             if self.rank in group.ranks and group.zero_stage < 3
         ]
-        frozen: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        frozen: dict[tuple[int, ...], dict[str, LocalShard]] = {}
         for name, shards in self.shards.items():
             for shard in shards.on_rank(self.rank):
                 if len(shard.holders) > 1 and not self.spec.parameters[name].trainable and not shard.zero_cut:
-                    frozen.setdefault(shard.holders, {})[name] = named[name]
+                    frozen.setdefault(shard.holders, {})[name] = held(name, shard.holders)
         has_loss = "labels" in inspect.signature(self.model.forward).parameters
         stages = {
             key: stage

@@ -17,6 +17,7 @@ from ..modeling.dtensors import local
 from ..modeling.stages import ModuleStage
 from ..plan import StageKey
 from ..world import World
+from .local_shards import LocalShard
 from .replicated import ReplicatedParameters
 from .step_result import StepResult
 
@@ -36,9 +37,9 @@ class FirstStepCheck:
 
     Args:
         replicated (`Sequence[ReplicatedParameters]`): Of this rank, in one order on all ranks.
-        copies (`Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]]`):
-            (ranks, group, parameters) of each gradient sum of this rank, in one order on all ranks.
-        frozen (`Mapping[tuple[int, ...], Mapping[str, nn.Parameter]]`):
+        copies (`Sequence[tuple[tuple[int, ...], Any, Mapping[str, LocalShard]]]`):
+            (ranks, group, shards by parameter) of each gradient sum of this rank, in one order on all ranks.
+        frozen (`Mapping[tuple[int, ...], Mapping[str, LocalShard]]`):
             Ranks that hold the same tensors -> those of this rank that get no gradient, in one order on all of them.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank that end in a loss.
         smooths (`bool`): Whether what is summed for a microbatch is the loss of smoothed labels, which no model has.
@@ -48,8 +49,8 @@ class FirstStepCheck:
     def __init__(
         self,
         replicated: Sequence[ReplicatedParameters],
-        copies: Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]],
-        frozen: Mapping[tuple[int, ...], Mapping[str, nn.Parameter]],
+        copies: Sequence[tuple[tuple[int, ...], Any, Mapping[str, LocalShard]]],
+        frozen: Mapping[tuple[int, ...], Mapping[str, LocalShard]],
         stages: Mapping[StageKey, ModuleStage],
         smooths: bool,
         world: World,
@@ -94,12 +95,12 @@ class FirstStepCheck:
 
     def _weights(self) -> Iterator[str]:
         """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""
-        for ranks, group, parameters in self.copies:
-            sums = torch.stack([_bit_sums(p) for p in parameters.values()])
+        for ranks, group, shards in self.copies:
+            sums = torch.stack([_bit_sums(shard) for shard in shards.values()])
             high, low = _extremes(sums, group)
             differ = (high != low).any(-1).nonzero().flatten().tolist()
             if differ:
-                yield _unequal([list(parameters)[index] for index in differ], len(parameters), ranks)
+                yield _unequal([list(shards)[index] for index in differ], len(shards), ranks)
 
     def _frozen_weights(self) -> Iterator[str]:
         """
@@ -107,8 +108,8 @@ class FirstStepCheck:
         ranks show a digest for each set of ranks that they are in, and where these differ one for each parameter.
         """
         sums = {
-            ranks: torch.stack([_bit_sums(parameter).cpu() for parameter in parameters.values()])
-            for ranks, parameters in self.frozen.items()
+            ranks: torch.stack([_bit_sums(shard).cpu() for shard in shards.values()])
+            for ranks, shards in self.frozen.items()
         }
         checksums = {ranks: zlib.crc32(own_sums.numpy().tobytes()) for ranks, own_sums in sums.items()}
         shown = self.world.all_gather(checksums)
@@ -212,9 +213,10 @@ def _unequal(names: Sequence[str], num_parameters: int, ranks: tuple[int, ...]) 
     )
 
 
-def _bit_sums(parameter: nn.Parameter) -> torch.Tensor:
+def _bit_sums(shard: LocalShard) -> torch.Tensor:
     """Two sums over the bits of what this rank holds, as whole numbers, which no order of adding changes."""
-    bits = local(parameter).detach().contiguous().reshape(-1).view(_BITS[parameter.dtype.itemsize])
+    values = shard.of(shard.parameter).detach()
+    bits = values.contiguous().reshape(-1).view(_BITS[values.dtype.itemsize])
     return torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from ..plan import StageKey, SyncGroup
 from ..schedule import SumBucket, sum_buckets
 from ..world import ReduceScatter, World
 from .joint_passes import GradientSums, gradient_dtype, gradients_of
+from .local_shards import LocalShard, Regions
 from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, slice_of
 
 
@@ -53,18 +54,23 @@ class _Sum:
     A gradient sum of this rank.
 
     Args:
-        parameters (`list[nn.Parameter]`): Those of this rank.
+        shards (`list[LocalShard]`): What this rank adds the gradients of.
         group (`ProcessGroup`): All ranks of the sum.
         shard_group (`ProcessGroup`, *optional*): The ranks that divide it, where the optimizer updates slices.
         replica_group (`ProcessGroup`, *optional*): The ranks with the same slices, where there are several.
         flat_slice ([`FlatSlice`], *optional*): The slice of this rank, where each backward has summed it (ZeRO-2).
     """
 
-    parameters: list[nn.Parameter]
+    shards: list[LocalShard]
     group: dist.ProcessGroup
     shard_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
     flat_slice: FlatSlice | None = None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of the shards."""
+        return [shard.parameter for shard in self.shards]
 
 
 @dataclass
@@ -77,6 +83,7 @@ class _StartedSum:
         works (`list`): Its all-reduces.
         buckets (`list[tuple[list[nn.Parameter], ReduceScatter]]`): Its reduce-scatters, by bucket.
         slices (`list[tuple[list[nn.Parameter], torch.Tensor]]`): By bucket, the sums of this rank's slices.
+        copied (`list[tuple[LocalShard, torch.Tensor]]`): The sums of shards that are not all of a gradient.
         used (`torch.Tensor`, *optional*): How many ranks used each parameter.
     """
 
@@ -84,6 +91,7 @@ class _StartedSum:
     works: list[Any] = field(default_factory=list)
     buckets: list[tuple[list[nn.Parameter], ReduceScatter]] = field(default_factory=list)
     slices: list[tuple[list[nn.Parameter], torch.Tensor]] = field(default_factory=list)
+    copied: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
     used: torch.Tensor | None = None
 
 
@@ -94,9 +102,10 @@ class GradientSync:
     Sums of the same stages are made of buckets in the order in which a backward completes them, from the last layer to
     the first. Those of complete layers start in the last backward of the stage, the others in the program's order.
 
-    Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. Where
-    the optimizer updates slices, the sum of a slice becomes its gradient, and the parameter has none any more. A
-    parameter that none of the ranks used keeps `grad=None`, as on one process, so that the optimizer skips it.
+    Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. The sum
+    of a shard that is only a region of a gradient is copied back there. Where the optimizer updates slices, the sum of
+    a slice becomes its gradient, and the parameter has none any more. A parameter that none of the ranks used keeps
+    `grad=None`, as on one process, so that the optimizer skips it.
 
     Args:
         groups (`Sequence[SyncGroup]`): All sums of the plan.
@@ -107,6 +116,7 @@ class GradientSync:
         sums ([`GradientSums`], *optional*): The sums that grow in each backward.
         layers (`Mapping[str, int]`, *optional*):
             Parameter -> its layer, -1 for those in no layer or in several; -1 for all by default.
+        regions ([`Regions`], *optional*): Where shards lie that are not all that this rank has of their parameter.
     """
 
     def __init__(
@@ -118,14 +128,16 @@ class GradientSync:
         slices: OptimizerSlices,
         sums: GradientSums | None = None,
         layers: Mapping[str, int] | None = None,
+        regions: Regions | None = None,
     ):
         def group_among(candidates: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
             return next((process_groups[ranks] for ranks in candidates if rank in ranks), None)
 
         self.slices = slices
+        regions = regions or {}
         self.sums = {
             index: _Sum(
-                [parameters[name] for name in group.parameters],
+                [LocalShard(parameters[name], regions.get((name, group.ranks))) for name in group.parameters],
                 process_groups[group.ranks],
                 group_among(group.shard_groups),
                 group_among(group.replica_groups),
@@ -142,7 +154,9 @@ class GradientSync:
                 self._same_stages.setdefault(groups[index].stages, []).append(index)
         self._stages_of = {index: groups[index].stages for index in self.sums}
         self._started: dict[int, _StartedSum] = {}
-        self._left: dict[tuple[StageKey, ...], list[SumBucket[nn.Parameter]]] = {}  # of this step, the next one last
+        self._left: dict[tuple[StageKey, ...], list[SumBucket[LocalShard]]] = {}  # of this step, the next one last
+        self._used: set[nn.Parameter] = set()  # of this step, on this rank
+        self._prepared: set[nn.Parameter] = set()  # those of which a sum has started in this step
 
     def reach(self, stage: StageKey, layer: int) -> None:
         """
@@ -164,8 +178,9 @@ class GradientSync:
         started = self._started.setdefault(index, _StartedSum(of))
         if of.flat_slice is not None:
             started.slices += in_passes.take(of.flat_slice, of.parameters)
-        device = local(of.parameters[0]).device
-        started.used = torch.tensor([float(parameter in in_passes.used) for parameter in of.parameters], device=device)
+        device = local(of.shards[0].parameter).device
+        used = [float(parameter in in_passes.used or parameter in self._used) for parameter in of.parameters]
+        started.used = torch.tensor(used, device=device)
         started.works.append(dist.all_reduce(started.used, group=of.group, async_op=True))
         in_passes.used.difference_update(of.parameters)
 
@@ -179,19 +194,30 @@ class GradientSync:
         left = self._left[stages]
         while left and left[-1].layer > reached:
             bucket = left.pop()
-            of, parameters = self.sums[bucket.index], bucket.parameters
-            self.in_passes.before_sum(parameters)
-            self.in_passes.used.update(parameter for parameter in parameters if parameter.grad is not None)
+            of, parameters = self.sums[bucket.index], [shard.parameter for shard in bucket.parameters]
+            # A parameter whose other shard came before has a gradient made of zeros if there was none.
+            self._prepare([parameter for parameter in parameters if parameter not in self._prepared])
             started = self._started.setdefault(bucket.index, _StartedSum(of))
             if of.shard_group is None:
-                started.works.append(dist.all_reduce(_flatten_gradients(parameters), group=of.group, async_op=True))
+                flat = _flatten_gradients(bucket.parameters, started.copied)
+                started.works.append(dist.all_reduce(flat, group=of.group, async_op=True))
             else:
                 started.buckets.append((parameters, _reduce_scatter(parameters, of.shard_group)))
 
-    def _buckets(self, indices: Sequence[int]) -> list[SumBucket[nn.Parameter]]:
+    def _prepare(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Notes which gradients this rank has, and makes them ready for the sums, once in a step."""
+        self.in_passes.before_sum(parameters)
+        self._prepared.update(parameters)
+        self._used.update(parameter for parameter in parameters if parameter.grad is not None)
+
+    def _buckets(self, indices: Sequence[int]) -> list[SumBucket[LocalShard]]:
         """The buckets of some sums, in the order in which a backward completes them."""
-        sums = {index: self.sums[index].parameters for index in indices}
-        return sum_buckets(sums, self.layers.__getitem__, lambda ordered: buckets(ordered, gradient_dtype))
+        sums = {index: self.sums[index].shards for index in indices}
+        return sum_buckets(
+            sums,
+            lambda shard: self.layers[shard.parameter],
+            lambda ordered: buckets(ordered, lambda shard: gradient_dtype(shard.parameter), LocalShard.numel),
+        )
 
     def finish(self) -> None:
         """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
@@ -208,12 +234,23 @@ class GradientSync:
         for started in self._started.values():
             for bucket, mine in started.slices:
                 self._assign(bucket, mine)
+            for shard, summed in started.copied:
+                shard.of(cast(torch.Tensor, shard.parameter.grad)).copy_(summed)
+        self._drop_unused()
+        for of_step in (self._started, self._left, self._used, self._prepared):
+            of_step.clear()
+
+    def _drop_unused(self) -> None:
+        """Leaves parameters without a gradient of which no rank had one, in any of their shards on this rank."""
+        used: set[nn.Parameter] = set()
+        for started in self._started.values():
             assert started.used is not None
-            for parameter, count in zip(started.of.parameters, started.used.tolist(), strict=True):
-                if not count:
+            counts = zip(started.of.parameters, started.used.tolist(), strict=True)
+            used.update(parameter for parameter, count in counts if count)
+        for started in self._started.values():
+            for parameter in started.of.parameters:
+                if parameter not in used:
                     self.slices.updated(parameter).grad = None
-        self._started.clear()
-        self._left.clear()
 
     def _assign(self, bucket: Sequence[nn.Parameter], sums: torch.Tensor) -> None:
         """Makes the sums of a bucket's slices their gradients."""
@@ -237,14 +274,26 @@ def _reduce_scatter(bucket: list[nn.Parameter], group: dist.ProcessGroup) -> Red
 
 
 @torch.no_grad()
-def _flatten_gradients(bucket: Sequence[nn.Parameter]) -> torch.Tensor:
-    """One tensor with the gradients of a bucket, zeros where there is none; they become views of it."""
-    pieces = [gradient.reshape(-1) for gradient in gradients_of(bucket)]
+def _flatten_gradients(bucket: Sequence[LocalShard], copied: list[tuple[LocalShard, torch.Tensor]]) -> torch.Tensor:
+    """
+    One tensor with the gradients of a bucket, zeros where there is none; they become views of it.
+
+    Args:
+        bucket (`Sequence[LocalShard]`): The shards.
+        copied (`list[tuple[LocalShard, torch.Tensor]]`):
+            Gets the regions of gradients, which stay where they are, with the view that belongs there.
+    """
+    gradients = gradients_of([shard.parameter for shard in bucket])
+    shards = [shard.of(gradient) for shard, gradient in zip(bucket, gradients, strict=True)]
+    pieces = [piece.reshape(-1) for piece in shards]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    for parameter, view in zip(bucket, flat.split([p.numel() for p in pieces]), strict=True):
-        gradient: Any = parameter.grad
-        view = view.view(local(gradient).shape)
-        parameter.grad = from_shard(view, gradient) if isinstance(gradient, DTensor) else view
+    for shard, values, view in zip(bucket, shards, flat.split([p.numel() for p in pieces]), strict=True):
+        gradient: Any = shard.parameter.grad
+        view = view.view(values.shape)
+        if shard.region is not None:
+            copied.append((shard, view))
+        else:
+            shard.parameter.grad = from_shard(view, gradient) if isinstance(gradient, DTensor) else view
     return flat
 
 

@@ -7,7 +7,7 @@ A rank that changes its place in a plan keeps what it holds, and receives the re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..modeling import is_unowned
 from ..modeling.dtensors import from_shard, local
 from ..world import World, doing
+from .local_shards import Region
 from .optimizer_loading import apply_state
 from .optimizer_names import named_groups, settings_of
 from .updated_copies import MASTER, saved_master
@@ -46,13 +47,72 @@ class HeldParameter:
         """What has to be sent of it, in the order of its [`_Outline`]."""
         return [self.values, *(value for value in self.state.values() if isinstance(value, torch.Tensor))]
 
+    def region(self, name: str, region: Region | None) -> HeldParameter:
+        """
+        A region of its values, and of the state that has a value for each of them.
+
+        Raises:
+            `ValueError`: For state of other shapes, which can't be cut.
+        """
+        if region is None:
+            return self
+        state = dict(self.state)
+        for key, value in self.state.items():
+            if _is_like(value, self.values):
+                state[key] = region.copied(value)
+            elif isinstance(value, torch.Tensor) and value.numel() > 1:
+                raise ValueError(
+                    f"The optimizer's `{key}` of `{name}` has shape {tuple(value.shape)}, not that of the parameter, "
+                    "so that it can't be cut for a tp group of another size. Use tp groups of one size, or an "
+                    'optimizer such as `optim="adamw_torch"`.'
+                )
+        return HeldParameter(region.copied(self.values), self.group, state)
+
+    @classmethod
+    def joined(cls, pieces: Sequence[tuple[Region | None, HeldParameter]]) -> HeldParameter:
+        """
+        The parameter that pieces make up.
+
+        Args:
+            pieces (`Sequence[tuple[Region | None, HeldParameter]]`):
+                Where each of them lies, `None` for all of it, and its values and state.
+        """
+        region, first = pieces[0]
+        if region is None:
+            return first
+        keys = [key for key, value in first.state.items() if _is_like(value, first.values)]
+        whole = cls(region.blank(first.values), first.group, dict(first.state))
+        whole.state.update({key: region.blank(first.state[key]) for key in keys})
+        for region, piece in pieces:
+            assert region is not None, "there is nothing beside all of it"
+            region.write(whole.values, piece.values)
+            for key in keys:
+                region.write(whole.state[key], piece.state[key])
+        return whole
+
+
+def _is_like(value: Any, values: torch.Tensor) -> bool:
+    """Whether state has a value for each of the values of a parameter."""
+    return isinstance(value, torch.Tensor) and value.shape == values.shape
+
 
 class Transfer(NamedTuple):
-    """A parameter that one rank sends to another."""
+    """
+    A parameter, or a part of it, that one rank sends to another, or keeps for itself.
+
+    Args:
+        name (`str`): The parameter.
+        source (`int`): The rank that has it.
+        target (`int`): The rank that needs it.
+        taken ([`Region`], *optional*): Where it lies in what the source holds; `None` if it is all of that.
+        given ([`Region`], *optional*): Where it lies in what the target needs; `None` if it is all of that.
+    """
 
     name: str
     source: int
     target: int
+    taken: Region | None = None
+    given: Region | None = None
 
 
 def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, HeldParameter]:
@@ -119,7 +179,7 @@ def exchange(
     held: Mapping[str, HeldParameter], transfers: Iterable[Transfer], world: World
 ) -> tuple[dict[str, HeldParameter], int]:
     """
-    Sends and receives parameters with their state. Collective.
+    Sends and receives parameters with their state, and puts the parts of each together. Collective.
 
     All ranks go through the transfers in one order and wait for the oldest ones, so that none waits for another in a
     circle.
@@ -134,20 +194,24 @@ def exchange(
         `int`: Bytes that all ranks have received.
     """
     transfers = list(transfers)
-    mine = {t.name: _Outline.of(held[t.name]) for t in transfers if t.source == world.rank}
-    outlines = world.all_gather(mine, "exchanging what ranks hold")
-    received: dict[str, HeldParameter] = {}
+    sent = {(t.name, t.taken) for t in transfers if t.source == world.rank}
+    mine = world.raise_together(lambda: {(name, taken): held[name].region(name, taken) for name, taken in sent})
+    outlines = world.all_gather({key: _Outline.of(part) for key, part in mine.items()}, "exchanging what ranks hold")
+    received: dict[str, list[tuple[Region | None, HeldParameter]]] = {}
     window = _Window()
+    num_bytes = 0
     with doing("copying parameters and their state", waits=True):
-        for transfer in transfers:
-            if transfer.source == world.rank:
-                for tensor in held[transfer.name].tensors:
-                    window.send(tensor, transfer.target, world)
-            elif transfer.target == world.rank:
-                outline = outlines[transfer.source][transfer.name]
-                received[transfer.name] = window.receive(outline, transfer.source, world)
+        for name, source, target, taken, given in transfers:
+            outline = outlines[source][name, taken]
+            num_bytes += outline.num_bytes if source != target else 0
+            if target == world.rank:
+                own = mine[name, taken] if source == target else window.receive(outline, source, world)
+                received.setdefault(name, []).append((given, own))
+            elif source == world.rank:
+                for tensor in mine[name, taken].tensors:
+                    window.send(tensor, target, world)
         window.finish()
-    return received, sum(outlines[transfer.source][transfer.name].num_bytes for transfer in transfers)
+    return {name: HeldParameter.joined(parts) for name, parts in received.items()}, num_bytes
 
 
 class _Window:
@@ -216,7 +280,18 @@ def give_to_optimizer(
         if not is_unowned(parameter) and parameter.requires_grad:
             index = held[name].group
             if index is not None:  # the optimizer has it
-                optimizer.param_groups[index]["params"].append(parameter)
+                _group_for(parameter, optimizer.param_groups[index], optimizer)["params"].append(parameter)
+
+
+def _group_for(parameter: torch.Tensor, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """
+    The group of a parameter: that of the rank it comes from, or one with the same settings if that has parameters of
+    another kind here. Optimizers don't step on `DTensor`s and plain tensors together, and other ranks may cut it.
+    """
+    alike = (other for other in optimizer.param_groups if settings_of(other) == settings_of(group))
+    is_cut = isinstance(parameter, DTensor)
+    fits = (one for one in (group, *alike) if all(isinstance(other, DTensor) == is_cut for other in one["params"]))
+    return next(fits, group)
 
 
 def restore_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]) -> None:

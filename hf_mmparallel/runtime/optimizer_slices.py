@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from ..modeling.dtensors import from_shard, give_own_memory, local
 from ..plan import SyncGroup
 from ..schedule import in_buckets
 from ..world import doing
+
+T = TypeVar("T")
 
 
 def slice_length(numel: int, num_slices: int) -> int:
@@ -311,17 +313,20 @@ def by_slice(tensors: Sequence[torch.Tensor], num_slices: int) -> list[torch.Ten
 
 
 def buckets(
-    parameters: Sequence[nn.Parameter], dtype_of: Callable[[nn.Parameter], torch.dtype]
-) -> Iterator[list[nn.Parameter]]:
+    tensors: Sequence[T],
+    dtype_of: Callable[[T], torch.dtype],
+    numel_of: Callable[[Any], int] = lambda tensor: local(tensor).numel(),
+) -> Iterator[list[T]]:
     """
     [`in_buckets`] for the tensors of this rank.
 
     Args:
-        parameters (`Sequence[nn.Parameter]`): The parameters.
-        dtype_of (`Callable`): Parameter -> dtype of what is sent of it.
+        tensors (`Sequence`): Parameters, or what stands for tensors.
+        dtype_of (`Callable`): Tensor -> dtype of what is sent of it.
+        numel_of (`Callable`, *optional*): Tensor -> its elements on this rank.
     """
 
-    def bytes_of(parameter: nn.Parameter) -> int:
-        return local(parameter).numel() * dtype_of(parameter).itemsize
+    def bytes_of(tensor: T) -> int:
+        return numel_of(tensor) * dtype_of(tensor).itemsize
 
-    return in_buckets(parameters, dtype_of, bytes_of, GRADIENT_BUCKET_BYTES)
+    return in_buckets(tensors, dtype_of, bytes_of, GRADIENT_BUCKET_BYTES)

@@ -42,6 +42,7 @@ from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
 from ..modeling.tensor_parallel import base_name
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
+from .local_shards import Regions, local_regions
 from .optimizer_slices import OptimizerSlices
 from .sharded_files import ShardedFiles, sharded_files
 from .weight_files import file_names, read_in_place, write_config, write_index, write_weights
@@ -73,6 +74,11 @@ class ShardedModel:
     def shards(self) -> dict[str, ParameterShards]:
         """Parameter -> where it lives."""
         return parameter_shards(self.spec, self.plan)
+
+    @functools.cached_property
+    def regions(self) -> Regions:
+        """Where shards lie of which this rank has several."""
+        return local_regions(self.spec.parameters, self.shards, self.world.rank)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has a parameter, or a shard of it."""

@@ -15,11 +15,11 @@ from ..plan.schedules import Schedule
 from ..resilience.model_chain import model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans
 from ..resilience.resilient_planner import ResilientPlanner
-from ..resilience.state_copies import state_copies
 from ..resilience.typical_microbatches import TypicalMicrobatches
 from ..runtime.held_state import Transfer
 from .arguments import AUTO, MultimodalTrainingArguments
 from .oversized_samples import allowed_bytes
+from .state_transfers import state_transfers
 
 
 class NodeLayouts:
@@ -50,9 +50,7 @@ class NodeLayouts:
 
     def transfers(self, before: ClusterPlan, after: ClusterPlan) -> list[Transfer]:
         """What ranks have to send each other, by their ranks in the new layout."""
-        copies = state_copies(self._spec, before, after).copies
-        rank_of = {member: rank for rank, member in enumerate(after.members)}
-        return [Transfer(copy.parameter, rank_of[copy.source], rank_of[copy.target]) for copy in copies]
+        return state_transfers(self._spec, before, after)
 
     def needed(self, layout: ClusterPlan, rank: int) -> list[str]:
         """The parameters that a rank holds."""

@@ -344,8 +344,8 @@ class Membership:
             if not is_told and time.monotonic() - begun > _LATE_S:
                 is_told = True
                 self._write_error(
-                    f"the others wait for process {self.id}, which has not noticed for {_LATE_S:g} s that processes were "
-                    f"lost. It is in `{ACTIVITY}`:\n{_main_stack()}"
+                    f"the others wait for process {self.id}, which has not noticed for {_LATE_S:g} s that processes "
+                    f"were lost. It is in `{ACTIVITY}`:\n{_main_stack()}"
                 )
             time.sleep(_REPEAT_S)
 

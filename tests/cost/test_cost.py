@@ -64,6 +64,20 @@ def cost_of(spec, **plugins):
     return StepCost(h100(spec), plan, step, SIZES, sync_groups(spec, plan))
 
 
+def test_a_stage_costs_what_its_own_tp_group_makes_of_it():
+    spec = model()
+    alike = {size: cost_of(spec, language_model=ModulePlugin(dp_size=2, tp_size=size)) for size in (1, 2)}
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
+    wide, narrow = (Stage((0, LAYERS), (ranks,)) for ranks in ((1, 2), (3,)))
+    module = replace(plan.modules[LANGUAGE_MODEL], replicas=((wide,), (narrow,)))
+    plan = replace(plan, modules={**plan.modules, LANGUAGE_MODEL: module})
+    stages = StepCost(h100(spec), plan, contiguous_step(plan, range(4), 2), SIZES, sync_groups(spec, plan)).stages
+    for replica, size in ((0, 2), (1, 1)):
+        key = LANGUAGE_MODEL, replica, 0
+        assert stages[key].forward == alike[size].stages[key].forward
+        assert stages[key].backward == alike[size].stages[key].backward
+
+
 def test_operations_of_a_token():
     spec = model()
     assert layer_flops(spec, LANGUAGE_MODEL, 0) == (2 * LAYER_MATRICES, 2 * HIDDEN)

@@ -269,7 +269,7 @@ def _compare_family(name: str) -> None:
     reference = copy.deepcopy(model)
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tp",))
     spec = spec_of(model, stack)
-    marked = with_tp_dims(model, ModelSpec({"module": spec}), {"module": mesh.size()}).modules["module"]
+    marked = with_tp_dims(model, ModelSpec({"module": spec}), {"module": (mesh.size(),)}).modules["module"]
     partial = apply_module_tp(model, spec, mesh, {p.name for p in spec.parameters})
     sharded = {
         key
@@ -381,5 +381,5 @@ def test_a_vector_over_heads_that_no_style_cuts_is_refused():
     model, stack, _ = _text("DogeConfig", "DogeModel")
     spec = ModelSpec({"module": spec_of(model, stack)}, ())
     with pytest.raises(ValueError, match=r"`layers.0.self_attn.A` has an entry for each of 2 heads, .* `tp_size=1`"):
-        with_tp_dims(model, spec, {"module": 2})
+        with_tp_dims(model, spec, {"module": (2,)})
     with_tp_dims(model, spec)

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     Cut,
+    ModulePlan,
     ModulePlugin,
+    ParallelPlan,
     ParameterShards,
     Shard,
     ShardingSettings,
+    Stage,
     parameter_shards,
     resolve_plan,
     sync_groups,
@@ -19,6 +22,8 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.plan.ownership import trainable_stages
 from tests.plan.specs import EMBEDDINGS, model_spec, specs_and_plans
+
+STAGE = Stage((0, 4), ((0,),))  # of the whole language model
 
 
 def copies(spec, plan, name) -> list[tuple]:
@@ -246,3 +251,35 @@ def test_optimizer_shards_over_replicas_are_shards_like_others():
     assert counts(table, {"bias": (7,), "weight": (3, 4)}, 6) == dict.fromkeys(table, {1})
     assert [len(cut.owned_by(rank)) for rank in range(6)] == [1] * 6
     assert len(cut.on_rank(3)) == 3 and flat.on_rank(1) == () and flat.owner == 0
+
+
+def test_tp_groups_of_unlike_sizes_share_the_slices_between_all_of_their_borders():
+    spec = model_spec()
+    parts = [((2, 3),), ((4, 5, 6),), ((7,),)]
+    replicas = tuple((dataclasses.replace(STAGE, mesh=mesh),) for mesh in parts)
+    plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2)})
+    modules = {**plan.modules, LANGUAGE_MODEL: ModulePlan(replicas)}
+    table = parameter_shards(spec, dataclasses.replace(plan, modules=modules))
+    shards = table["model.language_model.layers.0.mlp.weight"].shards
+    assert [(shard.cuts, shard.holders, shard.owner) for shard in shards] == [
+        ((Cut("tp", 0, 0, 3),), (2, 4, 7), 2),
+        ((Cut("tp", 0, 2, 6),), (2, 5, 7), 2),
+        ((Cut("tp", 0, 3, 6),), (3, 5, 7), 3),
+        ((Cut("tp", 0, 2, 3),), (3, 6, 7), 3),
+    ]
+    assert [shard.cuts[0].bounds(24) for shard in shards] == [(0, 8), (8, 12), (12, 16), (16, 24)]
+    groups = [group.ranks for group in sync_groups(spec, dataclasses.replace(plan, modules=modules))]
+    assert groups == [(2, 4, 7), (2, 5, 7), (3, 5, 7), (3, 6, 7), (0, 1)]
+
+
+def test_slices_between_the_borders_of_four_and_six_ranks():
+    """Two slices of twelve lie side by side on the same ranks: they are one of six."""
+    spec = model_spec()
+    replicas = tuple((dataclasses.replace(STAGE, mesh=(ranks,)),) for ranks in (tuple(range(4)), tuple(range(4, 10))))
+    plan = ParallelPlan({**resolve_plan(spec, {}).modules, LANGUAGE_MODEL: ModulePlan(replicas)})
+    shards = parameter_shards(spec, plan)["model.language_model.layers.0.mlp.weight"].shards
+    assert [shard.cuts[0].bounds(12) for shard in shards] == [
+        *((0, 2), (2, 3), (3, 4), (4, 6)),
+        *((6, 8), (8, 9), (9, 10), (10, 12)),
+    ]
+    assert shards[0].cuts == (Cut("tp", 0, 0, 6),) and shards[1].cuts == (Cut("tp", 0, 2, 12),)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -300,6 +301,12 @@ def change(plan: ParallelPlan, name: str, *replicas: tuple[Stage, ...]) -> Paral
     return dataclasses.replace(plan, modules={**plan.modules, name: ModulePlan(replicas)})
 
 
+def unlike(plan: ParallelPlan, **settings: Any) -> ParallelPlan:
+    """The plan with a copy of `vision` on rank 0, and one on the tp group of ranks 1 and 6."""
+    replicas = ((Stage((0, 6), ((0,),)),), (Stage((0, 6), ((1, 6),)),))
+    return dataclasses.replace(plan, modules={**plan.modules, "vision": ModulePlan(replicas, **settings)})
+
+
 PLAN = resolve({"dp_size": 2}, {"pp_size": 2, "tp_size": 2})
 BAD_PLANS = [
     (
@@ -315,8 +322,20 @@ BAD_PLANS = [
     ),
     (change(PLAN, "vision", (Stage((0, 6), ((0, 1, 6),)),)), "`tp_size=3` does not divide the 8 attention heads"),
     (
-        change(PLAN, "vision", (Stage((0, 6), ((0,),)),), (Stage((0, 6), ((1, 6),)),)),
-        r"The stages of `vision` have tp groups of 1 and 2 ranks. .* the same `tp_size`",
+        change(PLAN, LANGUAGE_MODEL, (Stage((0, 4), ((2,), (3, 4))),)),
+        "A stage of `language_model` has tp groups of 1 and 2 ranks. Give all tp groups of a stage the same size",
+    ),
+    (
+        change(PLAN, "vision", (Stage((0, 6), ((0, 1),)),), (Stage((0, 6), ((0,),)),)),
+        "rank 0 the tp ranks 0 and 0 in `vision`, of 2 and 1 ranks, so that it would need two different shards",
+    ),
+    (
+        unlike(PLAN, sharding=ShardingSettings(1)),
+        "`zero_stage=1` of `vision` divides equal shards among copies, and .* tp groups of 1 and 2 ranks",
+    ),
+    (
+        change(PLAN, LANGUAGE_MODEL, (Stage((0, 4), ((2,), (3,))),), (Stage((0, 4), ((4, 5), (6, 7))),)),
+        "`cp_size=2` of `language_model` assigns tokens .* tp groups of 1 and 2 ranks, .* Use `cp_size=1`",
     ),
     (
         change(PLAN, "vision", (Stage((0, 6), ((0, 1),)),), (Stage((0, 6), ((1, 0),)),)),
@@ -359,6 +378,26 @@ BAD_PLANS = [
 def test_a_plan_from_a_file_is_checked(plan, message):
     with pytest.raises(ValueError, match=message):
         plan_for_model(MultimodalParallelPlugin.from_any(plan), SPEC, None)
+
+
+def test_copies_may_have_different_numbers_of_ranks():
+    plan = unlike(PLAN)
+    check_plan(plan, SPEC)
+    assert plan.modules["vision"].tp_sizes == (1, 2) and plan.modules["vision"].tp_size == 2
+    assert plan.modules["vision"].layout == "dp 2 x pp 1 x tp 1/2"
+    with pytest.raises(ValueError, match=r"vision: dp 2 x pp 1 x tp 1/2 = 3; .* = 4\), but 4 were launched"):
+        check_world_size(plan, 4)
+
+
+def test_sizes_that_do_not_cut_a_matrix_alike_are_refused():
+    replicas = tuple((Stage((0, 6), (ranks,)),) for ranks in ((0, 1), (6, 7, 8, 9)))
+    plan = change(PLAN, "vision", *replicas)
+    check_plan(plan, SPEC)
+    vision = SPEC.modules["vision"]
+    uneven = dataclasses.replace(vision.parameters[0], shape=(30, 2), tp_dim=0)
+    spec = dataclasses.replace(vision, parameters=(uneven, *vision.parameters[1:]))
+    with pytest.raises(ValueError, match=f"tp groups of 2 and 4 ranks, .* the 30 rows or columns of `{uneven.name}`"):
+        check_plan(plan, dataclasses.replace(SPEC, modules={**SPEC.modules, "vision": spec}))
 
 
 def test_a_plan_from_a_file_needs_no_edges_and_no_trainable_flags():

@@ -266,6 +266,28 @@ def test_numbers_of_microbatches_of_the_user_are_kept() -> None:
         planner.adopt(replace(plan, replica_microbatches=(10, 12)))
 
 
+def test_a_plan_with_other_tp_groups_than_the_templates_is_adopted_and_followed() -> None:
+    """What a node that comes needs, which has a stage on each of its ranks, others have in halves."""
+    costs = costs_of("llama_tied")
+    meshes = [((0, 1),), ((2, 3),), ((4, 5),)]
+    module = resolve_plan(costs.spec, {}).modules[LANGUAGE_MODEL]
+    replicas = tuple(tuple(replace(stage, mesh=mesh) for stage in module.replicas[0]) for mesh in meshes)
+    plan = ParallelPlan({LANGUAGE_MODEL: replace(module, replicas=replicas)}, num_microbatches=12)
+    planner = ResilientPlanner(PipelinePlans(chain_of("llama_tied", {}), 2, 36), 3, 1)
+    before = planner.adopt(plan)
+    check(planner, before)
+    fewer = planner.without(before, [1])
+    after = planner.with_nodes(fewer, [7])
+    assert fewer.plan.modules[LANGUAGE_MODEL].tp_sizes == (2,)
+    assert after.plan.modules[LANGUAGE_MODEL].tp_sizes == (1, 2)
+    check(planner, after)
+    copies = state_copies(costs.spec, fewer, after).copies
+    assert {copy.target // 2 for copy in copies} == {7}
+    of_matrix = [copy for copy in copies if copy.parameter == "model.layers.0.mlp.up_proj.weight"]
+    assert sorted(copy.slice.ranges[0][0] > 0 for copy in of_matrix) == [False, True], "one half from each rank"
+    assert len({copy.source % 2 for copy in of_matrix}) == 2
+
+
 def test_plans_that_do_not_survive_are_refused() -> None:
     two, three = ModulePlugin(dp_size=2), ModulePlugin(dp_size=3)
     with pytest.raises(ValueError, match=r"different numbers of copies \(`vision` 2, `language_model` 3\)"):
@@ -278,8 +300,8 @@ def test_plans_that_do_not_survive_are_refused() -> None:
         ValueError, match=r"The plan has 2 copies of the model; to survive 2 failures .* guarantee 1\."
     ):
         adopted("llava", {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}, 1, 2, change=regrouped)
-    with pytest.raises(ValueError, match=r"`language_model` has `tp_size=2` in the plan, and `tp_size=1`"):
-        own = {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, tp_size=2)}
+    with pytest.raises(ValueError, match=r"`language_model` has `cp_size=2` in the plan, and `cp_size=1`"):
+        own = {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2)}
         adopted("llava", own, 1, modules={})
     with pytest.raises(ValueError, match="`vision` has other settings in the plan"):
         own = {"vision": ModulePlugin(dp_size=2, activation_checkpointing=True), LANGUAGE_MODEL: two}

@@ -22,6 +22,7 @@ from hf_mmparallel.runtime.gradients import (
     scale_gradients,
 )
 from hf_mmparallel.runtime.joint_passes import GradientSums
+from hf_mmparallel.runtime.local_shards import Region
 from hf_mmparallel.runtime.optimizer_slices import FlatSlice, OptimizerSlices, by_slice
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
@@ -224,6 +225,42 @@ def buckets_rank() -> list[list[float] | None]:
 def test_buckets_have_the_sums():
     for mine in run_distributed(buckets_rank, 2):
         assert mine == [[5.0], [1.0], [16.5], [22.0], [27.5], None]
+
+
+def unlike_rank() -> list[Any]:
+    """
+    Ranks 0 and 1 have halves of the columns of `a`, in two blocks, of `b` and of `c`, rank 2 has all of them. Only
+    rank 1 has a gradient of `b` (as of an expert that no token chose elsewhere), and nobody one of `c`.
+    """
+    rank, width = dist.get_rank(), 8 if dist.get_rank() == 2 else 4
+    own = {name: nn.Parameter(torch.zeros(2, width)) for name in "abc"}
+    whole = torch.arange(16.0).view(2, 8)
+    halves = [torch.cat([whole[:, half : half + 2], whole[:, half + 4 : half + 6]], 1) for half in (0, 2)]
+    own["a"].grad = 100 * whole if rank == 2 else halves[rank].clone()
+    if rank == 1:
+        own["b"].grad = torch.ones(2, 4)
+    both = [(0, 2), (1, 2)]
+    regions = {}
+    for index, ranks in enumerate(both if rank == 2 else ()):
+        regions["a", ranks] = Region(1, 2 * index, 2 * index + 2, 4, 2)
+        regions |= {(name, ranks): Region(1, 4 * index, 4 * index + 4, 8) for name in "bc"}
+    groups = [SyncGroup(ranks, ("a", "b", "c"), ()) for ranks in both]
+    made = {ranks: dist.new_group(list(ranks)) for ranks in both}
+    sync = GradientSync(groups, own, rank, made, OptimizerSlices(groups, own, rank, {}), regions=regions)
+    for index, ranks in enumerate(both):
+        if rank in ranks:
+            sync.start(index)
+    sync.finish()
+    wanted = [101 * half for half in halves] + [101 * whole]
+    assert own["a"].grad is not None and torch.equal(own["a"].grad, wanted[rank])
+    return [None if parameter.grad is None else parameter.grad.sum(0).tolist() for parameter in own.values()][1:]
+
+
+@pytest.mark.distributed
+def test_a_rank_sums_each_of_its_shards_with_the_ranks_that_have_it():
+    first, second, both = run_distributed(unlike_rank, 3)
+    assert second == [[2.0] * 4, None]
+    assert first == [None, None] and both == [[0.0] * 4 + [2.0] * 4, None]
 
 
 def early_sums(reaches: list[int]) -> list[list[str]]:

@@ -10,19 +10,34 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
-from hf_mmparallel.plan import ModulePlugin, ParallelPlan, parameter_shards, resolve_plan
-from hf_mmparallel.runtime.held_state import Transfer, exchange
+from hf_mmparallel.plan import MultimodalParallelPlugin, ParallelPlan, parameter_shards, plan_for_model
+from hf_mmparallel.resilience.state_copies import PlacedPlan
+from hf_mmparallel.runtime.held_state import exchange
 from hf_mmparallel.trainer import build
 from hf_mmparallel.trainer import trainer as trainer_module
 from hf_mmparallel.trainer.recovery import Reconfiguration
+from hf_mmparallel.trainer.state_transfers import state_transfers
 from tests.distributed import run_distributed
 from tests.trainer import runs
+from tests.trainer.test_unlike_copies import copies
 
 ADAM: dict[str, Any] = {"optim": "adamw_torch", "adam_epsilon": 1e-3, "max_steps": 5}
 COPIES = {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}
 SHARED = {"vision": {"dp_size": 2, "tp_size": 2}, "language_model": {"colocate_with": "vision"}}
 OWN = {"vision": {"tp_size": 2}, "language_model": {"tp_size": 2}}
 PIPELINE = {"vision": {}, "language_model": {"pp_size": 3}}
+UNLIKE = {
+    "modules": {
+        "vision": copies([(0, 4, (0,))], [(0, 4, (1,))]),
+        "language_model": copies([(0, 4, (0,))], [(0, 1, (1,)), (1, 4, (3, 2))]),
+    }
+}
+OTHERWISE = {
+    "modules": {
+        "vision": copies([(0, 4, (2, 3))], [(0, 4, (0,))]),
+        "language_model": copies([(0, 4, (1, 2))], [(0, 2, (3,)), (2, 4, (0,))]),
+    }
+}
 
 
 @dataclass
@@ -42,16 +57,13 @@ class Changes(TrainerCallback):
         if state.global_step not in self.layouts:
             return
         trainer, engine = self.trainer, self.trainer.engine
-        sizes = {name: ModulePlugin(**module) for name, module in self.layouts[state.global_step].items()}
-        plan = replace(resolve_plan(engine.spec, sizes, trainer.world.size), num_microbatches=2)
-        before, after = parameter_shards(engine.spec, engine.plan), parameter_shards(engine.spec, plan)
-        transfers = []
-        for name, shards in after.items():
-            for shard in shards.shards:
-                holders = next(old.holders for old in before[name].shards if old.cuts == shard.cuts)
-                transfers += [Transfer(name, holders[0], rank) for rank in shard.holders if rank not in holders]
+        layout = MultimodalParallelPlugin.from_any(self.layouts[state.global_step])
+        plan = replace(plan_for_model(layout, engine.spec, trainer.world.size), num_microbatches=2)
+        members = tuple(range(trainer.world.size))
+        transfers = state_transfers(engine.spec, PlacedPlan(engine.plan, members), PlacedPlan(plan, members))
         held = trainer._held_parameters()
         received, _ = exchange(held, transfers, trainer.world)
+        after = parameter_shards(engine.spec, plan)
         rank = trainer.world.rank
         needed = {n: received.get(n) or held[n] for n, shards in after.items() if shards.on_rank(rank)}
         trainer._recovery = SimpleNamespace(local_rank=rank)
@@ -81,6 +93,8 @@ def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **argum
         pytest.param(COPIES, {1: PIPELINE, 3: COPIES}, id="copies, a pipeline, copies"),
         pytest.param(OWN, {2: SHARED}, id="tensor parallel, other modules on each rank"),
         pytest.param(SHARED, {1: OWN, 3: SHARED}, id="tensor parallel, there and back"),
+        pytest.param(UNLIKE, {1: OTHERWISE, 3: UNLIKE}, id="copies with unlike numbers of ranks"),
+        pytest.param(OWN, {1: UNLIKE, 2: PIPELINE, 3: SHARED}, id="tp groups of all sizes"),
     ],
 )
 def test_a_run_whose_plan_changes_equals_the_stock_run(start, layouts, weight_decay):

@@ -1,0 +1,92 @@
+"""Copies of a module whose stages have tp groups of unlike sizes equal the stock Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+VISION, LM = "vision", "language_model"
+ADAM: dict[str, Any] = {"optim": "adamw_torch", "adam_epsilon": 1e-4, "learning_rate": 1e-3}
+
+
+def copies(*replicas: list[tuple[int, int, tuple[int, ...]]]) -> dict[str, Any]:
+    """A module with a replica for each list of stages: first layer, one past the last, and the tp group."""
+    written = [[{"layers": [a, b], "ranks": [list(ranks)]} for a, b, ranks in stages] for stages in replicas]
+    return {"replicas": written}
+
+
+# Family, ranks, modules, further arguments
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "a copy of the LM on two ranks, one on a single rank": (
+        "llava",
+        4,
+        {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (1, 2))], [(0, 4, (3,))])},
+        ADAM,
+    ),
+    "the single rank first, and both encoders unlike": (
+        "llava",
+        6,
+        {VISION: copies([(0, 4, (0,))], [(0, 4, (1, 2))]), LM: copies([(0, 4, (3,))], [(0, 4, (4, 5))])},
+        {},
+    ),
+    "stages with one and two ranks, tied embeddings": (
+        "gemma3",
+        7,
+        {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 1, (1, 2)), (1, 4, (3,))], [(0, 2, (4,)), (2, 4, (5, 6))])},
+        {},
+    ),
+    "experts and norms of heads, on shared ranks": (
+        "qwen3_vl_moe",
+        3,
+        {VISION: copies([(0, 4, (0, 1))], [(0, 4, (2,))]), LM: copies([(0, 4, (0, 1))], [(0, 4, (2,))])},
+        ADAM,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_unlike_copies_equal_the_stock_trainer(name: str):
+    family, world_size, modules, arguments = LAYOUTS[name]
+    reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **arguments)
+    ranks = run_distributed(
+        runs.parallel_run,
+        world_size,
+        family,
+        {"modules": modules},
+        evaluate=True,
+        per_device_eval_batch_size=2,
+        timeout=240,
+        **arguments,
+    )
+    runs.assert_same_run(ranks[0], reference)
+    for rank in ranks:
+        assert rank.logs == ranks[0].logs
+        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+CHECKPOINTED = {
+    "modules": {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (1,))], [(0, 1, (2, 3)), (1, 4, (4, 5))])}
+}
+
+
+def _train(folder: Path, parallel: dict[str, Any] | None, resume: Path | None = None) -> runs.Run:
+    trainer = runs.make_trainer("llava", parallel, str(folder), save_strategy="steps", save_steps=2, **ADAM)
+    return runs.run_of(trainer, checkpoint=None if resume is None else str(resume))
+
+
+def test_checkpoints_of_unlike_copies_are_read_under_any_layout(tmp_path: Path):
+    reference = runs.stock("llava", **ADAM)
+    straight = run_distributed(_train, 6, tmp_path, CHECKPOINTED, timeout=240)[0]
+    runs.assert_same_run(straight, reference)
+    checkpoint = tmp_path / "checkpoint-2"
+    for number, parallel in ((6, CHECKPOINTED), (3, {LM: {"tp_size": 2}}), (1, None)):
+        resumed = run_distributed(_train, number, tmp_path / str(number), parallel, checkpoint, timeout=240)[0]
+        runs.assert_same_run(runs.Run(resumed.logs, resumed.weights), reference)
