@@ -82,6 +82,7 @@ class Membership:
         self._ended = 0  # newest generation for which the collectives have been ended
         self._acknowledged = 0  # newest generation that the main thread knows of
         self._known: list[Generation] = []
+        self._waiting: tuple[int, ...] = ()
         self._error: RuntimeError | None = None
         self.generation: Generation | None = None
         first = self._read_generation(0)
@@ -114,13 +115,15 @@ class Membership:
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """Members lost since the generation that this process works in."""
+        """Members lost since the generation that this process works in; none for one that has not joined yet."""
+        if self.generation is None:
+            return ()
         return tuple(loss for generation in self._newer() for loss in generation.losses)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ids of processes that wait to join, for the main thread; [`Membership.accept_joining`] lets them in."""
-        return tuple(json.loads(self._store.get(keys.WAITING))) if self._store.check([keys.WAITING]) else ()
+        """Ids of processes that wait to join, as far as this one knows; [`Membership.accept_joining`] lets them in."""
+        return self._waiting
 
     def _newer(self) -> list[Generation]:
         """Generations after the one that this process works in."""
@@ -154,7 +157,10 @@ class Membership:
         atexit.register(self._stop, threads)
 
     def register(self) -> None:
-        """From now on the others go on if this process dies; without it they are ended, as by `accelerate launch`."""
+        """
+        From now on the others go on if this process dies; without it they are ended, as by `accelerate launch`. One
+        that joins a running job waits from now on.
+        """
         self._push({"kind": "registered", "id": self.id, "node": self.node})
 
     def finish(self) -> None:
@@ -171,17 +177,20 @@ class Membership:
         self._push({"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "time": time.time()})
 
     def accept_joining(self) -> None:
-        """Lets in the processes that wait; to be called by one member. The next generation has them."""
+        """
+        Lets in the processes that wait; to be called by one member. There is a next generation, which has them unless
+        they have died.
+        """
         self._push({"kind": "accept"})
 
     # From one generation to the next. For the main thread.
 
-    def next_generation(self, timeout_s: float) -> Generation:
+    def next_generation(self, timeout_s: float | None) -> Generation:
         """
         Waits for a generation newer than the one that this process works in.
 
         Args:
-            timeout_s (`float`): Seconds to wait.
+            timeout_s (`float` or `None`): Seconds to wait; `None` for no limit.
 
         Returns:
             [`Generation`]: The newest one.
@@ -300,7 +309,11 @@ class Membership:
         """Takes generations from the queue of this process, and blocks while there is none."""
         try:
             while news := store.queue_pop(keys.news_key(self.id)):
-                self._take(Generation.from_json(news))
+                told = json.loads(news)
+                if "waiting" in told:
+                    self._waiting = tuple(told["waiting"])
+                else:
+                    self._take(Generation.from_json(news))
         except RuntimeError:  # the launcher of node 0, which has the store, is gone
             with self._news:
                 self._error = RuntimeError("The launcher of node 0, which keeps the job together, is gone.")
@@ -316,7 +329,7 @@ class Membership:
             self._news.notify_all()
         if was_member and self.id not in generation.ids and self._abort is not None:
             self._leave_at_once()
-        elif generation.losses and self._abort is not None:
+        elif generation.losses and self._abort is not None and self.generation is not None:
             threading.Thread(target=self._end_collectives, args=(generation.number,), daemon=True).start()
 
     def _end_collectives(self, number: int) -> None:
@@ -327,7 +340,7 @@ class Membership:
                 if self._acknowledged >= number or self._abort is None:
                     return
                 self._end_group_stores()
-                end_gloo_connections()
+                end_gloo_connections(max(len(known.members) for known in self._known))
             time.sleep(_REPEAT_S)
 
     def _end_once(self, number: int) -> None:
