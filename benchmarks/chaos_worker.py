@@ -22,6 +22,7 @@ import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel._environment import launch_settings
 from hf_mmparallel.modeling.stages import ModuleStage
 from hf_mmparallel.runtime import engine as engine_module
 from hf_mmparallel.runtime.gradients import GradientSync
@@ -169,13 +170,15 @@ class Deaths:
 class Strikes(TrainerCallback):
     """The points of death in the Trainer's loop, and what happened."""
 
-    def __init__(self, deaths: Deaths):
+    def __init__(self, deaths: Deaths, pause_s: float = 0.0):
         self.deaths = deaths
+        self.pause_s = pause_s
         self.events: list[dict[str, Any]] = []
         self.ends_s: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.step = state.global_step + 1
+        time.sleep(self.pause_s)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.may_strike("optimizer")
@@ -224,13 +227,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--failures", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of each step, in which others can join")
     parser.add_argument("--death", action="append", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    member = int(os.environ["RANK"])
+    settings = launch_settings()
+    assert settings is not None
+    member = settings["id"]
     deaths = Deaths(options.death, member)
     deaths.install()
-    strikes = Strikes(deaths)
+    strikes = Strikes(deaths, options.pause)
     args = MultimodalTrainingArguments(
         parallel=options.parallel,
         resilience={"failures": options.failures},

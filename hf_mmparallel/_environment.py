@@ -12,7 +12,7 @@ _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NU
 def launched_processes() -> tuple[int, str]:
     """How many processes the launcher says it started, and the variable that says so; 1 without a launcher."""
     settings = launch_settings()
-    if settings is not None and "first_id" in settings:  # of the job that this process joins
+    if settings is not None and joins_job():
         return settings["num_processes"], LAUNCH_SETTINGS
     counts = [(int(os.environ[name]), name) for name in _WORLD_SIZES if os.environ.get(name, "").isdigit()]
     return max(counts, default=(1, ""), key=lambda pair: pair[0])
@@ -48,6 +48,11 @@ def launch_settings() -> dict[str, Any] | None:
         return told | {"id": told["first_id"] + int(os.environ["LOCAL_RANK"])}
     own = {"id": int(os.environ["RANK"]), "host": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"])}
     return told | own
+
+
+def joins_job() -> bool:
+    """Whether this process was started to join a job that runs already."""
+    return "first_id" in (launch_settings() or {})
 
 
 def set_launch_settings(settings: dict[str, Any]) -> None:

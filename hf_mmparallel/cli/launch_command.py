@@ -13,8 +13,8 @@ _ADDED = """
 
 In addition to `accelerate launch`: processes whose training is resilient go on when others die. A process or a host
 that dies, is silent or hangs is named, and the exit code is 0 if at least one process finishes. Without resilience a
-process that dies ends all. The host of the first machine, which keeps the processes together, must live. With `--join` the
-processes of this host are added to a training that runs already."""
+process that dies ends all. The host of the first machine, which keeps the processes together, must live. With
+`--join` the processes of this host are added to a training that runs already."""
 
 
 def add_launch_parser(commands: Any) -> None:
@@ -40,8 +40,8 @@ def launch_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--join",
         metavar="HOST:PORT",
-        help="Add the processes of this host to a training that runs at this address, which its first launcher prints. "
-        "Give the same script and arguments, and as many processes as the other hosts have each.",
+        help="Add the processes of this host to a training that runs at this address, which its first launcher "
+        "prints. Give the same script and arguments, and as many processes as the other hosts have each.",
     )
     return parser
 

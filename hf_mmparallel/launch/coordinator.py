@@ -71,12 +71,13 @@ class Coordinator:
             change = handle(**{key: value for key, value in event.items() if key != "kind"})
             losses += [loss for loss in change if isinstance(loss, Loss)]
             joined += [member for member in change if isinstance(member, Member)]
-        if losses or joined or any(event["kind"] == "accept" for event in events):
-            return self._next_generation(losses, joined)
+        askers = tuple(event["id"] for event in events if event["kind"] == "accept")
+        if losses or joined or askers:
+            return self._next_generation(losses, joined, askers)
         self._look_for_end()
         return None
 
-    def _next_generation(self, losses: list[Loss], joined: list[Member]) -> Generation | None:
+    def _next_generation(self, losses: list[Loss], joined: list[Member], askers: tuple[int, ...]) -> Generation | None:
         before = self.generation
         lost = {loss.member for loss in losses}
         members = [member for member in (before.members if before else ()) if member not in lost]
@@ -85,7 +86,7 @@ class Coordinator:
         if not members:
             return None
         number = 0 if before is None else before.number + 1
-        self.generation = Generation(number, tuple(members), tuple(losses), tuple(joined) if before else ())
+        self.generation = Generation(number, tuple(members), tuple(losses), tuple(joined) if before else (), askers)
         return self.generation
 
     def _look_for_end(self) -> None:
@@ -144,7 +145,7 @@ class Coordinator:
         self._fail(reason)
         return []
 
-    def _take_accept(self) -> list[Member]:
+    def _take_accept(self, id: int) -> list[Member]:
         """The members let in the processes that wait, and wait for the next generation, with or without them."""
         joined = self.joinable
         self.waiting = [member for member in self.waiting if member not in joined]

@@ -77,6 +77,10 @@ class SampleAgreement:
         self._reported: set[str] = set()
         self._compared: StepDataset | None = None
 
+    def compare_again(self) -> None:
+        """Lets the ranks, of which some may be new, compare samples of the dataset once more."""
+        self._compared = None
+
     def agree(self, item: StepBatch | UnreadableBatch | None, dataset: StepDataset) -> StepBatch | None:
         """
         The step of an item of a loader, without bad samples, the same on every rank.

@@ -83,6 +83,7 @@ class Membership:
         self._acknowledged = 0  # newest generation that the main thread knows of
         self._known: list[Generation] = []
         self._waiting: tuple[int, ...] = ()
+        self._asks = False  # has let others in, and waits for the generation that has them
         self._error: RuntimeError | None = None
         self.generation: Generation | None = None
         first = self._read_generation(0)
@@ -124,6 +125,11 @@ class Membership:
     def waiting(self) -> tuple[int, ...]:
         """Ids of processes that wait to join, as far as this one knows; [`Membership.accept_joining`] lets them in."""
         return self._waiting
+
+    def is_newcomer(self, id: int) -> bool:
+        """Whether a process joins together with this one, which has not joined yet, or after it."""
+        since = [known for known in list(self._known) if self.id in known.ids]
+        return any(id == member.id for known in since for member in known.joined)
 
     def _newer(self) -> list[Generation]:
         """Generations after the one that this process works in."""
@@ -173,6 +179,8 @@ class Membership:
 
     def report(self, reason: str) -> None:
         """Says that this process is about to end because of an error, so that the others need not wait for its end."""
+        if self._finished:
+            return
         self._abort = None
         self._push({"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "time": time.time()})
 
@@ -181,7 +189,8 @@ class Membership:
         Lets in the processes that wait; to be called by one member. There is a next generation, which has them unless
         they have died.
         """
-        self._push({"kind": "accept"})
+        self._asks = True
+        self._push({"kind": "accept", "id": self.id})
 
     # From one generation to the next. For the main thread.
 
@@ -210,7 +219,7 @@ class Membership:
                     f"{len(self.newest.members)} processes are alive. A connection that is lost although nobody died "
                     "points to the network."
                 )
-            newest = self.newest
+            newest, self._asks = self.newest, False
         self._end_once(newest.number)
         with self._ending:
             self._acknowledged = newest.number
@@ -219,8 +228,13 @@ class Membership:
         return newest
 
     def _is_decided(self) -> bool:
-        """Whether there is a newer generation, for a process that joins one that has it."""
+        """
+        Whether there is a newer generation: for a process that joins one that has it, for one that has let others in
+        the answer.
+        """
         newer = self._newer()
+        if self._asks:
+            newer = newer if any(self.id in generation.answered for generation in newer) else []
         return bool(newer) and (self.generation is not None or self.id in newer[-1].ids)
 
     def meet(self, generation: Generation, timeout_s: float | None = None) -> bool:

@@ -107,7 +107,7 @@ def test_processes_join_when_they_are_let_in():
     assert coordinator.take([_ended(6, node=2)]) is None, "it was no member"
     assert coordinator.take([_ended(4, node=2)]) is None
     assert coordinator.joinable == [Member(5, 2)]
-    generation = coordinator.take([_ended(1), {"kind": "accept"}])
+    generation = coordinator.take([_ended(1), {"kind": "accept", "id": 0}])
     assert generation is not None and coordinator.waiting == []
     assert generation.ids == (0, 2, 3, 5) and generation.joined == (Member(5, 2),)
     assert [loss.member.id for loss in generation.losses] == [1]
@@ -118,7 +118,7 @@ def test_processes_join_when_they_are_let_in():
 
 def test_members_that_let_others_in_get_an_answer_even_if_nobody_is_left_to_join():
     coordinator = _started()
-    generation = coordinator.take([{"kind": "accept"}])
+    generation = coordinator.take([{"kind": "accept", "id": 0}])
     assert generation is not None and generation.number == 1
     assert generation.ids == (0, 1, 2, 3) and not generation.joined and not generation.losses
 
