@@ -404,6 +404,8 @@ class Recovery:
 
     def _settle(self) -> None:
         """Lays the model out for the ranks that have met, if they have since the last time."""
+        if self.membership.generation is None:  # was told of the run, and comes to it now
+            self._meet_until_done(time.time())
         self.raise_if_stale()
         if self._next is None:
             return
