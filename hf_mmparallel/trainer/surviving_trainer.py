@@ -45,6 +45,7 @@ class SurvivingTrainer(EngineTrainer):
 
     _recovery: Recovery | None = None
     _told: ToldRun | None = None  # of a rank that joins, until it has its place
+    _told_folder: str | None = None  # the checkpoint that it begins from
 
     def _repeated(self, work: Callable[[], T]) -> T:
         """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
@@ -92,6 +93,7 @@ class SurvivingTrainer(EngineTrainer):
         with doing("waiting to join the training", waits=True):
             self._told = ToldRun.from_bytes(self._recovery.wait_to_join())
         with self._told.checkpoint() as folder:
+            self._told_folder = folder
             yield folder
 
     def _end_saves(self) -> None:

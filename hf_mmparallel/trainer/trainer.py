@@ -433,8 +433,8 @@ class MultimodalParallelTrainer(SurvivingTrainer):
 
     @planned
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Ends all ranks with one error if a file can't be read."""
-        if self._told is not None:
+        """Ends all ranks with one error if a file can't be read. A rank that joins has none, and reads alone."""
+        if checkpoint is not None and checkpoint == self._told_folder:
             return
 
         def read() -> None:
