@@ -76,7 +76,7 @@ def run_launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..launch.agent import surviving_agent
-    from ..launch.joining import parse_address
+    from ..launch.running_job import parse_address
     from ..launch.supervisor import Limits
 
     try:

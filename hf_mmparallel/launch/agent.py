@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from .. import _environment
-from .joining import take_place
+from .running_job import take_place
 from .supervisor import Limits, Supervisor, announce
 
 _POLL_S = 0.05

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from ..world import job_store as keys
 from ..world.generations import Generation
 from .coordinator import Coordinator, End, join_sentence, loss_sentence
-from .joining import Joining, publish_job
+from .running_job import Joining, publish_job
 
 _POLL_S = 0.01  # interval at which workers are looked at
 _SIGNS_S = 0.25  # interval at which their signs of life are read, and launchers give signs
