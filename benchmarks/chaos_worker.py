@@ -22,6 +22,7 @@ import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel._environment import launch_settings
 from hf_mmparallel.modeling.stages import ModuleStage
 from hf_mmparallel.runtime import engine as engine_module
 from hf_mmparallel.runtime.gradients import GradientSync
@@ -178,13 +179,15 @@ class Deaths:
 class Strikes(TrainerCallback):
     """The points of death in the Trainer's loop, and what happened."""
 
-    def __init__(self, deaths: Deaths):
+    def __init__(self, deaths: Deaths, pause_s: float = 0.0):
         self.deaths = deaths
+        self.pause_s = pause_s
         self.events: list[dict[str, Any]] = []
         self.ends_s: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.step = state.global_step + 1
+        time.sleep(self.pause_s)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.may_strike("optimizer")
@@ -237,13 +240,16 @@ def main() -> None:
     parser.add_argument("--async_save", action="store_true")
     parser.add_argument("--log_predictions", action="store_true")
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of each step, in which others can join")
     parser.add_argument("--death", action="append", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    member = int(os.environ["RANK"])
+    settings = launch_settings()
+    assert settings is not None
+    member = settings["id"]
     deaths = Deaths(options.death, member)
     deaths.install()
-    strikes = Strikes(deaths)
+    strikes = Strikes(deaths, options.pause)
     args = MultimodalTrainingArguments(
         parallel=options.parallel,
         resilience={"failures": options.failures, "ranks_per_node": options.ranks_per_node},

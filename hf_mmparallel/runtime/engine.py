@@ -124,6 +124,8 @@ class ParallelEngine(nn.Module):
         account ([`MemoryAccount`], *optional*): The facts about memory in the last step.
         is_stopping (`bool`): Whether this rank was asked to stop.
         num_stopping (`int`): How many ranks were, as all ranks know after the last training step.
+        sees_waiting (`bool`): Whether this rank knows of processes that wait to join.
+        num_seeing_waiting (`int`): How many ranks do, as all ranks know after the last training step.
     """
 
     def __init__(
@@ -151,6 +153,8 @@ class ParallelEngine(nn.Module):
         self.cast_to: torch.dtype | None = None
         self.is_stopping = False
         self.num_stopping = 0
+        self.sees_waiting = False
+        self.num_seeing_waiting = 0
         self.step_index = 0
         self.asked_s = 0.0
         self.data_ms = 0.0
@@ -473,7 +477,8 @@ class ParallelEngine(nn.Module):
             for key, inputs in batch.batches.items()
             if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
         }
-        totals, self.num_stopping = add_up(self.world, losses, replicas.values(), self.is_stopping)
+        totals, counts = add_up(self.world, losses, replicas.values(), (self.is_stopping, self.sees_waiting))
+        self.num_stopping, self.num_seeing_waiting = counts
         return totals
 
     def gradient_norm(self) -> torch.Tensor:

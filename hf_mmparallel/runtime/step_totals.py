@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,8 @@ def add_up(
     world: World,
     losses: Iterable[tuple[torch.Tensor, torch.Tensor]],
     batches: Iterable[Mapping[str, Any]],
-    is_stopping: bool,
-) -> tuple[StepTotals, int]:
+    signs: Sequence[bool],
+) -> tuple[StepTotals, list[int]]:
     """
     Adds up the numbers of a step over all ranks. Collective.
 
@@ -48,13 +48,12 @@ def add_up(
         losses (`Iterable[tuple[torch.Tensor, torch.Tensor]]`):
             Sum over target tokens, and their number, of each microbatch that this rank reports.
         batches (`Iterable[Mapping[str, Any]]`): The inputs of each microbatch that it counts the tokens of.
-        is_stopping (`bool`): Whether this rank was asked to stop.
+        signs (`Sequence[bool]`): What this rank has noticed, such as that it was asked to stop.
 
     Returns:
-        The totals, and the number of ranks that were asked to stop.
+        The totals, and the number of ranks that gave each of the signs.
     """
-    numbers = torch.zeros(5, dtype=torch.float64)
-    numbers[4] = float(is_stopping)
+    numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, *map(float, signs)], dtype=torch.float64)
     for loss, count in losses:
         numbers[0] += loss.double().cpu()
         numbers[1] += float(count)
@@ -65,5 +64,5 @@ def add_up(
         mask = inputs.get("attention_mask") if words is None else words != 0
         numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
     total, *counts = world.all_reduce(numbers, activity="adding up the step").tolist()
-    targets, tokens, real, num_stopping = map(int, counts)
-    return StepTotals(total, targets, tokens, real), num_stopping
+    targets, tokens, real, *num_signs = map(int, counts)
+    return StepTotals(total, targets, tokens, real), num_signs

@@ -18,10 +18,12 @@ from ..runtime.held_state import HeldParameter, give_to_optimizer, held_paramete
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.step_totals import StepTotals
 from ..runtime.weight_placement import load_held
-from ..world import Membership, shared_failure
+from ..world import Membership, doing, shared_failure
 from ..world.connections import end_collectives
 from .engine_trainer import EngineTrainer
-from .recovery import NodeLayout, Reconfiguration, Recovery, set_ranks
+from .rank_numbers import set_ranks
+from .recovery import NodeLayout, Reconfiguration, Recovery
+from .told_run import ToldRun
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -38,9 +40,11 @@ def completed(method: Callable) -> Callable:
 
 
 class SurvivingTrainer(EngineTrainer):
-    """A Trainer with an engine that, with `resilience`, is laid out anew when ranks are lost in its training."""
+    """A Trainer with an engine that, with `resilience`, is laid out anew in training when ranks are lost or join."""
 
     _recovery: Recovery | None = None
+    _told: ToldRun | None = None  # of a rank that joins, until it has its place
+    _told_folder: str | None = None  # the checkpoint that it begins from
 
     def _repeated(self, work: Callable[[], T]) -> T:
         """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
@@ -52,6 +56,8 @@ class SurvivingTrainer(EngineTrainer):
 
     def _run_step(self) -> StepTotals:
         """Computes the gradients of the global batch that was read last."""
+        if self._recovery is not None:
+            self._engine.sees_waiting = bool(self._recovery.membership.waiting)
         with shared_failure("training step"):
             return self._steps.run(self._on_device, self.state.global_step)
 
@@ -68,6 +74,28 @@ class SurvivingTrainer(EngineTrainer):
             self.control.should_save = True
         self._steps.step_counts()
         return norm
+
+    def _take_in(self) -> None:
+        """Lets in processes that wait to join, if any rank knew of some in the last step."""
+        if self._recovery is not None and self._engine.num_seeing_waiting:
+            self._engine.num_seeing_waiting = 0
+            self._recovery.take_in()
+
+    @contextlib.contextmanager
+    def _joined_checkpoint(self, given: str | None) -> Iterator[str | None]:
+        """
+        The checkpoint that a training begins from: for a rank that joins, what it is told by those that train, once
+        they let it in.
+        """
+        if self._recovery is None or not self._joins:
+            yield given
+            return
+        logger.warning(f"Process {self._recovery.membership.id} waits to join the training.", main_process_only=False)
+        with doing("waiting to join the training", waits=True):
+            self._told = ToldRun.from_bytes(self._recovery.wait_to_join())
+        with self._told.checkpoint() as folder:
+            self._told_folder = folder
+            yield folder
 
     def _end_saves(self) -> None:
         """Waits for the last checkpoint; makes another one if that was given up, since ranks were lost in it."""
@@ -87,7 +115,7 @@ class SurvivingTrainer(EngineTrainer):
         membership = Membership.from_environment()
         assert membership is not None and self._layouts is not None
         layouts, layout = self._layouts
-        recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow)
+        recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow, self._tell)
         gc.freeze()  # what is there by now need not be looked at when the groups of lost ranks are collected
         membership.start(functools.partial(end_collectives, self.world.backend))
         self._recovery = recovery
@@ -111,12 +139,16 @@ class SurvivingTrainer(EngineTrainer):
             self._recovery = None
             gc.unfreeze()
 
+    def _tell(self) -> bytes:
+        """What a rank that joins has to know of this run."""
+        return ToldRun.of(self, self._steps).to_bytes()
+
     def _held_parameters(self) -> dict[str, HeldParameter]:
         """What this rank holds of the model and its optimizer."""
         return held_parameters(self.model, self._prepared_optimizer)
 
     def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: Reconfiguration) -> None:
-        """Lays the model, the optimizer and the data out for the ranks that are left. Collective."""
+        """Lays the model, the optimizer and the data out for the ranks that are there now. Collective."""
         engine, was_first = self._engine, self.state.is_world_process_zero
         assert self._recovery is not None
         self._saves.give_up()
@@ -128,6 +160,9 @@ class SurvivingTrainer(EngineTrainer):
         restore_state(optimizer, self.model, held)
         self._steps.follow_plan()
         self._evaluation_samples.compare_again()
+        if self._told is not None:
+            self._told.restore_sums(self)
+            self._told, self._joins = None, False
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         event.step = self.state.global_step

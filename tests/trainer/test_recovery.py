@@ -35,6 +35,9 @@ class Planner:
             raise TooFewNodesError(f"{len(left)} are left")
         return Layout(left)
 
+    def with_members(self, layout: Layout, joined: set[int]) -> Layout:
+        return Layout((*layout.members, *sorted(joined)))
+
     def last(self, layout: Layout, lost: set[int]) -> Layout:
         return Layout(tuple(member for member in layout.members if member not in lost))
 
@@ -49,8 +52,8 @@ class Store:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values[key] = value if isinstance(value, bytes) else value.encode()
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.values[key] for key in keys]
@@ -66,6 +69,7 @@ class Launcher:
     newest: Generation = field(default_factory=lambda: _generation(0, 3))
     refuses: set[int] = field(default_factory=set)  # generations whose meeting fails, since another member is lost
     reports: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # by generation
+    lossless: set[int] = field(default_factory=set)  # generations that members only join
 
     @property
     def is_stale(self) -> bool:
@@ -74,6 +78,7 @@ class Launcher:
     @property
     def losses(self) -> tuple[Loss, ...]:
         numbers = range(self.generation.number + 1, self.newest.number + 1)
+        numbers = [number for number in numbers if number not in self.lossless]
         return tuple(Loss(Member(9 - number, 9 - number), "was killed", float(number)) for number in numbers)
 
     def lose(self, report: tuple[int, int, float], refuse: bool = False) -> None:
@@ -269,3 +274,20 @@ def test_too_few_nodes_end_the_run_with_a_layout_for_a_last_checkpoint(case):
         case.recovery.run(work)
     assert case.laid_out == [(0, 1)]
     assert case.recovery.run(lambda: "saved") == "saved"
+
+
+def test_members_join_by_the_path_of_losses(case):
+    case.launcher.reports[1] = (0, 0, 0.0)
+    told = Generation(1, tuple(Member(id, id) for id in range(5)), (), (Member(3, 3), Member(4, 4)))
+    case.launcher.accept_joining = lambda: setattr(case.launcher, "newest", told)  # type: ignore[attr-defined]
+    case.launcher.lossless = {1}
+    case.recovery._tell = lambda: b"the run"
+    case.world.is_first = True  # type: ignore[attr-defined]
+    case.recovery.take_in()
+    assert not case.laid_out, "the model is laid out before the next work"
+    assert case.recovery.run(lambda: case.world.size) == 5
+    assert case.laid_out == [(0, 1, 2, 3, 4)]
+    (event,) = case.recovery.events
+    assert event.joined == (3, 4) and event.lost == ()
+    assert event.sentence.startswith("Members 3, 4 joined after step 0. 5 ranks go on")
+    assert "told/1" in case.launcher.store.values, "those who join are told of the run"
