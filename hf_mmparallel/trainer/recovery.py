@@ -76,7 +76,7 @@ class LayoutPlanner(Protocol):
 
 
 @dataclass
-class Reconfiguration:
+class MembershipChange:
     """
     What became of a run when ranks were lost or joined. Times are in seconds, of this rank.
 
@@ -174,12 +174,12 @@ class Recovery:
         planner ([`LayoutPlanner`]): Decides on layouts.
         layout ([`NodeLayout`]): The layout at the start; of a rank that joins, any.
         holds (`Callable[[], Held]`): Returns what this rank holds of the model and its optimizer.
-        follow (`Callable[[NodeLayout, Held, Reconfiguration], None]`): Lays the model out, and goes back to the last
+        follow (`Callable[[NodeLayout, Held, MembershipChange], None]`): Lays the model out, and goes back to the last
             step that is done. Collective.
         tell (`Callable[[], bytes]`, *optional*): Returns what ranks that join need to know of the run.
 
     Attributes:
-        events (`list[Reconfiguration]`): What has happened so far.
+        events (`list[MembershipChange]`): What has happened so far.
     """
 
     def __init__(
@@ -189,14 +189,14 @@ class Recovery:
         planner: LayoutPlanner,
         layout: NodeLayout,
         holds: Callable[[], Held],
-        follow: Callable[[Any, Held, Reconfiguration], None],
+        follow: Callable[[Any, Held, MembershipChange], None],
         tell: Callable[[], bytes] = bytes,
     ):
         self.membership = membership
         self.world = world
         self.planner = planner
         self.layout: Any = layout
-        self.events: list[Reconfiguration] = []
+        self.events: list[MembershipChange] = []
         self._holds = holds
         self._follow = follow
         self._tell = tell
@@ -207,7 +207,7 @@ class Recovery:
         self._held: Held | None = None  # what it has while its model is not laid out as `layout`
         self._num_done = 0
         self._value = 0.0
-        self._event = Reconfiguration()
+        self._event = MembershipChange()
         self._ends_with: TooFewNodesError | None = None
         self._is_last = False  # layout is one for a last checkpoint
         self._block: contextlib.ExitStack | None = None  # in which failures are left to this object
@@ -401,11 +401,11 @@ class Recovery:
             "pipelines could use it beside the other nodes."
         )
 
-    def _event_of(self, losses: Sequence[Loss], stopped_at: float) -> Reconfiguration:
+    def _event_of(self, losses: Sequence[Loss], stopped_at: float) -> MembershipChange:
         """What has happened since the model was last laid out, with new losses."""
-        before = Reconfiguration() if self._next is None else self._event
+        before = MembershipChange() if self._next is None else self._event
         lost_at = min((loss.time for loss in losses), default=stopped_at)
-        return Reconfiguration(
+        return MembershipChange(
             lost=(*before.lost, *(loss.member.id for loss in losses)),
             reasons=(*before.reasons, *(loss.reason for loss in losses)),
             lost_at=before.lost_at or lost_at,

@@ -22,7 +22,7 @@ from ..world import Membership, doing, shared_failure
 from ..world.connections import end_collectives
 from .engine_trainer import EngineTrainer
 from .rank_numbers import set_ranks
-from .recovery import NodeLayout, Reconfiguration, Recovery
+from .recovery import MembershipChange, NodeLayout, Recovery
 from .told_run import ToldRun
 
 logger = get_logger(__name__)
@@ -147,7 +147,7 @@ class SurvivingTrainer(EngineTrainer):
         """What this rank holds of the model and its optimizer."""
         return held_parameters(self.model, self._prepared_optimizer)
 
-    def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: Reconfiguration) -> None:
+    def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:
         """Lays the model, the optimizer and the data out for the ranks that are there now. Collective."""
         engine, was_first = self._engine, self.state.is_world_process_zero
         assert self._recovery is not None
@@ -162,6 +162,7 @@ class SurvivingTrainer(EngineTrainer):
         self._evaluation_samples.compare_again()
         if self._told is not None:
             self._told.restore_sums(self)
+            self._told.restore_callbacks(self)
             self._told, self._joins = None, False
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()

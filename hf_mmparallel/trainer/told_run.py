@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer_callback import ExportableState
 
+from ..callbacks.base import EngineCallback
 from ..runtime.optimizer_names import settings_of
 from .data_progress import save_trainer_state
 
@@ -30,12 +32,14 @@ class ToldRun:
         schedule (`dict[str, Any]`): State of the learning rate schedule.
         groups (`list[dict[str, Any]]`): Settings of the groups of the optimizer.
         sums (`dict[str, float]`): What the Trainer adds up between two logs.
+        callbacks (`list[tuple[str, dict[str, Any]]]`): Class and attributes of each callback that has a state.
     """
 
     files: dict[str, bytes]
     schedule: dict[str, Any]
     groups: list[dict[str, Any]]
     sums: dict[str, float]
+    callbacks: list[tuple[str, dict[str, Any]]]
 
     @classmethod
     def of(cls, trainer: Any, steps: Any) -> ToldRun:
@@ -54,7 +58,8 @@ class ToldRun:
             files = {path.name: path.read_bytes() for path in folder.iterdir()}
         groups = [settings_of(group) for group in trainer.optimizer.param_groups]
         sums = {name: float(getattr(trainer, name)) for name in _SUMS}
-        return cls(files, trainer.lr_scheduler.state_dict(), groups, sums)
+        callbacks = [(type(one).__name__, _state_of(one)) for one in trainer.callback_handler.callbacks]
+        return cls(files, trainer.lr_scheduler.state_dict(), groups, sums, callbacks)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ToldRun:
@@ -78,9 +83,30 @@ class ToldRun:
         optimizer.param_groups[:] = [{"params": [], **settings} for settings in self.groups]
         schedule.load_state_dict(self.schedule)
 
+    def restore_callbacks(self, trainer: Any) -> None:
+        """
+        Gives callbacks what those of the others have noted, such as the patience left of `EarlyStoppingCallback`: all
+        ranks decide alike. Those of one class are told apart by their order.
+        """
+        told = list(self.callbacks)
+        for callback in trainer.callback_handler.callbacks:
+            name = type(callback).__name__
+            found = next((entry for entry in told if entry[0] == name), None)
+            if found is not None:
+                told.remove(found)
+                for attribute, value in found[1].items():
+                    setattr(callback, attribute, value)
+
     def restore_sums(self, trainer: Any) -> None:
         """Gives a Trainer in its loop what it adds up between two logs."""
         for name, value in self.sums.items():
             setattr(trainer, name, value)
         trainer._globalstep_last_logged = int(trainer._globalstep_last_logged)
         trainer._tr_loss = torch.tensor(self.sums["_tr_loss"], device=trainer.args.device)
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    """The attributes of a callback that ranks which join are given."""
+    if isinstance(callback, EngineCallback):
+        return callback.shared_state()
+    return callback.state()["attributes"] if isinstance(callback, ExportableState) else {}
