@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -201,7 +202,9 @@ class Supervisor:
                         self._read_sign(worker, now)
             self._check_store(now)
             if not self._has_joined and all(worker.exit_code is not None for worker in self.workers.values()):
-                self.end = self.end or End(False, "The processes of this launcher ended before they had joined.")
+                self.end = self.end or End(
+                    False, "All processes of this launcher ended before they took part in the training."
+                )
 
     def _look_at(self, worker: Worker) -> None:
         if worker.exit_code is not None or (code := worker.process.poll()) is None:
@@ -350,7 +353,7 @@ class Supervisor:
                     store.queue_push(keys.news_key(member.id), json.dumps({"waiting": waiting}))
             if not told_how_to_join and any(event["kind"] == "registered" for event in events):
                 told_how_to_join = True
-                announce("more nodes join with `--join {}:{}`".format(*self._address))
+                announce(how_to_join(self._address))
         store.set(keys.END, json.dumps(asdict(coordinator.end)))
 
     def _publish(self, store: Any, generation: Generation) -> None:
@@ -363,6 +366,15 @@ class Supervisor:
             announce(loss_sentence(generation))
         if generation.joined:
             announce(join_sentence(generation))
+
+
+def how_to_join(address: tuple[str, int]) -> str:
+    """One line about the address at which launchers join the job."""
+    host, port = address
+    from_others = ""
+    if host == "localhost" or host.startswith("127."):
+        from_others = f"; from other hosts with the name of this one, `{socket.gethostname()}`, in place of `{host}`"
+    return f"more nodes join with `--join {host}:{port}`{from_others}"
 
 
 _SILENT = "no sign of life of the host"

@@ -61,7 +61,7 @@ from .replicated import EqualGradients, ReplicatedParameters, replicated_paramet
 from .sharded_model import ShardedModel
 from .step_check import StepCheck
 from .step_result import StepResult
-from .step_totals import StepTotals, add_up
+from .step_totals import SIGNS, StepTotals, add_up
 from .transport import DistributedTransport
 from .weight_placement import LoadFunction, layers_of_rank, placed_weights, share_buffers
 
@@ -122,10 +122,8 @@ class ParallelEngine(nn.Module):
         asked_s, data_ms (`float`): When the last training step was asked for, and how long this rank waited for it.
         last_result ([`StepResult`], *optional*): Of the last training step.
         account ([`MemoryAccount`], *optional*): The facts about memory in the last step.
-        is_stopping (`bool`): Whether this rank was asked to stop.
-        num_stopping (`int`): How many ranks were, as all ranks know after the last training step.
-        sees_waiting (`bool`): Whether this rank knows of processes that wait to join.
-        num_seeing_waiting (`int`): How many ranks do, as all ranks know after the last training step.
+        signs (`dict[str, bool]`): What this rank has noticed, by the names of [`SIGNS`].
+        num_signs (`dict[str, int]`): How many ranks have noticed it, as all ranks know after the last training step.
     """
 
     def __init__(
@@ -151,10 +149,8 @@ class ParallelEngine(nn.Module):
         if self._blank is not None:
             share_buffers(self._blank, model, world)
         self.cast_to: torch.dtype | None = None
-        self.is_stopping = False
-        self.num_stopping = 0
-        self.sees_waiting = False
-        self.num_seeing_waiting = 0
+        self.signs = dict.fromkeys(SIGNS, False)
+        self.num_signs = dict.fromkeys(SIGNS, 0)
         self.step_index = 0
         self.asked_s = 0.0
         self.data_ms = 0.0
@@ -477,8 +473,7 @@ class ParallelEngine(nn.Module):
             for key, inputs in batch.batches.items()
             if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
         }
-        totals, counts = add_up(self.world, losses, replicas.values(), (self.is_stopping, self.sees_waiting))
-        self.num_stopping, self.num_seeing_waiting = counts
+        totals, self.num_signs = add_up(self.world, losses, replicas.values(), self.signs)
         return totals
 
     def gradient_norm(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,12 @@ import torch
 
 from ..data.context_tokens import WORDS
 from ..world import World
+
+SIGNS: tuple[str, ...] = ("was_asked_to_stop", "sees_waiting", "gave_up_save")
+"""
+What ranks notice by themselves and tell each other with the numbers of a step, so that they decide alike: a signal
+that asks to stop, processes that wait to join, and a checkpoint that was given up, since ranks were lost.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ def add_up(
     world: World,
     losses: Iterable[tuple[torch.Tensor, torch.Tensor]],
     batches: Iterable[Mapping[str, Any]],
-    signs: Sequence[bool],
-) -> tuple[StepTotals, list[int]]:
+    signs: Mapping[str, bool],
+) -> tuple[StepTotals, dict[str, int]]:
     """
     Adds up the numbers of a step over all ranks. Collective.
 
@@ -48,12 +54,12 @@ def add_up(
         losses (`Iterable[tuple[torch.Tensor, torch.Tensor]]`):
             Sum over target tokens, and their number, of each microbatch that this rank reports.
         batches (`Iterable[Mapping[str, Any]]`): The inputs of each microbatch that it counts the tokens of.
-        signs (`Sequence[bool]`): What this rank has noticed, such as that it was asked to stop.
+        signs (`Mapping[str, bool]`): What this rank has noticed, of each of [`SIGNS`].
 
     Returns:
-        The totals, and the number of ranks that gave each of the signs.
+        The totals, and the number of ranks that have noticed each.
     """
-    numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, *map(float, signs)], dtype=torch.float64)
+    numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, *(float(signs[name]) for name in SIGNS)], dtype=torch.float64)
     for loss, count in losses:
         numbers[0] += loss.double().cpu()
         numbers[1] += float(count)
@@ -65,4 +71,4 @@ def add_up(
         numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
     total, *counts = world.all_reduce(numbers, activity="adding up the step").tolist()
     targets, tokens, real, *num_signs = map(int, counts)
-    return StepTotals(total, targets, tokens, real), num_signs
+    return StepTotals(total, targets, tokens, real), dict(zip(SIGNS, num_signs, strict=True))

@@ -1,4 +1,4 @@
-"""A Trainer whose training goes on when ranks are lost."""
+"""A Trainer whose training goes on when ranks are lost, and that others can join."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate.logging import get_logger
 from transformers.trainer_callback import ProgressCallback
 
+from .._files import readable
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
 from ..runtime.optimizers import prepare_optimizer
@@ -57,7 +59,8 @@ class SurvivingTrainer(EngineTrainer):
     def _run_step(self) -> StepTotals:
         """Computes the gradients of the global batch that was read last."""
         if self._recovery is not None:
-            self._engine.sees_waiting = bool(self._recovery.membership.waiting)
+            self._engine.signs["sees_waiting"] = bool(self._recovery.membership.waiting)
+            self._engine.signs["gave_up_save"] = self._saves.has_given_up
         with shared_failure("training step"):
             return self._steps.run(self._on_device, self.state.global_step)
 
@@ -70,15 +73,15 @@ class SurvivingTrainer(EngineTrainer):
             while (found := self._recovery.commit(lambda: float(engine.gradient_norm()))) is None:
                 self._recovery.run(self._run_step)
             norm = torch.tensor(found, device=engine.device)
-        if self._saves.has_given_up:  # known alike by all ranks only here
+        if engine.num_signs["gave_up_save"]:
             self.control.should_save = True
         self._steps.step_counts()
         return norm
 
     def _take_in(self) -> None:
         """Lets in processes that wait to join, if any rank knew of some in the last step."""
-        if self._recovery is not None and self._engine.num_seeing_waiting:
-            self._engine.num_seeing_waiting = 0
+        if self._recovery is not None and self._engine.num_signs["sees_waiting"]:
+            self._engine.num_signs["sees_waiting"] = 0
             self._recovery.take_in()
 
     @contextlib.contextmanager
@@ -96,6 +99,19 @@ class SurvivingTrainer(EngineTrainer):
         with self._told.checkpoint() as folder:
             self._told_folder = folder
             yield folder
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Ends all ranks with one error if a file can't be read. A rank that joins has none, and does nothing."""
+        if self.engine is None:
+            return super()._load_rng_state(checkpoint)
+        if self._told_folder is not None and checkpoint == self._told_folder:
+            return
+
+        def read() -> None:
+            with readable(Path(str(checkpoint)) / self._rng_file):
+                super(SurvivingTrainer, self)._load_rng_state(checkpoint)
+
+        self._completed(lambda: self.world.raise_together(read))
 
     def _end_saves(self) -> None:
         """Waits for the last checkpoint; makes another one if that was given up, since ranks were lost in it."""
@@ -151,7 +167,7 @@ class SurvivingTrainer(EngineTrainer):
         """Lays the model, the optimizer and the data out for the ranks that are there now. Collective."""
         engine, was_first = self._engine, self.state.is_world_process_zero
         assert self._recovery is not None
-        self._saves.give_up()
+        self._saves.start_anew()
         set_ranks(self.world.rank, self.world.size, self._recovery.local_rank)
         engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
         optimizer = self._prepared_optimizer

@@ -81,6 +81,9 @@ class ToldRun:
     def restore_schedule(self, optimizer: Any, schedule: Any) -> None:
         """Gives the schedule its state, and the optimizer the groups of the others, without parameters."""
         optimizer.param_groups[:] = [{"params": [], **settings} for settings in self.groups]
+        lambdas = getattr(schedule, "lr_lambdas", self.groups)
+        if len(lambdas) != len(self.groups):  # the same for all groups, of which this rank had others
+            schedule.lr_lambdas = [lambdas[0]] * len(self.groups)
         schedule.load_state_dict(self.schedule)
 
     def restore_callbacks(self, trainer: Any) -> None:

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from .._environment import joins_job
-from .._files import readable
 from ..callbacks import PredictionCallback, RecoveryCallback
 from ..data.step_batch import StepBatch
 from ..plan import save_layout
@@ -252,19 +251,17 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         result = super().compute_loss(model, inputs, return_outputs)
         return (result[0] * weight, result[1]) if return_outputs else result * weight
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Ends all ranks with one error, or goes on when ranks are lost; with `save_on_preemption` signals end it."""
         with self._listening():
             if not self.is_planned:
-                return super().train(*args, **kwargs)
+                return super().train(resume_from_checkpoint, *args, **kwargs)
             check_overrides(type(self), MultimodalParallelTrainer)
             engine = self._engine
             steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
-            if self._joins:  # goes on from where the others are
-                args, kwargs = (None, *args[1:]), {**kwargs, "resume_from_checkpoint": None}
-                args = args if len(args) > 1 else ()
+            first = None if self._joins else resume_from_checkpoint  # one that joins goes on from where the others are
             with self._saves.leaving(), shared_failure("optimizer, callbacks or log"), steps, self._going_on():
-                return super().train(*args, **kwargs)
+                return super().train(first, *args, **kwargs)
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
@@ -430,18 +427,6 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         super()._save_rng_state(output_dir)
         with self._saves.writing(output_dir) as writes:
             writes.add(sync_file, writes.folder / self._rng_file)
-
-    @planned
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Ends all ranks with one error if a file can't be read. A rank that joins has none, and reads alone."""
-        if checkpoint is not None and checkpoint == self._told_folder:
-            return
-
-        def read() -> None:
-            with readable(Path(str(checkpoint)) / self._rng_file):
-                super(MultimodalParallelTrainer, self)._load_rng_state(checkpoint)
-
-        self._completed(lambda: self.world.raise_together(read))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """
