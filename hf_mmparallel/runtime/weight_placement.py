@@ -94,7 +94,8 @@ def load_nothing(device: torch.device) -> LoadFunction:
 
     def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
         left = {name: parameter for name, parameter in model.named_parameters() if not is_unowned(parameter)}
-        for names in (*layers, list(left)):
+        of_layers = {name for names in layers for name in names}
+        for names in (*layers, [name for name in left if name not in of_layers]):
             for name in names:
                 if name in left:
                     parameter = left.pop(name)
