@@ -365,7 +365,8 @@ class Recovery:
         self._next = self._layout_of(set(generation.ids))
         self._event.planned_s = time.perf_counter() - started_s
         self._event.world_size = len(self._next.members)
-        self._event.joined = tuple(sorted(set(self._next.members) - set(self.layout.members)))
+        new = {*self._event.joined, *(set(self._next.members) - set(self.layout.members))}
+        self._event.joined = tuple(sorted(new.intersection(self._next.members)))
         if self.membership.id not in self._next.members:
             self._leave()
         rank = self._next.members.index(self.membership.id)
@@ -408,6 +409,7 @@ class Recovery:
         return MembershipChange(
             lost=(*before.lost, *(loss.member.id for loss in losses)),
             reasons=(*before.reasons, *(loss.reason for loss in losses)),
+            joined=before.joined,
             lost_at=before.lost_at or lost_at,
             stopped_s=stopped_at - lost_at,
         )
