@@ -1,4 +1,4 @@
-"""Training runs in which processes die, compared with the stock Trainer on one process."""
+"""Training runs in which processes die and join, compared with the stock Trainer on one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,23 @@ class Death:
 
 
 @dataclass(frozen=True)
+class Join:
+    """
+    How processes join.
+
+    Args:
+        step (`int`): The step in which the others wait until these want to join.
+        processes (`int`, *optional*, defaults to 1): Their number; one launcher starts them.
+    """
+
+    step: int
+    processes: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.step}:{self.processes}"
+
+
+@dataclass(frozen=True)
 class Layout:
     """A layout of the tiny model, the number of its ranks, and how many are lost together."""
 
@@ -66,6 +84,7 @@ class Layout:
 
 
 LAYOUTS = {
+    "two copies": Layout(2, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "colocate_with": "vision"}}),
     "copies": Layout(4, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4, "colocate_with": "vision"}}),
     "four pairs": Layout(8, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4}}),
     "own ranks": Layout(4, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}),
@@ -80,14 +99,15 @@ LAYOUTS = {
 @dataclass
 class ChaosRun:
     """
-    What a run with deaths left.
+    What a run with deaths and joins left.
 
     Args:
         returncode (`int`): Of the launcher; `None` if it had to be killed.
-        output (`str`): What it printed.
+        output (`str`): What it printed, and after it the launchers that joined.
         results (`dict[int, dict]`): By member: what those that lived to the end wrote.
         strikes (`list[dict]`): The deaths that took place, with their times.
         seconds (`float`): Duration.
+        joined (`list[int | None]`): The same of the launchers that joined.
     """
 
     returncode: int | None
@@ -95,6 +115,12 @@ class ChaosRun:
     results: dict[int, dict[str, Any]]
     strikes: list[dict[str, Any]]
     seconds: float
+    joined: list[int | None] = field(default_factory=list)
+
+    @property
+    def joiners(self) -> set[int]:
+        """Processes that came as far as to wait for the others to let them in."""
+        return set(map(int, re.findall(r"Process (\d+) waits to join the training", self.output)))
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -124,10 +150,15 @@ def stock_run(steps: int = STEPS, adapter: bool = False) -> Reference:
 
 
 def chaos_run(
-    layout: Layout, deaths: Sequence[Death], folder: Path, timeout_s: float = 300, options: Sequence[str] = ()
+    layout: Layout,
+    deaths: Sequence[Death],
+    folder: Path,
+    timeout_s: float = 300,
+    options: Sequence[str] = (),
+    joins: Sequence[Join] = (),
 ) -> ChaosRun:
     """
-    Launches a run in which processes die.
+    Launches a run in which processes die, and others join.
 
     Args:
         layout ([`Layout`]): The layout.
@@ -135,39 +166,83 @@ def chaos_run(
         folder (`Path`): Empty folder of the run.
         timeout_s (`float`, *optional*, defaults to 300): Seconds after which all is killed.
         options (`Sequence[str]`, *optional*): Further options of the worker.
+        joins (`Sequence[Join]`, *optional*): Who joins.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    environment["GLOO_SOCKET_IFNAME"] = "lo"
-    launcher = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--hang_timeout", "3"]
-    launcher += ["--config_file", str(CONFIG), "--num_processes", str(layout.ranks)]
     worker = [str(WORKER), "--parallel", json.dumps(layout.modules), "--folder", str(folder), *options]
     worker += ["--ranks_per_node", str(layout.ranks_per_node), "--steps", str(STEPS)]
-    words = [word for death in deaths for word in ("--death", str(death))]
+    worker += [word for death in deaths for word in ("--death", str(death))]
+    worker += [word for join in joins for word in ("--join", str(join))]
     start = time.monotonic()
-    with (folder / "output.txt").open("w") as output:
-        command = [*launcher, *worker, *words]
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    with contextlib.ExitStack() as stack:
+        launcher = stack.enter_context(
+            _Launcher(folder / "output.txt", ["--num_processes", str(layout.ranks)], worker)
         )
-        try:
-            returncode = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            returncode = None
-        finally:
-            _end(process)
-    text = (folder / "output.txt").read_text(errors="replace")
+        later: dict[int, _Launcher] = {}
+        while time.monotonic() - start < timeout_s and any(one.runs for one in (launcher, *later.values())):
+            time.sleep(0.05)
+            for place, join in enumerate(joins):
+                if place in later:
+                    if not later[place].runs:
+                        (folder / f"join-{place}.ended").touch()
+                elif (address := launcher.address_in(join.step)) is not None:
+                    flags = ["--join", address, "--num_processes", str(join.processes)]
+                    later[place] = stack.enter_context(_Launcher(folder / f"join-{place}.txt", flags, worker))
+        seconds = time.monotonic() - start
+    text = "\n".join(one.output for one in (launcher, *later.values()))
     strikes = [json.loads(line) for line in text.splitlines() if line.startswith('{"dies"')]
     results = {
         int(path.stem.partition("-")[2]): torch.load(path, weights_only=False) for path in folder.glob("result-*.pt")
     }
-    return ChaosRun(returncode, text, results, strikes, time.monotonic() - start)
+    return ChaosRun(launcher.returncode, text, results, strikes, seconds, [one.returncode for one in later.values()])
 
 
-def _end(process: subprocess.Popen) -> None:
-    """Kills a launcher and whatever it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+class _Launcher:
+    """
+    A launcher of workers, killed with them at the end of a block if it still runs.
+
+    Args:
+        path (`Path`): File of what it prints.
+        flags (`Sequence[str]`): Its own flags.
+        worker (`Sequence[str]`): The script and its arguments.
+    """
+
+    def __init__(self, path: Path, flags: Sequence[str], worker: Sequence[str]):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+        command = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--hang_timeout", "3"]
+        command += ["--config_file", str(CONFIG), *flags, *worker]
+        self._path = path
+        with path.open("w") as output:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.returncode: int | None = None
+
+    def __enter__(self) -> _Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kills the launcher and whatever it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended by itself yet."""
+        self.returncode = self._process.poll()
+        return self.returncode is None
+
+    @property
+    def output(self) -> str:
+        """What it and its workers have printed so far."""
+        return self._path.read_text(errors="replace")
+
+    def address_in(self, step: int) -> str | None:
+        """The address at which others can join in a step; `None` until its processes wait for them."""
+        output = self.output
+        found = re.search(r"more nodes join with `--join (\S+)`", output)
+        return found[1] if found is not None and json.dumps({"awaits": step}) in output else None
 
 
 def faults(run: ChaosRun, layout: Layout, reference: Reference) -> list[str]:
@@ -175,8 +250,9 @@ def faults(run: ChaosRun, layout: Layout, reference: Reference) -> list[str]:
     if run.returncode is None:
         return ["it hung"]
     lost = {layout.node_of(strike["dies"]) for strike in run.strikes}
-    left = {member for member in range(layout.ranks) if layout.node_of(member) not in lost}
+    left = {member for member in {*range(layout.ranks), *run.joiners} if layout.node_of(member) not in lost}
     found = [] if run.returncode == 0 else [f"exit code {run.returncode}"]
+    found += ["a launcher that joined hung" for returncode in run.joined if returncode is None]
     if set(run.results) != left:
         found.append(f"processes {sorted(run.results)} came to the end, not {sorted(left)}")
     for member, result in run.results.items():

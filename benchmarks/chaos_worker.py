@@ -1,5 +1,6 @@
 """
-One process of a training run in which processes die at given points; started by `hf-mmparallel launch`.
+One process of a training run in which processes die at given points, and others join at given steps; started by
+`hf-mmparallel launch`.
 
 Every process that is left at the end writes what it has to `result-<id>.pt`: losses, gradient norms, weights (on rank
 0), what happened, and the samples that it has trained on.
@@ -22,12 +23,14 @@ import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel._environment import joins_job, launch_settings
 from hf_mmparallel.modeling.stages import ModuleStage
 from hf_mmparallel.runtime import engine as engine_module
 from hf_mmparallel.runtime.gradients import GradientSync
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.runtime.transport import DistributedTransport
 from hf_mmparallel.trainer import recovery as recovery_module
+from hf_mmparallel.world import Membership
 
 NUM_SAMPLES, VOCABULARY, IMAGE_TOKEN = 40, 120, 100
 POINTS = (
@@ -45,6 +48,8 @@ POINTS = (
     "checkpoint",
     "copying",
     "laying_out",
+    "waiting",
+    "told",
 )
 WAYS = ("kill", "stop", "raise", "exit")
 
@@ -173,18 +178,48 @@ class Deaths:
         self.before(ShardedModel, "save", "checkpoint")
         self.before(recovery_module, "exchange", "copying")
         self.before(engine_module.ParallelEngine, "change_plan", "laying_out")
+        if joins_job():
+            self.before(Membership, "register", "waiting", after=True)
+            self.before(recovery_module.Recovery, "wait_to_join", "told", after=True)
+
+
+class Joins:
+    """
+    The steps in which this process waits until others want to join.
+
+    Args:
+        words (`list[str]`): `step:number` for each launcher that joins, with the number of its processes.
+        folder (`Path`): Folder of the run, in which a file says that the launcher of this place in `words` has ended.
+    """
+
+    def __init__(self, words: list[str], folder: Path):
+        self.planned = [tuple(map(int, word.split(":"))) for word in words]
+        self.folder = folder
+
+    def wait(self, step: int, trainer: Any) -> None:
+        """Waits in a step until the processes of all launchers that join in it wait, or their launcher has ended."""
+        wanted = {place: number for place, (when, number) in enumerate(self.planned) if when == step}
+        if wanted and trainer.is_world_process_zero():
+            print(json.dumps({"awaits": step}), flush=True)
+        while wanted and len(trainer._recovery.membership.waiting) < sum(wanted.values()):
+            time.sleep(0.02)
+            wanted = {place: n for place, n in wanted.items() if not (self.folder / f"join-{place}.ended").exists()}
 
 
 class Strikes(TrainerCallback):
     """The points of death in the Trainer's loop, and what happened."""
 
-    def __init__(self, deaths: Deaths):
+    trainer: Any = None
+
+    def __init__(self, deaths: Deaths, joins: Joins):
         self.deaths = deaths
+        self.joins = joins
         self.events: list[dict[str, Any]] = []
         self.ends_s: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.step = state.global_step + 1
+        self.joins.wait(self.deaths.step, self.trainer)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.may_strike("optimizer")
@@ -237,13 +272,16 @@ def main() -> None:
     parser.add_argument("--async_save", action="store_true")
     parser.add_argument("--log_predictions", action="store_true")
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--join", action="append", default=[])
     parser.add_argument("--death", action="append", default=[])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    member = int(os.environ["RANK"])
+    settings = launch_settings()
+    assert settings is not None
+    member = settings["id"]
     deaths = Deaths(options.death, member)
     deaths.install()
-    strikes = Strikes(deaths)
+    strikes = Strikes(deaths, Joins(options.join, options.folder))
     args = MultimodalTrainingArguments(
         parallel=options.parallel,
         resilience={"failures": options.failures, "ranks_per_node": options.ranks_per_node},
@@ -263,6 +301,7 @@ def main() -> None:
         data_collator=collate,
         callbacks=[strikes],
     )
+    strikes.trainer = trainer
     trainer.train()
     whole = trainer.gather_model()
     result = {

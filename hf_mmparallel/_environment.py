@@ -11,6 +11,9 @@ _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NU
 
 def launched_processes() -> tuple[int, str]:
     """How many processes the launcher says it started, and the variable that says so; 1 without a launcher."""
+    settings = launch_settings()
+    if settings is not None and joins_job():
+        return settings["num_processes"], LAUNCH_SETTINGS
     counts = [(int(os.environ[name]), name) for name in _WORLD_SIZES if os.environ.get(name, "").isdigit()]
     return max(counts, default=(1, ""), key=lambda pair: pair[0])
 
@@ -27,19 +30,29 @@ def is_switched_on(name: str) -> bool:
 
 def ranks_per_host(world_size: int) -> int:
     """Ranks that the launcher started on this host; 1 if it is the only host, where each process fails by itself."""
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    settings = launch_settings() or {}
+    count = settings.get("processes_per_node") or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return 1 if count >= world_size else count
 
 
 def launch_settings() -> dict[str, Any] | None:
     """
     What `hf-mmparallel launch` tells this worker: `id`, `node`, `host` and `port` of the store, `prefix` of the keys,
-    `folder` for signs of life; `None` under other launchers.
+    `folder` for signs of life; in a process that joins a running job also `first_id` of its launcher's processes, and
+    `num_processes` and `processes_per_node` that the job started with. `None` under other launchers.
     """
     if LAUNCH_SETTINGS not in os.environ:
         return None
+    told = json.loads(os.environ[LAUNCH_SETTINGS])
+    if "first_id" in told:  # it has a process group of its own until it joins
+        return told | {"id": told["first_id"] + int(os.environ["LOCAL_RANK"])}
     own = {"id": int(os.environ["RANK"]), "host": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"])}
-    return json.loads(os.environ[LAUNCH_SETTINGS]) | own
+    return told | own
+
+
+def joins_job() -> bool:
+    """Whether this process was started to join a job that runs already."""
+    return "first_id" in (launch_settings() or {})
 
 
 def set_launch_settings(settings: dict[str, Any]) -> None:

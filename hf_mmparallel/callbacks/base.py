@@ -36,10 +36,17 @@ class EngineCallback(TrainerCallback):
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """
-        Called on each rank that is left when ranks were lost, once the engine has another plan, before its first step.
-        What was noted of earlier steps does not belong to this plan. Any callback of the Trainer may have this event;
-        `event`, a [`Reconfiguration`], says what has happened.
+        Called on each rank when ranks were lost or have joined, once the engine has another plan, before its first
+        step. What was noted of earlier steps does not belong to this plan. Any callback of the Trainer may have this
+        event; `event`, a [`MembershipChange`], says what has happened.
         """
+
+    def shared_state(self) -> dict[str, Any]:
+        """
+        The attributes of this callback that a rank which joins the training is given, such as what was noted of the
+        whole run; none by default.
+        """
+        return {}
 
     def parallel_metrics(self) -> dict[str, float]:
         """

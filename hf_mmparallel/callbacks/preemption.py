@@ -93,11 +93,11 @@ class PreemptionCallback(EngineCallback):
     def _ask(self, stop: bool) -> None:
         self.is_asked = stop
         if self.engine is not None:
-            self.engine.is_stopping = stop
+            self.engine.signs["was_asked_to_stop"] = stop
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.engine is not None:
-            self.num_asked = self.engine.num_stopping
+            self.num_asked = self.engine.num_signs["was_asked_to_stop"]
         else:
             self.num_asked = int(self.world.all_reduce(torch.tensor(int(self.is_asked)), activity="a signal to stop"))
         if self.num_asked:

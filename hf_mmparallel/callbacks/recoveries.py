@@ -1,4 +1,4 @@
-"""What a run with `resilience` went through: a picture, and a sentence for the model card."""
+"""What a run with `resilience` went through: a picture, and sentences for the model card."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ RECOVERY = "recovery.png"
 
 class RecoveryCallback(EngineCallback):
     """
-    Draws `recovery.png` into the output folder at the end of a run that has lost ranks: samples per second over time,
-    with each recovery, and the number of ranks. Every rank notes what it takes, since any of them may be the first one
-    at the end.
+    Draws `recovery.png` into the output folder at the end of a run that ranks were lost from or have joined: samples
+    per second over time, with each of these changes, and the number of ranks. Every rank notes what it takes, since
+    any of them may be the first one at the end.
 
     The Trainer has one by itself with `resilience`.
 
@@ -25,7 +25,7 @@ class RecoveryCallback(EngineCallback):
         samples_per_step (`int`): Samples of a step.
 
     Attributes:
-        marks (`list[RecoveryMark]`): The recoveries so far.
+        marks (`list[RecoveryMark]`): The changes so far.
     """
 
     def __init__(self, samples_per_step: int):
@@ -44,7 +44,8 @@ class RecoveryCallback(EngineCallback):
         self._step_ends_s.append(time.time() - self._began_s)
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, event: Any = None, **kwargs: Any) -> None:
-        label = "lost " + ", ".join(map(str, event.lost))
+        changes = (("lost", event.lost), ("joined", event.joined))
+        label = ", ".join(f"{verb} {', '.join(map(str, members))}" for verb, members in changes if members)
         self.marks.append(RecoveryMark(event.lost_at - self._began_s, event.total_s, event.world_size, label))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -55,15 +56,19 @@ class RecoveryCallback(EngineCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             recovery_png(self._step_ends_s, self.samples_per_step, self._num_ranks, self.marks, path)
 
+    def shared_state(self) -> dict[str, Any]:
+        names = ("marks", "_step_ends_s", "_began_s", "_num_ranks")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def sentence(self) -> str | None:
-        """What the run went through, in one sentence; `None` if no rank was lost."""
+        """What the run went through, in words; `None` if no rank was lost and none joined."""
         if not self.marks:
             return None
         took_s = sum(mark.took_s for mark in self.marks)
         times = "once" if len(self.marks) == 1 else f"{len(self.marks)} times"
         return (
-            f"Ranks were lost {times}, and training went on without them: {self._num_ranks} ranks at first, "
-            f"{self.marks[-1].num_ranks} at the end. The recoveries took {took_s:.2f} s in all, from each loss until "
-            "the run went on."
+            f"The ranks changed {times}, as some were lost or joined, and training went on: {self._num_ranks} ranks "
+            f"at first, {self.marks[-1].num_ranks} at the end. The changes took {took_s:.2f} s in all, from each loss "
+            "or join until the run went on."
         )

@@ -13,7 +13,8 @@ _ADDED = """
 
 In addition to `accelerate launch`: processes whose training is resilient go on when others die. A process or a host
 that dies, is silent or hangs is named, and the exit code is 0 if at least one process finishes. Without resilience a
-process that dies ends all. The host of the first machine, which keeps the processes together, must live."""
+process that dies ends all. The host of the first machine, which keeps the processes together, must live. With
+`--join` the processes of this host are added to a training that runs already."""
 
 
 def add_launch_parser(commands: Any) -> None:
@@ -36,7 +37,24 @@ def launch_parser() -> argparse.ArgumentParser:
     ):
         text = f"Seconds {meaning} (default {default:g})."
         group.add_argument(f"--{name}_timeout", type=float, default=default, metavar="SECONDS", help=text)
+    group.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="Add the processes of this host to a training that runs at this address, which its first launcher "
+        "prints. Give the same script and arguments, and as many processes as the other hosts have each.",
+    )
     return parser
+
+
+def _launch_this_host(args: argparse.Namespace) -> None:
+    """Launches the processes of this host only, by torch's agent even if there is one."""
+    from accelerate.commands.launch import _validate_launch_command, multi_gpu_launcher
+
+    args, *_ = _validate_launch_command(args)
+    args.num_processes = max(1, args.num_processes // (args.num_machines or 1))
+    args.num_machines, args.machine_rank = 1, 0
+    args.main_process_ip, args.main_process_port = None, 0
+    multi_gpu_launcher(args)
 
 
 def run_launch(arguments: Sequence[str]) -> int:
@@ -58,11 +76,16 @@ def run_launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..launch.agent import surviving_agent
+    from ..launch.running_job import parse_address
     from ..launch.supervisor import Limits, announce
 
-    with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout)) as reasons:
+    join = None if args.join is None else parse_address(args.join)
+    with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout), join) as reasons:
         try:
-            launch_command(args)
+            if join is None:
+                launch_command(args)
+            else:
+                _launch_this_host(args)
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             for reason in reasons:  # once more: torch names the first process that ended, not what ended the job

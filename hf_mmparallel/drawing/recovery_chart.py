@@ -1,4 +1,4 @@
-"""A chart of a run in which ranks were lost: throughput over time, each recovery, and the number of ranks."""
+"""A chart of a run in which ranks were lost or joined: throughput over time, each change, and the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from .throughput_chart import style_axis, time_unit
 
 _LINE, _BAND, _GREY, _INK = "#2F6DB5", "#C2476B", "#444444", "#222222"
 _MOST_PIECES = 300  # of the line
-_MOST_LABELS = 40  # the longest recoveries have one
+_MOST_LABELS = 40  # the longest changes have one
 _SPACING = 0.022  # between two labels, as a share of the width
 
 
 @dataclass(frozen=True)
 class RecoveryMark:
     """
-    A recovery in a chart.
+    A change of the ranks in a chart.
 
     Args:
-        start_s (`float`): When the loss was noticed, in seconds since the run began.
+        start_s (`float`): When a loss was noticed, or others were let in, in seconds since the run began.
         took_s (`float`): From then until the run went on.
         num_ranks (`int`): Ranks from then on.
-        label (`str`): Who was lost.
+        label (`str`): Who was lost or joined.
     """
 
     start_s: float
@@ -39,16 +39,16 @@ def recovery_png(
     num_ranks: int,
     marks: Sequence[RecoveryMark],
     path: str | Path,
-    title: str = "Training with lost ranks",
+    title: str = "Training while ranks change",
 ) -> None:
     """
-    Draws samples per second over time with a mark for each recovery, and the number of ranks below it.
+    Draws samples per second over time with a mark for each change of the ranks, and the number of ranks below it.
 
     Args:
         step_ends_s (`Sequence[float]`): When each step ended, in seconds since the run began.
         samples_per_step (`int`): Samples of a step.
         num_ranks (`int`): Ranks at the start.
-        marks (`Sequence[RecoveryMark]`): The recoveries, in order.
+        marks (`Sequence[RecoveryMark]`): The changes, in order.
         path (`str` or `Path`): Path of the PNG.
         title (`str`, *optional*): Title of the chart.
     """
@@ -80,10 +80,10 @@ def recovery_png(
             axis.axvspan(start, stop, color=_BAND, linewidth=0.8, alpha=0.55, zorder=1)
     _label(rate_axis, marks, end_s)
     lost_s = sum(mark.took_s for mark in marks)
-    many = "1 recovery" if len(marks) == 1 else f"{len(marks)} recoveries"
+    many = "1 change" if len(marks) == 1 else f"{len(marks)} changes"
     figure.text(0.012, 0.955, title, fontsize=13, fontweight="bold", color=_INK)
-    text = f"{many}, {lost_s:,.2f} s from the losses until the run went on; {num_ranks} ranks at first, {counts[-1]} "
-    figure.text(0.012, 0.92, text + "at the end", fontsize=9.5, color=_GREY)
+    text = f"{many}, {lost_s:,.2f} s from losses and joins until the run went on; {num_ranks} ranks at first, "
+    figure.text(0.012, 0.92, text + f"{counts[-1]} at the end", fontsize=9.5, color=_GREY)
     figure.savefig(path)
 
 
@@ -107,7 +107,7 @@ def throughput(step_ends_s: Sequence[float], samples_per_step: int) -> tuple[lis
 
 
 def _label(axis: Any, marks: Sequence[RecoveryMark], end_s: float) -> None:
-    """Names who was lost and for how long it stopped the run, above the marks and apart from each other."""
+    """Names who was lost or joined and for how long it stopped the run, above the marks and apart from each other."""
     longest = sorted(range(len(marks)), key=lambda index: -marks[index].took_s)[:_MOST_LABELS]
     free = 0.95  # from the right, where there is room for the next one
     for index in sorted(longest, reverse=True):

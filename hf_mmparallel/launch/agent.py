@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from .. import _environment
+from .running_job import take_place
 from .supervisor import Limits, Supervisor, announce
 
 _POLL_S = 0.05
@@ -28,6 +29,7 @@ class SurvivingAgent(LocalElasticAgent):
 
     limits = Limits()
     reasons: ClassVar[list[str]] = []  # why jobs failed, of this class
+    join: tuple[str, int] | None = None  # address of a running job that the workers join
     _supervisor: Supervisor | None = None
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -35,16 +37,16 @@ class SurvivingAgent(LocalElasticAgent):
         if not spec.rdzv_handler.use_agent_store:  # worker 0 would host the store, and it may die
             announce("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: a process that dies ends all.")
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
-        attempt = spec.max_restarts - self._remaining_restarts
-        self._supervisor = Supervisor(
-            (worker_group.master_addr, worker_group.master_port),
-            f"hf_mmparallel/launch/{spec.rdzv_handler.get_run_id()}/{attempt}",
-            worker_group.group_rank,
-            worker_group.group_world_size,
-            self.limits,
-        )
+        self._supervisor = self._new_supervisor(worker_group)
         _environment.set_launch_settings(self._supervisor.settings())
+        joining = self._supervisor.joining
+        if joining is not None:  # each process has a group of its own until the others let it in
+            for worker in worker_group.workers:
+                worker.global_rank, worker.world_size = 0, 1
         pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]  # it is decorated
+        if joining is not None:
+            for worker in worker_group.workers:
+                worker.global_rank = joining.first_id + worker.local_rank
         assert isinstance(self._pcontext, SubprocessContext), "accelerate starts scripts, not functions"
         handlers = self._pcontext.subprocess_handlers
         self._supervisor.start(
@@ -54,6 +56,20 @@ class SurvivingAgent(LocalElasticAgent):
             }
         )
         return pids
+
+    def _new_supervisor(self, worker_group: Any) -> Supervisor:
+        """The supervisor of the workers that are about to start."""
+        spec = worker_group.spec
+        if self.join is not None:
+            joining = take_place(self.join, spec.local_world_size)
+            return Supervisor(joining.address, joining.prefix, joining.node, joining.node, self.limits, joining)
+        return Supervisor(
+            (worker_group.master_addr, worker_group.master_port),
+            f"hf_mmparallel/launch/{spec.rdzv_handler.get_run_id()}/{spec.max_restarts - self._remaining_restarts}",
+            worker_group.group_rank,
+            worker_group.group_world_size,
+            self.limits,
+        )
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         supervisor, context = self._supervisor, self._pcontext
@@ -104,14 +120,18 @@ class SurvivingAgent(LocalElasticAgent):
 
 
 @contextlib.contextmanager
-def surviving_agent(limits: Limits) -> Iterator[list[str]]:
+def surviving_agent(limits: Limits, join: tuple[str, int] | None = None) -> Iterator[list[str]]:
     """
     Lets torch's launcher use [`SurvivingAgent`] in place of its own for the duration of a block.
+
+    Args:
+        limits ([`Limits`]): How long silence is tolerated.
+        join (`tuple[str, int]`, *optional*): Host and port of a running job that the workers join.
 
     Yields:
         `list[str]`: Why the job failed, once it has.
     """
     reasons: list[str] = []
-    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "reasons": reasons})
+    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "join": join, "reasons": reasons})
     with mock.patch.object(api, "LocalElasticAgent", agent):
         yield reasons

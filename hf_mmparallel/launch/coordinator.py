@@ -35,6 +35,7 @@ class Coordinator:
     Attributes:
         generation ([`Generation`], *optional*): The newest; `None` until all launchers have reported their workers.
         end ([`End`], *optional*): `None` while processes run.
+        starting (`list[Member]`): Processes of launchers that join a running job, until they wait.
         waiting (`list[Member]`): Processes that wait to join.
     """
 
@@ -46,8 +47,15 @@ class Coordinator:
         self._finished: set[Member] = set()
         self.generation: Generation | None = None
         self.end: End | None = None
+        self.starting: list[Member] = []
         self.waiting: list[Member] = []
         self._last_reason = ""
+
+    @property
+    def joinable(self) -> list[Member]:
+        """Processes that wait to join together with all others of their launcher."""
+        late = {member.node for member in self.starting}
+        return [member for member in self.waiting if member.node not in late]
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> Generation | None:
         """
@@ -66,12 +74,13 @@ class Coordinator:
             change = handle(**{key: value for key, value in event.items() if key != "kind"})
             losses += [loss for loss in change if isinstance(loss, Loss)]
             joined += [member for member in change if isinstance(member, Member)]
-        if losses or joined:
-            return self._next_generation(losses, joined)
+        askers = tuple(event["id"] for event in events if event["kind"] == "accept")
+        if losses or joined or askers:
+            return self._next_generation(losses, joined, askers)
         self._look_for_end()
         return None
 
-    def _next_generation(self, losses: list[Loss], joined: list[Member]) -> Generation | None:
+    def _next_generation(self, losses: list[Loss], joined: list[Member], askers: tuple[int, ...]) -> Generation | None:
         before = self.generation
         lost = {loss.member for loss in losses}
         members = [member for member in (before.members if before else ()) if member not in lost]
@@ -80,11 +89,12 @@ class Coordinator:
         if not members:
             return None
         number = 0 if before is None else before.number + 1
-        self.generation = Generation(number, tuple(members), tuple(losses), tuple(joined) if before else ())
+        self.generation = Generation(number, tuple(members), tuple(losses), tuple(joined) if before else (), askers)
         return self.generation
 
     def _look_for_end(self) -> None:
-        if self.end is None and self.generation is not None and not self._running:
+        members = self._running.difference(self.starting, self.waiting)
+        if self.end is None and self.generation is not None and not members:
             if self._finished:
                 self.end = End(True)
             else:
@@ -98,15 +108,19 @@ class Coordinator:
         self._nodes[node] = members
         self._running.update(members)
         if self.generation is not None:
-            self.waiting += members
+            self.starting += members
             return []
         if len(self._nodes) < self._num_nodes:
             return []
         return [member for members in self._nodes.values() for member in members]
 
     def _take_registered(self, id: int, node: int) -> list[Loss]:
-        """The others go on from now on if this process dies."""
-        self._registered.add(Member(id, node))
+        """The others go on from now on if this process dies; one that joins waits for them."""
+        member = Member(id, node)
+        if member in self.starting:
+            self.starting.remove(member)
+            self.waiting.append(member)
+        self._registered.add(member)
         return []
 
     def _take_finished(self, id: int, node: int) -> list[Loss]:
@@ -124,7 +138,7 @@ class Coordinator:
     def _take_ended(self, id: int, node: int, exit_code: int, reason: str, time: float) -> list[Loss]:
         """A process has ended."""
         member = Member(id, node)
-        if exit_code == 0 and member in self._running - self._registered:
+        if exit_code == 0 and member in self._running.difference(self._registered, self.starting):
             self._running.remove(member)
             self._finished.add(member)
             return []
@@ -143,9 +157,10 @@ class Coordinator:
         self._fail(reason)
         return []
 
-    def _take_accept(self) -> list[Member]:
-        """The members let in the processes that wait."""
-        joined, self.waiting = self.waiting, []
+    def _take_accept(self, id: int) -> list[Member]:
+        """The members let in the processes that wait, and wait for the next generation, with or without them."""
+        joined = self.joinable
+        self.waiting = [member for member in self.waiting if member not in joined]
         return joined
 
     def _lose(self, members: Sequence[Member], reason: str, time: float) -> list[Loss]:
@@ -153,8 +168,10 @@ class Coordinator:
         losses = []
         for member in sorted(self._running.intersection(members)):
             self._running.remove(member)
-            if member in self.waiting:
-                self.waiting.remove(member)
+            waits = [members for members in (self.starting, self.waiting) if member in members]
+            if waits:
+                waits[0].remove(member)
+                self._registered.discard(member)
             elif member in self._registered:
                 self._registered.remove(member)
                 self._last_reason = reason
@@ -179,3 +196,15 @@ def loss_sentence(generation: Generation) -> str:
     ]
     others = f"the other {len(generation.members)} go on" if len(generation.members) > 1 else "the last one goes on"
     return f"lost {', '.join(parts)}; {others}"
+
+
+def join_sentence(generation: Generation) -> str:
+    """One line about the members that join in a generation."""
+    by_node: dict[int, list[int]] = {}
+    for member in generation.joined:
+        by_node.setdefault(member.node, []).append(member.id)
+    parts = [
+        f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of node {node}"
+        for node, ids in by_node.items()
+    ]
+    return f"{', '.join(parts)} joined; {len(generation.members)} go on"

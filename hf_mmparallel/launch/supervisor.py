@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -18,7 +19,8 @@ from typing import Any, Protocol
 
 from ..world import job_store as keys
 from ..world.generations import Generation
-from .coordinator import Coordinator, End, loss_sentence
+from .coordinator import Coordinator, End, join_sentence, loss_sentence
+from .running_job import Joining, publish_job
 
 _POLL_S = 0.01  # interval at which workers are looked at
 _SIGNS_S = 0.25  # interval at which their signs of life are read, and launchers give signs
@@ -105,10 +107,21 @@ class Supervisor:
         node (`int`): Number of this launcher.
         num_nodes (`int`): Number of launchers that the job starts with.
         limits ([`Limits`]): How long silence is tolerated.
+        joining ([`Joining`], *optional*): The place of this launcher in a running job.
     """
 
-    def __init__(self, address: tuple[str, int], prefix: str, node: int, num_nodes: int, limits: Limits):
+    def __init__(
+        self,
+        address: tuple[str, int],
+        prefix: str,
+        node: int,
+        num_nodes: int,
+        limits: Limits,
+        joining: Joining | None = None,
+    ):
         self.node = node
+        self.joining = joining
+        self._has_joined = joining is None
         self.limits = limits
         self.workers: dict[int, Worker] = {}  # by local rank
         self.end: End | None = None
@@ -124,7 +137,8 @@ class Supervisor:
 
     def settings(self) -> dict[str, Any]:
         """What the workers are told."""
-        return {"node": self.node, "prefix": self._prefix, "folder": self._folder.name}
+        told = {"node": self.node, "prefix": self._prefix, "folder": self._folder.name}
+        return told if self.joining is None else told | self.joining.settings()
 
     def start(self, processes: Mapping[int, tuple[int, Process]]) -> None:
         """
@@ -187,6 +201,10 @@ class Supervisor:
                     if worker.exit_code is None:
                         self._read_sign(worker, now)
             self._check_store(now)
+            if not self._has_joined and all(worker.exit_code is not None for worker in self.workers.values()):
+                self.end = self.end or End(
+                    False, "All processes of this launcher ended before they took part in the training."
+                )
 
     def _look_at(self, worker: Worker) -> None:
         if worker.exit_code is not None or (code := worker.process.poll()) is None:
@@ -285,6 +303,7 @@ class Supervisor:
         while store.check([keys.generation_key(known + 1)]):
             known += 1
             generation = Generation.from_json(store.get(keys.generation_key(known)))
+            self._has_joined |= self.node in {member.node for member in generation.members}
             lost = {loss.member.id for loss in generation.losses}
             for worker in self.workers.values():
                 if worker.id in lost and worker.doomed is None:
@@ -313,7 +332,8 @@ class Supervisor:
     def _coordinate(self) -> None:
         store = keys.connect(self._address, self._prefix)
         coordinator = Coordinator(self._num_nodes)
-        waiting: list[Any] = []
+        waiting: list[int] = []
+        told_how_to_join = False
         while coordinator.end is None:
             events = [json.loads(store.queue_pop(keys.EVENTS))]
             if events[0]["kind"] in ("ended", "reported", "silent"):
@@ -326,17 +346,35 @@ class Supervisor:
                 readers = [*generation.members, *(loss.member for loss in generation.losses), *coordinator.waiting]
                 for member in readers:
                     store.queue_push(keys.news_key(member.id), generation.to_json())
-            if coordinator.waiting != waiting:
-                waiting = list(coordinator.waiting)
-                store.set(keys.WAITING, json.dumps([member.id for member in waiting]))
+            joinable = [member.id for member in coordinator.joinable]
+            if coordinator.generation is not None and (joinable != waiting or (joinable and generation is not None)):
+                waiting = joinable
+                for member in coordinator.generation.members:
+                    store.queue_push(keys.news_key(member.id), json.dumps({"waiting": waiting}))
+            if not told_how_to_join and any(event["kind"] == "registered" for event in events):
+                told_how_to_join = True
+                announce(how_to_join(self._address))
         store.set(keys.END, json.dumps(asdict(coordinator.end)))
 
     def _publish(self, store: Any, generation: Generation) -> None:
+        if generation.number == 0:
+            publish_job(store, self._prefix, self._num_nodes, len(generation.members))
         store.set(keys.generation_key(generation.number), generation.to_json())
         if generation.number:
             store.compare_set(keys.meeting_key(generation.number - 1), "", keys.ABANDONED)
         if generation.losses:
             announce(loss_sentence(generation))
+        if generation.joined:
+            announce(join_sentence(generation))
+
+
+def how_to_join(address: tuple[str, int]) -> str:
+    """One line about the address at which launchers join the job."""
+    host, port = address
+    from_others = ""
+    if host == "localhost" or host.startswith("127."):
+        from_others = f"; from other hosts with the name of this one, `{socket.gethostname()}`, in place of `{host}`"
+    return f"more nodes join with `--join {host}:{port}`{from_others}"
 
 
 _SILENT = "no sign of life of the host"

@@ -56,7 +56,7 @@ from .replicated import EqualGradients, ReplicatedParameters, replicated_paramet
 from .sharded_model import ShardedModel
 from .step_check import StepCheck
 from .step_result import StepResult
-from .step_totals import StepTotals, add_up
+from .step_totals import SIGNS, StepTotals, add_up
 from .transport import DistributedTransport
 from .weight_placement import LoadFunction, layers_of_rank, placed_weights, share_buffers
 
@@ -117,8 +117,8 @@ class ParallelEngine(nn.Module):
         asked_s, data_ms (`float`): When the last training step was asked for, and how long this rank waited for it.
         last_result ([`StepResult`], *optional*): Of the last training step.
         account ([`MemoryAccount`], *optional*): The facts about memory in the last step.
-        is_stopping (`bool`): Whether this rank was asked to stop.
-        num_stopping (`int`): How many ranks were, as all ranks know after the last training step.
+        signs (`dict[str, bool]`): What this rank has noticed, by the names of [`SIGNS`].
+        num_signs (`dict[str, int]`): How many ranks have noticed it, as all ranks know after the last training step.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class ParallelEngine(nn.Module):
         if self._blank is not None:
             share_buffers(self._blank, model, world)
         self.cast_to: torch.dtype | None = None
-        self.is_stopping = False
-        self.num_stopping = 0
+        self.signs = dict.fromkeys(SIGNS, False)
+        self.num_signs = dict.fromkeys(SIGNS, 0)
         self.step_index = 0
         self.asked_s = 0.0
         self.data_ms = 0.0
@@ -474,7 +474,7 @@ class ParallelEngine(nn.Module):
             for key, inputs in batch.batches.items()
             if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
         }
-        totals, self.num_stopping = add_up(self.world, losses, replicas.values(), self.is_stopping)
+        totals, self.num_signs = add_up(self.world, losses, replicas.values(), self.signs)
         return totals
 
     def gradient_norm(self) -> torch.Tensor:

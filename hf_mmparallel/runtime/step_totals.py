@@ -11,6 +11,12 @@ import torch
 from ..data.context_tokens import WORDS
 from ..world import World
 
+SIGNS: tuple[str, ...] = ("was_asked_to_stop", "sees_waiting", "gave_up_save")
+"""
+What ranks notice by themselves and tell each other with the numbers of a step, so that they decide alike: a signal
+that asks to stop, processes that wait to join, and a checkpoint that was given up, since ranks were lost.
+"""
+
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -38,8 +44,8 @@ def add_up(
     world: World,
     losses: Iterable[tuple[torch.Tensor, torch.Tensor]],
     batches: Iterable[Mapping[str, Any]],
-    is_stopping: bool,
-) -> tuple[StepTotals, int]:
+    signs: Mapping[str, bool],
+) -> tuple[StepTotals, dict[str, int]]:
     """
     Adds up the numbers of a step over all ranks. Collective.
 
@@ -48,13 +54,12 @@ def add_up(
         losses (`Iterable[tuple[torch.Tensor, torch.Tensor]]`):
             Sum over target tokens, and their number, of each microbatch that this rank reports.
         batches (`Iterable[Mapping[str, Any]]`): The inputs of each microbatch that it counts the tokens of.
-        is_stopping (`bool`): Whether this rank was asked to stop.
+        signs (`Mapping[str, bool]`): What this rank has noticed, of each of [`SIGNS`].
 
     Returns:
-        The totals, and the number of ranks that were asked to stop.
+        The totals, and the number of ranks that have noticed each.
     """
-    numbers = torch.zeros(5, dtype=torch.float64)
-    numbers[4] = float(is_stopping)
+    numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, *(float(signs[name]) for name in SIGNS)], dtype=torch.float64)
     for loss, count in losses:
         numbers[0] += loss.double().cpu()
         numbers[1] += float(count)
@@ -65,5 +70,5 @@ def add_up(
         mask = inputs.get("attention_mask") if words is None else words != 0
         numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
     total, *counts = world.all_reduce(numbers, activity="adding up the step").tolist()
-    targets, tokens, real, num_stopping = map(int, counts)
-    return StepTotals(total, targets, tokens, real), num_stopping
+    targets, tokens, real, *num_signs = map(int, counts)
+    return StepTotals(total, targets, tokens, real), dict(zip(SIGNS, num_signs, strict=True))

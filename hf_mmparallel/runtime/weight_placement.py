@@ -83,6 +83,29 @@ def load_held(held: Mapping[str, torch.Tensor]) -> LoadFunction:
     return load
 
 
+def load_nothing(device: torch.device) -> LoadFunction:
+    """
+    What gives a pruned model parameters without memory: one value in place of all. For a rank that gets its weights
+    with its place in a plan later.
+
+    Args:
+        device (`torch.device`): The device of the parameters.
+    """
+
+    def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
+        left = {name: parameter for name, parameter in model.named_parameters() if not is_unowned(parameter)}
+        of_layers = {name for names in layers for name in names}
+        for names in (*layers, [name for name in left if name not in of_layers]):
+            for name in names:
+                if name in left:
+                    parameter = left.pop(name)
+                    value = torch.zeros((), dtype=parameter.dtype, device=device)
+                    _replace(model, parameter, value.expand(parameter.shape))
+            yield names
+
+    return load
+
+
 def _replace(model: nn.Module, blank: nn.Parameter, values: torch.Tensor) -> None:
     """Gives a parameter on the meta device, and all that are tied to it, its values."""
     parameter = nn.Parameter(from_shard(values, blank) if isinstance(blank, DTensor) else values, blank.requires_grad)

@@ -78,7 +78,7 @@ class SampleAgreement:
         self._compared: StepDataset | None = None
 
     def compare_again(self) -> None:
-        """Lets the ranks compare samples again, when they are others, of which some may have compared and some not."""
+        """Lets the ranks compare samples again: of other samples, or of ranks, some may have compared and some not."""
         self._compared = None
 
     def agree(self, item: StepBatch | UnreadableBatch | None, dataset: StepDataset) -> StepBatch | None:

@@ -11,12 +11,13 @@ import yaml
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from .._environment import launched_processes
+from .._environment import joins_job, launch_settings, launched_processes
 from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
 from ..plan.reading import plain_data, reject_unknown_keys
 from ..resilience.resilience_settings import ResilienceSettings
 from .deepspeed_arguments import check_deepspeed
+from .rank_numbers import set_ranks
 
 ON_BAD_SAMPLE = ("raise", "skip")
 
@@ -208,6 +209,9 @@ class MultimodalTrainingArguments(TrainingArguments):
         if self.parallel is not None:
             self.parallel = _plain_layout(self.parallel)
         super().__post_init__()
+        if joins_job() and self.device is not None:
+            settings: dict[str, Any] = launch_settings() or {}
+            set_ranks(settings["id"], settings["num_processes"], settings["id"] - settings["first_id"])
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"`global_batch_size={self.global_batch_size}` must be at least 1.")
         for name, choices in (("microbatch_assignment", ARRANGEMENTS), ("on_bad_sample", ON_BAD_SAMPLE)):

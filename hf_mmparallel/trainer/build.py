@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
@@ -34,14 +36,17 @@ from ..plan import (
     ModulePlugin,
     MultimodalParallelPlugin,
     ParallelPlan,
+    Stage,
     frozen_as_planned,
     plan_for_model,
 )
 from ..plan.plugin import reject_unknown_keys
+from ..plan.resolve import as_trained
 from ..planner.possible_sizes import check_context, check_matrices
 from ..profiling.device_detection import device_of_ranks, tf32_is_on
 from ..runtime.engine import EngineOptions, ParallelEngine
 from ..runtime.host_memory import check_host_memory, check_storage
+from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
 from .arguments import MultimodalTrainingArguments
 from .deepspeed_arguments import check_global_batch
@@ -309,6 +314,7 @@ def build_engine(
     plugin: MultimodalParallelPlugin,
     world: World,
     forward_context: Callable[[], AbstractContextManager],
+    joins: bool = False,
 ) -> tuple[ParallelEngine, int]:
     """
     Prepares this rank's part of a model, in place. Collective.
@@ -319,6 +325,9 @@ def build_engine(
         plugin (`MultimodalParallelPlugin`): The layout.
         world ([`World`]): The ranks.
         forward_context (`Callable[[], AbstractContextManager]`): Context of each forward, such as autocast.
+        joins (`bool`, *optional*, defaults to `False`):
+            Whether this rank gets its place in a plan, and its weights, later; until then it has all of the model, by
+            itself and without memory.
 
     Returns:
         The engine, and the samples of a global batch.
@@ -332,10 +341,15 @@ def build_engine(
     check_storage(spec, plan)
     check_host_memory(prepared.costs, plan, world)
     check_global_batch(plugin.modules, global_batch_size)
+    load: LoadFunction | None = None
+    if joins:
+        plan, load = on_one_rank(plan, spec), load_nothing(world.device)
+    elif source is not None:
+        load = functools.partial(_load_layers, source, world.device)
     options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
-        load=None if source is None else lambda pruned, layers: load_layers(pruned, source, world.device, layers),
+        load=load,
         costs=prepared.costs,
         adapter=prepared.adapter,
         recomputation=checkpointing_settings(args),
@@ -344,6 +358,23 @@ def build_engine(
         can_change_plan=args.resilience is not None,
     )
     return ParallelEngine(prepared.model, spec, plan, world, options), global_batch_size
+
+
+def _load_layers(
+    source: str | Path, device: torch.device, model: Any, layers: Collection[Collection[str]]
+) -> Iterator[Collection[str]]:
+    """[`load_layers`] as a [`LoadFunction`]."""
+    return load_layers(model, source, device, layers)
+
+
+def on_one_rank(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
+    """A plan with all of the model on one rank, and else as another plan."""
+    modules = {
+        name: replace(module, replicas=((Stage((0, spec.modules[name].num_layers), ((0,),)),),))
+        for name, module in plan.modules.items()
+    }
+    count = plan.total_microbatches
+    return as_trained(replace(plan, modules=modules, num_microbatches=count, replica_microbatches=None), spec)
 
 
 def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:

@@ -124,8 +124,13 @@ class CheckpointSaves:
                 self._has_advised = True
                 self._advise(save)
 
-    def give_up(self) -> None:
-        """Gives up the checkpoint that is being written, since ranks were lost that had to write a part of it."""
+    def start_anew(self) -> None:
+        """
+        Gives up the checkpoint that is being written, and what is known of those before: other ranks have other parts
+        to write. All ranks go on alike, whatever they had come to, and so do those that join.
+        """
+        self._copies, self._has_warned, self._has_advised = None, False, False
+        self._step_starts_s.clear()
         save, self._save = self._save, None
         if save is not None:
             self._note_saved(save)

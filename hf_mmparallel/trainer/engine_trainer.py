@@ -94,6 +94,7 @@ class EngineTrainer(Trainer):
     _saves: CheckpointSaves
     _rank_costs: CostModel | None
     _layouts: tuple[NodeLayouts, Any] | None = None  # with `resilience`
+    _joins = False  # whether this process has to be taken in by a training that runs already
 
     def _init_stock(
         self, model: Any, args: Any, plugin: MultimodalParallelPlugin | None, given: dict[str, Any]
@@ -191,9 +192,12 @@ class EngineTrainer(Trainer):
             )
             self._layouts = layouts, layouts.planner.adopt(plan)
         self.engine, self.global_batch_size = build.build_engine(
-            prepared, args, plugin, self.world, self._forward_context
+            prepared, args, plugin, self.world, self._forward_context, self._joins
         )
-        self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
+        if self._joins:
+            self.args.eval_on_start = False  # the training has begun
+        laid_out = self.engine.plan if self._layouts is None else self._layouts[1].plan
+        self._pack(self.rows.packed or laid_out.modules[LANGUAGE_MODEL].cp_size > 1)
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
         self._saves = CheckpointSaves(self.args, self.world)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")

@@ -30,7 +30,7 @@ class RunSummary:
     Args:
         log_history (`list[dict]`): The Trainer's log.
         comparison ([`RunComparison`], *optional*): Predictions beside measurements.
-        recoveries (`str`, *optional*): What became of it when ranks were lost.
+        recoveries (`str`, *optional*): What became of it when ranks were lost or joined.
     """
 
     log_history: list[dict]
@@ -89,7 +89,7 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, r
     )
     if run.recoveries is not None:
         lines += ["", run.recoveries]
-        pictures += ((RECOVERY, "Throughput with lost ranks"),)
+        pictures += ((RECOVERY, "Throughput while ranks change"),)
     for picture, title in pictures:
         if (folder / picture).is_file():
             lines += ["", f"![{title}]({picture})"]

@@ -1,10 +1,13 @@
 """
-A training run that goes on when ranks are lost: who is left, what they are done with, and the plan that follows.
+A training run that goes on when ranks are lost or join: who is there, what they are done with, and the next plan.
 
 Work of all ranks counts from the moment in which any of them knows that all were done with it. Then all who are left
 have its result, and those who did not know yet learn it when they meet. If none knows, all repeat the work. Of a step
 it is the norm of the gradient that says so: to compute it, every rank had its sums of gradients complete. Evaluations
 and checkpoints end with a barrier, and so do the copies of a new layout.
+
+Ranks that join are let in between two steps, when all others have come there. They hold nothing, and get what the
+first rank tells of the run; the rest is as after a loss.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import pickle
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -19,16 +23,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, PartialState
 
 from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
 from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
 from ..world.generations import Loss
+from ..world.job_store import put, take
 
 T = TypeVar("T")
 Held = dict[str, HeldParameter]
+_POLL_S = 0.02
 _NEWS_S = 30.0  # time in which the launcher says who was lost, after a connection was
 
 
@@ -56,6 +61,10 @@ class LayoutPlanner(Protocol):
         """The layout that follows when members are lost."""
         ...
 
+    def with_members(self, layout: Any, joined: Collection[int]) -> NodeLayout:
+        """The layout that follows when members join; some may be left out."""
+        ...
+
     def last(self, layout: Any, lost: Collection[int]) -> NodeLayout:
         """A layout of too few members to survive another failure, for a last checkpoint."""
         ...
@@ -70,28 +79,30 @@ class LayoutPlanner(Protocol):
 
 
 @dataclass
-class Reconfiguration:
+class MembershipChange:
     """
-    What became of a run when ranks were lost. Times are in seconds, of this rank.
+    What became of a run when ranks were lost or joined. Times are in seconds, of this rank.
 
     Args:
         lost (`tuple[int, ...]`): Members that are lost, by their numbers in the launch.
         reasons (`tuple[str, ...]`): What is known of why.
+        joined (`tuple[int, ...]`): Members that have joined.
         step (`int`): Steps that are done.
-        world_size (`int`): Ranks that are left.
-        lost_at (`float`): When the first loss was noticed, in seconds since the epoch.
+        world_size (`int`): Ranks that go on.
+        lost_at (`float`): When the first loss was noticed, or others were let in, in seconds since the epoch.
         stopped_s (`float`): From `lost_at` until this rank had stopped its work.
-        regrouped_s (`float`): From `lost_at` until the ranks that are left had met, planned and were connected.
+        regrouped_s (`float`): From `lost_at` until the ranks had met, planned and were connected.
         planned_s (`float`): Time of that in which the new plan was made.
         copied_s (`float`): Time in which parameters and their state were copied.
         copied_bytes (`int`): Bytes that all ranks received.
-        total_s (`float`): From the loss until the run goes on.
+        total_s (`float`): From the loss, or from when others were let in, until the run goes on.
         layout (`str`): The new layout.
         reason (`str`): Why it is this one.
     """
 
     lost: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
+    joined: tuple[int, ...] = ()
     step: int = 0
     world_size: int = 0
     lost_at: float = 0.0
@@ -107,14 +118,40 @@ class Reconfiguration:
     @property
     def sentence(self) -> str:
         """What happened, in one line."""
-        named = "member " if len(self.lost) == 1 else "members "
-        causes = "; ".join(dict.fromkeys(self.reasons))
+        changes = []
+        if self.lost:
+            changes.append(f"lost {_named(self.lost)} ({'; '.join(dict.fromkeys(self.reasons))})")
+        if self.joined:
+            changes.append(f"{_named(self.joined)} joined")
+        change = " and ".join(changes) or "the ranks met again"
         return (
-            f"Lost {named}{', '.join(map(str, self.lost))} ({causes}) after step {self.step}. {self.world_size} ranks "
-            f"go on as {self.layout}: met after {self.regrouped_s:.2f} s, planned in {self.planned_s:.2f} s, copied "
+            f"{change[0].upper()}{change[1:]} after step {self.step}. {self.world_size} ranks go on as {self.layout}: "
+            f"met after {self.regrouped_s:.2f} s, planned in {self.planned_s:.2f} s, copied "
             f"{self.copied_bytes / 2**20:.1f} MiB in {self.copied_s:.2f} s, {self.total_s:.2f} s in all."
             + (f" {self.reason}." if self.reason else "")
         )
+
+
+def _named(members: Sequence[int]) -> str:
+    return f"member{'' if len(members) == 1 else 's'} {', '.join(map(str, members))}"
+
+
+@dataclass(frozen=True)
+class _Told:
+    """
+    What ranks that join are told.
+
+    Args:
+        planner ([`LayoutPlanner`]): Decides on layouts.
+        layout ([`NodeLayout`]): The layout before they join.
+        report ([`_Report`]): What the rank says of itself that tells them.
+        run (`bytes`): What else they need to know of the run.
+    """
+
+    planner: LayoutPlanner
+    layout: NodeLayout
+    report: _Report
+    run: bytes
 
 
 @dataclass(frozen=True)
@@ -135,19 +172,20 @@ class _Report:
 
 class Recovery:
     """
-    Repeats the work of a run when ranks are lost in it, on those that are left.
+    Repeats the work of a run when ranks are lost in it, on those that are left, and lets others in.
 
     Args:
         membership ([`Membership`]): Who is left.
         world ([`World`]): The ranks, which get new numbers.
         planner ([`LayoutPlanner`]): Decides on layouts.
-        layout ([`NodeLayout`]): The layout at the start.
+        layout ([`NodeLayout`]): The layout at the start; of a rank that joins, any.
         holds (`Callable[[], Held]`): Returns what this rank holds of the model and its optimizer.
-        follow (`Callable[[NodeLayout, Held, Reconfiguration], None]`): Lays the model out, and goes back to the last
+        follow (`Callable[[NodeLayout, Held, MembershipChange], None]`): Lays the model out, and goes back to the last
             step that is done. Collective.
+        tell (`Callable[[], bytes]`, *optional*): Returns what ranks that join need to know of the run.
 
     Attributes:
-        events (`list[Reconfiguration]`): What has happened so far.
+        events (`list[MembershipChange]`): What has happened so far.
     """
 
     def __init__(
@@ -157,15 +195,17 @@ class Recovery:
         planner: LayoutPlanner,
         layout: NodeLayout,
         holds: Callable[[], Held],
-        follow: Callable[[Any, Held, Reconfiguration], None],
+        follow: Callable[[Any, Held, MembershipChange], None],
+        tell: Callable[[], bytes] = bytes,
     ):
         self.membership = membership
         self.world = world
         self.planner = planner
         self.layout: Any = layout
-        self.events: list[Reconfiguration] = []
+        self.events: list[MembershipChange] = []
         self._holds = holds
         self._follow = follow
+        self._tell = tell
         self._backend, self._timeout = dist.get_backend_config(), world.timeout
         self._num_layouts = 0
         self._next: Any = None  # layout of the ranks that have met
@@ -173,7 +213,7 @@ class Recovery:
         self._held: Held | None = None  # what it has while its model is not laid out as `layout`
         self._num_done = 0
         self._value = 0.0
-        self._event = Reconfiguration()
+        self._event = MembershipChange()
         self._ends_with: TooFewNodesError | None = None
         self._is_last = False  # layout is one for a last checkpoint
         self._block: contextlib.ExitStack | None = None  # in which failures are left to this object
@@ -254,6 +294,46 @@ class Recovery:
         self.world.barrier()
         return 0.0
 
+    # Ranks that join
+
+    def take_in(self) -> None:
+        """Lets in the processes that wait, between two steps. Called by all ranks; some may be lost meanwhile."""
+        try:
+            self._settle()
+            self.world.barrier("letting others join")  # all are between the same steps when others come
+        except Exception as error:
+            self._meet_after(error)
+            return
+        if self.world.is_first:
+            self.membership.accept_joining()
+        self._meet_until_done(time.time())
+
+    def wait_to_join(self) -> bytes:
+        """Waits until the ranks of a running job let this one in; returns what they tell of the run."""
+        self._begin()
+        self._held = {}
+        while True:
+            generation = self.membership.next_generation(None)
+            if self.membership.is_newcomer(generation.ids[0]):
+                raise RuntimeError("All ranks that have trained are lost, so that nobody has the model any longer.")
+            while generation is self.membership.newest:
+                if self.membership.store.check([_told_key(generation)]):
+                    return self._read_told(generation)
+                time.sleep(_POLL_S)
+
+    def _read_told(self, generation: Generation) -> bytes:
+        told: _Told = pickle.loads(take(self.membership.store, _told_key(generation)))
+        self.planner, self.layout = told.planner, told.layout
+        self._num_layouts, self._num_done, self._value = vars(told.report).values()
+        return told.run
+
+    def _tell_newcomers(self, generation: Generation, report: _Report) -> None:
+        """Tells ranks that join what they need to know, if this is the first rank."""
+        members = set(self.layout.members)
+        if self.membership.id == generation.ids[0] in members and not members.issuperset(generation.ids):
+            told = _Told(self.planner, self.layout, report, self._tell())
+            put(self.membership.store, _told_key(generation), pickle.dumps(told))
+
     # The steps of a recovery
 
     def raise_if_stale(self) -> None:
@@ -267,6 +347,9 @@ class Recovery:
             raise error
         stopped_at = time.time()
         traceback.clear_frames(error.__traceback__)  # of tensors and handles of the groups that are lost
+        self._meet_until_done(stopped_at)
+
+    def _meet_until_done(self, stopped_at: float) -> None:
         while not self._meet(stopped_at):
             pass
 
@@ -276,6 +359,7 @@ class Recovery:
         gc.collect()
         generation = self.membership.next_generation(_NEWS_S)
         report = _Report(self._num_layouts, self._num_done, self._value)
+        self._tell_newcomers(generation, report)
         reports = self._reports(generation, report)
         if reports is None:
             return False
@@ -284,14 +368,11 @@ class Recovery:
         self._agree(reports)
         self._event = self._event_of(losses, stopped_at)
         started_s = time.perf_counter()
-        lost = set(self.layout.members) - set(generation.ids)
-        try:
-            self._next = self.planner.without(self.layout, lost)
-        except TooFewNodesError as error:
-            self._next = self.planner.last(self.layout, lost)
-            self._ends_with = None if self._is_last else error
+        self._next = self._layout_of(set(generation.ids))
         self._event.planned_s = time.perf_counter() - started_s
         self._event.world_size = len(self._next.members)
+        new = {*self._event.joined, *(set(self._next.members) - set(self.layout.members))}
+        self._event.joined = tuple(sorted(new.intersection(self._next.members)))
         if self.membership.id not in self._next.members:
             self._leave()
         rank = self._next.members.index(self.membership.id)
@@ -305,19 +386,36 @@ class Recovery:
         self._event.regrouped_s = time.time() - self._event.lost_at
         return True
 
-    def _leave(self) -> NoReturn:
-        """Ends this process, which is alive but belongs to a node that lost others."""
-        self.membership.leave()
-        lost = ", ".join(map(str, self._event.lost))
-        raise SystemExit(f"Process {self.membership.id} ends: its node lost process {lost}, and its copy of layers.")
+    def _layout_of(self, members: set[int]) -> NodeLayout:
+        """The layout that follows when these members are there."""
+        lost, joined = set(self.layout.members) - members, members - set(self.layout.members)
+        try:
+            layout = self.planner.without(self.layout, lost) if lost else self.layout
+        except TooFewNodesError as error:
+            layout = self.planner.last(self.layout, lost)
+            self._ends_with = None if self._is_last else error
+        if joined:
+            num_left, layout = len(layout.members), self.planner.with_members(layout, joined)
+            if len(layout.members) > num_left:  # enough again
+                self._ends_with = None
+        return layout
 
-    def _event_of(self, losses: Sequence[Loss], stopped_at: float) -> Reconfiguration:
+    def _leave(self) -> NoReturn:
+        """Ends this process, which is alive but has no place: its node is not whole, or is of no use."""
+        self.membership.leave()
+        raise SystemExit(
+            f"Process {self.membership.id} ends: its node has lost others and with them its copy of layers, or no "
+            "pipelines could use it beside the other nodes."
+        )
+
+    def _event_of(self, losses: Sequence[Loss], stopped_at: float) -> MembershipChange:
         """What has happened since the model was last laid out, with new losses."""
-        before = Reconfiguration() if self._next is None else self._event
+        before = MembershipChange() if self._next is None else self._event
         lost_at = min((loss.time for loss in losses), default=stopped_at)
-        return Reconfiguration(
+        return MembershipChange(
             lost=(*before.lost, *(loss.member.id for loss in losses)),
             reasons=(*before.reasons, *(loss.reason for loss in losses)),
+            joined=before.joined,
             lost_at=before.lost_at or lost_at,
             stopped_s=stopped_at - lost_at,
         )
@@ -348,6 +446,8 @@ class Recovery:
 
     def _settle(self) -> None:
         """Lays the model out for the ranks that have met, if they have since the last time."""
+        if self.membership.generation is None:  # was told of the run, and comes to it now
+            self._meet_until_done(time.time())
         self.raise_if_stale()
         if self._next is None:
             return
@@ -370,10 +470,6 @@ class Recovery:
             raise error
 
 
-def set_ranks(rank: int, size: int, local_rank: int) -> None:
-    """Tells accelerate the numbers of this rank, of all and on its host, which it has read from the launcher."""
-    for state in (PartialState, AcceleratorState):
-        shared = state._shared_state
-        if "num_processes" in shared:
-            shared["num_processes"], shared["process_index"] = size, rank
-            shared["local_process_index"] = local_rank
+def _told_key(generation: Generation) -> str:
+    """Key of what ranks that join in a generation, or have not joined yet, are told."""
+    return f"told/{generation.number}"

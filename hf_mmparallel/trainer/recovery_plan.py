@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from .state_transfers import state_transfers
 
 class NodeLayouts:
     """
-    Decides on layouts when members are lost, see [`LayoutPlanner`].
+    Decides on layouts when members are lost or join, see [`LayoutPlanner`].
 
     Args:
         planner ([`ResilientPlanner`]): Plans pipelines of nodes.
@@ -44,6 +45,21 @@ class NodeLayouts:
     def last(self, layout: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
         """A layout of too few members to survive another failure, for a last checkpoint."""
         return replace(self.planner, failures=0).without(layout, self._nodes(lost))
+
+    def with_members(self, layout: ClusterPlan, joined: Collection[int]) -> ClusterPlan:
+        """
+        The layout that follows when members join. Those of nodes that have not joined whole are left out, and all of
+        them if no pipelines could use all nodes.
+        """
+        size = self.planner.node_size
+        counts = Counter(member // size for member in joined)
+        whole = sorted(node for node, count in counts.items() if count == size)
+        if not whole:
+            return layout
+        try:
+            return self.planner.with_nodes(layout, whole)
+        except ValueError:
+            return layout
 
     def _nodes(self, members: Collection[int]) -> set[int]:
         return {member // self.planner.node_size for member in members}

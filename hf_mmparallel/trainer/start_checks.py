@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from .._environment import is_switched_on, launched_processes
+from .._environment import is_switched_on, joins_job, launched_processes
 from ..modeling import check_causal, check_supported, unknown_layers_text
 from .argument_table import check_trainer_arguments
 
@@ -104,6 +104,11 @@ def check_output_dir(args: TrainingArguments) -> None:
 
 def check_launch(args: TrainingArguments) -> None:
     """Raises `ValueError` when several processes were launched and each would train alone."""
+    if joins_job() and getattr(args, "resilience", None) is None:
+        raise ValueError(
+            "This process was launched with `--join`, but only training with `resilience` lets others in. Set "
+            "`resilience` as in the training that runs, or launch without `--join`."
+        )
     launched, source = launched_processes()
     if launched > 1 and args.world_size == 1:
         raise ValueError(

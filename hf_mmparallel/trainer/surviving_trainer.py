@@ -1,4 +1,4 @@
-"""A Trainer whose training goes on when ranks are lost."""
+"""A Trainer whose training goes on when ranks are lost, and that others can join."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate.logging import get_logger
 from transformers.trainer_callback import ProgressCallback
 
+from .._files import readable
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.step_totals import StepTotals
 from ..runtime.weight_placement import load_held
-from ..world import Membership, shared_failure
+from ..world import Membership, doing, shared_failure
 from ..world.connections import end_collectives
 from .engine_trainer import EngineTrainer
-from .recovery import NodeLayout, Reconfiguration, Recovery, set_ranks
+from .rank_numbers import set_ranks
+from .recovery import MembershipChange, NodeLayout, Recovery
+from .told_run import ToldRun
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -38,9 +42,11 @@ def completed(method: Callable) -> Callable:
 
 
 class SurvivingTrainer(EngineTrainer):
-    """A Trainer with an engine that, with `resilience`, is laid out anew when ranks are lost in its training."""
+    """A Trainer with an engine that, with `resilience`, is laid out anew in training when ranks are lost or join."""
 
     _recovery: Recovery | None = None
+    _told: ToldRun | None = None  # of a rank that joins, until it has its place
+    _told_folder: str | None = None  # the checkpoint that it begins from
 
     def _repeated(self, work: Callable[[], T]) -> T:
         """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
@@ -52,6 +58,9 @@ class SurvivingTrainer(EngineTrainer):
 
     def _run_step(self) -> StepTotals:
         """Computes the gradients of the global batch that was read last."""
+        if self._recovery is not None:
+            self._engine.signs["sees_waiting"] = bool(self._recovery.membership.waiting)
+            self._engine.signs["gave_up_save"] = self._saves.has_given_up
         with shared_failure("training step"):
             return self._steps.run(self._on_device, self.state.global_step)
 
@@ -64,10 +73,45 @@ class SurvivingTrainer(EngineTrainer):
             while (found := self._recovery.commit(lambda: float(engine.gradient_norm()))) is None:
                 self._recovery.run(self._run_step)
             norm = torch.tensor(found, device=engine.device)
-        if self._saves.has_given_up:  # known alike by all ranks only here
+        if engine.num_signs["gave_up_save"]:
             self.control.should_save = True
         self._steps.step_counts()
         return norm
+
+    def _take_in(self) -> None:
+        """Lets in processes that wait to join, if any rank knew of some in the last step."""
+        if self._recovery is not None and self._engine.num_signs["sees_waiting"]:
+            self._engine.num_signs["sees_waiting"] = 0
+            self._recovery.take_in()
+
+    @contextlib.contextmanager
+    def _joined_checkpoint(self, given: str | None) -> Iterator[str | None]:
+        """
+        The checkpoint that a training begins from: for a rank that joins, what it is told by those that train, once
+        they let it in.
+        """
+        if self._recovery is None or not self._joins:
+            yield given
+            return
+        logger.warning(f"Process {self._recovery.membership.id} waits to join the training.", main_process_only=False)
+        with doing("waiting to join the training", waits=True):
+            self._told = ToldRun.from_bytes(self._recovery.wait_to_join())
+        with self._told.checkpoint() as folder:
+            self._told_folder = folder
+            yield folder
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Ends all ranks with one error if a file can't be read. A rank that joins has none, and does nothing."""
+        if self.engine is None:
+            return super()._load_rng_state(checkpoint)
+        if self._told_folder is not None and checkpoint == self._told_folder:
+            return
+
+        def read() -> None:
+            with readable(Path(str(checkpoint)) / self._rng_file):
+                super(SurvivingTrainer, self)._load_rng_state(checkpoint)
+
+        self._completed(lambda: self.world.raise_together(read))
 
     def _end_saves(self) -> None:
         """Waits for the last checkpoint; makes another one if that was given up, since ranks were lost in it."""
@@ -87,7 +131,7 @@ class SurvivingTrainer(EngineTrainer):
         membership = Membership.from_environment()
         assert membership is not None and self._layouts is not None
         layouts, layout = self._layouts
-        recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow)
+        recovery = Recovery(membership, self.world, layouts, layout, self._held_parameters, self._follow, self._tell)
         gc.freeze()  # what is there by now need not be looked at when the groups of lost ranks are collected
         membership.start(functools.partial(end_collectives, self.world.backend))
         self._recovery = recovery
@@ -111,15 +155,19 @@ class SurvivingTrainer(EngineTrainer):
             self._recovery = None
             gc.unfreeze()
 
+    def _tell(self) -> bytes:
+        """What a rank that joins has to know of this run."""
+        return ToldRun.of(self, self._steps).to_bytes()
+
     def _held_parameters(self) -> dict[str, HeldParameter]:
         """What this rank holds of the model and its optimizer."""
         return held_parameters(self.model, self._prepared_optimizer)
 
-    def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: Reconfiguration) -> None:
-        """Lays the model, the optimizer and the data out for the ranks that are left. Collective."""
+    def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:
+        """Lays the model, the optimizer and the data out for the ranks that are there now. Collective."""
         engine, was_first = self._engine, self.state.is_world_process_zero
         assert self._recovery is not None
-        self._saves.give_up()
+        self._saves.start_anew()
         set_ranks(self.world.rank, self.world.size, self._recovery.local_rank)
         engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
         optimizer = self._prepared_optimizer
@@ -128,6 +176,10 @@ class SurvivingTrainer(EngineTrainer):
         restore_state(optimizer, self.model, held)
         self._steps.follow_plan()
         self._evaluation_samples.compare_again()
+        if self._told is not None:
+            self._told.restore_sums(self)
+            self._told.restore_callbacks(self)
+            self._told, self._joins = None, False
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         event.step = self.state.global_step

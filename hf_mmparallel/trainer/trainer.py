@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
-from .._files import readable
+from .._environment import joins_job
 from ..callbacks import PredictionCallback, RecoveryCallback
 from ..data.step_batch import StepBatch
 from ..plan import save_layout
@@ -100,6 +100,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         model, args = given.pop("model", None), given.pop("args", None)
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
+        self._joins = joins_job()
         self.sample_tokens = sample_tokens
         self.engine: ParallelEngine | None = None
         self.search: AutoSearch | None = None
@@ -214,7 +215,9 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
         """One global batch; target tokens are counted when it runs."""
         step = self.state.global_step + 1
-        batch = self._repeated(lambda: self._steps.read(epoch_iterator, self._train_steps, step))
+        self._steps.enter_epoch(epoch_iterator)
+        self._take_in()
+        batch = self._repeated(lambda: self._steps.read(self._train_steps, step))
         if batch is None:
             self.control.should_epoch_stop = True  # the length of a stream is unknown before its end
             return [], None
@@ -248,23 +251,25 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         result = super().compute_loss(model, inputs, return_outputs)
         return (result[0] * weight, result[1]) if return_outputs else result * weight
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Ends all ranks with one error, or goes on when ranks are lost; with `save_on_preemption` signals end it."""
         with self._listening():
             if not self.is_planned:
-                return super().train(*args, **kwargs)
+                return super().train(resume_from_checkpoint, *args, **kwargs)
             check_overrides(type(self), MultimodalParallelTrainer)
             engine = self._engine
             steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
+            first = None if self._joins else resume_from_checkpoint  # one that joins goes on from where the others are
             with self._saves.leaving(), shared_failure("optimizer, callbacks or log"), steps, self._going_on():
-                return super().train(*args, **kwargs)
+                return super().train(first, *args, **kwargs)
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         """Reads the position in the data, in samples, which may be in the middle of an epoch."""
-        self._steps.begin(resume_from_checkpoint)
-        check_full_precision(self._engine)
-        return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        with self._joined_checkpoint(resume_from_checkpoint) as checkpoint:
+            self._steps.begin(checkpoint)
+            check_full_precision(self._engine)
+            return super()._inner_training_loop(*args, resume_from_checkpoint=checkpoint, **kwargs)
 
     @planned
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
@@ -423,16 +428,6 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         with self._saves.writing(output_dir) as writes:
             writes.add(sync_file, writes.folder / self._rng_file)
 
-    @planned
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Ends all ranks with one error if a file can't be read."""
-
-        def read() -> None:
-            with readable(Path(str(checkpoint)) / self._rng_file):
-                super(MultimodalParallelTrainer, self)._load_rng_state(checkpoint)
-
-        self._completed(lambda: self.world.raise_together(read))
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """
         Under a plan writes the state of all ranks by the names of parameters, so that any layout reads it. Under FSDP
@@ -451,7 +446,9 @@ class MultimodalParallelTrainer(SurvivingTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the state of a plan's checkpoint, also on one process, and the stock Trainer's under a plan."""
-        if self.engine is None and not optimizer_state.is_by_name(checkpoint, self.model):
+        if self._told is not None:
+            self._told.restore_schedule(self.optimizer, self.lr_scheduler)
+        elif self.engine is None and not optimizer_state.is_by_name(checkpoint, self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, optimizer_state.SCHEDULER)):
             groups = self._stock_groups if self.engine is not None else []

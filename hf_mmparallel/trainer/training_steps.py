@@ -94,28 +94,26 @@ class TrainingSteps:
         if hasattr(self._items, "_shutdown_workers"):
             self._items._shutdown_workers()  # type: ignore[union-attr]
         self.progress.position, self.samples.num_skipped = self._done, self._num_skipped_done
-        self.samples.compare_again()
         self._items = self._training.items_after(self._done)
         self._batch = None
+        self.samples.compare_again()
 
-    def read(self, items: Iterator[StepBatch | UnreadableBatch], dataset: StepDataset, step: int) -> StepBatch | None:
+    def enter_epoch(self, items: Iterator[StepBatch | UnreadableBatch]) -> None:
+        """Reads from the items of an epoch of the training loader from now on, which a change of the plan replaces."""
+        if items is not self._given:
+            self._given = self._items = items
+
+    def read(self, dataset: StepDataset, step: int) -> StepBatch | None:
         """
         Reads the next global batch, without samples that can't be read. Collective.
 
         Args:
-            items (`Iterator[StepBatch | UnreadableBatch]`):
-                The items of an epoch of the training loader, which a change of the plan replaces.
             dataset (`StepDataset`): The dataset of the loader, which reads a batch again.
             step (`int`): Number of the step.
 
         Returns:
             [`StepBatch`]: The batch; `None` at the end of an epoch.
         """
-        if items is not self._given:
-            self._given = self._items = items
-        return self._read(dataset, step)
-
-    def _read(self, dataset: StepDataset, step: int) -> StepBatch | None:
         ACTIVITY.step = step
         engine = self.engine
         assert self._items is not None
@@ -142,7 +140,7 @@ class TrainingSteps:
         batch = self._batch
         if batch is None:
             assert self._training is not None
-            batch = self._read(self._training.dataset, index + 1)
+            batch = self.read(self._training.dataset, index + 1)
             assert batch is not None
         self.totals = self.engine.train_step(on_device(batch), index)
         self._targets.saw(self.totals.num_targets, is_first=not index)

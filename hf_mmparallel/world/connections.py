@@ -38,27 +38,30 @@ def end_collectives(backend: str) -> None:
     end_gloo_connections()
 
 
-def end_gloo_connections() -> int:
+def end_gloo_connections(most_ranks: int = 1) -> int:
     """
     Shuts down the connections of all gloo groups of this process, and no other ones.
+
+    Args:
+        most_ranks (`int`, *optional*, defaults to 1): Ranks of the largest group, if that has more than were launched.
 
     Returns:
         `int`: The number of connections that were open.
     """
     watched = {descriptor: inode for loop in gloo_loops() for descriptor, inode in _watched(loop).items()}
     for descriptor in watched:
-        _end_awaited(descriptor)
+        _end_awaited(descriptor, max(most_ranks, _largest_group()))
     return sum(shut_down(descriptor, inode) for descriptor, inode in watched.items())
 
 
-def _end_awaited(descriptor: int) -> None:
+def _end_awaited(descriptor: int, num_ranks: int) -> None:
     """
     Ends the connections that gloo still waits for at a socket that listens: it gets them from this process, closed. A
     peer that connects sends the number of the connection first, which is a rank.
     """
     with contextlib.suppress(OSError), _socket(descriptor) as candidate:
         if _accepts(candidate):
-            for rank in range(_largest_group()):
+            for rank in range(num_ranks):
                 with socket.socket(candidate.family, socket.SOCK_STREAM) as knock:
                     knock.settimeout(_KNOCK_S)
                     knock.connect(candidate.getsockname())
@@ -66,7 +69,7 @@ def _end_awaited(descriptor: int) -> None:
 
 
 def _largest_group() -> int:
-    """No group has more ranks."""
+    """No group of a job that nobody has joined has more ranks."""
     return max(_environment.launched_processes()[0], dist.get_world_size() if dist.is_initialized() else 1)
 
 

@@ -48,12 +48,14 @@ class Generation:
         members (`tuple[Member, ...]`): By ascending id; a position in it is the rank in this generation.
         losses (`tuple[Loss, ...]`): Members of the generation before that were lost.
         joined (`tuple[Member, ...]`): Members that were not in the generation before.
+        answered (`tuple[int, ...]`): Ids of members that have let those in who waited, and wait for this generation.
     """
 
     number: int
     members: tuple[Member, ...]
     losses: tuple[Loss, ...] = ()
     joined: tuple[Member, ...] = ()
+    answered: tuple[int, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -74,6 +76,7 @@ class Generation:
             _members(data["members"]),
             tuple(Loss(Member(**loss["member"]), loss["reason"], loss["time"]) for loss in data["losses"]),
             _members(data["joined"]),
+            tuple(data["answered"]),
         )
 
 

@@ -27,9 +27,27 @@ def connect(address: tuple[str, int], prefix: str, timeout: timedelta = FOREVER)
 # Keys of the launcher's store. Everything that launchers and workers report goes through one queue, so that the
 # launcher of node 0 decides about one event after the other. Each process has a queue for the generations it makes.
 
-EVENTS, WAITING, END = "events", "waiting", "end"
+EVENTS, END = "events", "end"
 NUM_NODES, NUM_MEMBERS, NUM_INFORMED = "num_nodes", "num_members", "num_informed"
 MET, ABANDONED = "met", "abandoned"
+
+
+JOB = "hf_mmparallel/job"
+"""Key, without a prefix, of what a launcher that joins has to know of the job."""
+_PIECE_BYTES = 4 * 2**20  # the store takes values of up to 8 MiB
+
+
+def put(store: Any, key: str, data: bytes) -> None:
+    """Stores data of any size."""
+    pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+    for index, piece in enumerate(pieces):
+        store.set(f"{key}/{index}", piece)
+    store.set(key, str(len(pieces)))
+
+
+def take(store: Any, key: str) -> bytes:
+    """The data of [`put`]; waits until it is there."""
+    return b"".join(store.get(f"{key}/{index}") for index in range(int(store.get(key))))
 
 
 def generation_key(number: int) -> str:

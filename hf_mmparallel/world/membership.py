@@ -84,6 +84,8 @@ class Membership:
         self._ended = 0  # newest generation for which the collectives have been ended
         self._acknowledged = 0  # newest generation that the main thread knows of
         self._known: list[Generation] = []
+        self._waiting: tuple[int, ...] = ()
+        self._asks = False  # has let others in, and waits for the generation that has them
         self._error: RuntimeError | None = None
         self.generation: Generation | None = None
         first = self._read_generation(0)
@@ -116,13 +118,20 @@ class Membership:
 
     @property
     def losses(self) -> tuple[Loss, ...]:
-        """Members lost since the generation that this process works in."""
+        """Members lost since the generation that this process works in; none for one that has not joined yet."""
+        if self.generation is None:
+            return ()
         return tuple(loss for generation in self._newer() for loss in generation.losses)
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ids of processes that wait to join, for the main thread; [`Membership.accept_joining`] lets them in."""
-        return tuple(json.loads(self._store.get(keys.WAITING))) if self._store.check([keys.WAITING]) else ()
+        """Ids of processes that wait to join, as far as this one knows; [`Membership.accept_joining`] lets them in."""
+        return self._waiting
+
+    def is_newcomer(self, id: int) -> bool:
+        """Whether a process joins together with this one, which has not joined yet, or after it."""
+        since = [known for known in list(self._known) if self.id in known.ids]
+        return any(id == member.id for known in since for member in known.joined)
 
     def _newer(self) -> list[Generation]:
         """Generations after the one that this process works in."""
@@ -156,7 +165,10 @@ class Membership:
         atexit.register(self._stop, threads)
 
     def register(self) -> None:
-        """From now on the others go on if this process dies; without it they are ended, as by `accelerate launch`."""
+        """
+        From now on the others go on if this process dies; without it they are ended, as by `accelerate launch`. One
+        that joins a running job waits from now on.
+        """
         self._push({"kind": "registered", "id": self.id, "node": self.node})
 
     def finish(self) -> None:
@@ -182,17 +194,21 @@ class Membership:
         self._push({"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "time": time.time()})
 
     def accept_joining(self) -> None:
-        """Lets in the processes that wait; to be called by one member. The next generation has them."""
-        self._push({"kind": "accept"})
+        """
+        Lets in the processes that wait; to be called by one member. There is a next generation, which has them unless
+        they have died.
+        """
+        self._asks = True
+        self._push({"kind": "accept", "id": self.id})
 
     # From one generation to the next. For the main thread.
 
-    def next_generation(self, timeout_s: float) -> Generation:
+    def next_generation(self, timeout_s: float | None) -> Generation:
         """
         Waits for a generation newer than the one that this process works in.
 
         Args:
-            timeout_s (`float`): Seconds to wait.
+            timeout_s (`float` or `None`): Seconds to wait; `None` for no limit.
 
         Returns:
             [`Generation`]: The newest one.
@@ -212,7 +228,7 @@ class Membership:
                     f"{len(self.newest.members)} processes are alive. A connection that is lost although nobody died "
                     "points to the network."
                 )
-            newest = self.newest
+            newest, self._asks = self.newest, False
         self._end_once(newest.number)
         with self._ending:
             self._acknowledged = newest.number
@@ -221,8 +237,13 @@ class Membership:
         return newest
 
     def _is_decided(self) -> bool:
-        """Whether there is a newer generation, for a process that joins one that has it."""
+        """
+        Whether there is a newer generation: for a process that joins one that has it, for one that has let others in
+        the answer.
+        """
         newer = self._newer()
+        if self._asks:
+            newer = newer if any(self.id in generation.answered for generation in newer) else []
         return bool(newer) and (self.generation is not None or self.id in newer[-1].ids)
 
     def meet(self, generation: Generation, timeout_s: float | None = None) -> bool:
@@ -311,7 +332,11 @@ class Membership:
         """Takes generations from the queue of this process, and blocks while there is none."""
         try:
             while news := store.queue_pop(keys.news_key(self.id)):
-                self._take(Generation.from_json(news))
+                told = json.loads(news)
+                if "waiting" in told:
+                    self._waiting = tuple(told["waiting"])
+                else:
+                    self._take(Generation.from_json(news))
         except RuntimeError:  # the launcher of node 0, which has the store, is gone
             with self._news:
                 self._error = RuntimeError("The launcher of node 0, which keeps the job together, is gone.")
@@ -327,7 +352,7 @@ class Membership:
             self._news.notify_all()
         if was_member and self.id not in generation.ids and self._abort is not None:
             self._leave_at_once()
-        elif generation.losses and self._abort is not None:
+        elif generation.losses and self._abort is not None and self.generation is not None:
             threading.Thread(target=self._end_collectives, args=(generation.number,), daemon=True).start()
 
     def _end_collectives(self, number: int) -> None:
@@ -339,7 +364,7 @@ class Membership:
                 if self._acknowledged >= number or self._abort is None:
                     return
                 self._end_group_stores()
-                end_gloo_connections()
+                end_gloo_connections(max(len(known.members) for known in self._known))
                 waits.end_stuck()
             if not is_told and time.monotonic() - begun > _LATE_S:
                 is_told = True

@@ -37,4 +37,4 @@ def test_each_recovery_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path) -> N
     labels = sorted((text.xy[0], text.get_text()) for text in rates.texts)
     assert [text for _, text in labels] == ["lost 1: 0.25 s", "lost 0, 3: 1.00 s", "x: 0.50 s"]
     assert all(right - left >= 0.02 for (left, _), (right, _) in zip(labels, labels[1:], strict=False))
-    assert "3 recoveries, 1.75 s" in saved[0].texts[1].get_text()
+    assert "3 changes, 1.75 s" in saved[0].texts[1].get_text()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_mmparallel.launch.coordinator import Coordinator, loss_sentence
+from hf_mmparallel.launch.coordinator import Coordinator, join_sentence, loss_sentence
 from hf_mmparallel.world.generations import Generation, Loss, Member
 
 
@@ -93,17 +93,27 @@ def test_the_death_of_a_process_after_its_training_ends_the_job():
     assert coordinator.end is not None and not coordinator.end.success
 
 
+def _registered(*ids: int, node: int) -> list[dict[str, Any]]:
+    return [{"kind": "registered", "id": id, "node": node} for id in ids]
+
+
 def test_processes_join_when_they_are_let_in():
     coordinator = _started()
-    assert coordinator.take([{"kind": "node", "node": 2, "ids": [4, 5]}]) is None
+    assert coordinator.take([{"kind": "node", "node": 2, "ids": [4, 5, 6]}]) is None
+    assert coordinator.starting == [Member(4, 2), Member(5, 2), Member(6, 2)]
+    coordinator.take(_registered(4, 5, node=2))
     assert coordinator.waiting == [Member(4, 2), Member(5, 2)]
-    coordinator.take([_ended(4, node=2)])  # dies while it waits
-    generation = coordinator.take([_ended(1), {"kind": "accept"}])
+    assert coordinator.joinable == [], "process 6 of the same launcher is not ready"
+    assert coordinator.take([_ended(6, node=2)]) is None, "it was no member"
+    assert coordinator.take([_ended(4, node=2)]) is None
+    assert coordinator.joinable == [Member(5, 2)]
+    generation = coordinator.take([_ended(1), {"kind": "accept", "id": 0}])
     assert generation is not None and coordinator.waiting == []
     assert generation.ids == (0, 2, 3, 5) and generation.joined == (Member(5, 2),)
     assert [loss.member.id for loss in generation.losses] == [1]
+    assert join_sentence(generation) == "process 5 of node 2 joined; 4 go on"
     again = coordinator.take([_ended(5, node=2)])
-    assert again is None and coordinator.end is not None  # it has not registered yet
+    assert again is not None and again.ids == (0, 2, 3), "it is a member like the others"
 
 
 def test_a_process_that_leaves_is_no_loss():
@@ -123,3 +133,27 @@ def test_the_end_says_why_the_last_process_was_lost():
     end = coordinator.end
     assert end is not None and not end.success and end.all_are_ending
     assert end.reason == "All processes were lost, the last one because of: ValueError: x"
+
+
+def test_members_that_let_others_in_get_an_answer_even_if_nobody_is_left_to_join():
+    coordinator = _started()
+    generation = coordinator.take([{"kind": "accept", "id": 0}])
+    assert generation is not None and generation.number == 1
+    assert generation.ids == (0, 1, 2, 3) and not generation.joined and not generation.losses
+
+
+def test_the_job_ends_although_others_wait():
+    coordinator = _started()
+    coordinator.take([{"kind": "node", "node": 2, "ids": [4, 5]}, *_registered(4, node=2)])
+    for id in range(4):
+        assert coordinator.end is None
+        coordinator.take([{"kind": "finished", "id": id, "node": id // 2}, _ended(id, 0)])
+    assert coordinator.end is not None and coordinator.end.success
+
+
+def test_a_process_that_ends_before_it_waits_is_no_success_of_the_job():
+    coordinator = _started()
+    coordinator.take([{"kind": "node", "node": 2, "ids": [4]}, _ended(4, 0, node=2)])
+    assert coordinator.starting == [] and coordinator.end is None
+    coordinator.take([_ended(id) for id in range(4)])
+    assert coordinator.end is not None and not coordinator.end.success

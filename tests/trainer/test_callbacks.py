@@ -275,7 +275,7 @@ def test_what_callbacks_draw_is_equal_on_all_ranks():
     assert all(drawn == first for drawn in others)
 
 
-def test_a_run_that_lost_ranks_is_drawn_by_the_first_rank_at_its_end(tmp_path: Path):
+def test_a_run_whose_ranks_changed_is_drawn_by_the_first_rank_at_its_end(tmp_path: Path):
     args, control = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[]), TrainerControl()
     state = TrainerState(is_world_process_zero=False)
     callback = RecoveryCallback(8)
@@ -285,12 +285,15 @@ def test_a_run_that_lost_ranks_is_drawn_by_the_first_rank_at_its_end(tmp_path: P
     callback.on_step_end(args, state, control)
     callback.on_train_end(args, state, control)
     assert callback.sentence is None and not (tmp_path / "recovery.png").exists()
-    for lost, left in (((0,), 3), ((1, 2), 1)):
-        event = SimpleNamespace(lost=lost, lost_at=time.time(), total_s=0.5, world_size=left)
+    for lost, joined, left in (((0,), (), 3), ((1, 2), (4,), 2), ((), (5, 6), 4)):
+        event = SimpleNamespace(lost=lost, joined=joined, lost_at=time.time(), total_s=0.5, world_size=left)
         callback.on_reconfigure(args, state, control, event=event)
         callback.on_step_end(args, state, control)
     callback.on_train_end(args, state, control)
     assert (tmp_path / "recovery.png").is_file()
-    assert [mark.label for mark in callback.marks] == ["lost 0", "lost 1, 2"]
-    assert "2 times" in str(callback.sentence) and "4 ranks at first, 1 at the end" in str(callback.sentence)
-    assert "1.00 s in all" in str(callback.sentence)
+    assert [mark.label for mark in callback.marks] == ["lost 0", "lost 1, 2, joined 4", "joined 5, 6"]
+    assert "3 times" in str(callback.sentence) and "4 ranks at first, 4 at the end" in str(callback.sentence)
+    assert "1.50 s in all" in str(callback.sentence)
+    of_a_rank_that_joins = RecoveryCallback(8)
+    vars(of_a_rank_that_joins).update(callback.shared_state())
+    assert of_a_rank_that_joins.sentence == callback.sentence

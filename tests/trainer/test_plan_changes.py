@@ -15,7 +15,7 @@ from hf_mmparallel.resilience.state_copies import PlacedPlan
 from hf_mmparallel.runtime.held_state import exchange
 from hf_mmparallel.trainer import build
 from hf_mmparallel.trainer import trainer as trainer_module
-from hf_mmparallel.trainer.recovery import Reconfiguration
+from hf_mmparallel.trainer.recovery import MembershipChange
 from hf_mmparallel.trainer.state_transfers import state_transfers
 from tests.distributed import run_distributed
 from tests.trainer import runs
@@ -67,7 +67,7 @@ class Changes(TrainerCallback):
         rank = trainer.world.rank
         needed = {n: received.get(n) or held[n] for n, shards in after.items() if shards.on_rank(rank)}
         trainer._recovery = SimpleNamespace(local_rank=rank)
-        trainer._follow(Layout(plan), needed, Reconfiguration())
+        trainer._follow(Layout(plan), needed, MembershipChange())
         trainer._recovery = None
 
 

@@ -35,6 +35,9 @@ class Planner:
             raise TooFewNodesError(f"{len(left)} are left")
         return Layout(left)
 
+    def with_members(self, layout: Layout, joined: set[int]) -> Layout:
+        return Layout((*layout.members, *sorted(joined)))
+
     def last(self, layout: Layout, lost: set[int]) -> Layout:
         return Layout(tuple(member for member in layout.members if member not in lost))
 
@@ -49,8 +52,14 @@ class Store:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value.encode()
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.values[key] for key in keys]
@@ -66,6 +75,7 @@ class Launcher:
     newest: Generation = field(default_factory=lambda: _generation(0, 3))
     refuses: set[int] = field(default_factory=set)  # generations whose meeting fails, since another member is lost
     reports: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # by generation
+    lossless: set[int] = field(default_factory=set)  # generations that members only join
 
     @property
     def is_stale(self) -> bool:
@@ -74,6 +84,7 @@ class Launcher:
     @property
     def losses(self) -> tuple[Loss, ...]:
         numbers = range(self.generation.number + 1, self.newest.number + 1)
+        numbers = [number for number in numbers if number not in self.lossless]
         return tuple(Loss(Member(9 - number, 9 - number), "was killed", float(number)) for number in numbers)
 
     def lose(self, report: tuple[int, int, float], refuse: bool = False) -> None:
@@ -269,3 +280,76 @@ def test_too_few_nodes_end_the_run_with_a_layout_for_a_last_checkpoint(case):
         case.recovery.run(work)
     assert case.laid_out == [(0, 1)]
     assert case.recovery.run(lambda: "saved") == "saved"
+
+
+def test_members_join_by_the_path_of_losses(case):
+    case.launcher.reports[1] = (0, 0, 0.0)
+    told = Generation(1, tuple(Member(id, id) for id in range(5)), (), (Member(3, 3), Member(4, 4)))
+    case.launcher.accept_joining = lambda: setattr(case.launcher, "newest", told)  # type: ignore[attr-defined]
+    case.launcher.lossless = {1}
+    case.recovery._tell = lambda: b"the run"
+    case.world.is_first = True  # type: ignore[attr-defined]
+    case.recovery.take_in()
+    assert not case.laid_out, "the model is laid out before the next work"
+    assert case.recovery.run(lambda: case.world.size) == 5
+    assert case.laid_out == [(0, 1, 2, 3, 4)]
+    (event,) = case.recovery.events
+    assert event.joined == (3, 4) and event.lost == ()
+    assert event.sentence.startswith("Members 3, 4 joined after step 0. 5 ranks go on")
+    assert "told/1" in case.launcher.store.values, "those who join are told of the run"
+
+
+@dataclass
+class Joiner(Launcher):
+    """A membership of process 3, which the others let in."""
+
+    id: int = 3
+    generation: Any = None
+    old: tuple[int, ...] = (0, 1, 2)
+
+    def next_generation(self, timeout_s: float | None) -> Generation:
+        assert timeout_s is None, "it waits as long as it takes"
+        return self.newest
+
+    def is_newcomer(self, id: int) -> bool:
+        return id not in self.old
+
+
+def _joiner(case: Case, joiner: Joiner) -> Recovery:
+    planner, layout = Planner(fewest=99), Layout((7,))  # of its own, until it is told those of the others
+    return Recovery(joiner, World(), planner, layout, dict, lambda *_: None)  # type: ignore[arg-type]
+
+
+def test_a_rank_that_joins_goes_on_from_what_the_first_rank_tells(case):
+    told = Generation(1, tuple(Member(id, id) for id in range(4)), (), (Member(3, 3),))
+    case.launcher.reports[1] = (0, 5, 2.5)
+    case.launcher.accept_joining = lambda: setattr(case.launcher, "newest", told)  # type: ignore[attr-defined]
+    case.launcher.lossless = {1}
+    case.recovery._tell = lambda: b"the run"
+    case.world.is_first = True  # type: ignore[attr-defined]
+    for value in (1.0, 2.0, 3.0, 4.0, 2.5):
+        case.recovery.commit(lambda value=value: value)
+    case.recovery.take_in()
+    joiner = Joiner(store=case.launcher.store, newest=told)
+    recovery = _joiner(case, joiner)
+    assert recovery.wait_to_join() == b"the run"
+    assert recovery.has_begun, "the others go on if it is lost from now on"
+    assert recovery.layout == Layout((0, 1, 2)) and recovery.planner.fewest == 1
+    assert (recovery._num_layouts, recovery._num_done, recovery._value) == (0, 5, 2.5)
+    recovery.end()
+
+
+def test_a_rank_that_joins_after_all_others_are_lost_ends(case):
+    alone = Generation(2, (Member(3, 3),), (Loss(Member(0, 0), "was killed", 0.0),))
+    recovery = _joiner(case, Joiner(newest=alone))
+    with pytest.raises(RuntimeError, match="nobody has the model any longer"):
+        recovery.wait_to_join()
+    recovery.end()
+
+
+def test_a_rank_that_joins_as_too_few_are_left_saves_the_run(case):
+    case.recovery.planner.fewest = 3
+    assert case.recovery._layout_of({0, 1, 3}) == Layout((0, 1, 3))
+    assert case.recovery._ends_with is None
+    assert case.recovery._layout_of({0, 1}) == Layout((0, 1))
+    assert isinstance(case.recovery._ends_with, TooFewNodesError)

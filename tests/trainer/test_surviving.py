@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.chaos_runs import LAYOUTS, ChaosRun, Death, Reference, chaos_run, faults, stock_run
+from benchmarks.chaos_runs import LAYOUTS, ChaosRun, Death, Join, Reference, chaos_run, faults, stock_run
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
 from hf_mmparallel.trainer import recovery_plan
@@ -37,8 +37,8 @@ def _deaths(*words: str) -> list[Death]:
     return [Death(int(member), int(step), point, way) for member, step, point, way in rows]
 
 
-def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str) -> ChaosRun:
-    run = chaos_run(LAYOUTS[layout], _deaths(*deaths), folder, TIMEOUT_S, options)
+def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str, joins: Sequence[Join] = ()) -> ChaosRun:
+    run = chaos_run(LAYOUTS[layout], _deaths(*deaths), folder, TIMEOUT_S, options, joins)
     print(run.output[-8000:])
     assert run.returncode is not None, "it hung"
     assert len(run.strikes) == len(deaths)
@@ -87,6 +87,53 @@ def test_losses_norms_and_weights_are_those_without_failures(
     lost = [member for event in run.events for member in event["lost"]]
     assert {int(death.partition(":")[0]) for death in deaths} <= set(lost)
     assert all(0 < event["total_s"] < TIMEOUT_S and event["layout"] for event in run.events)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.parametrize(
+    ("layout", "deaths", "joins", "expected", "options"),
+    [
+        pytest.param("own ranks", [], [Join(3, 2)], [((), (4, 5))], [], id="without a loss"),
+        pytest.param("pipelines", ["1:2:forward:kill"], [Join(4)], [((1,), ()), ((), (6,))], [], id="after a loss"),
+        pytest.param(
+            "two copies",
+            ["1:7:norm:kill"],
+            [Join(5), Join(10)],
+            [((), (2,)), ((1,), ()), ((), (4,))],
+            ["--workers", "1", "--async_save"],
+            id="at the borders of epochs, and a loss between, with data workers and saves beside",
+        ),
+        pytest.param(
+            "two copies",
+            ["2:1:copying:kill", "0:8:forward:kill"],
+            [Join(3), Join(5)],
+            [((2,), ()), ((), (4,)), ((0,), ())],
+            ["--log_predictions"],
+            id="one that dies as it joins, another in its place, then rank 0",
+        ),
+        pytest.param(
+            "own ranks", ["0:3:laying_out:kill"], [Join(3)], [((0,), (4,))], [], id="rank 0 dies as others join"
+        ),
+    ],
+)
+@live
+def test_processes_that_join_change_no_number(
+    tmp_path: Path,
+    reference: Reference,
+    layout: str,
+    deaths: list[str],
+    joins: list[Join],
+    expected: list[tuple],
+    options: list[str],
+):
+    run = _run(layout, tmp_path, deaths, *options, joins=joins)
+    assert not faults(run, LAYOUTS[layout], reference)
+    changes = [(event["lost"], event["joined"]) for event in run.events]
+    assert changes == expected
+    assert all(f"hf-mmparallel launch: process{'es' if join.processes > 1 else ''} " in run.output for join in joins)
+    assert (tmp_path / "run" / "recovery.png").is_file()
 
 
 @pytest.mark.distributed

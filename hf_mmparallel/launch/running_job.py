@@ -1,0 +1,107 @@
+"""How a launcher finds a running job, and its place in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from ..world import job_store as keys
+
+_REACH_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """
+    The place of a launcher in a job that runs already.
+
+    Args:
+        address (`tuple[str, int]`): Host and port of the job's store.
+        prefix (`str`): Prefix of its keys.
+        node (`int`): Number of this launcher in it.
+        first_id (`int`): Number of the first process of this launcher; the others follow.
+        num_processes (`int`): Processes that the job started with.
+        processes_per_node (`int`): How many of them each launcher started.
+    """
+
+    address: tuple[str, int]
+    prefix: str
+    node: int
+    first_id: int
+    num_processes: int
+    processes_per_node: int
+
+    def settings(self) -> dict[str, Any]:
+        """What the workers are told in addition."""
+        return {
+            "host": self.address[0],
+            "port": self.address[1],
+            "first_id": self.first_id,
+            "num_processes": self.num_processes,
+            "processes_per_node": self.processes_per_node,
+        }
+
+
+def publish_job(store: Any, prefix: str, num_nodes: int, num_members: int) -> None:
+    """
+    Lets launchers find a job that has started.
+
+    Args:
+        store (`PrefixStore`): The store of the job.
+        prefix (`str`): Its prefix.
+        num_nodes (`int`): Number of launchers.
+        num_members (`int`): Number of processes.
+    """
+    store.add(keys.NUM_NODES, num_nodes)
+    store.add(keys.NUM_MEMBERS, num_members)
+    job = {"prefix": prefix, "num_processes": num_members, "processes_per_node": num_members // num_nodes}
+    store.underlying_store.set(keys.JOB, json.dumps(job))
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"`--join {text}` is no HOST:PORT. The launcher of machine 0 prints it when the training starts."
+        )
+    return host.strip("[]"), int(port)
+
+
+def take_place(address: tuple[str, int], num_processes: int) -> Joining:
+    """
+    Reserves a place in a running job; its numbers are never given again.
+
+    Args:
+        address (`tuple[str, int]`): Host and port of its store.
+        num_processes (`int`): Processes that join.
+
+    Raises:
+        `ValueError`: If no job is found there, or if its nodes have another number of processes.
+    """
+    where = f"{address[0]}:{address[1]}"
+    try:
+        store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_REACH_TIMEOUT)
+        job = json.loads(store.get(keys.JOB))
+    except DistError as error:
+        raise ValueError(
+            f"No running job was found at {where} within {_REACH_TIMEOUT.seconds} s. Give the address that its "
+            "launcher prints when the training starts."
+        ) from error
+    per_node = job["processes_per_node"]
+    if per_node < job["num_processes"] and num_processes % per_node:
+        raise ValueError(
+            f"The job at {where} has {per_node} processes on each host, and this launcher would add {num_processes}. "
+            f"Whole nodes join: use `--num_processes {per_node}`."
+        )
+    members = keys.connect(address, job["prefix"])
+    node = members.add(keys.NUM_NODES, 1) - 1
+    # Numbers of a node start at a multiple of its size, so that nodes can be told by them.
+    end = members.add(keys.NUM_MEMBERS, 2 * num_processes)
+    first_id = -(-(end - 2 * num_processes) // num_processes) * num_processes
+    return Joining(address, job["prefix"], node, first_id, job["num_processes"], per_node)

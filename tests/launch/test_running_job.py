@@ -1,0 +1,85 @@
+"""How a launcher finds a running job, and its place in it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from hf_mmparallel.launch import running_job
+from hf_mmparallel.launch.running_job import parse_address, publish_job, take_place
+from hf_mmparallel.launch.supervisor import how_to_join
+from hf_mmparallel.world import job_store as keys
+
+
+@pytest.fixture
+def store():
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+def _publish(store: TCPStore, num_nodes: int, num_members: int) -> tuple[str, int]:
+    address = ("127.0.0.1", store.port)
+    publish_job(keys.connect(address, "job/0"), "job/0", num_nodes, num_members)
+    return address
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("10.0.0.1:29500", ("10.0.0.1", 29500)), ("host:1", ("host", 1)), ("[fe80::1]:29500", ("fe80::1", 29500))],
+)
+def test_addresses(text, address):
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "29500", "host", "host:", "host:port", ":29500"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ValueError, match="is no HOST:PORT. The launcher of machine 0 prints it"):
+        parse_address(text)
+
+
+def test_launchers_that_join_get_numbers_that_nobody_has(store):
+    address = _publish(store, num_nodes=2, num_members=4)
+    first, second = take_place(address, 2), take_place(address, 4)
+    assert (first.node, second.node) == (2, 3)
+    taken = [*range(4), *range(first.first_id, first.first_id + 2), *range(second.first_id, second.first_id + 4)]
+    assert len(set(taken)) == len(taken)
+    assert first.first_id % 2 == 0 and second.first_id % 4 == 0, "members of a node are told by their numbers"
+    assert first.settings() == {
+        "host": "127.0.0.1",
+        "port": store.port,
+        "first_id": first.first_id,
+        "num_processes": 4,
+        "processes_per_node": 2,
+    }
+    assert first.prefix == "job/0"
+
+
+def test_only_whole_nodes_join_a_job_of_several_hosts(store):
+    address = _publish(store, num_nodes=2, num_members=8)
+    with pytest.raises(ValueError, match="has 4 processes on each host, and this launcher would add 2.*`--num_proc"):
+        take_place(address, 2)
+
+
+def test_any_number_of_processes_joins_a_job_of_one_host(store):
+    address = _publish(store, num_nodes=1, num_members=4)
+    assert take_place(address, 1).first_id >= 4
+    assert take_place(address, 3).first_id % 3 == 0
+
+
+def test_an_address_without_a_job_is_named(store, monkeypatch):
+    monkeypatch.setattr(running_job, "_REACH_TIMEOUT", timedelta(seconds=1))
+    with pytest.raises(ValueError, match=f"No running job was found at 127.0.0.1:{store.port} within 1 s"):
+        take_place(("127.0.0.1", store.port), 1)
+
+
+def test_how_to_join_says_so_when_the_address_is_of_this_host_only():
+    assert how_to_join(("10.0.0.1", 29500)) == "more nodes join with `--join 10.0.0.1:29500`"
+    assert "from other hosts with the name of this one" in how_to_join(("127.0.0.1", 29500))
+
+
+def test_data_of_any_size_goes_through_the_store(store, monkeypatch):
+    monkeypatch.setattr(keys, "_PIECE_BYTES", 5)
+    for data in (b"", b"12345", b"123456789012"):
+        keys.put(store, "data", data)
+        assert keys.take(store, "data") == data
