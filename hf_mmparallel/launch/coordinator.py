@@ -124,13 +124,19 @@ class Coordinator:
         return []
 
     def _take_finished(self, id: int, node: int) -> list[Loss]:
-        """A process has trained to the end."""
-        self._registered.discard(Member(id, node))
+        """A process has trained to the end. It will not meet the others again, so that no other may be lost."""
+        self._registered.clear()
         return []
 
-    def _take_left(self, id: int, node: int) -> list[Loss]:
-        """A process that the others do not need ends; the generations that follow do not have it."""
+    def _take_left(self, id: int, node: int, generation: int, time: float) -> list[Loss]:
+        """
+        A process that the others of a generation do not need ends. The generations that follow do not have it; where
+        there is one that has, it is lost, so that the others do not wait for it.
+        """
         member = Member(id, node)
+        is_awaited = self.generation is not None and self.generation.number > generation
+        if is_awaited and member in self._registered:
+            return self._lose([member], "it belonged to a node that lost others", time)
         self._registered.discard(member)
         self._running.discard(member)
         return []

@@ -173,18 +173,19 @@ class Membership:
 
     def finish(self) -> None:
         """From now on this process ends normally, and losses of others don't concern it."""
-        self._end_with("finished")
+        self._end_with({"kind": "finished"})
 
-    def _end_with(self, kind: str) -> None:
+    def _end_with(self, event: dict[str, Any]) -> None:
         self._abort = None
-        self._push({"kind": kind, "id": self.id, "node": self.node})
+        self._push({**event, "id": self.id, "node": self.node})
         with self._sign_lock:
             self._finished = True
             self._sign_path.unlink(missing_ok=True)
 
     def leave(self) -> None:
         """From now on this process is no member, without being lost: the others go on without another generation."""
-        self._end_with("left")
+        assert self.generation is not None, "only members leave"
+        self._end_with({"kind": "left", "generation": self.generation.number, "time": time.time()})
 
     def report(self, reason: str) -> None:
         """Says that this process is about to end because of an error, so that the others need not wait for its end."""

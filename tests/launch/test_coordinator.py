@@ -26,6 +26,10 @@ def _ended(id: int, exit_code: int = -9, node: int | None = None) -> dict[str, A
     return {"kind": "ended", "id": id, "node": node, "exit_code": exit_code, "reason": "killed", "time": 1.0}
 
 
+def _left(id: int, generation: int) -> dict[str, Any]:
+    return {"kind": "left", "id": id, "node": id // 2, "generation": generation, "time": 1.0}
+
+
 def test_the_first_generation_has_all_processes():
     first = _started().generation
     assert first is not None
@@ -116,10 +120,28 @@ def test_processes_join_when_they_are_let_in():
     assert again is not None and again.ids == (0, 2, 3), "it is a member like the others"
 
 
+def test_a_process_that_leaves_is_lost_if_others_wait_for_it():
+    coordinator = _started()
+    coordinator.take([_ended(3)])
+    waiting = coordinator.take([_ended(1)])
+    assert waiting is not None and waiting.ids == (0, 2)
+    generation = coordinator.take([_left(2, generation=1)])
+    assert generation is not None and generation.ids == (0,)
+    assert [loss.member.id for loss in generation.losses] == [2]
+    assert coordinator.take([_ended(2, 1)]) is None
+
+
+def test_no_process_may_be_lost_when_another_has_finished():
+    coordinator = _started()
+    coordinator.take([{"kind": "finished", "id": 0, "node": 0}])
+    assert coordinator.take([_ended(3)]) is None, "the others would wait for process 0"
+    assert coordinator.end is not None and coordinator.end.reason == "Process 3 of node 1: killed."
+
+
 def test_a_process_that_leaves_is_no_loss():
     coordinator = _started()
     assert coordinator.take([_ended(3)]) is not None
-    assert coordinator.take([{"kind": "left", "id": 2, "node": 1}, _ended(2, 1)]) is None
+    assert coordinator.take([_left(2, generation=1), _ended(2, 1)]) is None
     generation = coordinator.take([_ended(1)])
     assert generation is not None and generation.ids == (0,)
     assert [loss.member.id for loss in generation.losses] == [1]
