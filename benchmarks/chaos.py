@@ -27,7 +27,7 @@ from typing import Any
 
 import common
 import torch
-from chaos_runs import LAYOUTS, ChaosRun, Death, Layout, Reference, chaos_run, faults, random_deaths, stock_run
+from chaos_runs import LAYOUTS, ChaosRun, Death, Join, Layout, Reference, chaos_run, faults, random_deaths, stock_run
 from rich.table import Table
 
 GOAL_KILLS = 200
@@ -43,12 +43,14 @@ class Setting:
         layout (`str`): One of `LAYOUTS`.
         failures (`int`): Nodes that may be lost at once.
         options (`tuple[str, ...]`): Of `chaos_worker.py`.
+        joins (`tuple[Join, ...]`): Processes that join.
     """
 
     name: str
     layout: str
     failures: int = 1
     options: tuple[str, ...] = ()
+    joins: tuple[Join, ...] = ()
 
     @property
     def adapter(self) -> bool:
@@ -64,6 +66,7 @@ SETTINGS = (
     Setting("pipelines, saved beside", "pipelines", options=("--async_save", "--log_predictions")),
     Setting("four pairs, two at once", "four pairs", failures=2),
     Setting("long pipelines, LoRA", "long pipelines", options=("--adapter",)),
+    Setting("pipelines, others join", "pipelines", joins=(Join(5), Join(9, 2))),
 )
 """Of the run with each seed, in turn."""
 QUICK = (Setting("copies", "copies"),)
@@ -78,7 +81,7 @@ def run_of(seed: int, settings: tuple[Setting, ...], timeout_s: float, reference
         references[setting.adapter] = stock_run(adapter=setting.adapter)
     with tempfile.TemporaryDirectory(prefix=f"chaos-{seed}-", ignore_cleanup_errors=True) as folder:
         options = [*setting.options, "--failures", str(setting.failures)]
-        run = chaos_run(layout, deaths, Path(folder), timeout_s, options)
+        run = chaos_run(layout, deaths, Path(folder), timeout_s, options, setting.joins)
         found = faults(run, layout, references[setting.adapter])
     print(line_of(seed, setting, deaths, run, found), flush=True)
     if found:
