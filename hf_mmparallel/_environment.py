@@ -56,5 +56,9 @@ def joins_job() -> bool:
 
 
 def set_launch_settings(settings: dict[str, Any]) -> None:
-    """Sets what the workers that this process starts are told."""
+    """
+    Sets what the workers that this process starts are told. They don't print torch's warnings about connections, each
+    with a stack of 20 lines, unless a level has been chosen: when processes are lost, connections end in all others.
+    """
     os.environ[LAUNCH_SETTINGS] = json.dumps(settings)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
