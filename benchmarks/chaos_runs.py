@@ -41,7 +41,9 @@ class Death:
         member (`int`): The process.
         step (`int`): The step in which it dies; the next time that it comes to the point.
         point (`str`): One of [`POINTS`].
-        way (`str`): `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception) or `"exit"`.
+        way (`str`):
+            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, or `"cut"`: it waits for its
+            host to be cut off.
     """
 
     member: int
@@ -117,6 +119,18 @@ class ChaosRun:
     seconds: float
     joined: list[int | None] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls, folder: Path, returncode: int | None, output: str, seconds: float, joined: list[int | None] | None = None
+    ) -> ChaosRun:
+        """What is in the folder of a run, and in what was printed."""
+        strikes = [json.loads(line) for line in output.splitlines() if line.startswith('{"dies"')]
+        results = {
+            int(path.stem.partition("-")[2]): torch.load(path, weights_only=False)
+            for path in folder.glob("result-*.pt")
+        }
+        return cls(returncode, output, results, strikes, seconds, joined or [])
+
     @property
     def joiners(self) -> set[int]:
         """Processes that came as far as to wait for the others to let them in."""
@@ -168,10 +182,7 @@ def chaos_run(
         options (`Sequence[str]`, *optional*): Further options of the worker.
         joins (`Sequence[Join]`, *optional*): Who joins.
     """
-    worker = [str(WORKER), "--parallel", json.dumps(layout.modules), "--folder", str(folder), *options]
-    worker += ["--ranks_per_node", str(layout.ranks_per_node), "--steps", str(STEPS)]
-    worker += [word for death in deaths for word in ("--death", str(death))]
-    worker += [word for join in joins for word in ("--join", str(join))]
+    worker = worker_command(layout, deaths, folder, options, joins)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         launcher = stack.enter_context(
@@ -189,11 +200,21 @@ def chaos_run(
                     later[place] = stack.enter_context(_Launcher(folder / f"join-{place}.txt", flags, worker))
         seconds = time.monotonic() - start
     text = "\n".join(one.output for one in (launcher, *later.values()))
-    strikes = [json.loads(line) for line in text.splitlines() if line.startswith('{"dies"')]
-    results = {
-        int(path.stem.partition("-")[2]): torch.load(path, weights_only=False) for path in folder.glob("result-*.pt")
-    }
-    return ChaosRun(launcher.returncode, text, results, strikes, seconds, [one.returncode for one in later.values()])
+    return ChaosRun.of(folder, launcher.returncode, text, seconds, [one.returncode for one in later.values()])
+
+
+def worker_command(
+    layout: Layout,
+    deaths: Sequence[Death],
+    folder: Path,
+    options: Sequence[str] = (),
+    joins: Sequence[Join] = (),
+) -> list[str]:
+    """The script that a launcher starts, and its arguments; see [`chaos_run`]."""
+    words = [str(WORKER), "--parallel", json.dumps(layout.modules), "--folder", str(folder), *options]
+    words += ["--ranks_per_node", str(layout.ranks_per_node), "--steps", str(STEPS)]
+    words += [word for death in deaths for word in ("--death", str(death))]
+    return words + [word for join in joins for word in ("--join", str(join))]
 
 
 class _Launcher:

@@ -131,11 +131,13 @@ class Deaths:
     Args:
         words (`list[str]`): `member:step:point:way` for each death of any process.
         member (`int`): The number of this process.
+        folder (`Path`): Gets the file `cut` when this process waits for its host to be cut off.
     """
 
-    def __init__(self, words: list[str], member: int):
+    def __init__(self, words: list[str], member: int, folder: Path):
         rows = [word.split(":") for word in words]
         self.member = member
+        self.folder = folder
         self.planned = [(int(step), point, way) for own, step, point, way in rows if int(own) == member]
         self.step = 1
 
@@ -150,6 +152,9 @@ class Deaths:
                     raise ArithmeticError("made up to end this process")
                 if way == "exit":
                     os._exit(1)
+                if way == "cut":
+                    (self.folder / "cut").touch()
+                    time.sleep(1000)
                 os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
 
     def before(self, owner: Any, name: str, point: str, after: bool = False) -> None:
@@ -279,7 +284,7 @@ def main() -> None:
     settings = launch_settings()
     assert settings is not None
     member = settings["id"]
-    deaths = Deaths(options.death, member)
+    deaths = Deaths(options.death, member, options.folder)
     deaths.install()
     strikes = Strikes(deaths, Joins(options.join, options.folder))
     args = MultimodalTrainingArguments(

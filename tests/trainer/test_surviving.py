@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.chaos_runs import LAYOUTS, ChaosRun, Death, Join, Reference, chaos_run, faults, stock_run
+from benchmarks.chaos_runs import (
+    LAYOUTS,
+    ROOT,
+    ChaosRun,
+    Death,
+    Join,
+    Reference,
+    chaos_run,
+    faults,
+    stock_run,
+    worker_command,
+)
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
 from hf_mmparallel.trainer import recovery_plan
 from hf_mmparallel.trainer.recovery_plan import check_survivable
+from tests.hosts import TwoHosts, available
 
+TWO_HOSTS = ROOT / "examples" / "accelerate_configs" / "two_hosts_4cpu.yaml"
 live = pytest.mark.usefixtures("one_thread")
 TIMEOUT_S = 240
 
@@ -134,6 +151,37 @@ def test_processes_that_join_change_no_number(
     assert changes == expected
     assert all(f"hf-mmparallel launch: process{'es' if join.processes > 1 else ''} " in run.output for join in joins)
     assert (tmp_path / "run" / "recovery.png").is_file()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 60)
+@pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
+@live
+def test_a_host_that_is_cut_off_in_a_forward_changes_no_number(tmp_path: Path, reference: Reference):
+    layout = LAYOUTS["copies"]
+    worker = worker_command(layout, _deaths("2:4:forward:cut", "3:4:forward:cut"), tmp_path)
+    environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    with TwoHosts() as hosts:
+        launch = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--config_file", str(TWO_HOSTS)]
+        launch += ["--main_process_ip", hosts.addresses[0], "--machine_rank"]
+
+        def pull_the_cable() -> None:
+            while not (tmp_path / "cut").exists():
+                time.sleep(0.05)
+            hosts.cut()
+
+        threading.Thread(target=pull_the_cable, daemon=True).start()
+        commands = [[*launch, str(host), *worker] for host in range(2)]
+        first, second = hosts.run(commands, timeout=TIMEOUT_S, env=environment)
+    run = ChaosRun.of(tmp_path, first.returncode, first.output + second.output, 0.0)
+    print(run.output[-8000:])
+    assert len(run.strikes) >= 1, "one process may wait for the other when the cable is pulled"
+    assert {*run.results} == {0, 1} and second.returncode == 1
+    (event,) = run.events
+    assert event["lost"] == (2, 3) and all("no sign of life of the host" in reason for reason in event["reasons"])
+    both = [{**run.strikes[0], "dies": member} for member in (2, 3)]
+    assert not faults(replace(run, strikes=both), layout, reference)
 
 
 @pytest.mark.distributed
