@@ -39,7 +39,8 @@ def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple
     return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
-def _check_tp(spec: ModuleSpec, tp_size: int) -> None:
+def check_tp_size(spec: ModuleSpec, tp_size: int) -> None:
+    """Raises `ValueError` for a tensor-parallel size that does not divide the heads and columns of a module."""
     for count, what in (
         (spec.num_heads, "attention heads"),
         (spec.num_kv_heads, "key and value heads"),
@@ -168,7 +169,7 @@ def resolve_plan(
                 )
             plugin = ModulePlugin(*sizes, layers_per_stage=plugin.layers_per_stage)
         _check_uncut(module, plugin.pp_size)
-        _check_tp(module, plugin.tp_size)
+        check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size)
         ranges = split_layers(module.num_layers, plugin, name)
         trainable = trainable_stages(module, spec.tied, ranges)
@@ -253,7 +254,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             _check_uncut(spec.modules[name], len(stages))
             used.update(rank for stage in stages for rank in stage.all_ranks)
         for tp_size in module.tp_sizes:
-            _check_tp(spec.modules[name], tp_size)
+            check_tp_size(spec.modules[name], tp_size)
         check_tp_sizes(spec.modules[name], module, module.tp_sizes)
         _check_cp(spec.modules[name], module.cp_size)
         context = module.context  # validated by `ModulePlugin`, as are `sharding` and `storage`

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import operator
-from functools import reduce
+from functools import partial, reduce
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..data.mask_rules import MaskRule
 from ..modeling.prepare import earliest_selected_layer
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, MultimodalParallelPlugin, ParallelPlan
+from ..modeling.tensor_parallel import with_tp_dims
+from ..plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlan,
+    ModulePlugin,
+    ModuleSpec,
+    MultimodalParallelPlugin,
+    ParallelPlan,
+)
+from ..plan.resolve import check_tp_size, check_tp_sizes
 
 _WITH_CONTEXT = (None, "bitfield")  # attention functions of language models that support context parallelism
 
@@ -85,6 +96,46 @@ def possible_sizes(
     given = (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage)
     merged = {name: reduce(operator.or_, (own.get(name, {}) for own in given), only[name]) for name in only}
     return {name: sizes for name, sizes in merged.items() if sizes}
+
+
+def stage_tp_sizes(
+    model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin, node_size: int
+) -> dict[str, tuple[int, ...]]:
+    """
+    Tensor-parallel sizes that different stages of a module may have in one plan: the one set by the user, or else the
+    powers of two within a node that cut the module's matrices alike.
+
+    Args:
+        model (`PreTrainedModel`): The model, which may be on the meta device.
+        spec (`ModelSpec`): Its description, with adapters; of additional modules in it only sizes are looked at.
+        plugin (`MultimodalParallelPlugin`): The settings of its modules, with the sizes set by the user.
+        node_size (`int`): Ranks of a node.
+
+    Returns:
+        `dict[str, tuple[int, ...]]`: Module -> its sizes, in ascending order.
+    """
+    given, result = plugin.fixed_sizes, {}
+    powers = [1 << power for power in range(1, node_size.bit_length())]
+    for name, module in spec.modules.items():
+        settings = plugin.modules.get(name, ModulePlugin())
+        result[name] = (settings.tp_size,)
+        if "tp_size" not in given.get(name, {}) and settings.cp_size == 1 and whole_matrices(module) is None:
+            result[name] += tuple(takewhile(partial(_divides_alike, model, module), powers))
+    return result
+
+
+def _divides_alike(model: PreTrainedModel, module: ModuleSpec, tp_size: int) -> bool:
+    """Whether tp groups of a power of two, and those of smaller ones, have equal slices of the same dimensions."""
+    try:
+        check_tp_size(module, tp_size)
+        check_tp_sizes(module, ModulePlan(()), [1 << power for power in range(tp_size.bit_length())])
+        if module.stack not in {name for name, _ in model.named_modules()}:
+            return True
+        cut = with_tp_dims(model, ModelSpec({module.name: module}), {module.name: (tp_size,)}).modules[module.name]
+    except ValueError:
+        return False
+    dims = [[(p.tp_dim, p.tp_blocks) for p in one.parameters] for one in (module, cut)]
+    return dims[0] == dims[1]
 
 
 def _can_share_tokens(model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin) -> bool:

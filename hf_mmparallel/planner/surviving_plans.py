@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModulePlugin
-from ..resilience.adopted_plan import module_settings
+from ..resilience.adopted_plan import module_settings, tp_sizes_of
 from ..resilience.model_chain import ModelChain, model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans
 from ..resilience.plan_choice import runs_text
@@ -19,7 +19,7 @@ from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.templates import PipelineTemplate
 from ..resilience.typical_microbatches import TypicalMicrobatches
 from .answer import SAMPLES_PER_GPU, Inputs
-from .possible_sizes import check_matrices
+from .possible_sizes import check_matrices, stage_tp_sizes
 from .settings import Settings
 from .text import ms_text
 
@@ -94,10 +94,14 @@ def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failu
     num_nodes, node_size = nodes_and_size(gpus, nodes, settings.device.node_size)
     settings = replace(settings, gpus=num_nodes * node_size)
     modules = _modules(settings) if plan is None else module_settings(plan)
+    largest, model = min(node_size, settings.device.node_size), inputs.source.model
     batch = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size
     microbatches, costs = drawn_microbatches(settings, inputs, batch, failures + 1), inputs.costs(settings)
     total = microbatches.count
-    chain = model_chain(costs, modules, microbatches, settings.memory_bytes, selected_layers(inputs))
+    tp_sizes = stage_tp_sizes(model, costs.spec, settings.plugin, largest) if plan is None else tp_sizes_of(plan)
+    chain = model_chain(
+        costs, modules, microbatches, settings.memory_bytes, selected_layers(inputs), tp_sizes=tp_sizes
+    )
     schedule = settings.schedule or (settings.plugin.schedule if plan is None else plan.schedule) or "1f1b"
     plans = PipelinePlans(chain, node_size, total, schedule, settings.microbatch_assignment)
     planner = ResilientPlanner(plans, num_nodes, failures)

@@ -21,6 +21,16 @@ def module_settings(plan: ParallelPlan) -> dict[str, ModulePlugin]:
     return {name: _settings(module) for name, module in plan.modules.items()}
 
 
+def tp_sizes_of(plan: ParallelPlan) -> dict[str, tuple[int, ...]]:
+    """
+    The tensor-parallel sizes that the stages of each module of a plan have, for [`model_chain`].
+
+    Args:
+        plan ([`ParallelPlan`]): The plan.
+    """
+    return {name: module.tp_sizes for name, module in plan.modules.items()}
+
+
 def _settings(module: ModulePlan) -> ModulePlugin:
     context = module.context
     return ModulePlugin(
@@ -89,7 +99,7 @@ def _check_settings(plan: ParallelPlan, plans: PipelinePlans) -> None:
                 f"`{name}` has `cp_size={module.cp_size}` in the plan, and `cp_size={plugin.cp_size}` in plans after "
                 "failures. Use one of them."
             )
-        check_tp_sizes(plans.chain.spec.modules[name], module, sorted({*module.tp_sizes, plugin.tp_size}))
+        check_tp_sizes(plans.chain.spec.modules[name], module, sorted({*module.tp_sizes, *plans.chain.tp_sizes[name]}))
         if replace(module, replicas=()) != settings_of(plugin):
             raise ValueError(
                 f"`{name}` has other settings in the plan than in plans after failures: {_settings(module)} and "

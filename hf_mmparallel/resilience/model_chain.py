@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..cost import CostModel, stage_costs
 from ..plan import ModelSpec, ModulePlan, ModulePlugin, ParallelPlan, Stage, stage_parameters
+from ..plan.resolve import check_tp_sizes
 from .stage_limits import NO_LIMIT, stage_limits
 from .state_copies import value_bytes
 from .templates import LayerChain
@@ -41,6 +42,7 @@ class ModelChain:
     Args:
         costs ([`CostModel`]): Costs of layers.
         modules (`Mapping[str, ModulePlugin]`): The settings of each module.
+        tp_sizes (`Mapping[str, tuple[int, ...]]`): Module -> tensor-parallel sizes of its stages, in ascending order.
         microbatches ([`TypicalMicrobatches`]): What pipelines compute.
         units (`tuple[ChainUnit, ...]`): The layers of the chain, whose index `chain` counts.
         chain ([`LayerChain`]): Times and memory of stages.
@@ -48,6 +50,7 @@ class ModelChain:
 
     costs: CostModel
     modules: Mapping[str, ModulePlugin]
+    tp_sizes: Mapping[str, tuple[int, ...]]
     microbatches: TypicalMicrobatches
     units: tuple[ChainUnit, ...]
     chain: LayerChain
@@ -133,6 +136,7 @@ def model_chain(
     memory_bytes: float | None = None,
     selected_layers: Mapping[str, int] | None = None,
     state_copies: int = 1,
+    tp_sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> ModelChain:
     """
     The chain of a model.
@@ -148,28 +152,48 @@ def model_chain(
             have; see [`earliest_selected_layer`].
         state_copies (`int`, *optional*, defaults to 1):
             How many stages' weights, gradients and optimizer state a rank has memory for.
+        tp_sizes (`Mapping[str, Sequence[int]]`, *optional*):
+            Module -> tensor-parallel sizes that each of its stages may have; that of its settings by default.
 
     Raises:
-        `ValueError`: For settings with which a lost rank takes the only copy of something with it.
+        `ValueError`:
+            For settings with which a lost rank takes the only copy of something with it, and for sizes that stages of
+            one module can't have.
     """
     spec = costs.spec
     settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
     for name, plugin in settings.items():
         _check_copies(name, plugin)
     units = tuple(_units(spec, selected_layers or {}))
-    plan = _plan_of_units(spec, settings, units)
-    times_ms = mean_stage_ms(costs, plan, microbatches)
-    unit_ms = [time_ms for (_, replica, _), time_ms in times_ms.items() if replica == 0]
-    ranks = np.array([settings[unit.module].tp_size * settings[unit.module].cp_size for unit in units])
-    counts = sorted(set(ranks.tolist()))
-    limits = np.full((len(counts), len(units), len(units) + 1), NO_LIMIT)
-    if memory_bytes is not None:
-        limits[:] = stage_limits(costs, plan, microbatches, memory_bytes, state_copies)
+    sizes = {name: (plugin.tp_size,) for name, plugin in settings.items()}
+    sizes |= {name: tuple(sorted(set(of_module))) for name, of_module in (tp_sizes or {}).items()}
+    for name, module in _plan_of_units(spec, settings, units).modules.items():
+        check_tp_sizes(spec.modules[name], module, sizes[name])
+    counts = sorted({size * plugin.cp_size for name, plugin in settings.items() for size in sizes[name]})
+    layer_ms, limits = [], np.full((len(counts), len(units), len(units) + 1), NO_LIMIT)
     for index, count in enumerate(counts):
+        sized = {name: _on_ranks(plugin, sizes[name], count) for name, plugin in settings.items()}
+        plan = _plan_of_units(spec, sized, units)
+        times_ms = mean_stage_ms(costs, plan, microbatches)
+        layer_ms.append([time_ms for (_, replica, _), time_ms in times_ms.items() if replica == 0])
+        if memory_bytes is not None:
+            limits[index] = stage_limits(costs, plan, microbatches, memory_bytes, state_copies)
+        ranks = np.array([_num_ranks(sized[unit.module]) for unit in units])
         limits[index, _has_other(ranks != count)] = 0
     is_limited = len(counts) > 1 or memory_bytes is not None
-    chain = LayerChain(counts, [unit_ms] * len(counts), (), limits if is_limited else None)
-    return ModelChain(costs, settings, microbatches, units, chain)
+    chain = LayerChain(counts, layer_ms, (), limits if is_limited else None)
+    return ModelChain(costs, settings, sizes, microbatches, units, chain)
+
+
+def _num_ranks(plugin: ModulePlugin) -> int:
+    """Ranks of a stage."""
+    return plugin.tp_size * plugin.cp_size
+
+
+def _on_ranks(plugin: ModulePlugin, tp_sizes: Sequence[int], num_ranks: int) -> ModulePlugin:
+    """The settings for stages of a number of ranks, or for the smallest ones if none can have this number."""
+    fitting = [size for size in tp_sizes if size * plugin.cp_size == num_ranks]
+    return replace(plugin, tp_size=fitting[0] if fitting else tp_sizes[0])
 
 
 def _check_copies(name: str, plugin: ModulePlugin) -> None:
@@ -199,7 +223,7 @@ def _plan_of_units(spec: ModelSpec, modules: Mapping[str, ModulePlugin], units: 
                 settings_of(plugin),
                 replicas=(
                     tuple(
-                        Stage(unit.layers, mesh_of(plugin, range(plugin.tp_size * plugin.cp_size)))
+                        Stage(unit.layers, mesh_of(plugin, range(_num_ranks(plugin))))
                         for unit in units
                         if unit.module == name
                     ),
@@ -218,8 +242,9 @@ def settings_of(plugin: ModulePlugin) -> ModulePlan:
 
 
 def mesh_of(plugin: ModulePlugin, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The mesh of a stage of a module."""
-    return tuple(tuple(ranks[first : first + plugin.tp_size]) for first in range(0, len(ranks), plugin.tp_size))
+    """The mesh of a stage of a module: `cp_size` tp groups that share the ranks equally."""
+    tp_size = len(ranks) // plugin.cp_size
+    return tuple(tuple(ranks[first : first + tp_size]) for first in range(0, len(ranks), tp_size))
 
 
 def _has_other(wrong: NDArray) -> NDArray:

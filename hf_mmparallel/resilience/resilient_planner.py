@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
@@ -18,7 +18,7 @@ from .plan_choice import DAY_S, LEAST_GAIN, PlanOption, best_option, copy_second
 from .reconfiguration import Change, Reconfiguration, without_nodes
 from .simulated_steps import StepTimes
 from .state_copies import LostStateError, common_holdings, state_copies
-from .templates import PipelineTemplate, fastest_template, fewest_nodes
+from .templates import PipelineTemplate, TemplateSearch, fewest_nodes
 
 NUM_FINALISTS = 3
 """Instantiations that are simulated at most for a number of nodes."""
@@ -69,8 +69,8 @@ class ResilientPlanner:
         """Fewest nodes on which one copy of the model fits (`n_0`)."""
         chain = self.plans.chain.chain
         deepest = chain.num_layers * max(chain.rank_counts) // self.node_size  # with one layer for each stage
-        for most in (self.num_nodes, deepest):
-            found = fewest_nodes(chain, self.node_size, most, self.plans.num_microbatches) if most else None
+        for most in (min(self.num_nodes, deepest), deepest):
+            found = fewest_nodes(chain, self.node_size, most, self.plans.num_microbatches)
             if found is not None:
                 return found
         raise ValueError(self._why_no_copy())
@@ -263,23 +263,28 @@ class ResilientPlanner:
         """Number of nodes -> its template, as far as it was asked for."""
         return {}
 
-    def _template(self, num_nodes: int) -> PipelineTemplate | None:
-        """The template of a number of nodes with their share of the microbatches; `None` if there is none."""
-        if num_nodes not in self._known:
-            total, chain = self.plans.num_microbatches, self.plans.chain.chain
-            share = min(max(1, round(total * num_nodes / self.num_nodes)), total - self.failures)
-            # After failures it computes more, and may have as many in flight as it has stages.
-            self._known[num_nodes] = fastest_template(chain, num_nodes, self.node_size, share, total)
-        return self._known[num_nodes]
+    def _found(self, node_counts: Iterable[int]) -> list[PipelineTemplate | None]:
+        """
+        For each number of nodes its template, for their share of the microbatches; `None` if there is none.
+        """
+        counts = list(node_counts)
+        missing = [count for count in counts if count not in self._known]
+        total, chain = self.plans.num_microbatches, self.plans.chain.chain
+        # After failures it computes more, and may have as many in flight as it has stages.
+        search = TemplateSearch(chain, self.node_size, max(missing, default=0), total)
+        for count in missing:
+            share = min(max(1, round(total * count / self.num_nodes)), total - self.failures)
+            self._known[count] = search.fastest(count, share)
+        return [self._known[count] for count in counts]
 
     def _templates_of(self, num_nodes: int) -> tuple[PipelineTemplate, ...]:
         """The templates of a cluster, up to the largest with layers for all of its stages."""
-        found = map(self._template, node_counts(num_nodes, self.fewest, self.failures))
+        found = self._found(node_counts(num_nodes, self.fewest, self.failures))
         return tuple(takewhile(lambda template: template is not None, found))  # type: ignore[arg-type]
 
     def _template_of(self, num_nodes: int) -> PipelineTemplate:
         """The template of a number of nodes that there is one for."""
-        template = self._template(num_nodes)
+        (template,) = self._found([num_nodes])
         assert template is not None, f"there is a template of {num_nodes} nodes by theorem 2"
         return template
 

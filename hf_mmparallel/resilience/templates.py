@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
 
@@ -124,7 +125,9 @@ def pipeline_templates(
         node_size (`int`): Ranks of a node.
         num_microbatches (`int`): Microbatches of a step in such a pipeline.
     """
-    fastest = (fastest_template(chain, count, node_size, num_microbatches) for count in node_counts)
+    counts = list(node_counts)
+    search = TemplateSearch(chain, node_size, max(counts, default=0), num_microbatches)
+    fastest = (search.fastest(count, num_microbatches) for count in counts)
     return [template for template in fastest if template is not None]
 
 
@@ -138,7 +141,7 @@ def fewest_nodes(chain: LayerChain, node_size: int, most: int, num_microbatches:
         most (`int`): Largest number of nodes to try.
         num_microbatches (`int`): Microbatches of a step in such a pipeline.
     """
-    fits = np.isfinite(_SuffixTables(chain, node_size, most * node_size, num_microbatches).slowest_ms[::node_size])
+    fits = np.isfinite(TemplateSearch(chain, node_size, most, num_microbatches).slowest_ms[::node_size])
     return int(np.argmax(fits)) if fits.any() else None
 
 
@@ -156,50 +159,74 @@ def fastest_template(
         most_in_flight (`int`, *optional*):
             Microbatches of a step that its memory must allow, if these are more than `num_microbatches`.
     """
-    tables = _SuffixTables(chain, node_size, num_nodes * node_size, most_in_flight or num_microbatches)
-    smallest_slowest = float(tables.slowest_ms[-1])
-    if not np.isfinite(smallest_slowest):
-        return None
-    best = PipelineTemplate(num_nodes, tables.stages(smallest_slowest))
-    template = PipelineTemplate(num_nodes, tables.stages(np.inf))
-    while True:
-        best = min(best, template, key=lambda one: one.step_ms(num_microbatches))
-        limit = np.nextafter(template.slowest_ms, 0.0)
-        if num_microbatches > 1:  # a slower stage can't pay for itself, since sums only grow
-            limit = min(limit, (best.step_ms(num_microbatches) - template.fill_ms) / (num_microbatches - 1))
-        if limit < smallest_slowest:
-            return best
-        template = PipelineTemplate(num_nodes, tables.stages(limit))
+    search = TemplateSearch(chain, node_size, num_nodes, most_in_flight or num_microbatches)
+    return search.fastest(num_nodes, num_microbatches)
 
 
 @dataclass(eq=False)
-class _SuffixTables:
+class TemplateSearch:
     """
-    Smallest sums of stage times of all suffixes of a chain on all numbers of ranks, by limit of the slowest stage.
+    Finds templates of a chain by the smallest sums of stage times of all suffixes on all numbers of ranks, by limit of
+    the slowest stage. All numbers of nodes share the tables without a limit.
 
-    A table has the shape `[depth, layers + 1, ranks + 1]`: by the number of stages of the suffix, of which the last
-    entry stands for all more, its first layer, and its number of ranks. More stages behind a stage mean more
-    microbatches in flight in it; if memory limits them nowhere, there is one entry only. Ranks are counted from the
-    end of the pipeline, and no stage has ranks of two nodes.
+    A table has the shape `[depth, ranks + 1, layers + width]`: by the number of stages of the suffix, of which the
+    last entry stands for all more, its number of ranks, and its first layer, with infinite entries behind the last
+    layer for the most layers that a stage can have within the limit. More stages behind a stage mean more microbatches
+    in flight in it; if memory limits them nowhere, there is one entry only. Ranks are counted from the end of the
+    pipeline, and no stage has ranks of two nodes.
 
     Args:
         chain ([`LayerChain`]): The layers.
         node_size (`int`): Ranks of a node.
-        num_ranks (`int`): Most ranks of a suffix.
+        num_nodes (`int`): Largest number of nodes of a template.
         num_microbatches (`int`): Most microbatches in flight.
     """
 
     chain: LayerChain
     node_size: int
-    num_ranks: int
+    num_nodes: int
     num_microbatches: int
+
+    def fastest(self, num_nodes: int, num_microbatches: int) -> PipelineTemplate | None:
+        """
+        The fastest template, see [`pipeline_templates`]; `None` if there is none.
+
+        Args:
+            num_nodes (`int`): Number of nodes.
+            num_microbatches (`int`): Microbatches of a step for which it is the fastest.
+        """
+        num_ranks = num_nodes * self.node_size
+        if num_ranks > self._num_ranks or not np.isfinite(self.slowest_ms[num_ranks]):
+            return None
+        smallest_slowest = float(self.slowest_ms[num_ranks])
+        best = PipelineTemplate(num_nodes, self._stages(smallest_slowest, num_ranks))
+        template = PipelineTemplate(num_nodes, self._stages(np.inf, num_ranks))
+        while True:
+            best = min(best, template, key=lambda one: one.step_ms(num_microbatches))
+            limit = np.nextafter(template.slowest_ms, 0.0)
+            if num_microbatches > 1:  # a slower stage can't pay for itself, since sums only grow
+                limit = min(limit, (best.step_ms(num_microbatches) - template.fill_ms) / (num_microbatches - 1))
+            if limit < smallest_slowest:
+                return best
+            template = PipelineTemplate(num_nodes, self._stages(limit, num_ranks))
+
+    @cached_property
+    def slowest_ms(self) -> NDArray:
+        """By number of ranks `[ranks + 1]`: smallest time of the slowest stage of the whole chain."""
+        return self._filled(self._stage_times(np.inf), np.maximum, self._num_ranks)[:, :, 0].min(axis=0)
+
+    @cached_property
+    def _num_ranks(self) -> int:
+        """Ranks of the largest template, of which each layer has some."""
+        most = self.chain.num_layers * max(self.chain.rank_counts) // self.node_size
+        return min(self.num_nodes, most) * self.node_size
 
     @cached_property
     def _limits(self) -> NDArray | None:
         """Most stages behind a stage `[counts, layers, layers + 1]`; `None` if memory limits them nowhere."""
         if self.chain.fits_in_flight is None:
             return None
-        most = min(self.chain.num_layers, self.num_ranks, self.num_microbatches)
+        most = min(self.chain.num_layers, self._num_ranks, self.num_microbatches)
         fits = np.asarray(self.chain.fits_in_flight)
         is_limited = np.isfinite(self.chain.stage_ms) & (fits < most)
         return np.where(is_limited, fits - 1, self.chain.num_layers) if is_limited.any() else None
@@ -210,58 +237,79 @@ class _SuffixTables:
             return 1
         return int(self._limits[self._limits < self.chain.num_layers].max()) + 2
 
-    def _allowed(self, times: NDArray, behind: int) -> NDArray:
-        """Stage times, infinite where memory does not allow this number of stages behind a stage."""
-        return times if self._limits is None else np.where(self._limits >= behind, times, np.inf)
+    def _stage_times(self, limit: float) -> list[NDArray]:
+        """
+        For each number of ranks the times `[depth, layers, width]` of stages, by the number of stages behind them,
+        their first layer, and their number of layers less one; infinite above the limit, and where memory allows no
+        such stage.
+        """
+        num_layers = self.chain.num_layers
+        result = []
+        for kind, times in enumerate(self.chain.stage_ms):
+            first, stop = np.nonzero(times <= limit)
+            width = int((stop - first).max(initial=1))
+            by_width = np.full((self._depth, num_layers, width), np.inf)
+            for behind in range(self._depth):
+                fits = ... if self._limits is None else self._limits[kind, first, stop] >= behind
+                rows, stops = first[fits].ravel(), stop[fits].ravel()
+                by_width[behind, rows, stops - rows - 1] = times[rows, stops]
+            result.append(by_width)
+        return result
 
-    def _filled(self, limit: float, joined: np.ufunc) -> NDArray:
-        """The table for a limit, from the last stage to the first."""
+    def _filled(self, stage_times: list[NDArray], joined: np.ufunc, num_ranks: int) -> NDArray:
+        """The table for stages of these times, from the last stage to the first."""
         num_layers, depth = self.chain.num_layers, self._depth
-        times = np.where(self.chain.stage_ms <= limit, self.chain.stage_ms, np.inf)
-        by_depth = [self._allowed(times, behind) for behind in range(depth)]
-        table = np.full((depth, num_layers + 1, self.num_ranks + 1), np.inf)
-        table[0, num_layers, 0] = 0.0
-        for used in range(self.num_ranks):
-            reached = [behind for behind in range(depth) if np.isfinite(table[behind, :, used]).any()]
-            for kind, stage_ranks in self._stages_after(used):
-                for behind in reached:
-                    joint = joined(by_depth[behind][kind], table[behind, :, used]).min(axis=1)
-                    target = table[min(behind + 1, depth - 1), :num_layers, used + stage_ranks]
-                    np.minimum(target, joint, out=target)
+        width = max(times.shape[2] for times in stage_times)
+        table = np.full((depth, num_ranks + 1, num_layers + width), np.inf)
+        table[0, 0, num_layers] = 0.0
+        for used in range(num_ranks):
+            reached = np.flatnonzero(np.isfinite(table[:, used]).any(axis=1))
+            if not len(reached):
+                continue
+            low, high = int(reached[0]), int(reached[-1]) + 1
+            suffixes = sliding_window_view(table[low:high, used, 1:], width, axis=1)
+            for kind, stage_ranks in self._stages_after(used, num_ranks):
+                times = stage_times[kind][low:high]
+                joint = joined(times, suffixes[:, :, : times.shape[2]]).min(axis=2)
+                target = table[:, used + stage_ranks, :num_layers]
+                last = min(high, depth - 1)
+                np.minimum(target[low + 1 : last + 1], joint[: last - low], out=target[low + 1 : last + 1])
+                if high == depth:
+                    np.minimum(target[-1], joint[-1], out=target[-1])
         return table
 
-    def _stages_after(self, used: int) -> list[tuple[int, int]]:
+    def _stages_after(self, used: int, num_ranks: int) -> list[tuple[int, int]]:
         """Index and number of ranks of the stages that may stand in front of a number of ranks."""
-        left = min(self.node_size - used % self.node_size, self.num_ranks - used)
+        left = min(self.node_size - used % self.node_size, num_ranks - used)
         return [(kind, ranks) for kind, ranks in enumerate(self.chain.rank_counts) if ranks <= left]
 
     @cached_property
-    def slowest_ms(self) -> NDArray:
-        """By number of ranks `[ranks + 1]`: smallest time of the slowest stage of the whole chain."""
-        return self._filled(np.inf, np.maximum)[:, 0].min(axis=0)
+    def _unlimited(self) -> tuple[list[NDArray], NDArray]:
+        """Stage times without a limit, and the table of smallest sums."""
+        times = self._stage_times(np.inf)
+        return times, self._filled(times, np.add, self._num_ranks)
 
-    def stages(self, limit: float) -> tuple[TemplateStage, ...]:
-        """
-        The stages of the whole chain on all ranks with the smallest sum of times.
-
-        Args:
-            limit (`float`): Largest time of a stage, for which there is a solution.
-        """
-        table = self._filled(limit, np.add)
-        times = np.where(self.chain.stage_ms <= limit, self.chain.stage_ms, np.inf)
-        first, used, number = 0, self.num_ranks, int(np.argmin(table[:, 0, -1]))
+    def _stages(self, limit: float, num_ranks: int) -> tuple[TemplateStage, ...]:
+        """The stages of the whole chain on all ranks with the smallest sum of times within a limit that allows one."""
+        if np.isinf(limit):
+            stage_times, table = self._unlimited
+        else:
+            stage_times = self._stage_times(limit)
+            table = self._filled(stage_times, np.add, num_ranks)
+        first, used, number = 0, num_ranks, int(np.argmin(table[:, num_ranks, 0]))
         result = []
         while first < self.chain.num_layers:
             found = min(
-                (float(sums[stop]), behind, kind, ranks, stop)
+                (float(sums[index]), behind, kind, ranks, first + 1 + index)
                 for behind in self._behind(number)
                 for kind, ranks in enumerate(self.chain.rank_counts)
-                if ranks <= used and (kind, ranks) in self._stages_after(used - ranks)
-                for sums in [self._allowed(times, behind)[kind, first] + table[behind, :, used - ranks]]
-                for stop in [int(np.argmin(sums))]
+                if ranks <= used and (kind, ranks) in self._stages_after(used - ranks, num_ranks)
+                for times in [stage_times[kind][behind, first]]
+                for sums in [times + table[behind, used - ranks, first + 1 : first + 1 + len(times)]]
+                for index in [int(np.argmin(sums))]
             )
             _, number, kind, ranks, stop = found
-            result.append(TemplateStage((first, stop), ranks, float(times[kind, first, stop])))
+            result.append(TemplateStage((first, stop), ranks, float(self.chain.stage_ms[kind, first, stop])))
             first, used = stop, used - ranks
         return tuple(result)
 

@@ -170,9 +170,10 @@ class EngineTrainer(Trainer):
         if args.resilience is not None:
             modules = plugin.modules if plugin.plan is None else module_settings(plugin.plan)
             check_survivable(args, modules, self.train_dataset)
+        layouts = None
         if plugin.auto and args.resilience is not None:
             count = build.resolve_batch(args, args.world_size)
-            layouts = node_layouts(prepared.model, plugin.modules, prepared.costs, args, self._typical_batch(count))
+            layouts = node_layouts(prepared, plugin, args, self._typical_batch(count))
             plugin = replace(plugin, auto=False, plan=layouts.planner.first().plan)
             args = copy.copy(args)
             args.global_batch_size, args.gradient_accumulation_steps = count, 1
@@ -187,9 +188,8 @@ class EngineTrainer(Trainer):
             self.args = build.planned_arguments(args)
         if args.resilience is not None:
             plan, count = build.plan_and_batch(plugin, prepared.spec, args)
-            layouts = node_layouts(
-                prepared.model, module_settings(plan), prepared.costs, args, self._typical_batch(count), plan.schedule
-            )
+            if layouts is None:
+                layouts = node_layouts(prepared, replace(plugin, plan=plan), args, self._typical_batch(count))
             self._layouts = layouts, layouts.planner.adopt(plan)
         self.engine, self.global_batch_size = build.build_engine(
             prepared, args, plugin, self.world, self._forward_context, self._joins

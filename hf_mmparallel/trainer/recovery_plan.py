@@ -8,17 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 from .. import _environment
-from ..cost import CostModel
 from ..data.streams import is_stream
 from ..modeling.prepare import earliest_selected_layer
-from ..plan import ModelSpec, ModulePlugin, SampleSizes, parameter_shards
-from ..plan.schedules import Schedule
+from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, SampleSizes, parameter_shards
+from ..planner.possible_sizes import stage_tp_sizes
+from ..resilience.adopted_plan import module_settings, tp_sizes_of
 from ..resilience.model_chain import model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans
 from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.typical_microbatches import TypicalMicrobatches
 from ..runtime.held_state import Transfer
 from .arguments import AUTO, MultimodalTrainingArguments
+from .build import PreparedModel
 from .oversized_samples import allowed_bytes
 from .state_transfers import state_transfers
 
@@ -74,30 +75,29 @@ class NodeLayouts:
 
 
 def node_layouts(
-    model: Any,
-    modules: Mapping[str, ModulePlugin],
-    costs: CostModel,
+    prepared: PreparedModel,
+    plugin: MultimodalParallelPlugin,
     args: MultimodalTrainingArguments,
     global_batch: tuple[int, SampleSizes | None],
-    schedule: Schedule = "1f1b",
 ) -> NodeLayouts:
     """
     What decides on layouts, on every rank alike.
 
     Args:
-        model (`PreTrainedModel`): The whole model.
-        modules (`Mapping[str, ModulePlugin]`): Settings of modules.
-        costs ([`CostModel`]): Costs of layers.
+        prepared ([`PreparedModel`]): The whole model, with costs of its layers.
+        plugin ([`MultimodalParallelPlugin`]):
+            Settings of modules, and the plan of the user, whose tensor-parallel sizes are kept. Without a plan stages
+            have any size that the settings leave open.
         args ([`MultimodalTrainingArguments`]): The arguments.
         global_batch (`tuple[int, SampleSizes | None]`):
             Number of samples of a global batch, and sizes of a typical one; without them all samples count the same.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
 
     Raises:
         `ValueError`: For a number of failures that can't be guaranteed.
     """
     survives = args.survives
     assert survives is not None
+    costs, plan = prepared.costs, plugin.plan
     spec = costs.spec
     node_size = survives.ranks_per_node or _environment.ranks_per_host(args.world_size)
     if args.world_size % node_size:
@@ -110,17 +110,36 @@ def node_layouts(
     microbatches = TypicalMicrobatches(
         sizes or SampleSizes.uniform(dict.fromkeys(spec.modules, 1), size), size, -(-num_samples // size)
     )
-    selected = {name: earliest_selected_layer(model, spec.modules[name]) for name in spec.encoders}
+    selected = {name: earliest_selected_layer(prepared.model, spec.modules[name]) for name in spec.encoders}
+    if plan is None:
+        modules = _recomputed(plugin.modules, spec, args)
+        tp_sizes = stage_tp_sizes(prepared.model, spec, plugin, min(node_size, costs.device.node_size))
+    else:
+        modules, tp_sizes = module_settings(plan), tp_sizes_of(plan)
     chain = model_chain(
         costs,
         modules,
         microbatches,
         allowed_bytes(args, costs.device),
         {name: layer for name, layer in selected.items() if layer is not None},
+        tp_sizes=tp_sizes,
     )
+    schedule = "1f1b" if plan is None else plan.schedule
     plans = PipelinePlans(chain, node_size, microbatches.most, schedule, args.microbatch_assignment)
     between_s = 3600 * args.mean_time_between_failures_h
     return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures, between_s))
+
+
+def _recomputed(
+    modules: Mapping[str, ModulePlugin], spec: ModelSpec, args: MultimodalTrainingArguments
+) -> dict[str, ModulePlugin]:
+    """The settings of all modules, with `activation_checkpointing` of the arguments."""
+    settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
+    every = args.activation_checkpointing
+    return {
+        name: replace(own, activation_checkpointing=every or own.activation_checkpointing)
+        for name, own in settings.items()
+    }
 
 
 def check_survivable(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any) -> None:

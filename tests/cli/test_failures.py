@@ -7,6 +7,7 @@ import pytest
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
 
 SHORT = ["--seq-len", 64, "--image-tokens", 32]
+SINGLE = ["--module", "vision:tp=1", "--module", "language_model:tp=1"]
 FOUR = ["--nodes", 4, "--gpus", 4, "--failures", 1, "--global-batch-size", 12]
 
 
@@ -44,11 +45,23 @@ def test_tensor_parallel_stages(model, run, tmp_path):
     assert plan.world_size == 12 and plan.modules["vision"].tp_size == 2
 
 
+def test_sizes_that_are_left_out_are_chosen(model, run, tmp_path):
+    """More ranks than layers need tp groups; a size that is given is kept."""
+    path = tmp_path / "plan.json"
+    nodes = ["--nodes", 2, "--gpus", 20, "--failures", 1, "--output", path]
+    run("plan", "--model", model, *SHORT, "--module", "vision:tp=1", *nodes)
+    plan = ParallelPlan.load(path)
+    assert plan.world_size == 20 and plan.modules["vision"].tp_sizes == (1,)
+    assert plan.modules[LANGUAGE_MODEL].tp_size == 2
+    again = run("plan", "--model", model, *SHORT, "--parallel", path, "--nodes", 2, "--failures", 1)
+    assert "on 2 ranks" in again and "Any node may fail at once" in again
+
+
 def test_layers_that_can_not_be_cut(model, fail, tmp_path):
     """The second hidden state, which the configuration selects, is one of the last stage: three layers are one."""
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vision_feature_layer": 1}))
-    error = fail("plan", "--model", tmp_path, *SHORT, "--nodes", 2, "--gpus", 16, "--failures", 1)
+    error = fail("plan", "--model", tmp_path, *SHORT, *SINGLE, "--nodes", 2, "--gpus", 16, "--failures", 1)
     assert "A node of 8 ranks can't be divided among the 6 layers that can be on different stages" in error
 
 
@@ -69,7 +82,10 @@ def test_layers_that_can_not_be_cut(model, fail, tmp_path):
             "`pp_size=2` of `language_model`: with `--failures` templates have",
         ),
         ([*FOUR, "--module", "vision:zero_stage=1"], "`zero_stage=1` of `vision` divides the optimizer's state"),
-        (["--nodes", 2, "--failures", 1, "--gpus", 32], "A node of 16 ranks can't be divided among the 8 layers"),
+        (
+            [*SINGLE, "--nodes", 2, "--failures", 1, "--gpus", 32],
+            "A node of 16 ranks can't be divided among the 8 layers",
+        ),
     ],
 )
 def test_what_is_refused(model, fail, arguments, error):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -43,7 +43,12 @@ def typical(spec: ModelSpec, most: int = 8) -> TypicalMicrobatches:
 
 
 def chain_of(
-    family: str, modules: Mapping[str, ModulePlugin] | None = None, memory_bytes: float | None = None
+    family: str,
+    modules: Mapping[str, ModulePlugin] | None = None,
+    memory_bytes: float | None = None,
+    sizes: Sequence[int] = (),
 ) -> ModelChain:
+    """The chain of a model whose stages have one of these tensor-parallel sizes; by default that of its module."""
     costs = costs_of(family)
-    return model_chain(costs, modules or {}, typical(costs.spec), memory_bytes)
+    tp_sizes = dict.fromkeys(costs.spec.modules, sizes) if sizes else None
+    return model_chain(costs, modules or {}, typical(costs.spec), memory_bytes, tp_sizes=tp_sizes)

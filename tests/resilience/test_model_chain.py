@@ -11,12 +11,13 @@ import pytest
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import batch_workloads, memory_per_rank, stage_costs
 from hf_mmparallel.cost.row_sizes import chunk_sizes
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, check_plan
 from hf_mmparallel.resilience.model_chain import ModelChain, model_chain
 from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage, fastest_template
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
 from tests.resilience.models import MODELS, chain_of, costs_of, typical
+from tests.resilience.test_templates import all_cuts, fits, time_ms
 
 SETTINGS = {
     "plain": {},
@@ -109,6 +110,61 @@ def test_own_ranks_and_sizes_of_modules() -> None:
     assert template is not None
     plan = plan_of(chain_of("llava", shared), template)
     assert [plan.stage(name, 0, 0).mesh for name in plan.modules] == [((0, 1),), ((0,), (1,))]
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 9e6])
+@pytest.mark.parametrize("family", MODELS)
+def test_stages_of_each_size_are_those_of_modules_with_this_size(family: str, memory_bytes: float | None) -> None:
+    """Also where a module has one size only: stages with its layers have no other."""
+    both = chain_of(family, {}, memory_bytes, (1, 2)).chain
+    assert both.rank_counts == [1, 2]
+    for index, size in enumerate(both.rank_counts):
+        alone = chain_of(family, {}, memory_bytes, (size,)).chain
+        assert (both.stage_ms[index] == alone.stage_ms[0]).all()
+        if memory_bytes is not None:
+            assert (np.asarray(both.fits_in_flight)[index] == np.asarray(alone.fits_in_flight)[0]).all()
+    costs = costs_of(family)
+    sizes = {LANGUAGE_MODEL: (1, 2)}
+    some = model_chain(costs, {}, typical(costs.spec), memory_bytes, tp_sizes=sizes)
+    of_language = np.array([unit.module == LANGUAGE_MODEL for unit in some.units])
+    first = int(np.argmax(of_language))
+    assert np.isinf(some.chain.stage_ms[1, :first]).all()
+    assert (some.chain.stage_ms[1, first:] == both.stage_ms[1, first:]).all()
+
+
+@pytest.mark.parametrize("node_size", [2, 3])
+@pytest.mark.parametrize("family", MODELS)
+def test_templates_have_the_fastest_of_all_cuts_and_sizes(family: str, node_size: int) -> None:
+    """With and without a limit of memory, for up to three nodes."""
+    found: set[tuple[int, ...]] = set()
+    for memory_bytes in (None, 7e6, 8.5e6, 1e7, 1.4e7):
+        chain = chain_of(family, {}, memory_bytes, (1, 2)).chain
+        for num_nodes in (1, 2, 3):
+            cuts = [one for one in all_cuts(chain, num_nodes * node_size, node_size) if fits(chain, one, 8)]
+            template = fastest_template(chain, num_nodes, node_size, 8)
+            assert (template is not None) == bool(cuts)
+            if template is not None:
+                best_ms = min(time_ms(chain, one, 8) for one in cuts)
+                assert template.step_ms(8) == pytest.approx(best_ms, rel=1e-9)
+                found.add(tuple(sorted({stage.num_ranks for stage in template.stages})))
+    assert (1, 2) in found, "stages of one template have different sizes"
+
+
+def test_meshes_have_the_size_of_their_stage() -> None:
+    chain = chain_of("llava", {}, None, (1, 2))
+    stages = (TemplateStage((0, 5), 2, 1.0), TemplateStage((5, 6), 1, 1.0), TemplateStage((6, 8), 1, 1.0))
+    plan = plan_of(chain, PipelineTemplate(2, stages), copies=2)
+    language = [stage.mesh for stage in plan.modules[LANGUAGE_MODEL].replicas[1]]
+    assert language == [((4, 5),), ((6,),), ((7,),)]
+    assert [plan.modules[name].tp_sizes for name in ("vision", LANGUAGE_MODEL)] == [(2,), (1, 2)]
+    check_plan(plan, chain.spec)
+
+
+def test_sizes_that_stages_of_a_module_can_not_have_are_refused() -> None:
+    costs = costs_of("llava")
+    shared = {LANGUAGE_MODEL: ModulePlugin(cp_size=2)}
+    with pytest.raises(ValueError, match=r"`cp_size=2` of `language_model` assigns .* tp groups of one size"):
+        model_chain(costs, shared, typical(costs.spec), tp_sizes={LANGUAGE_MODEL: (1, 2)})
 
 
 @pytest.mark.parametrize("family", ["llava", "llama_tied"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,34 +24,30 @@ from hf_mmparallel.plan import (
     resolve_plan,
     stage_parameters,
 )
-from hf_mmparallel.resilience.adopted_plan import module_settings
+from hf_mmparallel.resilience.adopted_plan import module_settings, tp_sizes_of
 from hf_mmparallel.resilience.instantiation import best_instantiation
 from hf_mmparallel.resilience.model_chain import model_chain
 from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
-from hf_mmparallel.resilience.state_copies import LostStateError, holdings, state_copies
-from hf_mmparallel.resilience.templates import fewest_nodes
-from tests.resilience.models import chain_of, costs_of, typical
-
-TP = {name: ModulePlugin(tp_size=2) for name in ("vision", "audio", LANGUAGE_MODEL)}
+from hf_mmparallel.resilience.state_copies import LostStateError, common_holdings, holdings, state_copies
+from hf_mmparallel.resilience.templates import PipelineTemplate, fewest_nodes
+from tests.resilience.models import MODELS, chain_of, costs_of, typical
 
 
 @cache
 def planner_of(
-    family: str, num_nodes: int, node_size: int, failures: int, tp: bool = False, limited: bool = False
+    family: str, num_nodes: int, node_size: int, failures: int, sizes: tuple[int, ...] = (1,), limited: bool = False
 ) -> ResilientPlanner:
     """A planner; with limited memory a copy of the model needs several nodes."""
-    modules = {name: TP[name] for name in costs_of(family).spec.modules} if tp else {}
-    limit = memory_for_two_nodes(family, node_size, tp) if limited else None
-    return ResilientPlanner(PipelinePlans(chain_of(family, modules, limit), node_size, 24), num_nodes, failures)
+    limit = memory_for_two_nodes(family, node_size, sizes) if limited else None
+    return ResilientPlanner(PipelinePlans(chain_of(family, {}, limit, sizes), node_size, 24), num_nodes, failures)
 
 
-def memory_for_two_nodes(family: str, node_size: int, tp: bool) -> float:
+def memory_for_two_nodes(family: str, node_size: int, sizes: tuple[int, ...]) -> float:
     """Memory with which a copy of the model fits two nodes or three, but not one."""
-    modules = {name: TP[name] for name in costs_of(family).spec.modules} if tp else {}
     for limit in np.geomspace(1e8, 1e5, 40).tolist():
-        chain = chain_of(family, modules, limit).chain
+        chain = chain_of(family, {}, limit, sizes).chain
         if (fewest_nodes(chain, node_size, 3, 24) or 0) > 1:
             return limit
     raise AssertionError("no limit fits")
@@ -61,11 +58,14 @@ CLUSTERS = {
     "tied": ("llama_tied", 4, 2, 1),
     "inner features": ("qwen3_vl", 6, 1, 1),
     "two encoders": ("qwen2_5_omni", 5, 2, 1),
-    "two encoders, tp": ("qwen2_5_omni", 5, 4, 1, True),
-    "frozen parts, tp": ("gemma3", 8, 2, 3, True),
-    "little memory": ("llava", 9, 1, 1, False, True),
-    "little memory, two encoders": ("qwen2_5_omni", 8, 1, 1, False, True),
-    "little memory, tp": ("llama_tied", 9, 2, 1, True, True),
+    "two encoders, tp": ("qwen2_5_omni", 5, 4, 1, (2,)),
+    "frozen parts, tp": ("gemma3", 8, 2, 3, (2,)),
+    "unlike tp, two encoders": ("qwen2_5_omni", 5, 4, 1, (1, 2)),
+    "unlike tp, frozen parts": ("gemma3", 8, 2, 3, (1, 2)),
+    "little memory": ("llava", 9, 1, 1, (1,), True),
+    "little memory, two encoders": ("qwen2_5_omni", 8, 1, 1, (1,), True),
+    "little memory, tp": ("llama_tied", 9, 2, 1, (2,), True),
+    "little memory, unlike tp": ("llava", 9, 2, 1, (1, 2), True),
 }
 
 
@@ -115,7 +115,10 @@ def stages_of_members(state: ClusterPlan) -> dict[int, list]:
 def copied(planner: ResilientPlanner, before: ClusterPlan, after: ClusterPlan) -> int:
     """Bytes that are copied; fails unless these are all that members lack, and come from live holders."""
     spec = planner.plans.chain.spec
-    held, needed = holdings(spec, before), holdings(spec, after)
+    held, needed = common_holdings(spec, before, after)
+    for common, whole in ((held, holdings(spec, before)), (needed, holdings(spec, after))):
+        of_members = [{member: sum(parts.values()) for member, parts in one.items()} for one in (common, whole)]
+        assert of_members[0] == of_members[1]
     live = {member: dict(held.get(member, {})) for member in after.members}
     copies = state_copies(spec, before, after)
     for copy in copies.copies:
@@ -179,6 +182,68 @@ def test_nodes_take_the_places_where_least_is_copied(cluster: str) -> None:
                 others = list(state.pipelines)
                 others[index] = type(pipeline)(nodes, pipeline.layout)
                 assert bytes_ <= copied(planner, before, planner.plans.of(others, state.microbatches))
+
+
+def sizes_of(template: PipelineTemplate) -> set[int]:
+    return {stage.num_ranks for stage in template.stages}
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("memory_bytes", [None, 9.5e6, 2e7])
+def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes: float | None) -> None:
+    """Than with any single size, on any number of nodes; with as few nodes for a copy of the model, or with fewer."""
+    compared = 0
+    for num_nodes, node_size in ((2, 2), (3, 2), (5, 2), (2, 4), (3, 4)):
+        found = {}
+        for sizes in ((1,), (2,), (1, 2)):
+            plans = PipelinePlans(chain_of(family, {}, memory_bytes, sizes), node_size, 24)
+            with contextlib.suppress(ValueError):
+                found[sizes] = ResilientPlanner(plans, num_nodes, 1)
+        for sizes in found:
+            chosen, single = found[1, 2], found[sizes]
+            assert chosen.fewest <= single.fewest
+            for left in range(single.fewest_guaranteed, num_nodes + 1):
+                plans_ = chosen.fastest(left), single.fastest(left)
+                assert plans_[0].step_ms <= plans_[1].step_ms * (1 + 1e-9)
+                assert chosen.step_ms(plans_[0]) <= single.step_ms(plans_[1]) * (1 + 1e-6)
+                compared += sizes != (1, 2)
+    assert compared
+
+
+def test_few_nodes_have_larger_tp_groups_where_memory_asks_for_them() -> None:
+    """A copy fits one node with tp groups of both of its ranks only; on three nodes most stages have one rank."""
+    memory_bytes = 9.41e6
+    alone = chain_of("llama_tied", {}, memory_bytes, (1,))
+    with pytest.raises(ValueError, match="does not fit any number of nodes of 2 ranks"):
+        ResilientPlanner(PipelinePlans(alone, 2, 24), 4, 1)
+    planner = ResilientPlanner(PipelinePlans(chain_of("llama_tied", {}, memory_bytes, (1, 2)), 2, 24), 4, 1)
+    assert planner.fewest == 1
+    one, _, three = planner.templates
+    assert sizes_of(one) == {2} and sizes_of(three) == {1, 2}
+    mixed = PipelinePlans(chain_of("qwen3_vl", {}, 8.53e6, (1, 2)), 2, 24)
+    only = [fewest_nodes(chain_of("qwen3_vl", {}, 8.53e6, sizes).chain, 2, 6, 24) for sizes in ((1,), (2,))]
+    assert only == [None, 3] and ResilientPlanner(mixed, 4, 1).fewest == 2, "with stages of both sizes"
+
+
+def test_a_plan_of_the_user_is_followed_by_its_own_sizes() -> None:
+    costs = costs_of("llama_tied")
+    stages = (((0, 1), (0, 2)), ((2,), (2, 3)), ((3,), (3, 4)))
+    own = resolve_plan(costs.spec, {}).modules[LANGUAGE_MODEL].replicas[0][0]
+    replicas = tuple(
+        tuple(replace(own, layers=layers, mesh=(tuple(rank + first for rank in ranks),)) for ranks, layers in stages)
+        for first in (0, 4, 8)
+    )
+    module = replace(resolve_plan(costs.spec, {}).modules[LANGUAGE_MODEL], replicas=replicas)
+    plan = ParallelPlan({LANGUAGE_MODEL: module}, num_microbatches=12)
+    sizes = tp_sizes_of(plan)
+    assert sizes == {LANGUAGE_MODEL: (1, 2)}
+    chain = model_chain(costs, module_settings(plan), typical(costs.spec), tp_sizes=sizes)
+    planner = ResilientPlanner(PipelinePlans(chain, 2, 36), 6, 1)
+    state = planner.adopt(plan)
+    after = planner.without(state, [1])
+    check(planner, after)
+    copied(planner, state, after)
+    assert set(after.plan.modules[LANGUAGE_MODEL].tp_sizes) <= {1, 2}
 
 
 def test_more_nodes_than_at_the_start() -> None:

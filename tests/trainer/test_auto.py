@@ -31,13 +31,14 @@ from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
+    ModelSpec,
     ModulePlugin,
     MultimodalParallelPlugin,
     ParallelPlan,
     SampleSizes,
     resolve_plan,
 )
-from hf_mmparallel.planner.possible_sizes import possible_sizes
+from hf_mmparallel.planner.possible_sizes import possible_sizes, stage_tp_sizes
 from hf_mmparallel.profiling.device_detection import products_in
 from hf_mmparallel.runtime.engine import EngineOptions, ParallelEngine
 from hf_mmparallel.runtime.optimizer_slices import join
@@ -324,6 +325,32 @@ def test_sizes_that_a_model_can_not_have_are_not_tried():
     adapters = LoraConfig(target_modules=["q_proj"], use_dora=True)
     add_adapters(model, build_model_spec(model), {LANGUAGE_MODEL: adapters})
     assert found(eager)[LANGUAGE_MODEL] == {"tp_size": 1, "cp_size": 1}
+
+
+def test_sizes_that_stages_of_a_module_can_have_together():
+    """Powers of two that divide heads and columns; one size where it is given, or where others can't be."""
+    model = tiny.FAMILIES["llava"]()  # 4 heads; 2 key and value heads in the language model
+
+    def found(modules: dict[str, Any], node_size: int = 8) -> dict[str, tuple[int, ...]]:
+        plugin = MultimodalParallelPlugin.from_any({"auto": True, "modules": modules})
+        return stage_tp_sizes(model, build_model_spec(model), plugin, node_size)
+
+    assert found({}) == {"vision": (1, 2, 4), LANGUAGE_MODEL: (1, 2)}
+    assert found({}, 3) == {"vision": (1, 2), LANGUAGE_MODEL: (1, 2)}
+    assert found({}, 1) == {"vision": (1,), LANGUAGE_MODEL: (1,)}
+    assert found({"vision": {"tp_size": 1}, LANGUAGE_MODEL: {"tp_size": 2}}) == {"vision": (1,), LANGUAGE_MODEL: (2,)}
+    assert found({LANGUAGE_MODEL: {"cp_size": 2}})[LANGUAGE_MODEL] == (1,)
+    vision = build_model_spec(model).modules["vision"]
+    odd = replace(vision.parameters[0], name="odd", shape=(6, 3), tp_dim=0)
+    spec = ModelSpec({"vision": replace(vision, parameters=(*vision.parameters, odd))})
+    plugin = MultimodalParallelPlugin(auto=True)
+    assert stage_tp_sizes(model, spec, plugin, 8) == {"vision": (1,)}, "the model does not cut it as described"
+    elsewhere = replace(spec.modules["vision"], stack="elsewhere")
+    other = ModelSpec({"vision": elsewhere})
+    assert stage_tp_sizes(model, other, plugin, 8) == {"vision": (1, 2)}, "4 does not divide 6"
+    adapters = LoraConfig(target_modules=["q_proj"], use_dora=True)
+    add_adapters(model, build_model_spec(model), {LANGUAGE_MODEL: adapters})
+    assert found({})[LANGUAGE_MODEL] == (1,)
 
 
 def test_a_checkpoint_brings_its_plan_unless_it_does_not_fit(tmp_path: Path):
