@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ _FILES = Path("/proc/self/fd")
 _INFOS = Path("/proc/self/fdinfo")
 _TASKS = Path("/proc/self/task")
 _KNOCK_S = 1.0
+_LOOKS, _LOOK_S = 100, 0.001
 _LOOP = "gloo_tcp_loop"  # name of gloo's threads, one for each group
 
 
@@ -101,8 +103,13 @@ def gloo_loops() -> list[int]:
     threads = [task for task in _TASKS.iterdir() if _read(task / "comm").strip() == _LOOP]
     if len(loops) <= len(threads):
         return loops
-    waiting = {_first_argument(_read(task / "syscall")) for task in threads}
-    return [loop for loop in loops if loop in waiting] or loops
+    own: set[int] = set()  # those that its threads wait for; they look at what they got in between
+    for _ in range(_LOOKS):
+        own.update(loop for task in threads if (loop := _first_argument(_read(task / "syscall"))) in loops)
+        if len(own) == len(threads):
+            break
+        time.sleep(_LOOK_S)
+    return [loop for loop in loops if loop in own] or loops
 
 
 def _is_gloo(loop: int) -> bool:
