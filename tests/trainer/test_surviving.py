@@ -70,9 +70,9 @@ def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str, joins:
     [
         pytest.param(
             "long pipelines",
-            ["0:1:forward:kill", "6:3:evaluation:kill", "2:5:receive:raise", "4:7:send:exit", "3:9:after_norm:kill"],
+            ["2:1:receive:raise", "0:2:forward:kill", "6:3:evaluation:kill", "4:7:send:exit", "3:9:after_norm:kill"],
             [],
-            id="one after the other, rank 0 first",
+            id="one after the other, rank 0 too",
         ),
         pytest.param(
             "four pairs",
