@@ -140,7 +140,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    deaths = Deaths(options.death, rank)
+    deaths = Deaths(options.death, rank, options.folder)
     deaths.install()
     turns = Turns()
     trainer = MultimodalParallelTrainer(

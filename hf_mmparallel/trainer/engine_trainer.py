@@ -189,7 +189,7 @@ class EngineTrainer(Trainer):
         if args.resilience is not None:
             plan, count = build.plan_and_batch(plugin, prepared.spec, args)
             if layouts is None:
-                layouts = node_layouts(prepared, replace(plugin, plan=plan), args, self._typical_batch(count))
+                layouts = node_layouts(prepared, MultimodalParallelPlugin(plan=plan), args, self._typical_batch(count))
             self._layouts = layouts, layouts.planner.adopt(plan)
         self.engine, self.global_batch_size = build.build_engine(
             prepared, args, plugin, self.world, self._forward_context, self._joins
