@@ -67,6 +67,7 @@ SETTINGS = (
     Setting("four pairs, two at once", "four pairs", failures=2),
     Setting("long pipelines, LoRA", "long pipelines", options=("--adapter",)),
     Setting("pipelines, others join", "pipelines", joins=(Join(5), Join(9, 2))),
+    Setting("unlike cuts, others join", "unlike cuts", joins=(Join(5, 2),)),
 )
 """Of the run with each seed, in turn."""
 QUICK = (Setting("copies", "copies"),)

@@ -85,6 +85,12 @@ class Layout:
         return member // self.ranks_per_node
 
 
+def _copies(*replicas: Sequence[tuple[int, int, Sequence[int]]]) -> dict[str, Any]:
+    """A module with a replica for each list of stages: first layer, one past the last, and the tp group."""
+    stages = [[{"layers": [a, b], "ranks": [list(ranks)]} for a, b, ranks in replica] for replica in replicas]
+    return {"replicas": stages}
+
+
 LAYOUTS = {
     "two copies": Layout(2, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "colocate_with": "vision"}}),
     "copies": Layout(4, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4, "colocate_with": "vision"}}),
@@ -94,6 +100,16 @@ LAYOUTS = {
     "long pipelines": Layout(8, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 3}}),
     "tensor parallel": Layout(
         8, {"vision": {"dp_size": 2, "tp_size": 2}, "language_model": {"dp_size": 2, "tp_size": 2}}, 2
+    ),
+    "unlike cuts": Layout(
+        8,
+        {
+            "modules": {
+                "vision": _copies([(0, 4, (0, 1))], [(0, 4, (4,))]),
+                "language_model": _copies([(0, 4, (2, 3))], [(0, 1, (5,)), (1, 2, (6,)), (2, 4, (7,))]),
+            }
+        },
+        2,
     ),
 }
 

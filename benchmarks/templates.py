@@ -186,18 +186,18 @@ def job_of(name: str, batch: int, bamboo: bool = False, slower: float = 1.0) -> 
 
 def policies(
     name: str, batch: int, slower: float, failures: int
-) -> Iterator[tuple[str, Callable[[], RecoveryPolicy]]]:
-    """Names of the ways to recover, and how to make each anew."""
+) -> Iterator[tuple[str, Callable[[Trace], RecoveryPolicy]]]:
+    """Names of the ways to recover, and how to make each for a trace."""
     load = WORKLOADS[name]
     job, bamboo = job_of(name, batch, slower=slower), job_of(name, batch, True, slower)
     own = EventCosts(copy_bytes_per_s=NODE_BYTES_PER_S, save_s=load.save_s, restart_s=load.restart_s)
-    yield "Oobleck", lambda: TemplateRecovery(job, own, failures)
-    yield "replanned", lambda: TemplateRecovery(job, own, failures, replans=True)
-    yield "Varuna", lambda: GridRestart(job, own)
+    yield "Oobleck", lambda _: TemplateRecovery(job, own, failures)
+    yield "weighed", lambda trace: TemplateRecovery(job, own, failures, trace.mean_time_between_losses_s)
+    yield "Varuna", lambda _: GridRestart(job, own)
     if name in NO_CHECKPOINT:
-        yield "Varuna, free checkpoints", lambda: GridRestart(job, replace(own, save_s=0.0, save_every=2))
+        yield "Varuna, free checkpoints", lambda _: GridRestart(job, replace(own, save_s=0.0, save_every=2))
     if bamboo.fewest_nodes is not None:
-        yield "Bamboo", lambda: RedundantStages(bamboo, replace(own, restart_s=BAMBOO_RESTART_S))
+        yield "Bamboo", lambda _: RedundantStages(bamboo, replace(own, restart_s=BAMBOO_RESTART_S))
 
 
 def replayed(
@@ -208,7 +208,7 @@ def replayed(
     for system, made in policies(name, batch, slower, failures):
         result[system] = {}
         for trace_name, trace in traces.items():
-            replay = replay_trace(trace, made(), batch)
+            replay = replay_trace(trace, made(trace), batch)
             result[system][trace_name] = {"rate": replay.samples_per_second, "shares": replay.shares}
     return result
 

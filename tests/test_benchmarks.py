@@ -243,7 +243,7 @@ def test_templates_are_compared_with_the_paper(tmp_path):
     assert row["workload"] == "BERT-Large" and row["fewest_nodes"] == 1
     assert row["paper_speed"]["Oobleck"]["6h"]["rate"] == pytest.approx(row["paper"]["Oobleck"]["6h"], rel=0.02)
     for kind in ("table", "simulator", "paper_speed"):
-        assert {"Oobleck", "replanned", "Varuna", "Varuna, free checkpoints", "Bamboo"} == set(row[kind])
+        assert {"Oobleck", "weighed", "Varuna", "Varuna, free checkpoints", "Bamboo"} == set(row[kind])
         for rates in row[kind].values():
             assert rates["6h"]["rate"] >= rates["1h"]["rate"] >= rates["10m"]["rate"] > 0
             for found in rates.values():

@@ -15,6 +15,7 @@ from ..drawing.throughput_chart import ThroughputRow, throughput_png
 from ..plan import ModulePlugin
 from ..planner.answer import SAMPLES_PER_GPU, Inputs
 from ..planner.inputs import read_model, read_samples
+from ..planner.possible_sizes import stage_tp_sizes
 from ..planner.settings import Settings
 from ..planner.surviving_plans import drawn_microbatches, selected_layers
 from ..planner.text import new_console, plural, print_labelled
@@ -53,7 +54,7 @@ def run_replay(args: argparse.Namespace) -> None:
     # A node holds the state of two stages.
     doubled = _job(args, settings, inputs, trace.most_nodes, batch, state_copies=2)
     event_costs = _event_costs(args, settings, job)
-    templates = TemplateRecovery(job, event_costs, args.failures)
+    templates = TemplateRecovery(job, event_costs, args.failures, trace.mean_time_between_losses_s)
     replays = {
         TEMPLATES: replay_trace(trace, templates, batch),
         GRID: replay_trace(trace, GridRestart(job, event_costs), batch),
@@ -91,6 +92,7 @@ def _job(
     costs = inputs.costs(settings)
     plugin = ModulePlugin(activation_checkpointing=args.activation_checkpointing)
     microbatches = drawn_microbatches(settings, inputs, batch, args.failures + 1)
+    largest = min(args.node_size, settings.device.node_size)
     chain = model_chain(
         costs,
         dict.fromkeys(costs.spec.modules, plugin),
@@ -98,6 +100,7 @@ def _job(
         settings.memory_bytes,
         selected_layers(inputs),
         state_copies,
+        stage_tp_sizes(inputs.source.model, costs.spec, settings.plugin, largest),
     ).with_own_ranks()
     return ReplayJob(chain.chain, chain.state_bytes, args.node_size, microbatches.count, batch, most_nodes)
 

@@ -77,7 +77,7 @@ def reason_text(chosen: PlanOption, options: Sequence[PlanOption], time_s: float
         time_s (`float`): Expected seconds until the next loss.
     """
     mended = options[0]
-    within = f"before the next loss, expected in {time_s / 3600:.3g} h"
+    within = _within(time_s)
     if chosen is not mended:
         return (
             f"Fastest pipelines, of {chosen.sizes} nodes: a step is {_faster(chosen, mended)} faster than with "
@@ -87,9 +87,32 @@ def reason_text(chosen: PlanOption, options: Sequence[PlanOption], time_s: float
     what = "; ".join(map(str, mended.plan.changes))
     if fastest.step_ms >= mended.step_ms:
         return f"Fewest changes, and no pipelines are faster by {LEAST_GAIN:.0%}: {what}"
+    return f"Fewest changes: {what}. {_does_not_pay(fastest, mended)} {within}"
+
+
+def reason_of_join(chosen: PlanOption, options: Sequence[PlanOption], time_s: float) -> str:
+    """
+    Why an option was chosen when nodes joined, in one sentence.
+
+    Args:
+        chosen ([`PlanOption`]): The option.
+        options (`Sequence[PlanOption]`): All options.
+        time_s (`float`): Expected seconds until the next loss.
+    """
+    fastest = min(options, key=lambda option: option.step_ms)
+    if fastest.step_ms >= chosen.step_ms:
+        return f"Fastest pipelines, of {chosen.sizes} nodes"
+    return f"Pipelines of {chosen.sizes} nodes. {_does_not_pay(fastest, chosen)} {_within(time_s)}"
+
+
+def _within(time_s: float) -> str:
+    return f"before the next loss, expected in {time_s / 3600:.3g} h"
+
+
+def _does_not_pay(faster: PlanOption, chosen: PlanOption) -> str:
     return (
-        f"Fewest changes: {what}. With pipelines of {fastest.sizes} nodes a step is {_faster(fastest, mended)} "
-        f"faster, which does not pay for copies of {_mib(fastest)} instead of {_mib(mended)} {within}"
+        f"With pipelines of {faster.sizes} nodes a step is {_faster(faster, chosen)} faster, which does not pay for "
+        f"copies of {_mib(faster)} instead of {_mib(chosen)}"
     )
 
 

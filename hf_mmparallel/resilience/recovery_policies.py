@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .instantiation import Instantiation, best_instantiation
 from .node_counts import node_counts
+from .plan_choice import LEAST_GAIN
 from .reconfiguration import Nodes, TooFewNodesError, without_nodes
 from .replay_job import EventCosts, ReplayJob, copy_seconds
 from .templates import step_ms
@@ -28,11 +29,12 @@ class TemplateRecovery:
         job ([`ReplayJob`]): The job.
         costs ([`EventCosts`]): What events cost.
         failures (`int`): Simultaneous losses that are survived for certain.
+        mean_time_between_failures_s (`float`, *optional*):
+            Seconds until the next loss is expected. The fastest instantiation is taken after a loss if it does more
+            steps until then, copies included, as [`ResilientPlanner.without`] decides. By default pipelines are always
+            what becomes of them by [`without_nodes`].
         saves (`bool`, *optional*, defaults to `False`):
             Whether checkpoints are written every `costs.save_every` steps.
-        replans (`bool`, *optional*, defaults to `False`):
-            Whether the fastest instantiation is taken after a loss, too, instead of what becomes of the pipelines by
-            [`without_nodes`]; more layers are copied then.
 
     Raises:
         `ValueError`: If one copy does not fit, or the nodes are too few for `failures + 1` copies.
@@ -41,8 +43,8 @@ class TemplateRecovery:
     job: ReplayJob
     costs: EventCosts
     failures: int
+    mean_time_between_failures_s: float | None = None
     saves: bool = False
-    replans: bool = False
     alive: set[int] = field(default_factory=set, init=False)
     pipelines: list[Nodes] = field(default_factory=list, init=False)
     _held: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
@@ -59,12 +61,12 @@ class TemplateRecovery:
         if len(self.alive) < (self.failures + 1) * self.counts[0]:
             return None
         was_running = bool(self.pipelines)
-        self._use_fastest()
+        self.pipelines = self._fastest()
         if was_running:
-            return Transition(self._pace(), self._recovery(self.costs.regroup_s))
+            return Transition(self._pace(self.pipelines), self._recovery(self.costs.regroup_s))
         pauses: Pauses = (("restarting", self.costs.restart_s),) if self._was_started else ()
         self._was_started = True
-        return Transition(self._pace(), pauses)
+        return Transition(self._pace(self.pipelines), pauses)
 
     def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
         """See [`RecoveryPolicy`]."""
@@ -81,19 +83,18 @@ class TemplateRecovery:
             if is_whole:
                 return Transition(None, (("saving", self.costs.save_s),), "step"), False
             return Transition(None, (), "saved"), False
-        if self.replans:
-            self.alive |= waiting
-            self._use_fastest()
         if not is_whole:
-            return Transition(self._pace(), (("restarting", self.costs.restart_s),), "saved"), self.replans
+            return Transition(self._pace(self.pipelines), (("restarting", self.costs.restart_s),), "saved"), False
+        if self.mean_time_between_failures_s is not None:
+            self.pipelines = self._with_most_steps(self._fastest(), self.mean_time_between_failures_s)
         pauses = self._recovery(self.costs.detect_s + self.costs.regroup_s)
-        return Transition(self._pace(), pauses, "step"), self.replans
+        return Transition(self._pace(self.pipelines), pauses, "step"), False
 
     def settle(self) -> None:
         """See [`RecoveryPolicy`]."""
-        self._held = self._needed()
+        self._held = self._needed(self.pipelines)
 
-    def _use_fastest(self) -> None:
+    def _fastest(self) -> list[Nodes]:
         """The fastest instantiation on all nodes."""
         num_microbatches = self.job.num_microbatches
         best = best_instantiation(self.templates, len(self.alive), self.failures + 1, num_microbatches)
@@ -102,23 +103,35 @@ class TemplateRecovery:
                 f"{num_microbatches} microbatches can't be divided among {self.failures + 1} pipelines on "
                 f"{len(self.alive)} nodes. Use a larger global batch or smaller microbatches."
             )
-        self.pipelines = _regrouped([one.num_nodes for one in best.pipelines], self.pipelines, self.alive)
+        return _regrouped([one.num_nodes for one in best.pipelines], self.pipelines, self.alive)
 
-    def _pace(self) -> Pace:
-        templates = [self.job.usable_template(len(nodes)) for nodes in self.pipelines]
-        assert all(templates), self.pipelines
+    def _with_most_steps(self, fastest: list[Nodes], time_s: float) -> list[Nodes]:
+        """The pipelines that there are, or the fastest ones if they do more steps within a time."""
+        options = (self.pipelines, fastest)
+        own_s, fastest_s = (self._pace(pipelines).step_s for pipelines in options)
+        if fastest_s * (1 + LEAST_GAIN) > own_s:
+            return self.pipelines
+        own, others = (max(time_s - self._copies_s(pipelines), 0.0) for pipelines in options)
+        return fastest if others / fastest_s > own / own_s else self.pipelines
+
+    def _pace(self, pipelines: Sequence[Nodes]) -> Pace:
+        templates = [self.job.usable_template(len(nodes)) for nodes in pipelines]
+        assert all(templates), pipelines
         chosen = Instantiation.of([one for one in templates if one is not None], self.job.num_microbatches)
         save_every = self.costs.save_every if self.saves else None
         return Pace(chosen.step_ms / 1e3, chosen.num_nodes, 0.0, save_every, self.costs.save_s)
 
     def _recovery(self, regroup_s: float) -> Pauses:
-        copied_s = copy_seconds(self._needed(), self._held, self.job, self.costs.copy_bytes_per_s)
-        return (("restarting", regroup_s), ("copying", copied_s))
+        return (("restarting", regroup_s), ("copying", self._copies_s(self.pipelines)))
 
-    def _needed(self) -> dict[int, frozenset[int]]:
-        """Node -> layers that it has in the pipelines."""
+    def _copies_s(self, pipelines: Sequence[Nodes]) -> float:
+        """Seconds for the copies of layers that nodes of pipelines lack."""
+        return copy_seconds(self._needed(pipelines), self._held, self.job, self.costs.copy_bytes_per_s)
+
+    def _needed(self, pipelines: Sequence[Nodes]) -> dict[int, frozenset[int]]:
+        """Node -> layers that it has in pipelines."""
         result = {}
-        for nodes in self.pipelines:
+        for nodes in pipelines:
             template = self.job.usable_template(len(nodes))
             assert template is not None
             result.update(zip(nodes, self.job.layers_of_nodes(template), strict=False))

@@ -14,7 +14,7 @@ from .instantiation import Instantiation, fastest_instantiations
 from .node_assignment import assigned_nodes, kept_bytes
 from .node_counts import check_guarantee, node_counts
 from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans
-from .plan_choice import DAY_S, LEAST_GAIN, PlanOption, best_option, copy_seconds, reason_text
+from .plan_choice import DAY_S, LEAST_GAIN, PlanOption, best_option, copy_seconds, reason_of_join, reason_text
 from .reconfiguration import Change, Reconfiguration, without_nodes
 from .simulated_steps import StepTimes
 from .state_copies import LostStateError, common_holdings, state_copies
@@ -187,7 +187,9 @@ class ResilientPlanner:
         plans = list(self._rearranged(state, nodes))
         if not plans:
             raise ValueError(self._why_not_all(len(nodes)))
-        return best_option(self._options(state, plans), self.mean_time_between_failures_s).plan
+        options = self._options(state, plans)
+        chosen = best_option(options, self.mean_time_between_failures_s)
+        return replace(chosen.plan, reason=reason_of_join(chosen, options, self.mean_time_between_failures_s))
 
     def _options(self, state: ClusterPlan, plans: Sequence[ClusterPlan]) -> list[PlanOption]:
         """What it takes to go on from one plan with each of others."""

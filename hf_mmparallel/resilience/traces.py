@@ -96,6 +96,12 @@ class Trace:
         """Nodes that are lost."""
         return sum(len(event.lost) for event in self.events)
 
+    @property
+    def mean_time_between_losses_s(self) -> float | None:
+        """Mean time between two losses, of one node or of several at once; `None` without any."""
+        num_events = sum(bool(event.lost) for event in self.events)
+        return self.end_s / num_events if num_events else None
+
     def present(self) -> Iterator[tuple[float, frozenset[int]]]:
         """Yields the time of each event, and the nodes that are there from then on."""
         nodes: frozenset[int] = frozenset()

@@ -18,6 +18,7 @@ from hf_mmparallel.resilience.plan_choice import (
     PlanOption,
     best_option,
     copy_seconds,
+    reason_of_join,
     reason_text,
     runs_text,
 )
@@ -133,3 +134,6 @@ def test_the_reason_is_one_line_with_its_numbers() -> None:
     assert "\n" not in pays + does_not
     assert reason_text(few, [few], 60.0).startswith("Fewest changes, and no pipelines are faster by 1%")
     assert runs_text([2, 4, 4, 4]) == "3 x 4, 2"
+    assert reason_of_join(fast, [few, fast], 3600.0) == f"Fastest pipelines, of {fast.sizes} nodes"
+    few_copies = reason_of_join(few, [few, fast], 60.0)
+    assert few_copies.startswith(f"Pipelines of {few.sizes} nodes. With pipelines of {fast.sizes} nodes a step is 11.")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@cache
+def _stock(adapter: bool = False) -> Reference:
+    return stock_run(adapter=adapter)
+
+
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    return stock_run()
+    return _stock()
 
 
 def _deaths(*words: str) -> list[Death]:
@@ -131,6 +137,15 @@ def test_losses_norms_and_weights_are_those_without_failures(
             id="one that dies as it joins, another in its place, then rank 0",
         ),
         pytest.param(
+            "unlike cuts",
+            ["3:2:sum:kill"],
+            [Join(6, 2)],
+            [((3,), ()), ((), (8, 9))],
+            [],
+            id="a node of two ranks, after a loss of one, tensor parallel in one copy",
+        ),
+        pytest.param("two copies", [], [Join(4)], [((), (2,))], ["--adapter"], id="LoRA"),
+        pytest.param(
             "own ranks", ["0:3:laying_out:kill"], [Join(3)], [((0,), (4,))], [], id="rank 0 dies as others join"
         ),
     ],
@@ -138,7 +153,6 @@ def test_losses_norms_and_weights_are_those_without_failures(
 @live
 def test_processes_that_join_change_no_number(
     tmp_path: Path,
-    reference: Reference,
     layout: str,
     deaths: list[str],
     joins: list[Join],
@@ -146,7 +160,7 @@ def test_processes_that_join_change_no_number(
     options: list[str],
 ):
     run = _run(layout, tmp_path, deaths, *options, joins=joins)
-    assert not faults(run, LAYOUTS[layout], reference)
+    assert not faults(run, LAYOUTS[layout], _stock("--adapter" in options))
     changes = [(event["lost"], event["joined"]) for event in run.events]
     assert changes == expected
     assert all(f"hf-mmparallel launch: process{'es' if join.processes > 1 else ''} " in run.output for join in joins)
