@@ -176,7 +176,7 @@ def main() -> None:
         overview.add_row(name, *(str(row[key]) for key in ("runs", "died", "at_fault")))
     result = {
         "first_seed": options.seed,
-        "runs": sum(row["runs"] for row in by_setting.values()),
+        "num_runs": sum(row["runs"] for row in by_setting.values()),
         "died": len(strikes),
         "hangs": num_hangs,
         "faults": at_fault,

@@ -22,6 +22,7 @@ import balance_figures
 import calibration_figures
 import context_figures
 import device_figures
+import failure_figures
 import mode_figures
 import paper_figures
 import planner_figures
@@ -38,6 +39,7 @@ QUOTING = (
     balance_figures,
     calibration_figures,
     context_figures,
+    failure_figures,
     mode_figures,
     paper_figures,
     planner_figures,

@@ -122,7 +122,7 @@ def test_recovery_times_each_part_and_a_new_start(tmp_path):
 
 def test_chaos_compares_a_run_in_which_processes_die(tmp_path):
     result = _quick("chaos", tmp_path)
-    assert result["runs"] == 1 and result["died"] == 2 and not result["hangs"] and not result["faults"]
+    assert result["num_runs"] == 1 and result["died"] == 2 and not result["hangs"] and not result["faults"]
     assert sum(row["deaths"] for row in result["recoveries"]) == 2
     assert all(0 < row["recovered_s"] <= row["next_step_s"] for row in result["recoveries"])
 

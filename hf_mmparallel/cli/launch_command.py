@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""Signals that the launcher passes on to its processes: those of torchrun, and one that Slurm sends."""
 LAUNCH_HELP = "Launch a script as `accelerate launch` does; training with resilience goes on when processes die."
 _ADDED = """
 
@@ -65,14 +67,17 @@ def run_launch(arguments: Sequence[str]) -> int:
         arguments (`Sequence[str]`): The command line after `launch`.
 
     Returns:
-        `int`: 0 if at least one process finished and none failed that was not lost, else 1.
+        `int`: 0 if at least one process finished and none failed that was not lost, 128 and its number after a signal,
+            else 1.
     """
     with mock.patch.object(sys, "argv", ["accelerate", "launch", *arguments]):  # its help reads them
         args = launch_parser().parse_args(arguments)
+    args.signals_to_handle = PASSED_ON  # accelerate gives torch's agent what its parser knows
     if args.host_timeout <= 0 or args.hang_timeout < 0 or args.stall_timeout < 0:
         raise ValueError("--host_timeout must be above 0, --hang_timeout and --stall_timeout 0 or above.")
 
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..launch.agent import surviving_agent
@@ -91,4 +96,7 @@ def run_launch(arguments: Sequence[str]) -> int:
             for reason in reasons:  # once more: torch names the first process that ended, not what ended the job
                 announce(reason)
             return 1
+        except SignalException as error:
+            announce(f"Ended by {error.sigval.name}, which its processes got.")
+            return 128 + error.sigval
     return 0

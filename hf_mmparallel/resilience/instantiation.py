@@ -13,12 +13,8 @@ from numpy.typing import NDArray
 from ..arrange import fastest_counts
 from .templates import PipelineTemplate
 
-_NEARLY = (
-    1.0,
-    1.01,
-    1.02,
-    1.05,
-)  # times, relative to the shortest step, within which other numbers of pipelines are sought
+_NEARLY = (1.0, 1.01, 1.02, 1.05)
+"""Times, relative to the shortest step, within which other numbers of pipelines are sought."""
 
 
 class TimedPipeline(Protocol):

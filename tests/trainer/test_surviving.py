@@ -171,10 +171,11 @@ def test_processes_that_join_change_no_number(
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
+@pytest.mark.parametrize("point", ["forward", "sum", "after_norm", "checkpoint"])
 @live
-def test_a_host_that_is_cut_off_in_a_forward_changes_no_number(tmp_path: Path, reference: Reference):
+def test_a_host_that_is_cut_off_changes_no_number(tmp_path: Path, reference: Reference, point: str):
     layout = LAYOUTS["copies"]
-    worker = worker_command(layout, _deaths("2:4:forward:cut", "3:4:forward:cut"), tmp_path)
+    worker = worker_command(layout, _deaths(f"2:4:{point}:cut", f"3:4:{point}:cut"), tmp_path)
     environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     with TwoHosts() as hosts:
         launch = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--config_file", str(TWO_HOSTS)]
