@@ -185,7 +185,8 @@ def main() -> None:
         "goal": GOAL_KILLS,
         **common.machine(common.QUICK, load),
     }
-    notes = [f"{len(strikes)} processes died in {result['runs']} runs; {num_hangs} hung, {len(at_fault)} at fault."]
+    ends = f"{num_hangs} hung, {len(at_fault)} at fault"
+    notes = [f"{len(strikes)} processes died in {result['num_runs']} runs; {ends}."]
     tables = [overview, table_of(rows, strikes, "at"), table_of(rows, strikes, "way")]
     common.report("chaos", tables, notes, result, options.out)
 

@@ -146,7 +146,7 @@ class Deaths:
         for step, where, way in self.planned:
             if step == self.step and where == point:
                 strike = {"dies": self.member, "way": way, "at": point, "step": step, "time": time.time()}
-                print(json.dumps(strike), flush=True)
+                print(json.dumps(strike) + "\n", end="", flush=True)  # whole, also where others print
                 if way == "raise":
                     self.planned = []
                     raise ArithmeticError("made up to end this process")

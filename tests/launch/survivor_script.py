@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hf_mmparallel.world import ACTIVITY, doing
 from hf_mmparallel.world.connections import end_collectives
-from hf_mmparallel.world.membership import Membership
+from hf_mmparallel.world.membership import SIGN_INTERVAL_S, Membership
 from hf_mmparallel.world.world import leave_groups
 
 LOST_TIMEOUT_S = 30.0
@@ -48,6 +48,8 @@ class Deaths:
             with doing("reading samples"):
                 time.sleep(1000)
         else:
+            if how == "stop":
+                time.sleep(2 * SIGN_INTERVAL_S)  # its last sign of life says where it stands
             os.kill(os.getpid(), getattr(signal, f"SIG{how.upper()}"))
 
 
