@@ -8,7 +8,7 @@ transformers is imported too, `attn_implementation="bitfield"` is known to it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ._registration import register_attention
+from ._registration import register
 
 if TYPE_CHECKING:
     from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
@@ -65,4 +65,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-register_attention()
+register()

@@ -1,5 +1,5 @@
 """
-Makes `"bitfield"` known to transformers when transformers is there, and imports nothing before.
+Makes `"bitfield"` and the tested `peft` known to transformers when transformers is there, and imports nothing before.
 
 Importing this package must stay light, and a model that is built later must still find the name: when transformers is
 not imported yet, a finder waits for the module that holds the table of attention functions.
@@ -15,7 +15,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 _TABLE = "transformers.modeling_utils"
-_ATTENTION = ".kernels.bitfield_attention.hf"
 
 
 class _TableFinder(MetaPathFinder):
@@ -29,21 +28,27 @@ class _TableFinder(MetaPathFinder):
 
 
 def _run_after(spec: ModuleSpec) -> None:
-    """Lets the loader of the module register the attention function after it has executed the module."""
+    """Lets the loader of the module register after it has executed the module."""
     loader = spec.loader
     assert loader is not None
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        import_module(_ATTENTION, __package__).register()
+        _register()
 
     vars(loader)["exec_module"] = exec_module
 
 
-def register_attention() -> None:
-    """Registers `"bitfield"` now if transformers has its table of attention functions, else as soon as it has."""
+def _register() -> None:
+    """Registers both; the table must be complete."""
+    import_module(".kernels.bitfield_attention.hf", __package__).register()
+    import_module("._versions", __package__).accept_tested_peft()
+
+
+def register() -> None:
+    """Registers now if transformers has its table of attention functions, else as soon as it has."""
     if hasattr(sys.modules.get(_TABLE), "AttentionInterface"):
-        import_module(_ATTENTION, __package__).register()
+        _register()
     elif not any(isinstance(finder, _TableFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TableFinder())

@@ -4,6 +4,7 @@ import gc
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import folders
 
@@ -12,6 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 0 to test kernels on a GPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the few cores of the machine
+
+settings.register_profile("no times", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no times")
 
 TIERS = ("distributed", "slow", "gpu", "multi_gpu")
 

@@ -20,6 +20,7 @@ LEVELS = {
     "_environment": 0,
     "_files": 0,
     "_registration": 0,
+    "_versions": 0,
     "plan": 0,
     "kernels": 0,
     "world": 0,

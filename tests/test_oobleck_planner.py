@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -25,7 +25,6 @@ def test_equal_stages_take_the_time_of_1f1b(num_stages: int) -> None:
     assert part.estimate_ms == pytest.approx((4 * num_stages + num_stages - 1) * 3.0)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(3, 8), st.integers(0, 1000))
 def test_parts_are_stages_of_all_layers_and_never_better_than_the_best(
     nodes: int, size: int, layers: int, seed: int
@@ -48,7 +47,6 @@ def test_parts_are_stages_of_all_layers_and_never_better_than_the_best(
             assert template.step_ms(4 * stages) <= closed_ms * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(1, 9), min_size=1, max_size=4), st.integers(0, 7))
 def test_microbatches_deviate_as_little_as_possible(paces: list[float], more: int) -> None:
     """Within a percent of brute force: single moves may stop at a local optimum."""

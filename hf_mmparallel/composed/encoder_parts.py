@@ -18,8 +18,9 @@ from .multimodal_config import EncoderSettings, MultimodalConfig
 
 # fmt: off
 LANGUAGE_MODEL_INPUTS = frozenset({
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "shift_labels",
-    "use_cache", "logits_to_keep", "num_items_in_batch", "cache_position", "mm_encoder_outputs", "token_type_ids",
+    "input_ids", "attention_mask", "position_ids", "cache", "past_key_values", "inputs_embeds", "labels",
+    "shift_labels", "use_cache", "logits_to_keep", "num_items_in_batch", "cache_position", "mm_encoder_outputs",
+    "token_type_ids",
 })
 # fmt: on
 

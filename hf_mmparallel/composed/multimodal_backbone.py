@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling
 
+from .._versions import CACHE, takes_cache
 from ..modeling.features import flat_features
 from ..modeling.forward_inputs import required_arguments
 from .encoder_outputs import named_output, select_features
@@ -25,7 +26,7 @@ class MultimodalPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -137,12 +138,13 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
             )
         return (inputs_embeds == embeddings(torch.tensor(token_id, device=inputs_embeds.device))).all(-1)
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         pixel_values: torch.Tensor | None = None,
         input_features: torch.Tensor | None = None,
@@ -154,7 +156,8 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Token ids with placeholders.
             attention_mask (`torch.Tensor`, *optional*): As the language model takes it.
             position_ids (`torch.LongTensor`, *optional*): As the language model takes it.
-            past_key_values (`Cache`, *optional*): As the language model takes it.
+            cache (`Cache`, *optional*):
+                As the language model takes it; `past_key_values` before transformers 5.24.
             inputs_embeds (`torch.FloatTensor` of shape `(batch, sequence, hidden_size)`, *optional*):
                 Replaces the embeddings of `input_ids`, which are then optional and only locate the placeholders.
             pixel_values, input_features (`torch.FloatTensor`, *optional*):
@@ -178,9 +181,9 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
             "position_ids": position_ids,
         }
         inputs = self._before_language_model(outputs, inputs)
-        is_prefill = past_key_values is None or past_key_values.get_seq_length() == 0
+        is_prefill = cache is None or cache.get_seq_length() == 0
         merged = self._merge(outputs, inputs.pop("input_ids", None), inputs.pop("inputs_embeds"), is_prefill)
-        return self.language_model(inputs_embeds=merged, past_key_values=past_key_values, **inputs, **rest)
+        return self.language_model(inputs_embeds=merged, **{CACHE: cache}, **inputs, **rest)
 
     def _check_encoder_outputs(self, outputs: Mapping[str, Any], encoder_inputs: Mapping[str, Any]) -> None:
         """Raises `ValueError` for outputs of unknown encoders and of encoders that also have inputs."""

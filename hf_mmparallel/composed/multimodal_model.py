@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
 
+from .._versions import CACHE, takes_cache
 from ..modeling.features import flat_features
 from ..modeling.spec import ModulePart
 from .encoder_parts import LanguageModelHead, cast_weights, keep_weights
@@ -134,12 +135,13 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             for name in self.model.encoders
         }
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         pixel_values: torch.Tensor | None = None,
@@ -154,7 +156,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             input_ids (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Token ids with placeholders.
             attention_mask (`torch.Tensor`, *optional*): As the language model takes it.
             position_ids (`torch.LongTensor`, *optional*): As the language model takes it.
-            past_key_values (`Cache`, *optional*): As the language model takes it.
+            cache (`Cache`, *optional*):
+                As the language model takes it; `past_key_values` before transformers 5.24.
             inputs_embeds (`torch.FloatTensor` of shape `(batch, sequence, hidden_size)`, *optional*):
                 Replaces the embeddings of `input_ids`, which are then optional and only locate the placeholders.
             labels (`torch.LongTensor` of shape `(batch, sequence)`, *optional*):
@@ -177,7 +180,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             pixel_values=pixel_values,
             input_features=input_features,
@@ -195,9 +198,9 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: outputs.get(CACHE)},
         )
         return output if return_dict is not False else output.to_tuple()
 

@@ -23,6 +23,7 @@ from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto import modeling_auto
 
+from .._versions import CACHE
 from ..kernels.bitfield_attention import encode_words
 
 PROBE = "hf_mmparallel_probe"
@@ -142,7 +143,7 @@ class MaskRule:
             "config": self.config,
             "inputs_embeds": torch.empty(rows, length, 0, device=batch["input_ids"].device),
             "attention_mask": None,
-            "past_key_values": None,
+            CACHE: None,
             "position_ids": None,
         }
         extra = {

@@ -18,7 +18,7 @@ from tests.arrange.test_baselines import SPEC, heavy_tailed, make_plan, make_wor
 
 
 @given(heavy_tailed(30), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_sample_is_once_in_every_module_and_at_most_a_microbatch_late(workloads, vision, language, size):
     plan = make_plan((vision, 1), (language, 2))
     step = arrange_step(plan, range(workloads.num_samples), workloads, size, "entrain")
@@ -48,7 +48,7 @@ def test_every_sample_is_once_in_every_module_and_at_most_a_microbatch_late(work
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_largest_microbatch_of_an_encoder_is_within_the_bound_of_graham(work, count, seed):
     encoder = np.array(work, dtype=float)
     language = np.random.default_rng(seed).random(len(work))
@@ -95,7 +95,7 @@ def best_threshold(rows: list[list[float]]) -> float:
 
 
 @given(st.lists(st.lists(st.integers(1, 12), min_size=0, max_size=4), min_size=2, max_size=7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_deferral_for_each_pair_reaches_the_lowest_bottleneck(samples):
     rows = np.repeat(np.arange(len(samples)), [len(own) for own in samples])
     work = np.array([value for own in samples for value in own], dtype=float)

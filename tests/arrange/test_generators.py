@@ -79,7 +79,7 @@ def test_a_plan_knows_what_is_in_front_and_what_behind():
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.tuples(*[st.integers(1, 4)] * 4),
     st.integers(0, 30),
@@ -110,7 +110,7 @@ def test_generators_take_what_the_language_model_takes(
 
 
 @pytest.mark.parametrize("arrangement", ["hierarchical", "tapered"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.floats(1.0, 2.0))
 @example(42, 1, 4, 18, 1.2)  # one that is hard to divide among copies
 def test_limits_of_generators_hold(arrangement, seed, language, generator, num_samples, capacity):

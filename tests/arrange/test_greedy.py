@@ -24,7 +24,7 @@ def fill(weights, order, shares, **limits) -> np.ndarray:
     return fill_bins(np.zeros(len(weights), np.int64), weights[:, None], order, np.asarray(shares, float), **limits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=7), st.integers(1, 3), st.randoms())
 def test_loads_are_within_grahams_bounds(weights, num_bins, random):
     best = least_largest_load(weights, num_bins)
@@ -97,7 +97,7 @@ def test_no_items_are_in_no_bins():
     assert fill([], np.zeros(0, np.int64), np.ones(3)).tolist() == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), st.integers(1, 3), st.integers(1, 9), st.sampled_from([1.0, 1 / 3, 7.0]))
 def test_bins_that_are_alike_get_what_a_look_at_all_of_them_gives(data, num_problems, num_bins, share):
     """With ties, and with loads that only rounding makes alike."""

@@ -59,7 +59,7 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
             assert loads(replicas, work.tokens[name]).max(initial=0) <= work.token_limits[name]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 4),
     st.integers(1, 4),
@@ -79,7 +79,7 @@ def test_any_sizes_of_anything(vision, language, num_samples, microbatch_size, t
     assert tapered(plan, work, microbatch_size) == tapered(plan, work, microbatch_size)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.floats(1.0, 3.0))
 def test_limits_hold(seed, vision, language, num_samples, capacity):
     plan = make_plan(vision, language)
@@ -101,7 +101,7 @@ def test_limits_make_more_microbatches():
     assert count > 2 and work.tokens[LANGUAGE_MODEL].sum() / limit / 2 <= count
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 3)]),

@@ -41,14 +41,14 @@ def best_possible(lengths: list[int], count: int) -> float:
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
 def test_no_division_into_groups_has_a_cheaper_largest_one(lengths: list[int], count: int):
     costs, _ = grouped(lengths, [np.ones(count)])
     assert costs[0].max() <= best_possible(lengths, count) * 1.002
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 500), min_size=1, max_size=60),
     st.lists(st.integers(1, 6), min_size=1, max_size=4),

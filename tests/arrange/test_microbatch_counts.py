@@ -90,7 +90,7 @@ def test_smaller_batches_keep_the_proportions(counts, total):
         assert 0 <= own - count * total / sum(counts) < 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts, st.sampled_from(list(ARRANGEMENTS)), st.integers(1, 3), st.floats(0, 1), st.integers(0, 10**6))
 def test_every_arrangement_keeps_the_counts_of_the_plan(layout, arrangement, microbatch_size, left, seed):
     plan = plan_of(*layout)
@@ -109,7 +109,7 @@ def test_every_arrangement_keeps_the_counts_of_the_plan(layout, arrangement, mic
         assert sizes == [microbatch_size * count for count in expected]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 4),
     st.integers(1, 4),

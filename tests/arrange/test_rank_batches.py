@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange.rank_batches import (
@@ -24,7 +24,6 @@ def workloads_of(times: np.ndarray, padded: bool = False) -> Workloads:
     )
 
 
-@settings(deadline=None)
 @given(
     num_ranks=st.integers(1, 5),
     count=st.integers(1, 4),

@@ -110,7 +110,7 @@ def plain_subset_sums(weights: np.ndarray, max_sums: int, extra: np.ndarray) -> 
     return tuple(tables)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 24), st.sampled_from([2, 8, 32]), st.booleans())
 def test_tables_are_those_of_plain_loops(seed, num_sets, num_items, max_sums, is_whole):
     rng = np.random.default_rng(seed)

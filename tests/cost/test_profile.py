@@ -67,7 +67,7 @@ LAYERS = {(LANGUAGE_MODEL, index): 2.0 + index for index in range(-1, models.LAY
 coefficients = st.one_of(st.just(0.0), st.floats(1e-3, 1e3))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.tuples(coefficients, coefficients, coefficients))
 def test_curves_of_points_without_noise_are_exact(found):
     square, token, constant = found
@@ -82,7 +82,7 @@ def test_curves_of_points_without_noise_are_exact(found):
         assert curve.polynomial.token == pytest.approx(wanted.token, rel=1e-4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=len(CHUNKS), max_size=len(CHUNKS)))
 def test_no_coefficient_is_negative_whatever_was_measured(found):
     curve = fit_curve(forwards(dict(zip(CHUNKS, found, strict=True))), "forward")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from accelerate.data_loader import BatchSamplerShard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
@@ -15,7 +15,6 @@ from hf_mmparallel.data.bad_samples import BadSample, BadSampleError
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
 
 
-@settings(deadline=None)
 @given(
     num_samples=st.integers(1, 60),
     num_ranks=st.integers(1, 5),

@@ -67,7 +67,7 @@ def family(request: pytest.FixtureRequest) -> tuple[str, ChatMeasure]:
         pytest.skip(str(error).strip().splitlines()[0])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(samples=st.lists(st.builds(chat, st.lists(SIZE, max_size=3), TEXTS), min_size=1, max_size=6))
 def test_sizes_are_those_of_each_by_itself(family: tuple[str, ChatMeasure], samples: list[dict]):
     name, measure = family

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -71,7 +71,6 @@ def cases(draw) -> tuple[ContextSharding, dict[str, Tensor]]:
 SEEDS = st.integers(0, 9)
 
 
-@settings(deadline=None)
 @given(cases())
 def test_every_entry_of_a_batch_follows_its_tokens(case):
     cut, batch = case
@@ -98,7 +97,6 @@ def test_every_entry_of_a_batch_follows_its_tokens(case):
         assert "labels" not in local and "attention_words" not in local
 
 
-@settings(deadline=None)
 @given(cases())
 def test_features_go_where_their_placeholders_are(case):
     cut, batch = case

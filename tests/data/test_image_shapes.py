@@ -29,7 +29,7 @@ def collators(request):
     return collator, collator.without_media()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(sizes=st.lists(st.tuples(SIDES, SIDES).filter(lambda size: max(size) < 8 * min(size)), max_size=3))
 def test_batches_are_equal_but_for_pixels(collators, sizes):
     collator, lean = collators

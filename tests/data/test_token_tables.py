@@ -35,7 +35,7 @@ def together(table: pa.Table, measure: TokenMeasure = MEASURE) -> dict[str, list
     return {name: [own.tolist() for own in np.split(r.lengths, np.cumsum(r.counts)[:-1])] for name, r in found.items()}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(IDS, EXTENTS, EXTENTS, st.integers(0, 2**16)), min_size=1, max_size=6), st.booleans())
 def test_rows_together_are_rows_one_by_one(rows, masked):
     columns: dict[str, Any] = {

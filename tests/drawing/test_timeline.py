@@ -73,7 +73,7 @@ def test_trace_has_every_span_of_both_timelines(simulation, tmp_path):
         assert found == [(s.rank, str(s.task), 1e3 * s.start_ms, 1e3 * (s.end_ms - s.start_ms)) for s in spans]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 2**32 - 1), st.floats(0, 5))
 def test_events_of_a_track_never_overlap(case, seed, sync_ms):
     rng = np.random.default_rng(seed)

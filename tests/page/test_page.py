@@ -95,7 +95,7 @@ def spans_of(data: dict, rows_of_ranks: list[tuple[int, ...]]) -> list[Span]:
     return sorted(spans, key=lambda span: (span.start_ms, span.rank))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases())
 @example(deferred(2, 2, 4))  # with chunks
 def test_the_data_reads_back_to_the_same_tasks(case):

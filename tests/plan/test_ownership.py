@@ -3,7 +3,7 @@
 import dataclasses
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -66,7 +66,6 @@ def divided(expected, sharding) -> dict[tuple[Cut, ...], tuple[list[int], list[i
     return result
 
 
-@settings(deadline=None)
 @given(specs_and_plans())
 def test_shards_and_sync_groups_are_what_the_words_say(case):
     spec, plan = case
@@ -103,7 +102,6 @@ def test_shards_and_sync_groups_are_what_the_words_say(case):
     assert len({(group.ranks, group.stages) for group in groups}) == len(groups)
 
 
-@settings(deadline=None)
 @given(specs_and_plans())
 def test_a_stage_is_trainable_when_it_holds_a_trainable_parameter(case):
     spec, plan = case

@@ -39,7 +39,7 @@ DICT = {
 PLAN = resolve_plan(model_spec(), PLUGIN.modules, num_microbatches=3, schedule="gpipe")
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(specs_and_plans())
 def test_a_plan_survives_json_and_yaml(case):
     _, plan = case
@@ -362,7 +362,7 @@ def _places(data, path=()):
 VALUES = [None, True, "x", -1, 0, 7, 2.5, [], [[]], {}, [None], {"x": 1}, [0, "x"], {1: 2}, "1f1b"]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(st.data())
 def test_no_mistake_in_a_file_is_anything_but_a_sentence(data):
     """One value of a file is lost, renamed, or replaced by another; what still can be read is a plan of the model."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_mmparallel.cost import find_device
@@ -34,7 +34,6 @@ def option(step_ms: float, copy_s: float, num_bytes: int = 0) -> PlanOption:
     return PlanOption(plan, step_ms, num_bytes, copy_s)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=4), st.integers(1, 600))
 def test_most_steps_until_the_next_loss(pairs: list[tuple[int, int]], time_s: int) -> None:
     """Against counting whole steps of seconds, with less than one step of rounding."""

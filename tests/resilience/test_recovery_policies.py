@@ -108,7 +108,7 @@ def test_nodes_that_join_copy_what_they_lack() -> None:
     assert dict(transition.pauses)["copying"] > 0 and transition.pace is not None and transition.pace.num_nodes == 6
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 50), st.integers(0, 2), st.sampled_from([None, 1.0, 1e9]))
 def test_templates_survive_what_they_guarantee(seed: int, failures: int, between_s: float | None) -> None:
     """In a random market no loss of up to the guaranteed number of nodes goes back to a checkpoint."""

@@ -172,7 +172,7 @@ def cases(draw) -> Case:
     return Case(family, freeze, plan, step, max_items, draw(st.integers(0, 5)))
 
 
-@settings(max_examples=16, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, print_blob=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_layout_equals_one_process(case):
     note(f"{case.family}, {case.freeze} frozen: {case.plan.to_json()}\n{case.step}")

@@ -262,7 +262,7 @@ def assert_exact_and_adjoint(case: Case, outcomes: Sequence[Outcome]) -> None:
     assert forward == pytest.approx(backward, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_routes_are_exact_and_adjoint(case):
     with pytest.MonkeyPatch.context() as patch:
@@ -272,7 +272,7 @@ def test_routes_are_exact_and_adjoint(case):
 
 
 @pytest.mark.distributed
-@settings(max_examples=3, deadline=None, database=None, phases=[Phase.generate])
+@settings(max_examples=3, database=None, phases=[Phase.generate])
 @given(st.lists(cases(st.just(True)), min_size=10, max_size=10))
 def test_routes_are_exact_and_adjoint_over_process_groups(drawn):
     by_rank = run_distributed(run_in_processes, WORLD_SIZE, drawn)

@@ -272,7 +272,7 @@ def run_in_threads(case: Case) -> list[tuple[float, dict]]:
     return outcomes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases())
 def test_any_graph_of_modules_equals_one_process(case):
     expected_loss, expected = one_process(case)

@@ -38,7 +38,7 @@ from tests.plan.specs import model_spec
 from tests.schedule import plain
 from tests.schedule.builders import Case, cases, make_plan, make_step
 
-SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)))
 LM = LANGUAGE_MODEL
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.plan import LANGUAGE_MODEL
@@ -104,7 +104,7 @@ def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
     }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(st.permutations(range(12)), st.integers(3, 12), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_1f1b_caps_let_any_arrangement_through(order, num_encoded, num_taken, random):
     _, plan = make_plan({"vision": [[(0,), (1,)]], LANGUAGE_MODEL: [[(2,), (3,)], [(4,)]]})

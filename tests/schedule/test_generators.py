@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.drawing.timeline import chrome_trace, gantt_png, gantt_text
@@ -27,7 +27,7 @@ from tests.schedule.test_program import uneven
 
 IMAGE, AUDIO = "image_generator", "audio_generator"
 ALL = frozenset(range(-1, 9))
-SETTINGS = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=50)
 
 
 def straight(

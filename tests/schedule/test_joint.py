@@ -30,7 +30,7 @@ from hf_mmparallel.schedule.proof import Proof
 from hf_mmparallel.schedule.replay import simulate_parts
 from tests.schedule.builders import Case, cases, make_plan, make_step
 
-SETTINGS = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=80, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(joint=True), cases(("image",), joint=True))
 
 

@@ -56,7 +56,7 @@ def test_encoders_first_runs_encoders_at_both_ends(shared):
     assert [peaks[LANGUAGE_MODEL, 0, stage] for stage in range(2)] == [2, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(4, 16), st.integers(0, 10**6))
 def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(encoder, language, count, seed):
     ranks = iter(range(20))

@@ -33,7 +33,7 @@ from hf_mmparallel.schedule.program_checks import verify
 from tests.plan.specs import model_spec
 from tests.schedule.builders import cases, make_plan, make_step
 
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)))
 LM = LANGUAGE_MODEL
 

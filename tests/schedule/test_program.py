@@ -21,7 +21,7 @@ from hf_mmparallel.schedule import (
 )
 from tests.schedule.builders import cases, chain, make_plan, make_step, shared
 
-SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def uneven(task: Task) -> float:

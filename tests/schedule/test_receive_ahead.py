@@ -1,6 +1,6 @@
 """Receives are posted one task early, and nothing else moves."""
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from hf_mmparallel.schedule import Action, build_program, receive_ahead
 from tests.schedule.builders import cases
@@ -27,7 +27,7 @@ def test_a_gradient_stays_behind_its_forward_and_is_not_overtaken():
     assert [str(action) for action in receive_ahead(_actions(*before))] == before
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(cases())
 def test_only_receives_move_and_each_by_one_task_at_most(case):
     program = build_program(case.plan, case.step, case.sync_groups)

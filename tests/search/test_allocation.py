@@ -4,7 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_mmparallel.search.allocation import proportional_allocation, proportional_allocations
@@ -19,7 +19,6 @@ def splits(num_ranks: int, num_modules: int, minimum: int) -> np.ndarray:
     return np.array([np.diff((0, *inner, spare)) for inner in bounds]) + minimum - 1
 
 
-@settings(deadline=None)
 @given(WORKS, st.integers(1, 2), st.integers(0, 12))
 def test_no_split_is_faster_and_none_is_nearer(work, minimum, more):
     num_ranks = len(work) * minimum + more
@@ -37,7 +36,6 @@ def test_no_split_is_faster_and_none_is_nearer(work, minimum, more):
     assert ((nearest - shares) ** 2).sum() == pytest.approx(((every - shares) ** 2).sum(axis=1).min())
 
 
-@settings(deadline=None)
 @given(WORKS, st.integers(0, 60), st.sampled_from(["fastest", "nearest"]), st.randoms())
 def test_neither_unit_nor_order_matters(work, more, rounding, random):
     num_ranks = len(work) + more
@@ -74,7 +72,6 @@ def test_the_two_roundings_differ_between_their_borders():
     assert proportional_allocation({"vision": 0.6251, "language_model": 0.3749}, 16)["vision"] == 10
 
 
-@settings(deadline=None)
 @given(st.floats(0.5, 0.999), st.integers(2, 64))
 def test_of_two_modules_only_the_larger_gets_fewer_ranks_for_speed(share, num_ranks):
     work = {"a": share, "b": 1 - share}

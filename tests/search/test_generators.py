@@ -56,7 +56,7 @@ class ExhaustiveInSeries(Exhaustive):
             yield fill + (count - 1) * max([busy, *(parts[name][0] for name in names if not there[name])])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.integers(1, 5),
     st.sampled_from([2, 4, 6]),

@@ -27,7 +27,7 @@ def step_ms(problem) -> float:
         return float("inf")
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(
     st.sampled_from([2, 3]),
     st.sampled_from([2, 4]),

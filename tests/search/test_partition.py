@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
@@ -31,7 +31,6 @@ def stage_sums(costs, layers) -> np.ndarray:
     return np.array([sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)], dtype=float)
 
 
-@settings(deadline=None)
 @given(WHOLE)
 def test_whole_costs_give_the_evenest_of_the_best_partitions_with_light_first_stages(costs):
     table = partition_all(costs, len(costs))
@@ -47,7 +46,6 @@ def test_whole_costs_give_the_evenest_of_the_best_partitions_with_light_first_st
         assert found.slowest_stage_ms == table.slowest_stages_ms[num_stages - 1] == order(best)[0]
 
 
-@settings(deadline=None)
 @given(REAL)
 def test_real_costs_give_the_best_bottleneck(costs):
     table = partition_all(costs, len(costs))
@@ -60,7 +58,6 @@ def test_real_costs_give_the_best_bottleneck(costs):
         np.testing.assert_allclose(found.stage_costs(costs), stage_sums(costs, found.layers), atol=1e-9)
 
 
-@settings(deadline=None)
 @given(WHOLE, st.sampled_from([0.1, 1 / 3, 7e-5, 2.0**40]), st.data())
 def test_a_scale_changes_nothing_and_the_reverse_has_the_same_bottleneck(costs, scale, data):
     num_stages = data.draw(st.integers(1, len(costs)))
@@ -113,7 +110,6 @@ SHARED = st.lists(st.lists(st.integers(0, 1000), min_size=2, max_size=6), min_si
 )
 
 
-@settings(deadline=None)
 @given(SHARED, st.data())
 def test_modules_on_shared_ranks_are_cut_as_exhaustive_search_cuts_them(modules, data):
     num_stages = data.draw(st.integers(1, min(map(len, modules))))

@@ -136,7 +136,7 @@ class Exhaustive:
             yield language[1] + fill + (count - 1) * max(language[0], busy)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.integers(1, 6), st.sampled_from([2, 4, 6, 12]), st.sampled_from(FROZEN), st.integers(0, 9), st.booleans())
 def test_the_best_estimate_is_that_of_exhaustive_search(ranks, batch, frozen, seed, packing):
     problem = problem_of(ranks, batch, frozen, seed, arrangement="contiguous")

@@ -77,7 +77,7 @@ def test_what_passed_agrees_as_often_as_promised():
     assert max(rates) < 0.15
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from(["fastest", "nearest"]))
 def test_the_border_lies_where_the_split_changes(seed, rounding: Rounding):
     rng = np.random.default_rng(seed)

@@ -86,7 +86,7 @@ def exhaustive(modules, num_ranks, batch_size, memory_bytes, microbatch_size=1):
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.sampled_from([1, 1, 2]))
 def test_no_whole_layout_is_faster(case, microbatch_size):
     modules, num_ranks, batch_size, memory_bytes = case
@@ -106,7 +106,7 @@ def test_no_whole_layout_is_faster(case, microbatch_size):
         assert layout.pp_size <= modules[name].num_layers and modules[name].num_heads % layout.tp_size == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases(), st.sampled_from([0.25, 8.0]))
 def test_neither_unit_nor_order_matters(case, scale):
     modules, num_ranks, batch_size, memory_bytes = case
@@ -173,7 +173,7 @@ def by_halving(strategies: Strategies) -> float:
     return float(strategies.iteration_ms(np.array([high]))[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(deep_cases(), st.integers(0, 10**6))
 def test_the_cone_program_has_the_optimum_that_halving_finds(case, seed):
     space = space_of(case)
@@ -191,7 +191,7 @@ def test_the_cone_program_has_the_optimum_that_halving_finds(case, seed):
         assert found == pytest.approx(bound_ms, rel=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(deep_cases())
 def test_nothing_that_was_left_out_is_better(case):
     space = space_of(case)
@@ -211,7 +211,6 @@ def test_nothing_that_was_left_out_is_better(case):
     assert found.num_solved <= len(strategies.table)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 9))
 def test_the_fewest_stages_are_those_that_fit(state, kept, room, count, behind):
     def fits(stages: float) -> bool:

@@ -145,7 +145,6 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, dict[str, Any], int]:
 @seed(20260)
 @settings(
     max_examples=5,
-    deadline=None,
     derandomize=False,
     database=None,
     print_blob=True,

@@ -66,7 +66,7 @@ def parts_of(placed: PlacedPlan) -> dict[int, dict[str, HeldParameter]]:
     }
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(placed_plans(), placed_plans())
 def test_every_member_gets_its_parts_or_somebody_is_missed(before: PlacedPlan, after: PlacedPlan):
     held = parts_of(before)

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -23,7 +23,6 @@ def intervals(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.nda
     return first, last
 
 
-@settings(deadline=None)
 @given(st.integers(1, 150), st.sampled_from([1, 4, 8, 16]), st.integers(0, 2**32))
 def test_counts_equal_those_of_a_dense_map(length, block, seed):
     rng = np.random.default_rng(seed)
@@ -46,7 +45,6 @@ def test_the_work_of_a_causal_row_is_a_triangle():
     assert block_workloads(first, last, 128).tolist() == pytest.approx([1.3, 2.3, 3.3, 4.3])
 
 
-@settings(deadline=None)
 @given(st.sampled_from(METHODS), st.integers(1, 9), st.integers(0, 60), st.integers(0, 2**32))
 def test_every_block_goes_to_one_rank_and_all_get_as_many(method, num_ranks, num_blocks, seed):
     work = np.random.default_rng(seed).integers(0, 50, num_blocks)
@@ -70,7 +68,6 @@ def most(work: np.ndarray, blocks: np.ndarray) -> float:
     return np.append(work, np.zeros(blocks.size - len(work)))[blocks].sum(axis=1).max()
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 10), st.booleans(), st.integers(0, 2**32))
 def test_no_rank_is_above_the_mean_by_more_than_a_round_differs(num_ranks, rounds, skewed, seed):
     rng = np.random.default_rng(seed)

@@ -54,7 +54,7 @@ def cut(words: torch.Tensor, **options) -> ContextAssignment:
     return assign_context(np.where(blind, 1, first), np.where(blind, 0, last), segment_ids=ids, **options)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(["row", "segments"]), st.integers(1, 5), st.sampled_from([4, 16]), st.integers(0, 2**32))
 def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks, block, seed):
     words = random_words(np.random.default_rng(seed))
@@ -95,7 +95,6 @@ def split_segments(found: ContextAssignment, ids: np.ndarray) -> list[int]:
     return [int(i) for i in np.unique(ids[ids > 0]) if len(np.unique(owner[ids == i])) > 1]
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(0, 2**32))
 def test_segments_stay_whole_where_any_order_of_them_fits(num_ranks, seed):
     """With capacity for the longest segment to spare on each rank, the longest first always finds a place."""
@@ -106,7 +105,6 @@ def test_segments_stay_whole_where_any_order_of_them_fits(num_ranks, seed):
     assert found.mode == "segments" and split_segments(found, ids) == [] and found.gathered.shape == (num_ranks, 0)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(0, 40), st.integers(0, 2**32))
 def test_a_segment_is_split_at_a_border_or_for_its_size(num_ranks, padding, seed):
     rng = np.random.default_rng(seed)

@@ -80,7 +80,7 @@ def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, int, dict[str, Any]]:
     return words, num_ranks, how
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     cut=cuts(),
     heads=st.sampled_from([(2, 1), (6, 3), (4, 4), (5, 5)]),
@@ -270,7 +270,7 @@ def test_compiled_code_goes_around_it():
         assert torch.equal(found, inputs.run(layer)[name]), name
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(cut=cuts(), dim=st.integers(-3, 2), seed=st.integers(0, 2**31))
 def test_taking_and_gathering_tokens_are_inverse_and_adjoint(cut, dim, seed):
     words, num_ranks, how = cut

@@ -120,7 +120,7 @@ def test_chunks_of_the_size_that_runs(family):
         _assert_equal(_masks(family, case, Random(family), 777), case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 2),

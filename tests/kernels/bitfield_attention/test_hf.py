@@ -70,7 +70,7 @@ def table(tmp_path, monkeypatch):
 
 def test_it_is_registered_once_the_table_is_complete(table):
     for _ in range(2):
-        _registration.register_attention()
+        _registration.register()
     assert table == []
     module = importlib.import_module("host_of_table.table")
     assert table == [True]
@@ -80,7 +80,7 @@ def test_it_is_registered_once_the_table_is_complete(table):
 
 def test_it_is_registered_at_once_when_the_table_is_there(table):
     importlib.import_module("host_of_table.table")
-    _registration.register_attention()
+    _registration.register()
     assert table == [True]
 
 

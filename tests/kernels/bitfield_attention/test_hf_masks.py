@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_mmparallel._versions import CACHE
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, hf, reference_attention
 from tests.kernels.bitfield_attention.hf_models import (
     HEADS,
@@ -205,7 +206,7 @@ def test_words_with_a_growing_cache(family):
                 input_ids[:, part],
                 position_ids=position_ids[:, part],
                 attention_words=words[:, :end],
-                past_key_values=cache,
+                **{CACHE: cache},
             ).logits
         )
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-5)
@@ -219,12 +220,12 @@ def test_a_cache_of_fixed_size_that_a_loop_fills(family):
     expected = model(input_ids).logits
     model.set_attn_implementation("bitfield")
     cache = StaticCache(config=model.config, max_cache_len=16)
-    logits = [model(part, past_key_values=cache).logits for part in input_ids.split([7, 2, 1, 2], dim=1)]
+    logits = [model(part, **{CACHE: cache}).logits for part in input_ids.split([7, 2, 1, 2], dim=1)]
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-5)
     if family == "llama":
         words = encode_words(torch.ones(2, 13, dtype=torch.int64))
         with pytest.raises(ValueError, match="a cache of fixed size takes no words"):
-            model(input_ids[:, :1], past_key_values=cache, attention_words=words)
+            model(input_ids[:, :1], **{CACHE: cache}, attention_words=words)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -233,9 +234,9 @@ def test_words_that_do_not_grow_with_the_cache_are_refused(family):
     model, words = build(family), encode_words(torch.ones(1, 9, dtype=torch.int64))
     model.set_attn_implementation("bitfield")
     cache = DynamicCache(config=model.config)
-    model(torch.randint(3, 90, (1, 9)), attention_words=words, past_key_values=cache)
+    model(torch.randint(3, 90, (1, 9)), attention_words=words, **{CACHE: cache})
     with pytest.raises(ValueError, match="`attention_words` covers 9 tokens; .* a word for each token"):
-        model(torch.tensor([[5]]), attention_words=words, past_key_values=cache)
+        model(torch.tensor([[5]]), attention_words=words, **{CACHE: cache})
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def _assert_exact(mask: BitfieldMask, window: int) -> bool:
     return holes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 3),

@@ -73,7 +73,7 @@ def _check(mask: BitfieldMask, window: int, block_q: int, block_k: int) -> tuple
     return plan, states, exact
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 3),
@@ -195,7 +195,7 @@ def _check_split(plan: MaskPlan) -> None:
     assert not parts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     length=st.integers(1, 900),
