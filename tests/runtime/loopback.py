@@ -35,8 +35,17 @@ from hf_mmparallel.schedule import Program, build_program
 TIMEOUT_S = 15.0
 
 
-def run_threads(fn: Callable[[int], Any], world_size: int) -> list[Any]:
-    """Calls `fn(rank)` on a thread for each rank; raises what the first failing rank raised."""
+def run_threads(
+    fn: Callable[[int], Any], world_size: int, after_failure: Callable[[int], None] = lambda rank: None
+) -> list[Any]:
+    """
+    Calls `fn(rank)` on a thread for each rank; raises what the first failing rank raised, once all have ended.
+
+    `after_failure(rank)` ends what others wait for.
+
+    A rank that goes on would parse sources (of layers) while pytest parses those of the failure, which fails in Python
+    before 3.11.8 with `SystemError: AST constructor recursion depth mismatch`.
+    """
     done: queue.Queue = queue.Queue()
 
     def body(rank: int) -> None:
@@ -44,16 +53,15 @@ def run_threads(fn: Callable[[int], Any], world_size: int) -> list[Any]:
             done.put((rank, fn(rank), None))
         except Exception as error:
             done.put((rank, None, error))
+            after_failure(rank)
 
     for rank in range(world_size):
         threading.Thread(target=body, args=(rank,), daemon=True).start()
-    results: dict[int, Any] = {}
-    while len(results) < world_size:
-        rank, result, error = done.get(timeout=4 * TIMEOUT_S)
+    ended = [done.get(timeout=4 * TIMEOUT_S) for _ in range(world_size)]
+    for _, _, error in ended:
         if error is not None:
             raise error
-        results[rank] = result
-    return [results[rank] for rank in range(world_size)]
+    return [result for _, result, _ in sorted(ended, key=lambda end: end[0])]
 
 
 @dataclass
@@ -70,6 +78,11 @@ class LoopbackWorld:
 
     def transport(self, rank: int) -> LoopbackTransport:
         return LoopbackTransport(rank, self)
+
+    def fail(self, rank: int, world_size: int) -> None:
+        """Lets all others fail where they wait for a tensor of this rank."""
+        for target in range(world_size):
+            self.channel(rank, target).put(None)
 
 
 class LoopbackTransport:
@@ -115,6 +128,7 @@ class _Posted:
         while not self.done:
             first = self.posted.pop(0)
             tensor = self.channel.get(timeout=self.timeout_s)
+            assert tensor is not None, "the sender has failed"
             assert tensor.shape == first.buffer.shape and tensor.dtype == first.buffer.dtype, (
                 f"sent {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(first.buffer.shape)} {first.buffer.dtype}"
             )
@@ -250,11 +264,16 @@ def run_loopback(
         with torch.set_grad_enabled(training):
             return executor.run(program, batch)
 
+    def after_failure(rank: int) -> None:
+        world.fail(rank, plan.world_size)
+        for group in groups.values():
+            group.barrier.abort()
+
     with (
         mock.patch.object(context_parallel, "_all_gather", _all_gather),
         mock.patch.object(context_parallel, "_all_to_all", _all_to_all),
     ):
-        results = run_threads(rank_body, plan.world_size)
+        results = run_threads(rank_body, plan.world_size, after_failure)
     gradients: dict[str, Tensor] = {}
     for own in copies:
         for name, parameter in own.named_parameters():
