@@ -19,6 +19,7 @@ LEVELS = {
     "_clock": 0,
     "_environment": 0,
     "_files": 0,
+    "_portable": 0,
     "_registration": 0,
     "_versions": 0,
     "plan": 0,

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import weighted_sum
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from .estimate import stage_share
 
@@ -103,7 +104,9 @@ def microbatch_counts(plan: ParallelPlan, workloads: Workloads, total: int) -> N
     # Encoders are parallel chains, and so are generators.
     fill_ms = np.sum([stage_ms[:, [names.index(n) for n in side]].max(axis=1, initial=0.0) for side in sides], axis=0)
     each = -(-total // len(whole))
-    return np.array(fastest_counts(fill_ms.tolist(), (ranks @ work).max(axis=1).tolist(), each * len(whole)))
+    return np.array(
+        fastest_counts(fill_ms.tolist(), weighted_sum(ranks, work).max(axis=1).tolist(), each * len(whole))
+    )
 
 
 def with_fastest_counts(plan: ParallelPlan, workloads: Workloads) -> ParallelPlan:

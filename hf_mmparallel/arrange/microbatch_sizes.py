@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, csr_array
 
+from .._portable import exp, log
 from ..plan import LANGUAGE_MODEL
 from .estimate import Pipeline
 
@@ -70,7 +71,7 @@ def best_sizes(
         return Sizes.even(count)
     weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * max_total_ms
     work = weights * np.array(list(pipeline.bottleneck.values()))
-    steps = np.rint(np.log(work / work.max()) / _STEP).astype(int)
+    steps = np.rint(log(work / work.max()) / _STEP).astype(int)
     solved = min(count, 4 * pipeline.num_stages + 16)
     smallest = max(_SMALLEST, math.ceil(10 * smallest) / 10)
     solution = _solve(pipeline, tuple(steps.tolist()), solved, smallest, round(largest, 2))
@@ -106,7 +107,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     Solves the linear program. Its variables are the sizes in the encoders and in the language model, the starts of all
     tasks, the end, and smoothing terms: changes of sizes, and differences between encoders and language model.
     """
-    work = np.exp(_STEP * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
+    work = exp(_STEP * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
     costs = pipeline.costs * work[:, None]
     # Generators have the language model's microbatches.
     language = pipeline.modules.index(LANGUAGE_MODEL)

@@ -72,7 +72,7 @@ def arrange_for_ranks(
     kinds = [np.bincount(bins[has], minlength=num_ranks * count) > 0 for has in has_input.values()]
     costs = workloads.microbatch_ms(LANGUAGE_MODEL, np.arange(len(bins)), bins, num_ranks * count)
     order = np.lexsort((costs, np.sum(kinds, axis=0) if kinds else costs, np.arange(len(costs)) // count))
-    bins = np.argsort(order)[bins]
+    bins = np.argsort(order, kind="stable")[bins]
     aligned: list[NDArray] = []
     for has in has_input.values():
         _align(bins, has, aligned, times, (num_ranks, count))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from .._portable import on_grid, weighted_sum
 from .calibration import Accuracy, Calibration, TimeScale, profile_digest
 from .profile import LayerProfile
 from .run_log import Kind, LoggedWindow, RunHeader, TaskGroup, read_run_log, tasks_of
@@ -219,7 +220,7 @@ def _task_row(group: TaskGroup, forward: TimeScale) -> tuple[float, ...]:
 def _predicted(scale: TimeScale, rows: NDArray) -> NDArray:
     """Corrected times of tasks `[groups]`: the larger of compute and launch time."""
     factors = np.array([scale.token, scale.square, scale.layer_ms, scale.sums])
-    computed = rows[:, [_TOKENS, _SQUARES, _LAYERS, _SUMS]] @ factors + rows[:, _RECOMPUTED]
+    computed = weighted_sum(rows[:, [_TOKENS, _SQUARES, _LAYERS, _SUMS]], factors) + rows[:, _RECOMPUTED]
     return np.maximum(computed, scale.launches * rows[:, _LAUNCHES])
 
 
@@ -290,7 +291,7 @@ def _fit_computed(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
         return TimeScale(factor, factor)
     matrix = np.stack([columns[name] / measured for name in form], axis=1)
     units = np.maximum(matrix.max(axis=0), np.finfo(float).tiny)
-    factors = dict(zip(form, (nnls(matrix / units, np.ones(len(rows)))[0] / units).tolist(), strict=True))
+    factors = dict(zip(form, on_grid(nnls(matrix / units, np.ones(len(rows)))[0] / units).tolist(), strict=True))
     token = factors.get("base", factors.get("tokens", 1.0))
     return TimeScale(token, factors.get("squares", token), factors.get("layers", 0.0), sum=factors.get("sums"))
 
@@ -323,7 +324,7 @@ def _relative_error(scale: TimeScale, rows: NDArray) -> float:
 
 def _weighted_median(values: NDArray, weights: NDArray) -> float:
     """Weighted median."""
-    order = np.argsort(values)
+    order = np.argsort(values, kind="stable")
     total = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(total, total[-1] / 2)])
 

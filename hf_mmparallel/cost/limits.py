@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import weighted_sum
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
 from ..schedule import GradientFlow, in_flight_1f1b, in_flight_eager, stage_depths
 from .activations import grouped_copies
@@ -122,7 +123,7 @@ class _MemoryDemands:
         name, replica, stage = key
         scale = np.array([self.squares[name], self.tokens[name]]) / memory.cp_size
         saved = memory.saved.sum(axis=0)
-        growing, fixed = in_flight * float(saved[:2] @ scale), in_flight * float(saved[2])
+        growing, fixed = in_flight * float(weighted_sum(saved[:2], scale)), in_flight * float(saved[2])
         load = self._load(name, replica)
         fixed += memory.kept_bytes + memory.input_bytes * load * self.tokens[name]
         for edge in self.plan.edges:
@@ -134,7 +135,7 @@ class _MemoryDemands:
         if in_flight > 1 and self.plan.policy.keeps_all(name in self.features):
             # All microbatches of the step stay, whatever their size.
             growing, fixed = 0.0, fixed + load * growing / in_flight
-        return growing, fixed, np.stack([memory.transient[:, :2] @ scale, memory.transient[:, 2]], axis=1)
+        return growing, fixed, np.stack([weighted_sum(memory.transient[:, :2], scale), memory.transient[:, 2]], axis=1)
 
     def _load(self, name: str, replica: int) -> float:
         """Work of a replica relative to the mean of all replicas of its module, by the microbatches of the plan."""

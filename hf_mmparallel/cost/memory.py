@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import weighted_sum
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
 from .activations import grouped_copies
 from .layers import CostModel
@@ -150,7 +151,7 @@ class StepUse:
         name, replica, stage = key
         microbatches = np.array(self.microbatches.get((name, replica), [np.zeros(3)]))
         scale = np.array([1 / memory.cp_size, 1 / memory.cp_size, 1.0])
-        per_microbatch = float((microbatches @ (memory.saved.sum(axis=0) * scale)).max(initial=0.0))
+        per_microbatch = float(weighted_sum(microbatches, memory.saved.sum(axis=0) * scale).max(initial=0.0))
         for edge in self.plan.edges:
             if edge.target == name and stage in self.plan.edge_stages(edge, replica):
                 per_microbatch += self.received.get((edge.source, replica), 0.0) / memory.cp_size
@@ -158,4 +159,4 @@ class StepUse:
         if memory.frees_features:
             fixed += self.sent.get((name, replica), 0.0)
         largest = self.chunks.get((name, replica), np.zeros(3))
-        return fixed, per_microbatch, float((memory.transient @ (scale * largest)).max(initial=0.0))
+        return fixed, per_microbatch, float(weighted_sum(memory.transient, scale * largest).max(initial=0.0))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+from .._portable import on_grid, weighted_sum
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from .analytic import DTYPE_BYTES, AnalyticLayers
 from .devices import Hardware
@@ -122,8 +123,8 @@ def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_ca
     weights = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     rows = sizes * weights[:, None]
     units = np.maximum(rows.max(axis=0), np.finfo(float).tiny)  # equal column norms, for the condition number
-    coefficients = nnls(rows / units, values * weights)[0] / units if weights.any() else np.zeros(3)
-    residuals = sizes @ coefficients - values
+    coefficients = on_grid(nnls(rows / units, values * weights)[0] / units) if weights.any() else np.zeros(3)
+    residuals = weighted_sum(sizes, coefficients) - values
     errors = np.abs(residuals) * weights
     worst = int(errors.argmax())
     variance = float(((values - values.mean()) ** 2).sum())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import exp
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from .image_tokens import ImageRule
 
@@ -53,10 +54,10 @@ class SamplePreset:
         """
         rng = np.random.default_rng(seed)
         area, aspect, text = rng.standard_normal((3, num_samples))
-        area = np.clip(self.image_patches * np.exp(self.image_sigma * area), *self.patch_limits)
-        height = np.sqrt(area * np.exp(self.aspect_sigma * aspect))
+        area = np.clip(self.image_patches * exp(self.image_sigma * area), *self.patch_limits)
+        height = np.sqrt(area * exp(self.aspect_sigma * aspect))
         sides = [np.maximum(1, np.rint(side / MERGE)).astype(np.int64) for side in (height, area / height)]
-        words = self.template_tokens + np.rint(self.text_tokens * np.exp(self.text_sigma * text)).astype(np.int64)
+        words = self.template_tokens + np.rint(self.text_tokens * exp(self.text_sigma * text)).astype(np.int64)
         heights, widths = (MERGE * PATCH_PIXELS * side for side in sides)
         return DrawnImages(heights, widths, np.minimum(words, self.max_text_tokens))
 

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import weighted_sum
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -138,18 +139,18 @@ class StageMemory:
 
     def saved_bytes(self, chunk: NDArray) -> float:
         """Bytes that a chunk saves between its forward and its backward."""
-        return float(self.saved.sum(axis=0) @ self._scaled(chunk))
+        return float(weighted_sum(self.saved.sum(axis=0), self._scaled(chunk)))
 
     def forward_bytes(self, chunk: NDArray) -> float:
         """Peak bytes of a forward, including the activations that it saves."""
         at = self._scaled(chunk)
-        saved = self.saved @ at
-        return float(np.max(np.cumsum(saved) - saved + np.maximum(self.forward @ at, saved)))
+        saved = weighted_sum(self.saved, at)
+        return float(np.max(np.cumsum(saved) - saved + np.maximum(weighted_sum(self.forward, at), saved)))
 
     def backward_bytes(self, chunk: NDArray, is_first: bool) -> float:
         """Peak bytes of a backward, including saved activations and the weight gradients that it allocates."""
         at = self._scaled(chunk)
-        live = np.cumsum(self.saved @ at) + self.backward @ at + self.largest
+        live = np.cumsum(weighted_sum(self.saved, at)) + weighted_sum(self.backward, at) + self.largest
         if is_first:
             allocated = np.cumsum(self.gradients[::-1])[::-1]
             live = np.maximum(live + allocated - self.gradients, allocated)

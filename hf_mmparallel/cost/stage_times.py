@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .._portable import on_grid, weighted_sum
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage, StageKey
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
@@ -99,13 +100,13 @@ class LayerTable:
         for table, launched in zip((self.forward, self.backward), self.launches.T, strict=True):
             computed = np.einsum("rk,kr...->r...", table, sizes)
             shape = (-1, *([1] * (computed.ndim - 1)))
-            times.append(np.maximum(computed, launched.reshape(shape) * sizes[2]))
+            times.append(on_grid(np.maximum(computed, launched.reshape(shape) * sizes[2])))
         return times[0], times[1]
 
     def sample_ms(self, tokens: NDArray, squares: NDArray) -> tuple[NDArray, NDArray]:
         """Forward and backward times `[samples]` of samples through all layers, without constants per chunk."""
         sizes, tables = np.stack(self._attended(tokens, squares)), (self.forward, self.backward)
-        forward, backward = (np.einsum("rk,kr...->...", table[:, :2], sizes) for table in tables)
+        forward, backward = (on_grid(np.einsum("rk,kr...->...", table[:, :2], sizes)) for table in tables)
         return forward, backward
 
     def step_ms(
@@ -336,7 +337,7 @@ class SharedPasses:
         """Time that the communication adds to the computation of chunks `[chunks]`."""
         compute_ms = self.table.times(tokens, squares, cp_size)[is_backward]
         added_ms = longer_ms(compute_ms, self.beside_ms[:, None], self.overlap_efficiency)
-        return self.exposed_ms + self.counts @ added_ms
+        return self.exposed_ms + weighted_sum(added_ms.T, self.counts)
 
 
 @dataclass(frozen=True)

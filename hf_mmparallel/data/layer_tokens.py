@@ -12,6 +12,7 @@ from scipy.optimize import nnls
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .._portable import on_grid
 from ..modeling.spec import module_parts
 from ..plan import ModelSpec
 from .global_batches import GlobalBatch
@@ -119,7 +120,7 @@ class _Probe:
         items = np.array([len(lengths) for lengths, _ in seen], dtype=float)
         per_row, per_item = tokens.sum() / rows.sum(), 0.0
         if (np.abs(per_row * rows - tokens) > PROPORTIONAL * tokens).any():
-            (per_row, per_item), _ = nnls(np.stack([rows, items], axis=1), tokens)
+            per_row, per_item = on_grid(nnls(np.stack([rows, items], axis=1), tokens)[0])
         return LayerTokens(float(per_row), float(per_item), self.sequence(samples[0], [s for _, s in seen]))
 
     def readable(self, dataset: Any, indices: list[int]) -> tuple[list[Any], list[tuple[list[int], list[Any]]]]:

@@ -364,7 +364,7 @@ class ConcatSizes:
             source(chosen[part_of == part] - (end - len(source)))
             for part, (source, end) in enumerate(zip(self.sources, self.ends, strict=True))
         ]
-        back = np.argsort(order)
+        back = np.argsort(order, kind="stable")
         return SampleSizes(
             {name: np.concatenate([part.tokens[name] for part in parts])[back] for name in parts[0].tokens},
             {name: np.concatenate([part.squares[name] for part in parts])[back] for name in parts[0].squares},

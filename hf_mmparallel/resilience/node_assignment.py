@@ -59,4 +59,4 @@ def assigned_nodes(kept: NDArray, nodes: Sequence[int]) -> list[int]:
         nodes (`Sequence[int]`): The nodes.
     """
     rows, columns = linear_sum_assignment(kept, maximize=True)
-    return [nodes[row] for row in rows[np.argsort(columns)].tolist()]
+    return [nodes[row] for row in rows[np.argsort(columns, kind="stable")].tolist()]

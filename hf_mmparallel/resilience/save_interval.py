@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from .._portable import exp, expm1
+
 
 def best_save_interval_s(save_s: float, mean_time_between_failures_s: float, write_s: float = 0.0) -> float:
     """
@@ -47,4 +49,4 @@ def expected_slowdown(
         restart_s (`float`, *optional*, defaults to 0.0): Time from a failure until training goes on.
     """
     mean = mean_time_between_failures_s
-    return mean * math.exp(restart_s / mean) * math.expm1((interval_s + save_s) / mean) / interval_s
+    return mean * exp(restart_s / mean) * expm1((interval_s + save_s) / mean) / interval_s

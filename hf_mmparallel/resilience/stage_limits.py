@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import weighted_sum
 from ..cost import CostModel, data_gradients
 from ..cost.activations import grouped_copies
 from ..cost.memory import sample_features
@@ -177,8 +178,9 @@ class _Demand:
         fixed += memory.input_bytes * self.num_tokens
         if memory.frees_features:
             fixed += self.sent_bytes
-        saved = float((self.sizes @ memory.saved.sum(axis=0)).max(initial=0.0))
-        return fixed, saved, float((memory.transient @ self.sizes.max(axis=0, initial=0.0)).max(initial=0.0))
+        saved = float(weighted_sum(self.sizes, memory.saved.sum(axis=0)).max(initial=0.0))
+        running = weighted_sum(memory.transient, self.sizes.max(axis=0, initial=0.0))
+        return fixed, saved, float(running.max(initial=0.0))
 
     def received_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of the features of a microbatch that enter a stage."""

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import ArrayLike, NDArray
 
+from .._portable import on_grid
+
 
 @dataclass(frozen=True, eq=False)
 class LayerChain:
@@ -46,8 +48,7 @@ class LayerChain:
         prefix = np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
         times = prefix[:, None, :] - prefix[:, :-1, None]
         # Sums of equal layers in different places differ by rounding.
-        digits = 12 - int(np.ceil(np.log10(max(float(prefix[:, -1].max()), 1e-300))))
-        times = np.round(times, digits)
+        times = on_grid(times, float(prefix[:, -1].max()))
         first, stop = np.arange(self.num_layers)[:, None], np.arange(self.num_layers + 1)[None, :]
         wrong = stop <= first
         for start in self.starts:

@@ -141,7 +141,7 @@ class ProgramActions(Mapping[int, tuple[Action, ...]]):
         if not self.parts:
             return _digest(_EMPTY, _EMPTY, _EMPTY)
         ranks, lengths, hashes = map(np.concatenate, zip(*(part.hashes() for part in self.parts), strict=True))
-        order = np.argsort(ranks)
+        order = np.argsort(ranks, kind="stable")
         starts = np.cumsum(lengths) - lengths
         return _digest(ranks[order], lengths[order], hashes[spread(starts[order], lengths[order])])
 

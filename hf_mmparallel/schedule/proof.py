@@ -73,7 +73,7 @@ class Proof:
             return False
         self.rank_of = np.repeat(np.arange(self.num_ranks), lengths)
         keys = self._key(self.rank_of, codes)
-        self.by_key = np.argsort(keys)
+        self.by_key = np.argsort(keys, kind="stable")
         self.keys = keys[self.by_key]
         return np.array_equal(self.keys, wanted) and bool((np.diff(wanted) > 0).all())
 

@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .strategies import SAME, Strategies
+from .strategies import Strategies
 from .strategy_space import ModuleDemand, StrategySpace
 
 Rounding = Literal["fastest", "nearest"]
 
-_CLOSE = SAME**4  # tolerance of the bisection, tighter than that of equal times
+_CLOSE = 1 + 4e-9  # tolerance of the bisection, tighter than that of equal times
 _SOLVED = 1 - 1e-6  # tolerance of the solver's optimum
 
 

@@ -30,7 +30,7 @@ RATIO, REPLICATED = "ratio-based", "encoders replicated"
 _SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: that fit, in total, and on all batches
 _MOST_TASKS = 50_000  # of the evaluated candidates together
 _ABOUT = 1.3  # tolerance of memory estimates
-_UNLIMITED = 2.0**70
+_UNLIMITED = float(2**70)
 _OPTIMIZER_BYTES = 8
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import weighted_sum
 from ..cost import CostModel, Polynomial, layer_table
 from ..cost.activations import DTYPE_BYTES, FULL, grouped_copies
 from ..cost.collectives import all_gather
@@ -389,7 +390,9 @@ class ModuleOptions:
         """Estimated transient bytes of a task on the first and on the last stage."""
         chunk = self._chunk_sizes(kind, num_samples) / np.array([kind.cp_size, kind.cp_size, 1.0])
         chunk[2] = 1.0
-        first, last = (max(float((memory.transient @ chunk).max()) for memory in pair) for pair in self._ends(kind))
+        first, last = (
+            max(float(weighted_sum(memory.transient, chunk).max()) for memory in pair) for pair in self._ends(kind)
+        )
         return first, last
 
     def _chunk_sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:

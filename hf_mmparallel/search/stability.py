@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
+from .._portable import log, weighted_sum
 from .allocation import Rounding, proportional_allocations
 
 Split = tuple[int, ...]
@@ -119,7 +120,7 @@ class StabilityTest:
     @property
     def num_trials(self) -> int:
         """Number of batches that have to agree with the first one (Entrain, equation C.5)."""
-        return math.ceil(math.log(1 - self.confidence) / math.log(1 - self.error))
+        return math.ceil(log(1 - self.confidence) / log(1 - self.error))
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,9 @@ class _Moments:
     def ratio(self, weights: NDArray) -> tuple[float, float]:
         """The weighted work as a share of all work, and its standard deviation for one sample (delta method)."""
         total = self.mean.sum()
-        ratio = float(weights @ self.mean / total)
+        ratio = float(weighted_sum(weights, self.mean) / total)
         gradient = (weights - ratio) / total
-        return ratio, math.sqrt(max(0.0, float(gradient @ self.covariance @ gradient)))
+        return ratio, math.sqrt(max(0.0, float(weighted_sum(weighted_sum(self.covariance, gradient), gradient))))
 
 
 @dataclass
@@ -278,7 +279,7 @@ class _Sampler:
         work = np.stack([np.asarray(samples[name], float) for name in self.modules])
         self.num_samples += work.shape[1]
         self.sums = self.sums + work.sum(axis=1)
-        self.products = self.products + work @ work.T
+        self.products = self.products + weighted_sum(work[:, None], work)
         return work.reshape(len(work), num_batches, batch_size).sum(axis=2).T
 
 

@@ -174,7 +174,7 @@ class Strategies:
         """
         least_ranks = self.stage_ranks * self.least
         work = self.stage_ranks * self.pass_ms
-        order = np.argsort(self.pass_ms / self.least, axis=1)
+        order = np.argsort(self.pass_ms / self.least, axis=1, kind="stable")
         fixed = np.take_along_axis(least_ranks, order, 1).cumsum(axis=1)
         shared = np.take_along_axis(work, order, 1)[:, ::-1].cumsum(axis=1)[:, ::-1]
         left = np.concatenate(

@@ -8,8 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 BLOCK = 128
-PARTIAL_COST = 0.3
-"""Additional cost of a partially visible block for the test of each pair, relative to a full block."""
+PARTIAL_COST = round(0.3 * 2**20) / 2**20
+"""
+Additional cost of a partially visible block for the test of each pair, relative to a full block. It is a multiple of a
+power of two, so that all sums of work are exact.
+"""
 
 Method = Literal["lpt", "zigzag", "contiguous", "random"]
 

@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ..._portable import smallest
+
 _BALANCED = 0.002  # relative excess of the maximum over the mean at which the first phase ends
 GOOD = 0.01  # and at which the more expensive exchanges end
 _ROUNDS = 300
@@ -168,10 +170,9 @@ class SegmentBins:
                     tokens[light] + moved <= self.capacity[light]
                 )
                 expected[~fits] = np.inf
-                best = np.argpartition(expected, min(_CANDIDATES, expected.size - 1), axis=None)[:_CANDIDATES]
-                best = best[expected.flat[best] < work[heavy]]
+                best = smallest(expected, _CANDIDATES)
                 after = None
-                for at in best[np.argsort(expected.flat[best], kind="stable")].tolist():
+                for at in best[expected.flat[best] < work[heavy]].tolist():
                     trial, trials = np.append(owner, heavy), trials + 1
                     trial[from_heavy[at // len(from_light)]] = light
                     trial[from_light[at % len(from_light)]] = heavy

@@ -1,0 +1,58 @@
+"""
+Arithmetic with the same result on every processor, for numbers that decisions are made from.
+
+All ranks plan each step for themselves and must decide alike. Sums, products, quotients and square roots of numpy are
+the same everywhere. Matrix products (BLAS), exponentials, logarithms and powers (vector units) and fits by least
+squares differ in their last bit, and `argsort` and `argpartition` order equal values as the vector unit likes.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_GRID_BITS = 32
+Number = TypeVar("Number", float, NDArray)
+
+
+def on_grid(values: Number, largest: float | None = None) -> Number:
+    """
+    The values, rounded to 32 significant bits, a relative error below 2e-10; with `largest` to those bits of it.
+
+    Results that differ in their last bit become equal, unless a bound between two points of the grid lies between
+    them: once in two million.
+    """
+    exponent = np.frexp(values if largest is None else largest)[1] - _GRID_BITS
+    rounded = np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent)
+    return rounded if isinstance(values, np.ndarray) else float(rounded)  # pyright: ignore[reportReturnType]
+
+
+def weighted_sum(values: ArrayLike, weights: ArrayLike) -> NDArray:
+    """`values @ weights` for weights of one dimension: the sum along the last axis, in one order."""
+    return (np.asarray(values) * np.asarray(weights)).sum(axis=-1)
+
+
+def exp(values: Number) -> Number:
+    """Exponentials on the grid."""
+    return on_grid(np.exp(values))
+
+
+def expm1(values: Number) -> Number:
+    """Exponentials minus 1 on the grid."""
+    return on_grid(np.expm1(values))
+
+
+def log(values: Number) -> Number:
+    """Natural logarithms on the grid."""
+    return on_grid(np.log(values))
+
+
+def smallest(values: NDArray, count: int) -> NDArray:
+    """Flat indices of the `count` smallest values, or of all, ascending by value; equal ones by index."""
+    flat = values.ravel()
+    if count >= len(flat):
+        return np.argsort(flat, kind="stable")
+    candidates = np.flatnonzero(flat <= np.partition(flat, count - 1)[count - 1])
+    return candidates[np.argsort(flat[candidates], kind="stable")[:count]]

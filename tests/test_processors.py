@@ -1,0 +1,138 @@
+"""Every processor decides alike: with its vector units and without, from arithmetic that is the same everywhere."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hf_mmparallel import _portable
+from tests.test_architecture import PACKAGE
+
+ROOT = PACKAGE.parent
+DECIDING = ("arrange", "cost", "data", "plan", "planner", "resilience", "schedule", "search", "steps")
+UNEQUAL = {
+    *("dot", "vdot", "inner", "matmul", "tensordot", "linalg", "convolve", "correlate", "polyfit"),
+    *("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "power", "pow", "float_power", "cbrt"),
+    *("sin", "cos", "tan", "sinh", "cosh", "tanh", "argpartition", "lstsq", "solve"),
+}
+"""Functions of `numpy` and `math` whose results differ between processors."""
+
+
+def other_processor() -> dict[str, str]:
+    """An environment in which numpy, its BLAS and the C library use no vector unit that only some processors have."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[attr-defined]
+
+    known = [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]
+    return {
+        **os.environ,
+        "NPY_DISABLE_CPU_FEATURES": " ".join(known),
+        "OPENBLAS_CORETYPE": "Nehalem",
+        "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-FMA,-AVX2,-AVX2_Usable,-FMA_Usable",
+    }
+
+
+def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def output(process: subprocess.Popen) -> str:
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.slow
+def test_all_decisions_are_the_same_without_vector_units():
+    """Of the arrangement, tokens, schedules, search, recovery and fits, over random cases; floats to the last bit."""
+    processes = [start("-m", "tests.decisions", env=env) for env in (None, other_processor())]
+    own, other = (json.loads(output(process)) for process in processes)
+    assert len(own) == 6 and own == other
+
+
+def test_the_other_processor_differs():
+    """Otherwise the test above would compare a processor with itself."""
+    code = (
+        "import numpy as np; x = np.arange(1, 999) / 7; print(x.dot(x), np.exp(-x).sum(), np.argsort(x % 3 // 1)[:9])"
+    )
+    if not other_processor()["NPY_DISABLE_CPU_FEATURES"]:
+        pytest.skip("this processor has no vector unit that numpy could do without")
+    assert output(start("-c", code)) != output(start("-c", code, env=other_processor()))
+
+
+def unequal_arithmetic(path: Path) -> list[str]:
+    """Where a file uses arithmetic that differs between processors."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            name = "@"
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            power = node.right
+            is_square = isinstance(power, ast.Constant) and power.value == 2
+            is_whole = isinstance(node.left, ast.Constant) and isinstance(node.left.value, int)
+            name = None if is_square or is_whole else "**"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("np", "math"):
+            name = node.attr if node.attr in UNEQUAL else None
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "argsort":
+            is_stable = any(
+                keyword.arg == "kind" and getattr(keyword.value, "value", "") == "stable" for keyword in node.keywords
+            )
+            name = None if is_stable else 'argsort without `kind="stable"`'
+        if name is not None:
+            found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}")
+    return found
+
+
+def test_what_decides_uses_equal_arithmetic():
+    found = [
+        line for package in DECIDING for path in (PACKAGE / package).rglob("*.py") for line in unequal_arithmetic(path)
+    ]
+    assert not found, "differs between processors; use `hf_mmparallel/_portable.py`:\n" + "\n".join(found)
+
+
+def test_unequal_arithmetic_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    lines = [
+        "a @ b",
+        "np.exp(a)",
+        "math.log(a)",
+        "a**0.5",
+        "a**2",
+        "2**a",
+        "x.argsort()",
+        'np.argsort(x, kind="stable")',
+    ]
+    path = tmp_path / "some.py"
+    path.write_text("\n".join(lines))
+    assert {int(line.split(":")[1]) for line in unequal_arithmetic(path)} == {1, 2, 3, 4, 7}
+
+
+def test_the_grid():
+    values = np.random.default_rng(0).lognormal(0, 20, 10_000) * np.array([1, -1])[:, None]
+    rounded = _portable.on_grid(values)
+    assert (np.abs(rounded - values) <= 2.4e-10 * np.abs(values)).all()
+    for near in (np.nextafter(values, np.inf), np.nextafter(values, -np.inf)):
+        assert (_portable.on_grid(near) == rounded).mean() > 0.999
+    assert _portable.on_grid(rounded).tolist() == rounded.tolist()
+    assert _portable.on_grid(np.array([0.0, np.inf])).tolist() == [0.0, np.inf]
+    assert isinstance(_portable.on_grid(0.1), float) and _portable.on_grid(1 / 3 + 1e-12, 1e3) == _portable.on_grid(
+        1 / 3, 1e3
+    )
+
+
+def test_the_smallest_values_come_by_value_then_by_index():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        values = random.integers(0, 4, (random.integers(1, 6), random.integers(1, 6))).astype(float)
+        for count in (1, 3, values.size, 99):
+            expected = sorted(range(values.size), key=lambda index: (values.flat[index], index))[:count]
+            assert _portable.smallest(values, count).tolist() == expected
