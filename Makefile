@@ -1,4 +1,6 @@
 # `make demo` and `make test` set up `.venv` first; they need Python 3.11 with pip and a network.
+# Versions are those of `constraints/$(CONSTRAINTS).txt`: `tested`, or `oldest` (the lower bounds of setup.cfg); `newest` has
+# no constraints. Each has an environment of its own.
 # Plain `pip install torch` is the CUDA build on some indexes; `make TORCH_INDEX=<index of CPU builds> test` avoids it.
 
 SHELL := /bin/bash
@@ -6,7 +8,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
-TORCH_VERSION ?= 2.13.0
+CONSTRAINTS ?= tested
+TORCH_VERSION ?=
 TORCH_INDEX ?=
 DEMO_OUT ?= out/digits
 DEMO_ARGS ?=
@@ -15,27 +18,31 @@ CHARTS_ARGS ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
 
-VENV := .venv
+VENV := $(if $(filter tested,$(CONSTRAINTS)),.venv,.venv-$(CONSTRAINTS))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PINS := $(if $(filter newest,$(CONSTRAINTS)),,constraints/$(CONSTRAINTS).txt)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar off $(addprefix --constraint ,$(PINS))
+TORCH := "torch$(addprefix ==,$(TORCH_VERSION))"
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo charts test quick lint format bench pages clean
+.PHONY: help venv demo charts test test-newest releases update-constraints quick lint format bench pages clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
 
 venv: $(INSTALLED) ## the environment, nothing else
 
-$(INSTALLED): setup.cfg pyproject.toml
+# Releases beyond the ranges of setup.cfg are those that the newest environment is for.
+$(INSTALLED): setup.cfg pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --progress-bar off $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
-	    "torch==$(TORCH_VERSION)"
-	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[demo,dev]'
+	$(PIP_INSTALL) $(addprefix --index-url ,$(TORCH_INDEX)) $(TORCH)
+	$(PIP_INSTALL) -e '.[demo,dev]'
+	$(if $(PINS),,$(PIP_INSTALL) --upgrade $(TORCH) $$($(BIN)/python constraints/versions.py names))
 	touch $@
 
 demo: $(INSTALLED) ## train the digits model on four CPU processes
@@ -49,6 +56,23 @@ charts: $(INSTALLED) ## train the chart model on four CPU processes, arranged by
 test: lint ## all gates and all tests, PYTEST_WORKERS at a time
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+test-newest: ## the same with the newest releases; reports, and fails softly
+	-$(MAKE) test CONSTRAINTS=newest
+	$(MAKE) releases
+
+releases: $(INSTALLED) ## which newer releases there are than the tested ones
+	$(BIN)/python constraints/versions.py newer
+
+update-constraints: ## constraints/*.txt anew, from the newest releases within the ranges of setup.cfg and its bounds
+	rm -rf .venv-update .venv-bounds
+	touch constraints/update.txt
+	$(MAKE) venv CONSTRAINTS=update
+	.venv-update/bin/python constraints/versions.py freeze > constraints/tested.txt
+	.venv-update/bin/python constraints/versions.py bounds > constraints/bounds.txt
+	$(MAKE) venv CONSTRAINTS=bounds TORCH_VERSION=
+	.venv-bounds/bin/python constraints/versions.py freeze > constraints/oldest.txt
+	rm -rf .venv-update .venv-bounds constraints/update.txt constraints/bounds.txt
+
 quick: $(INSTALLED) ## the tests that start no ranks
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not distributed and not slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
@@ -56,7 +80,7 @@ lint: $(INSTALLED) ## ruff, codespell, pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(INSTALLED) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff check --fix .
@@ -88,4 +112,4 @@ pages: $(INSTALLED) ## the figures of README and docs, from the kept results
 	$(BIN)/python benchmarks/pages.py
 
 clean: ## the environment and what the tools left
-	rm -rf $(VENV) build dist out runs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist out runs *.egg-info .pytest_cache .ruff_cache .hypothesis

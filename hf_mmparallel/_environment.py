@@ -50,6 +50,11 @@ def launch_settings() -> dict[str, Any] | None:
     return told | own
 
 
+def tell_deepspeed_of_cpu() -> None:
+    """Tells DeepSpeed, where it is installed, that there is no accelerator: it would look for one and warn."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def joins_job() -> bool:
     """Whether this process was started to join a job that runs already."""
     return "first_id" in (launch_settings() or {})

@@ -42,16 +42,18 @@ def test_python_examples_compile(page):
 
 @pages
 def test_commands_name_what_exists(page):
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for block in _blocks(page, "bash"):
         for path in re.findall(r"\b(?:examples|benchmarks|tests|docs)/[\w./-]+", block):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
-        for target in re.findall(r"^make ([a-z]+)", block, re.MULTILINE):
+        for target in re.findall(r"^make ([a-z-]+)", block, re.MULTILINE):
             assert target in targets, f"{page.name} names `make {target}`"
 
 
 def test_the_makefile_runs_files_that_exist():
-    paths = re.findall(r"\b(?:examples|benchmarks|tests)/[\w./-]+\.(?:py|yaml)\b", (ROOT / "Makefile").read_text())
+    paths = re.findall(
+        r"\b(?:examples|benchmarks|tests|constraints)/[\w./-]+\.(?:py|yaml)\b", (ROOT / "Makefile").read_text()
+    )
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
 
 

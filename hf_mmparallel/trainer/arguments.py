@@ -11,7 +11,7 @@ import yaml
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
-from .._environment import joins_job, launch_settings, launched_processes
+from .._environment import joins_job, launch_settings, launched_processes, tell_deepspeed_of_cpu
 from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
 from ..plan.reading import plain_data, reject_unknown_keys
@@ -204,8 +204,10 @@ class MultimodalTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
-        if launched_processes()[0] > 1 and not torch.accelerator.is_available():
-            self.use_cpu = True  # accelerate forgets the launcher's choice when it starts several processes
+        if not torch.accelerator.is_available():
+            tell_deepspeed_of_cpu()
+            if launched_processes()[0] > 1:
+                self.use_cpu = True  # accelerate forgets the launcher's choice when it starts several processes
         if self.parallel is not None:
             self.parallel = _plain_layout(self.parallel)
         super().__post_init__()
