@@ -8,7 +8,7 @@ squares differ in their last bit, and `argsort` and `argpartition` order equal v
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,16 +17,16 @@ _GRID_BITS = 32
 Number = TypeVar("Number", float, NDArray)
 
 
-def on_grid(values: Number, largest: float | None = None) -> Number:
+def on_grid(values: Any, largest: float | None = None) -> Any:
     """
-    The values, rounded to 32 significant bits, a relative error below 2e-10; with `largest` to those bits of it.
+    A float or an array, rounded to 32 significant bits, a relative error below 2e-10; with `largest` to those bits of it.
 
     Results that differ in their last bit become equal, unless a bound between two points of the grid lies between
     them: once in two million.
     """
     exponent = np.frexp(values if largest is None else largest)[1] - _GRID_BITS
     rounded = np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent)
-    return rounded if isinstance(values, np.ndarray) else float(rounded)  # pyright: ignore[reportReturnType]
+    return rounded if isinstance(values, np.ndarray) else float(rounded)
 
 
 def weighted_sum(values: ArrayLike, weights: ArrayLike) -> NDArray:
