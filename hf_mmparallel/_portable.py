@@ -19,7 +19,7 @@ Number = TypeVar("Number", float, NDArray)
 
 def on_grid(values: Any, largest: float | None = None) -> Any:
     """
-    A float or an array, rounded to 32 significant bits, a relative error below 2e-10; with `largest` to those bits of it.
+    A float or an array, rounded to 32 significant bits (a relative error below 2e-10), with `largest` to those of it.
 
     Results that differ in their last bit become equal, unless a bound between two points of the grid lies between
     them: once in two million.
