@@ -99,6 +99,20 @@ def test_the_tests_run_on_versions_within_the_bounds(section):
         assert requirement.specifier.contains(installed, prereleases=True), f"{requirement} but {installed}"
 
 
+@pytest.mark.parametrize("name", ["tested", "oldest"])
+def test_constraints_are_within_the_bounds(name):
+    """The oldest ones are the lower bounds themselves."""
+    setup = _setup()
+    texts = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    lines = [line for line in (ROOT / f"constraints/{name}.txt").read_text().split() if line]
+    pins = dict(line.split("==") for line in lines)
+    for text in texts:
+        for required, requirement in _requirements(text.replace("%(test)s", "")).items():
+            assert requirement.specifier.contains(pins[required], prereleases=True), f"{requirement}: {pins[required]}"
+            lowest = next(one.version for one in requirement.specifier if one.operator in (">=", "=="))
+            assert name != "oldest" or pins[required] == lowest
+
+
 def test_the_console_script_exists():
     (line,) = _setup()["options.entry_points"]["console_scripts"].strip().splitlines()
     script, target = (part.strip() for part in line.split("="))
