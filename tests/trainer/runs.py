@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel._versions import CACHE
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.runtime import offload
 from hf_mmparallel.trainer import start_report as report
@@ -18,6 +19,12 @@ from tests.folders import run_folder
 
 SAMPLES = 22
 GLOBAL_BATCH = 8
+
+OTHER_OUTPUTS = [CACHE, "image_hidden_states", "image_outputs"]
+"""
+What a Llava returns besides loss and logits, for `keys_to_ignore_at_inference`: the stock Trainer collects all outputs
+of a forward, and fails for the last one, which transformers 5.24 adds.
+"""
 
 COMMON: dict[str, Any] = {
     "max_steps": 4,

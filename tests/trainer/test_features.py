@@ -13,7 +13,6 @@ import torch.distributed as dist
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from hf_mmparallel import ModulePlugin, MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel._versions import CACHE
 from tests import tiny
 from tests.distributed import run_distributed
 
@@ -99,8 +98,7 @@ def evaluations(make: Any) -> dict[str, Any]:
     trainer = make(
         eval_dataset={"seen": data[:4], "unseen": data}, eval_strategy="steps", eval_steps=2, max_steps=2, **EVALUATED
     )
-    # The stock Trainer collects all outputs of a forward, which fails for one that transformers 5.24 adds to Llava's.
-    trainer.model.config.keys_to_ignore_at_inference = [CACHE, "image_hidden_states", "image_outputs"]
+    trainer.model.config.keys_to_ignore_at_inference = runs.OTHER_OUTPUTS
     trainer.train()
     history = [
         {name: value for name, value in row.items() if "loss" in name or "accuracy" in name or "samples" in name}
