@@ -99,7 +99,7 @@ class _Job:
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, backend: str = "gloo", **kwargs: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 100, backend: str = "gloo", **kwargs: Any
 ) -> list[Any]:
     """
     Calls `fn(*args, **kwargs)` on `world_size` ranks and returns what each returned, by rank.
@@ -107,7 +107,7 @@ def run_distributed(
     Args:
         fn (`Callable`): A top-level function of a test module.
         world_size (`int`): Number of ranks.
-        timeout (`float`, *optional*, defaults to 60): Seconds after which all ranks are killed.
+        timeout (`float`, *optional*, defaults to 100): Seconds after which all ranks are killed.
         backend (`str`, *optional*, defaults to `"gloo"`): Backend of the group; every other takes CUDA device `rank`.
 
     Raises:
@@ -121,7 +121,7 @@ def run_distributed(
 
 
 def assert_ranks_raise(
-    fn: Callable[..., Any], world_size: int, *args: Any, match: str, timeout: float = 60, **kwargs: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, match: str, timeout: float = 100, **kwargs: Any
 ) -> list[str]:
     """
     Asserts that `fn` raises on every rank, without a hang, and that each message has a match for `match`.
@@ -140,7 +140,7 @@ def assert_ranks_raise(
 
 
 def outcomes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 100, **kwargs: Any
 ) -> list[_Outcome]:
     """What became of each rank, for tests in which some of them die."""
     return _launch(fn, world_size, args, kwargs, timeout, timeout, "gloo")[0]

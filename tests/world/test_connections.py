@@ -8,8 +8,10 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,15 +26,23 @@ BEGUN_ELEMENTS, BEGUN_S = 1 << 26, 0.05  # a message takes several times as long
 RELEASED_S = GROUP_TIMEOUT_S - 1  # the limit of the group ends a wait too, but later
 
 
-def _time_to_release(wait: Any) -> float:
+def _is_stopped(process: int) -> bool:
+    return psutil.Process(process).status() == psutil.STATUS_STOPPED
+
+
+def _time_to_release(wait: Any, is_ready: Callable[[], bool] = lambda: True) -> float:
     """
-    Seconds until a main thread that waits raises, after a thread has begun to end the collectives. It does so until
-    the main thread has noticed, as that of a member: on a busy machine a connection may be made only after it.
+    Seconds until a main thread that waits raises, after a thread has begun to end the collectives, some time after
+    `is_ready`. It does so until the main thread has noticed, as that of a member: on a busy machine a connection may
+    be made only after it.
     """
-    released = threading.Event()
+    released, begun = threading.Event(), []
 
     def end() -> None:
+        while not is_ready():
+            time.sleep(REPEAT_S)
         time.sleep(BLOCKED_S)
+        begun.append(time.monotonic())
         end_collectives("gloo")
         waits = GlooWaits()
         while not released.wait(REPEAT_S):
@@ -40,12 +50,11 @@ def _time_to_release(wait: Any) -> float:
             waits.end_stuck()
 
     ending = threading.Thread(target=end)
-    begun = time.monotonic()
     ending.start()
     with pytest.raises(RuntimeError):
         wait()
         dist.barrier()  # a wait for a message that has begun just ends
-    took = time.monotonic() - begun - BLOCKED_S
+    took = time.monotonic() - begun[0]
     released.set()
     ending.join()
     return took
@@ -74,7 +83,7 @@ def _blocked(kind: str) -> float:
         "new_group": lambda: dist.all_reduce(large, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty(6), torch.ones(6), group=group),
     }
-    took = _time_to_release(waits[kind])
+    took = _time_to_release(waits[kind], lambda: _is_stopped(stopped))
     if store.add("released", 1) == 2:
         os.kill(stopped, signal.SIGKILL)
     return took
