@@ -13,18 +13,17 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_GRID_BITS = 32
 Number = TypeVar("Number", float, NDArray)
 
 
-def on_grid(values: Any, largest: float | None = None) -> Any:
+def on_grid(values: Any, largest: float | None = None, bits: int = 32) -> Any:
     """
     A float or an array, rounded to 32 significant bits (a relative error below 2e-10), with `largest` to those of it.
 
     Results that differ in their last bit become equal, unless a bound between two points of the grid lies between
-    them: once in two million.
+    them: once in two million. More bits are for what is the same everywhere, but not in each order of a sum.
     """
-    exponent = np.frexp(values if largest is None else largest)[1] - _GRID_BITS
+    exponent = np.frexp(values if largest is None else largest)[1] - bits
     rounded = np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent)
     return rounded if isinstance(values, np.ndarray) else float(rounded)
 

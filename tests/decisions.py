@@ -55,7 +55,7 @@ def sizes_of(num_samples: int, seed: int, names: tuple[str, ...] = tuple(SPEC.mo
     """Texts of unlike lengths, of which some have an image and some a sound; many are alike."""
     random = np.random.default_rng(seed)
     lengths = {name: random.integers(1, 12, num_samples) * random.integers(1, 60, num_samples) for name in names}
-    for name in set(names) & {"vision", "audio"}:
+    for name in sorted({*names} & {"vision", "audio"}):
         lengths[name][random.integers(0, 4, num_samples) == 0] = 0
     return SampleSizes.of_sequences({name: [[length] for length in own.tolist()] for name, own in lengths.items()})
 

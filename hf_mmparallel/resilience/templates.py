@@ -48,7 +48,7 @@ class LayerChain:
         prefix = np.concatenate([np.zeros((len(costs), 1)), np.cumsum(costs, axis=1)], axis=1)
         times = prefix[:, None, :] - prefix[:, :-1, None]
         # Sums of equal layers in different places differ by rounding.
-        times = on_grid(times, float(prefix[:, -1].max()))
+        times = on_grid(times, float(prefix[:, -1].max()), bits=40)
         first, stop = np.arange(self.num_layers)[:, None], np.arange(self.num_layers + 1)[None, :]
         wrong = stop <= first
         for start in self.starts:

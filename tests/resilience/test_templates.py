@@ -99,6 +99,14 @@ def test_equal_layers_are_cut_evenly() -> None:
     assert template.step_ms(16) == pytest.approx((16 + 4 - 1) * 6.0)
 
 
+def test_sums_of_equal_layers_are_equal_and_as_exact_as_the_times() -> None:
+    layer_ms = np.full((1, 12), 2 ** (1 / 3))
+    stage_ms = LayerChain([1], layer_ms).stage_ms[0]
+    for num_layers in range(1, 13):
+        times = {float(stage_ms[first, first + num_layers]) for first in range(13 - num_layers)}
+        assert len(times) == 1 and times.pop() == pytest.approx(num_layers * 2 ** (1 / 3), rel=1e-11)
+
+
 def test_a_stage_of_several_ranks_stays_in_one_node() -> None:
     chain = LayerChain([2], np.ones((1, 6)))
     assert fastest_template(chain, 3, 3, 8) is None  # one rank of each node would be left
