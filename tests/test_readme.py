@@ -4,9 +4,18 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+from PIL import Image
+
 from hf_mmparallel.cli.main import main
 
 ROOT = Path(__file__).parent.parent
+
+
+def _areas(picture: Image.Image) -> dict[tuple[int, ...], int]:
+    """Pixels of each color that fills a hundredth of a picture or more: those of its bars, not of its letters."""
+    counts = picture.convert("RGB").getcolors(2**24) or []
+    return {color: count for count, color in counts if count > picture.width * picture.height // 100}
 
 
 def test_the_picture_is_of_a_plan_that_its_command_predicts(tmp_path, monkeypatch, capsys):
@@ -18,4 +27,8 @@ def test_the_picture_is_of_a_plan_that_its_command_predicts(tmp_path, monkeypatc
     assert main([*arguments[:-1], str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "Predicted step" in printed and "Does not fit" not in printed
-    assert picture.read_bytes() == (ROOT / "docs/images/schedule.png").read_bytes()
+    drawn, kept = Image.open(picture), Image.open(ROOT / "docs/images/schedule.png")
+    if drawn.info["Software"] == kept.info["Software"]:
+        assert drawn.tobytes() == kept.tobytes()
+    else:  # another matplotlib draws letters otherwise
+        assert drawn.size == kept.size and _areas(drawn) == pytest.approx(_areas(kept), rel=0.01)
