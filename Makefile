@@ -17,6 +17,7 @@ CHARTS_OUT ?= out/charts
 CHARTS_ARGS ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
+DEEP ?= none
 
 VENV := $(if $(filter tested,$(CONSTRAINTS)),.venv,.venv-$(CONSTRAINTS))
 BIN := $(VENV)/bin
@@ -30,7 +31,7 @@ export PIP_NO_INPUT := 1
 export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo charts test test-newest releases update-constraints quick lint format bench pages clean
+.PHONY: help venv demo charts test test-deep test-newest releases update-constraints quick lint format bench pages clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -53,8 +54,11 @@ charts: $(INSTALLED) ## train the chart model on four CPU processes, arranged by
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
 	    examples/train_chart_vlm.py --output_dir $(CHARTS_OUT) $(CHARTS_ARGS)
 
-test: lint ## all gates and all tests, PYTEST_WORKERS at a time
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+test: lint ## all gates and all tests but the deep ones, PYTEST_WORKERS at a time; DEEP=0 to 9 adds a tenth of those
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --deep $(DEEP) $(PYTEST_ARGS)
+
+test-deep: $(INSTALLED) ## the deep tests: benchmarks, published tables, brute force, chaos, full products
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m deep $(PYTEST_ARGS)
 
 test-newest: ## the same with the newest releases; reports, and fails softly
 	-$(MAKE) test CONSTRAINTS=newest
@@ -74,7 +78,7 @@ update-constraints: ## constraints/*.txt anew, from the newest releases within t
 	rm -rf .venv-update .venv-bounds constraints/update.txt constraints/bounds.txt
 
 quick: $(INSTALLED) ## the tests that start no ranks
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not distributed and not slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not distributed and not slow and not deep and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff, codespell, pyright
 	$(BIN)/ruff check .

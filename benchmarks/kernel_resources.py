@@ -243,9 +243,8 @@ def cases(archs: tuple[int, ...], everything: bool = False) -> Iterator[Case]:
             yield next(_portable(arch, capability, 64, dtype="fp32"))
         if capability == (9, 0):
             for head_dim in tuning.HOPPER_HEAD_DIMS if everything else (128,):
-                for specialized in (True, False):
-                    chosen = tuning.hopper_tuning(head_dim, specialized)
-                    yield from _of(arch, chosen, head_dim, "bf16")
+                both = (tuning.hopper_tuning(head_dim, specialized) for specialized in (True, False))
+                yield from dict.fromkeys(case for chosen in both for case in _of(arch, chosen, head_dim, "bf16"))
 
 
 def _splitting(arch: int, capability: tuple[int, int]) -> Iterator[Case]:

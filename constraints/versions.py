@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+TRITON = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+"""Release of torch -> what its CUDA build requires. The CPU build requires none, and pip would take any."""
 OWN = ("hf_mmparallel", "pip", "setuptools")
 
 
@@ -37,7 +39,8 @@ def installed() -> dict[str, str]:
     rows = (
         (normalized(one.metadata["Name"]), one.version.split("+")[0]) for one in importlib.metadata.distributions()
     )
-    return {name: version for name, version in sorted(rows) if name not in map(normalized, OWN)}
+    found = {name: version for name, version in sorted(rows) if name not in map(normalized, OWN)}
+    return found | {"triton": TRITON[".".join(found["torch"].split(".")[:2])]}
 
 
 def tested() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Order of the tiers, and what a tier needs."""
+"""Order of the tiers, what a tier needs, and which of the deep tests run."""
 
 import gc
 import os
@@ -17,7 +17,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the few cores o
 settings.register_profile("no times", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no times")
 
-TIERS = ("distributed", "slow", "gpu", "multi_gpu")
+TIERS = ("distributed", "slow", "deep", "gpu", "multi_gpu")
+DEEP_PARTS = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option that leaves out deep tests."""
+    choices = ("all", "none", *map(str, range(DEEP_PARTS)))
+    text = f"deep tests to run: all (default), none, or one of {DEEP_PARTS} parts, which take turns in CI"
+    parser.addoption("--deep", choices=choices, default="all", help=text)
 
 
 def pytest_sessionstart() -> None:
@@ -25,8 +33,9 @@ def pytest_sessionstart() -> None:
     folders.start()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the cheapest tier first and skips what has no device here."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Runs the cheapest tier first, leaves out deep tests of other parts, and skips what has no device here."""
+    _leave_out_deep(config, items)
     items.sort(key=_tier)
     if any(_tier(item) >= TIERS.index("gpu") + 1 for item in items):
         _skip_without_devices(items)
@@ -49,6 +58,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Gives what is imported back to the collector, which takes it apart when Python ends, and removes the folders."""
     gc.unfreeze()
     folders.finish()
+
+
+def _leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects the deep tests that `--deep` does not ask for. Every tenth of them, in their order, is a part."""
+    part = config.getoption("--deep")
+    chosen = {"all": slice(None), "none": slice(0)}.get(part) or slice(int(part), None, DEEP_PARTS)
+    deep = [item for item in items if item.get_closest_marker("deep")]
+    left_out = set(deep) - set(deep[chosen])
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 def _tier(item: pytest.Item) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.scripts import run_script
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.deep, pytest.mark.timeout(400)]
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

@@ -36,7 +36,7 @@ def _apply(page: str, folder: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_examples_pass_their_tests(tmp_path: Path):
     for name in COPIED:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))

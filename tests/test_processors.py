@@ -27,8 +27,8 @@ UNEQUAL = {
 
 def other_processor() -> dict[str, str]:
     """
-    An environment in which numpy, its BLAS and the C library use no vector unit that only some processors have, and sets
-    of strings have another order.
+    An environment in which numpy, its BLAS and the C library use no vector unit that only some processors have, and
+    sets of strings have another order.
     """
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[attr-defined]
 

@@ -45,7 +45,7 @@ def test_sizes_and_times_give_the_mfu_that_is_published(key):
         assert 100 * published_flops(run) / peak_flops == pytest.approx(run.mfu, rel=0.015), run.name
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("key", STUDIES)
 def test_predictions_rank_runs_as_they_were_measured(key):
     runs = [run for run in STUDIES[key].runs if run.num_tasks <= MOST_TASKS]
@@ -73,7 +73,7 @@ def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
         assert_reached(key, own["best_plans"])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("key", STUDIES)
 def test_a_plan_reaches_the_best_published_mfu_where_it_is_said(key):
     assert_reached(key, best_plans(best_run(STUDIES[key])))

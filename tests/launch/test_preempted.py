@@ -17,6 +17,7 @@ from .test_launch import CONFIGS, ENVIRONMENT, ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+DEEP = pytest.mark.deep
 SCRIPT = str(Path(__file__).with_name("preempted_script.py"))
 FLAGS = ["--config_file", str(CONFIGS / "one_host_4cpu.yaml"), "--num_processes", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", *FLAGS]
@@ -29,11 +30,11 @@ OURS = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", *FLAGS]
 @pytest.mark.parametrize(
     ("launcher", "number", "to_all"),
     [
-        pytest.param(ACCELERATE, signal.SIGTERM, False, id="accelerate"),
-        pytest.param(ACCELERATE, signal.SIGTERM, True, id="accelerate and its processes"),
-        pytest.param(TORCHRUN, signal.SIGUSR1, False, id="torchrun, SIGUSR1"),
+        pytest.param(ACCELERATE, signal.SIGTERM, False, id="accelerate", marks=DEEP),
+        pytest.param(ACCELERATE, signal.SIGTERM, True, id="accelerate and its processes", marks=DEEP),
+        pytest.param(TORCHRUN, signal.SIGUSR1, False, id="torchrun, SIGUSR1", marks=DEEP),
         pytest.param(OURS, signal.SIGTERM, False, id="hf-mmparallel launch"),
-        pytest.param(OURS, signal.SIGUSR1, True, id="hf-mmparallel launch and its processes, SIGUSR1"),
+        pytest.param(OURS, signal.SIGUSR1, True, id="hf-mmparallel launch and its processes, SIGUSR1", marks=DEEP),
     ],
 )
 def test_a_signal_to_a_launcher_leaves_a_checkpoint(

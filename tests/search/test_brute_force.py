@@ -78,7 +78,7 @@ def test_the_commonest_setup():
     check(named(Case("-M", "float32", "h100", 8, 16, "8192").problem()))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "case", [Case("SS", "float32", "a40", 8, 16, "cocoqa"), Case("-S", "bfloat16", "a40", 16, 32, "16384")], ids=str
 )

@@ -40,6 +40,7 @@ def sharded(sharding: ShardingSettings, dp_size: int = 8, **sizes) -> Candidate:
 
 
 class TestSearch:
+    @pytest.mark.deep
     @pytest.mark.parametrize("frozen", [(), ("vision",)])
     def test_more_to_choose_from_is_never_slower(self, frozen):
         asked = problem(frozen, effort=16)
@@ -80,6 +81,7 @@ class TestSearch:
         best = search_plans(question(num_ranks=4, fixed=fixed)).best
         assert {layout.sharding for layout in best.candidate.layouts.values()} == {ShardingSettings()}
 
+    @pytest.mark.deep
     def test_no_baseline_is_ahead(self):
         asked = problem(frozen=(), zero_stages=ALL)
         result = search_plans(asked)

@@ -15,7 +15,7 @@ from tests.hosts import TwoHosts, available
 
 from . import runs
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.deep]
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = ROOT / "examples" / "accelerate_configs"

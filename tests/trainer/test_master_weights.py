@@ -162,6 +162,7 @@ ZERO = {VISION: {"dp_size": 2, "zero_stage": 1}, LM: {"dp_size": 2, "tp_size": 2
 HOST = {VISION: {"offload_optimizer": True}, LM: {"tp_size": 2, "offload_optimizer": True}}
 
 
+@pytest.mark.deep
 def test_copies_move_to_any_layout(tmp_path: Path):
     straight, masters = run_distributed(continued, 6, tmp_path / "zero", ZERO)[0]
     again, same = run_distributed(continued, 6, tmp_path / "again", ZERO, tmp_path / "zero" / "checkpoint-2")[0]

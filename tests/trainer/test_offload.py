@@ -70,7 +70,7 @@ def cpu_adam() -> None:
     builders.CPUAdamBuilder().load()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("cpu_adam")
 def test_a_step_of_deepspeed_equals_the_stock_trainer():

@@ -95,7 +95,7 @@ def parallel_numbers(row: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_run_is_compared_written_down_and_calibrated_by(tmp_path: Path):
     out = tmp_path / "out"
     ranks = run_distributed(run, 3, str(out), True, PIPELINE, max_steps=10, timeout=110)

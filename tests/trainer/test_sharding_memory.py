@@ -27,7 +27,7 @@ from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.deep, pytest.mark.timeout(300)]
 
 VISION, LM = "vision", "language_model"
 LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {

@@ -34,6 +34,7 @@ from tests.hosts import TwoHosts, available
 
 TWO_HOSTS = ROOT / "examples" / "accelerate_configs" / "two_hosts_4cpu.yaml"
 live = pytest.mark.usefixtures("one_thread")
+DEEP = pytest.mark.deep
 TIMEOUT_S = 240
 
 
@@ -85,18 +86,21 @@ def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str, joins:
             ["1:2:sum:kill", "3:2:copying:kill", "5:5:norm:kill", "6:5:laying_out:exit", "0:8:checkpoint:kill"],
             ["--failures", "2", "--log_predictions"],
             id="in recoveries",
+            marks=DEEP,
         ),
         pytest.param(
             "pipelines",
             ["1:2:after_optimizer:stop", "4:5:step_end:kill", "0:7:forward:kill", "2:10:optimizer:kill"],
             ["--workers", "1", "--async_save"],
             id="stopped, data workers, saves beside",
+            marks=DEEP,
         ),
         pytest.param(
             "tensor parallel",
             ["3:2:forward:kill", "6:4:checkpoint:kill"],
             [],
             id="nodes of two ranks, tensor parallel",
+            marks=DEEP,
         ),
     ],
 )
@@ -118,7 +122,7 @@ def test_losses_norms_and_weights_are_those_without_failures(
 @pytest.mark.parametrize(
     ("layout", "deaths", "joins", "expected", "options"),
     [
-        pytest.param("own ranks", [], [Join(3, 2)], [((), (4, 5))], [], id="without a loss"),
+        pytest.param("own ranks", [], [Join(3, 2)], [((), (4, 5))], [], id="without a loss", marks=DEEP),
         pytest.param("pipelines", ["1:2:forward:kill"], [Join(4)], [((1,), ()), ((), (6,))], [], id="after a loss"),
         pytest.param(
             "two copies",
@@ -127,6 +131,7 @@ def test_losses_norms_and_weights_are_those_without_failures(
             [((), (2,)), ((1,), ()), ((), (4,))],
             ["--workers", "1", "--async_save"],
             id="at the borders of epochs, and a loss between, with data workers and saves beside",
+            marks=DEEP,
         ),
         pytest.param(
             "two copies",
@@ -135,6 +140,7 @@ def test_losses_norms_and_weights_are_those_without_failures(
             [((2,), ()), ((), (4,)), ((0,), ())],
             ["--log_predictions"],
             id="one that dies as it joins, another in its place, then rank 0",
+            marks=DEEP,
         ),
         pytest.param(
             "unlike cuts",
@@ -143,10 +149,17 @@ def test_losses_norms_and_weights_are_those_without_failures(
             [((3,), ()), ((), (8, 9))],
             [],
             id="a node of two ranks, after a loss of one, tensor parallel in one copy",
+            marks=DEEP,
         ),
-        pytest.param("two copies", [], [Join(4)], [((), (2,))], ["--adapter"], id="LoRA"),
+        pytest.param("two copies", [], [Join(4)], [((), (2,))], ["--adapter"], id="LoRA", marks=DEEP),
         pytest.param(
-            "own ranks", ["0:3:laying_out:kill"], [Join(3)], [((0,), (4,))], [], id="rank 0 dies as others join"
+            "own ranks",
+            ["0:3:laying_out:kill"],
+            [Join(3)],
+            [((0,), (4,))],
+            [],
+            id="rank 0 dies as others join",
+            marks=DEEP,
         ),
     ],
 )
@@ -171,7 +184,9 @@ def test_processes_that_join_change_no_number(
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 60)
 @pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
-@pytest.mark.parametrize("point", ["forward", "sum", "after_norm", "checkpoint"])
+@pytest.mark.parametrize(
+    "point", ["sum", *(pytest.param(point, marks=DEEP) for point in ("forward", "after_norm", "checkpoint"))]
+)
 @live
 def test_a_host_that_is_cut_off_changes_no_number(tmp_path: Path, reference: Reference, point: str):
     layout = LAYOUTS["copies"]

@@ -71,7 +71,8 @@ HOPPER_HEAD_DIMS = (64, 128)
 _HOPPER = {
     (64, True): (Tile(128, 128, 4, 2, True), Tile(64, 128, 4, 2, True), Tile(128, 64, 4, 2, True)),
     (64, False): (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    (128, True): (Tile(128, 128, 4, 2, True), Tile(64, 128, 4, 2, True), Tile(64, 64, 4, 2, True)),
+    # With specialised warps the second one spills in its loop where Triton 3.7 compiles it, that of torch 2.13.
+    (128, True): (Tile(128, 128, 4, 2, True), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2, True)),
     (128, False): (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
 }
 
