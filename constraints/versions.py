@@ -1,8 +1,9 @@
 """
 Versions for `make`: `python constraints/versions.py freeze | bounds | names | newer`.
 
-`freeze` prints what this environment has installed, and `bounds` the lower bounds of setup.cfg, both as constraints.
-`names` prints the requirements of setup.cfg without versions, `newer` those with a newer release than the tested one.
+`freeze` prints what this environment has installed, with the Triton that torch for CUDA requires, and `bounds` the lower
+bounds of setup.cfg, both as constraints. `names` prints the requirements of setup.cfg without versions, `newer` those
+with a newer release than the tested one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 TRITON = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
-"""Release of torch -> what its CUDA build requires. The CPU build requires none, and pip would take any."""
+"""
+Release of torch -> what its CUDA build requires; a new release needs a row. The CPU build requires none, and pip would
+take any.
+"""
 OWN = ("hf_mmparallel", "pip", "setuptools")
 
 
@@ -35,7 +39,7 @@ def requirements() -> dict[str, str]:
 
 
 def installed() -> dict[str, str]:
-    """Distribution -> version, without the part that names a build."""
+    """Distribution -> version, without the part that names a build; of Triton that in the table."""
     rows = (
         (normalized(one.metadata["Name"]), one.version.split("+")[0]) for one in importlib.metadata.distributions()
     )

@@ -18,10 +18,11 @@ Number = TypeVar("Number", float, NDArray)
 
 def on_grid(values: Any, largest: float | None = None, bits: int = 32) -> Any:
     """
-    A float or an array, rounded to 32 significant bits (a relative error below 2e-10), with `largest` to those of it.
+    A float or an array, rounded to `bits` significant bits, with `largest` to those of it.
 
     Results that differ in their last bit become equal, unless a bound between two points of the grid lies between
-    them: once in two million. More bits are for what is the same everywhere, but not in each order of a sum.
+    them: with 32 bits, a relative error below 2e-10, once in two million. More bits are for results that are the same
+    on every processor, but not in each order of a sum.
     """
     exponent = np.frexp(values if largest is None else largest)[1] - bits
     rounded = np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent)

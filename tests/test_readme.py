@@ -29,6 +29,6 @@ def test_the_picture_is_of_a_plan_that_its_command_predicts(tmp_path, monkeypatc
     assert "Predicted step" in printed and "Does not fit" not in printed
     drawn, kept = Image.open(picture), Image.open(ROOT / "docs/images/schedule.png")
     if drawn.info["Software"] == kept.info["Software"]:
-        assert drawn.tobytes() == kept.tobytes()
+        assert picture.read_bytes() == (ROOT / "docs/images/schedule.png").read_bytes()
     else:  # another matplotlib draws letters otherwise
         assert drawn.size == kept.size and _areas(drawn) == pytest.approx(_areas(kept), rel=0.01)

@@ -245,7 +245,7 @@ class Strategies:
         solution = linprog(np.append(np.zeros(num_modules), -1.0), matrix, limits, bounds=bounds)
         if not solution.success or solution.x[-1] <= 0:
             return np.inf
-        return float(self.warm_up_ms[row] + steady / solution.x[-1] * unit)
+        return max(bound_ms, float(self.warm_up_ms[row] + steady / solution.x[-1] * unit))  # rounding
 
     def memory_lines(self, row: int) -> list[tuple[NDArray, float]]:
         """`capacity * p >= state + saved * (stages in flight)` for each path from a module to the end, scaled."""

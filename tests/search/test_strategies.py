@@ -184,7 +184,7 @@ def test_the_cone_program_has_the_optimum_that_halving_finds(case, seed):
     row = int(np.random.default_rng(seed).choice(rows))
     one = strategies.take(np.array([row]))
     bound_ms, found, expected = float(one.bound_ms[0]), strategies.solve(row, float(one.bound_ms[0])), by_halving(one)
-    assert bound_ms * (1 - 1e-12) <= found <= expected * (1 + 1e-5)
+    assert bound_ms <= found <= expected * (1 + 1e-5)
     if one.num_microbatches[0] >= one.num_layers.sum():  # otherwise a chord, and the optimum is a bound
         assert found == pytest.approx(expected, rel=1e-5)
     if not one.saved_bytes.any():  # nothing but ranks connects the modules
