@@ -1,9 +1,9 @@
 """
 Versions for `make`: `python constraints/versions.py freeze | bounds | names | newer`.
 
-`freeze` prints what this environment has installed, with the Triton that torch for CUDA requires, and `bounds` the lower
-bounds of setup.cfg, both as constraints. `names` prints the requirements of setup.cfg without versions, `newer` those
-with a newer release than the tested one.
+`freeze` prints what this environment has installed, with the Triton that torch for CUDA requires, and `bounds` the
+lower bounds of setup.cfg, both as constraints. `names` prints the requirements of setup.cfg without versions, `newer`
+those with a newer release than the tested one.
 """
 
 from __future__ import annotations
