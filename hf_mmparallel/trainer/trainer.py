@@ -242,9 +242,9 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     ) -> Any:
         """
         Weighs the mean loss of an arranged batch by its target tokens, where the model takes no `num_items_in_batch`:
-        batches have as many as the arrangement gives them.
+        batches have as many as the arrangement gives them. Evaluation has the batches of the stock Trainer.
         """
-        if num_items_in_batch is None or not self._weighs_batches:
+        if num_items_in_batch is None or not (model.training and self._weighs_batches):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         weight = self._num_targets(inputs) / num_items_in_batch * self.args.world_size
         weight = weight * self.current_gradient_accumulation_steps  # by which the stock Trainer divides

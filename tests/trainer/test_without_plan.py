@@ -52,8 +52,9 @@ def make_trainer(engine: str, family: str = "llava", **arguments: Any) -> Any:
     args = MultimodalTrainingArguments(
         output_dir=values.pop("output_dir", None) or runs.run_folder(), ddp_backend="gloo", **values
     )
+    data = data_of(family, size)
     trainer: Any = MultimodalParallelTrainer(
-        model=model, args=args, train_dataset=data_of(family, size), data_collator=collator
+        model=model, args=args, train_dataset=data, eval_dataset=data[:7], data_collator=collator
     )
     trainer.batches = batches
     trainer.add_callback(Forget(batches))
@@ -70,11 +71,15 @@ class Forget(TrainerCallback):
         self.batches.clear()
 
 
-def run(engine: str, family: str = "llava", checkpoint: str | None = None, **arguments: Any) -> tuple[runs.Run, list]:
+def run(
+    engine: str, family: str = "llava", checkpoint: str | None = None, evaluate: bool = False, **arguments: Any
+) -> tuple[runs.Run, list]:
     """Trains on this rank; the run with the weights of all ranks, and the lengths of samples by batch."""
     trainer = make_trainer(engine, family, **arguments)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return runs.Run(runs.step_logs(trainer), engines.whole_weights(trainer)), trainer.batches
+    batches = trainer.batches.copy()
+    metrics = trainer.evaluate() if evaluate else {}
+    return runs.Run(runs.step_logs(trainer), engines.whole_weights(trainer), metrics), batches
 
 
 @cache
@@ -101,8 +106,14 @@ def test_arranged_batches_train_as_on_one_process(engine: str, world_size: int):
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_losses_are_means_over_tokens_for_models_that_do_not_count_them(engine: str):
-    outcomes = run_distributed(run, 2, engine, "qwen2_5_vl", timeout=150, **ARRANGED)
-    assert_trains_alike(outcomes, reference("qwen2_5_vl", 2))
+    # Batches of one sample are those of one process, too. FSDP would need an image in each.
+    evaluates = engine == "ddp"
+    settings = {"evaluate": evaluates, "per_device_eval_batch_size": 1}
+    outcomes = run_distributed(run, 2, engine, "qwen2_5_vl", timeout=150, **settings, **ARRANGED)
+    wanted = reference("qwen2_5_vl", 2, **settings)
+    assert_trains_alike(outcomes, wanted)
+    if evaluates:
+        assert outcomes[0][0].metrics["eval_loss"] == pytest.approx(wanted.metrics["eval_loss"], rel=2e-5)
 
 
 @pytest.mark.parametrize("arrangement", ["batch_rebalance", "disttrain", "contiguous"])
