@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from attention_problems import MASKS, Kernels, Problem, Settings, Shape, error_of, kernels_of
+from attention_problems import MASKS, Kernels, Problem, Settings, Shape, error_of
 from torch import Tensor
 
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, reference_attention
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, reference_attention, triton
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import compile_mask
-from hf_mmparallel.kernels.bitfield_attention.tuning import hopper_refusal, portable_tuning
 
 # The largest relative error of 16-bit results against float64, whatever plain torch has.
 LARGEST_ERROR = 1e-2
@@ -59,17 +58,17 @@ def _permuted(problem: Problem) -> Problem:
 
 
 def correctness(settings: Settings) -> list[dict[str, Any]]:
-    """Each form against float64; at most 1.5 times the error of the plain definition in the same dtype."""
+    """The kernels against float64; at most 1.5 times the error of the plain definition in the same dtype."""
     rows = []
     for name, problem, feature in check_cases(settings):
         right = _by_definition([x.double() for x in problem.inputs[0]], problem, feature)
         plain = map(error_of, _by_definition(problem.inputs[0], problem, feature), right)
         allowed = [min(LARGEST_ERROR, 1.5 * error + 1e-6) for error in plain]
-        for form, got in _by_kernels(settings, problem, feature):
+        for tiles, got in _by_kernels(settings, problem, feature):
             errors = [error_of(tensor, want) for tensor, want in zip(got, right, strict=False)]
             ok = all(error <= limit for error, limit in zip(errors, allowed, strict=False))
             shape = problem.shape
-            label = f"{name} T{shape.length} D{shape.head_dim} H{shape.heads}:{shape.kv_heads} {form}"
+            label = f"{name} T{shape.length} D{shape.head_dim} H{shape.heads}:{shape.kv_heads} {tiles}"
             rows.append({"name": label, "errors": errors, "allowed": allowed, "ok": ok})
             worst = max(error / limit for error, limit in zip(errors, allowed, strict=False))
             print(f"  {label:60} error {worst:6.2f} of what is allowed  {'ok' if ok else 'WRONG'}", flush=True)
@@ -77,25 +76,19 @@ def correctness(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _by_kernels(settings: Settings, problem: Problem, feature: dict[str, Any]) -> Iterator[tuple[str, list[Tensor]]]:
-    """Output, log-sum-exp and gradients of each form; output and log-sum-exp of tiles that are cut, too."""
+    """Output, log-sum-exp and gradients; output and log-sum-exp of tiles that are cut, too."""
     query, key, value, grad = problem.inputs[0]
     options = (feature.get("scale"), feature.get("softcap", 0.0), feature.get("sinks"))
-    for form, tuning in settings.tunings(problem.shape.head_dim).items():
-        # How many programs run at once decides which tiles are cut. The Hopper form takes none of these, and problems
-        # as small as they are here would all have some.
-        blocks = (problem.mask, problem.window, tuning.block_q, tuning.block_k)
-        whole, cut = (compile_mask(*blocks, num_programs=number) for number in (1, 2**20))
-        if tuning.form == "hopper" and hopper_refusal(query, whole, *options[1:], tuning) is not None:
-            continue
-        if form == "portable" and settings.block is None:
-            capability = torch.cuda.get_device_capability()
-            tuning = portable_tuning(capability, problem.shape.head_dim, whole.interval)
-        kernels = kernels_of(tuning)
-        out, lse = kernels.forward(query, key, value, whole, *options, tuning=tuning)
-        grads = kernels.backward(grad, query, key, value, out, lse, whole, *options, tuning=tuning)
-        yield form, [out, lse, *(tensor for tensor in grads if tensor is not None)]
-        if form == "portable" and cut.split is not None:
-            yield f"{form}, cut", list(kernels.forward(query, key, value, cut, *options, tuning=tuning))
+    tuning = settings.tuning(problem.shape.head_dim)
+    # How many programs run at once decides which tiles are cut.
+    blocks = (problem.mask, problem.window, tuning.block_q, tuning.block_k)
+    whole, cut = (compile_mask(*blocks, num_programs=number) for number in (1, 2**20))
+    tuning = settings.tuning(problem.shape.head_dim, whole.interval)
+    out, lse = triton.forward(query, key, value, whole, *options, tuning=tuning)
+    grads = triton.backward(grad, query, key, value, out, lse, whole, *options, tuning=tuning)
+    yield "whole", [out, lse, *(tensor for tensor in grads if tensor is not None)]
+    if cut.split is not None:
+        yield "cut", list(triton.forward(query, key, value, cut, *options, tuning=tuning))
 
 
 def _by_definition(tensors: Sequence[Tensor], problem: Problem, feature: dict[str, Any]) -> list[Tensor]:
@@ -117,26 +110,19 @@ def _by_definition(tensors: Sequence[Tensor], problem: Problem, feature: dict[st
 
 
 def races(settings: Settings) -> list[dict[str, Any]]:
-    """The same bits each time, while other memory traffic moves what the cache holds; both Hopper twins agree."""
+    """The same bits each time, while other memory traffic moves what the cache holds."""
     rows = []
     noise = torch.randn(2**24 if settings.block is None else 2**10, device=settings.device)
     for head_dim in settings.head_dims:
         problem = settings.problem("packed", settings.lengths[0], head_dim, rotation=1)
-        results = {}
-        for form, tuning in settings.tunings(head_dim).items():
-            kernels = Kernels(problem, tuning)
-            if kernels.refusal is not None:
-                continue
-            first = [*kernels.forward(0), *kernels.backward(0)]
-            different = 0
-            for _ in range(settings.repeats):
-                noise[: int(torch.randint(1, len(noise), ()))].mul_(1.0001)
-                again = [*kernels.forward(0), *kernels.backward(0)]
-                different += not all(map(torch.equal, again, first))
-            results[form] = first
-            apart = max(map(error_of, first, results["portable"]))
-            ok = different == 0 and apart < LARGEST_ERROR
-            row = {"name": f"D{head_dim} {form}", "repeats": settings.repeats, "different": different}
-            rows.append({**row, "apart_from_portable": apart, "ok": ok})
-            print(f"  {rows[-1]}", flush=True)
+        kernels = Kernels(problem, settings.tuning(head_dim))
+        first = [*kernels.forward(0), *kernels.backward(0)]
+        different = 0
+        for _ in range(settings.repeats):
+            noise[: int(torch.randint(1, len(noise), ()))].mul_(1.0001)
+            again = [*kernels.forward(0), *kernels.backward(0)]
+            different += not all(map(torch.equal, again, first))
+        row = {"name": f"D{head_dim}", "repeats": settings.repeats, "different": different}
+        rows.append({**row, "ok": different == 0})
+        print(f"  {rows[-1]}", flush=True)
     return rows

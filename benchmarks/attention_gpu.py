@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import common  # noqa: E402
 import torch  # noqa: E402
 from attention_checks import LARGEST_ERROR, correctness, races  # noqa: E402
 from attention_problems import (  # noqa: E402
@@ -54,8 +54,7 @@ from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning  # noqa
 
 SECTIONS = ("correctness", "races", "ceilings", "speed", "plans", "sweep")
 # What the kernels are held to on an H200 (TFLOP/s), and against FlexAttention on the same device.
-H200_GOALS = {("portable", "forward"): 450, ("portable", "backward"): 300}
-H200_GOALS |= {("hopper", "forward"): 560, ("hopper", "backward"): 380}
+H200_GOALS = {"forward": 450, "backward": 300}
 FLEX_GOALS = {"forward": 1.2, "backward": 1.1}
 
 
@@ -82,7 +81,7 @@ def _twice(function: Callable[[], Any], settings: Settings) -> tuple[float, floa
 
 
 def speed(settings: Settings) -> list[dict[str, Any]]:
-    """Forward and backward of each form and of its peers, on each mask and length."""
+    """Forward and backward of the kernels and of their peers, on each mask and length."""
     rows = []
     for head_dim in settings.head_dims:
         for length in settings.lengths:
@@ -96,15 +95,13 @@ def speed(settings: Settings) -> list[dict[str, Any]]:
 def _speed_of(settings: Settings, problem: Problem) -> Iterator[dict[str, Any]]:
     """A row for each direction and contestant; FlexAttention comes first, the others are compared with it."""
     runs: dict[str, Kernels | Peer] = {"flex": flex_peer(problem, compiled=settings.device == "cuda")[0]}
-    runs |= {form: Kernels(problem, tuning) for form, tuning in settings.tunings(problem.shape.head_dim).items()}
+    runs["bitfield"] = Kernels(problem, settings.tuning(problem.shape.head_dim))
     if problem.name in ("full", "causal"):
         names = ("FLASH_ATTENTION", "CUDNN_ATTENTION") if settings.device == "cuda" else ("MATH",)
         runs |= {f"sdpa {name.lower()}": sdpa_peer(problem, name) for name in names}
     right = runs["flex"].forward(0)[0]
     flex_ms: dict[str, float] = {}
     for contestant, run in runs.items():
-        if isinstance(run, Kernels) and run.refusal is not None:
-            continue
         for direction in ("forward", "backward"):
             row = {"mask": problem.name, "length": problem.shape.length, "head_dim": problem.shape.head_dim}
             row |= {"contestant": contestant, "direction": direction}
@@ -155,7 +152,7 @@ def plans(settings: Settings) -> list[dict[str, Any]]:
 
 def _builds(settings: Settings, problem: Problem) -> dict[str, Callable[[], Any]]:
     """Functions that compile the mask of a problem, by name."""
-    tuning = settings.tunings(problem.shape.head_dim)["portable"]
+    tuning = settings.tuning(problem.shape.head_dim)
     blocks, heads = (tuning.block_q, tuning.block_k), problem.shape.heads
     builds: dict[str, Callable[[], Any]] = {
         "plan": lambda: compile_mask(problem.mask, problem.window, *blocks, num_heads=heads),
@@ -172,17 +169,15 @@ def sweep(settings: Settings) -> list[dict[str, Any]]:
     length = settings.lengths[min(1, len(settings.lengths) - 1)]
     for head_dim in settings.head_dims:
         problems = [settings.problem(name, length, head_dim, rotation=1) for name in ("causal", "packed")]
-        for form, tuning in settings.tunings(head_dim).items():
-            best = tuning
-            for kernel in ("forward", "dkdv", "dq"):
-                timed = []
-                for tile in _tiles(settings, getattr(tuning, kernel)):
-                    timed.append((_time_tile(settings, problems, tuning, kernel, tile), tile))
-                    row = {"head_dim": head_dim, "form": form, "kernel": kernel, "tile": asdict(tile)}
-                    rows.append({**row, "ms": timed[-1][0]})
-                winner = min(timed, key=lambda pair: pair[0])[1]
-                best = replace(best, **{kernel: winner})
-            print(f"  D{head_dim} {form}: {best}", flush=True)
+        best = tuning = settings.tuning(head_dim)
+        for kernel in ("forward", "dkdv", "dq"):
+            timed = []
+            for tile in _tiles(settings, getattr(tuning, kernel)):
+                timed.append((_time_tile(settings, problems, tuning, kernel, tile), tile))
+                row = {"head_dim": head_dim, "kernel": kernel, "tile": asdict(tile)}
+                rows.append({**row, "ms": timed[-1][0]})
+            best = replace(best, **{kernel: min(timed, key=lambda pair: pair[0])[1]})
+        print(f"  D{head_dim}: {best}", flush=True)
     return rows
 
 
@@ -192,11 +187,10 @@ def _tiles(settings: Settings, tile: Tile) -> Iterator[Tile]:
     if settings.block is not None:
         yield replace(tile, block_q=tile.block_q // 2)
         return
-    warps = (4,) if tile.specialized else (4, 8)
     for block_q, block_k in ((32, 128), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128)):
-        for num_warps in warps:
+        for num_warps in (4, 8):
             for num_stages in (2, 3):
-                other = Tile(block_q, block_k, num_warps, num_stages, tile.specialized)
+                other = Tile(block_q, block_k, num_warps, num_stages)
                 if other != tile:
                     yield other
 
@@ -209,8 +203,6 @@ def _time_tile(settings: Settings, problems: list[Problem], tuning: Tuning, kern
     total = 0.0
     for problem in problems:
         kernels = Kernels(problem, tuning)
-        if kernels.refusal is not None:
-            return float("inf")
         call = kernels.forward if kernel == "forward" else kernels.backward
         try:
             total += time_ms(lambda call=call: call(0), quick=settings.device == "cpu")
@@ -223,15 +215,14 @@ def goals(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     """The timed rows compared with the goals."""
     found = []
     for row in rows:
-        form = row["contestant"].partition(",")[0]
-        if form not in ("portable", "hopper") or "ms" not in row or DRY_RUN:
+        if row["contestant"] != "bitfield" or "ms" not in row or DRY_RUN:
             continue
         wanted = []
         if row["speedup"] is not None and row["mask"] in ("causal", "embedded", "packed"):
             goal = 1.0 if row["mask"] == "causal" else FLEX_GOALS[row["direction"]]
             wanted.append(("times FlexAttention", row["speedup"], goal))
         if "H200" in device and row["mask"] == "causal" and row["head_dim"] == 128:
-            wanted.append(("TFLOP/s", row["tflops"], H200_GOALS[form, row["direction"]]))
+            wanted.append(("TFLOP/s", row["tflops"], H200_GOALS[row["direction"]]))
         name = f"{row['mask']} {row['length']} D{row['head_dim']} {row['contestant']} {row['direction']}"
         found += [
             {"name": name, "what": what, "got": got, "goal": goal, "met": got >= goal} for what, got, goal in wanted
@@ -239,22 +230,14 @@ def goals(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
     return found
 
 
-def machine(device: str) -> dict[str, Any]:
-    """Conditions of a measurement: the device, versions, the commit."""
+def conditions(device: str) -> dict[str, Any]:
+    """Conditions of a measurement: the device beside those of the machine."""
     import triton
 
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-    changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    found = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()}), interpreter",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": git("rev-parse", "--short", "HEAD") + changed,
-    }
+    found = common.machine(common.QUICK, os.getloadavg())
+    found.pop("shapes")
+    found["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu, interpreter"
+    found["triton"] = triton.__version__
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found |= {"multiprocessors": properties.multi_processor_count, "memory_gib": properties.total_memory >> 30}
@@ -274,10 +257,10 @@ def _clocks() -> str:
 
 def _save(result: dict[str, Any], folder: Path) -> None:
     """Writes the JSON; what other runs of the same commit found in other sections stays."""
-    device = result["machine"]["device"].replace("NVIDIA ", "").replace(" ", "-").lower()
+    device = result["device"].replace("NVIDIA ", "").replace(" ", "-").lower()
     file = folder / f"attention-{device}.json"
     before = json.loads(file.read_text()) if file.exists() else {}
-    if before.get("machine", {}).get("commit") == result["machine"]["commit"]:
+    if before.get("commit") == result["commit"]:
         result = {**before, **{name: value for name, value in result.items() if value}}
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=2) + "\n")
@@ -300,8 +283,8 @@ def main(arguments: list[str] | None = None) -> int:
     settings = replace(settings, lengths=tuple(options.lengths or settings.lengths))
     settings = replace(settings, head_dims=tuple(options.head_dims or settings.head_dims))
     torch.manual_seed(int(datetime.now(UTC).timestamp()))
-    result: dict[str, Any] = {"benchmark": "attention-gpu", "machine": machine(settings.device)}
-    print(json.dumps(result["machine"], indent=2), flush=True)
+    result: dict[str, Any] = {"benchmark": "attention-gpu", **conditions(settings.device)}
+    print(json.dumps(result, indent=2), flush=True)
     sections = {"correctness": correctness, "races": races, "ceilings": ceilings, "speed": speed}
     sections |= {"plans": plans, "sweep": sweep}
     right = True
@@ -310,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{name}:", flush=True)
             result[name] = run(settings)
             right &= all(row.get("ok", True) for row in result[name] if isinstance(row, dict))
-    result["goals"] = goals(result.get("speed", []), result["machine"]["device"])
+    result["goals"] = goals(result.get("speed", []), result["device"])
     for goal in result["goals"]:
         verdict = "yes" if goal["met"] else "NO"
         print(f"  {goal['name']:60} {goal['got']:8.2f} {goal['what']}, goal {goal['goal']}: {verdict}")

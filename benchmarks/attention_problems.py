@@ -6,27 +6,21 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, triton
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import MaskPlan, compile_mask
 from hf_mmparallel.kernels.bitfield_attention.tuning import (
-    HOPPER_HEAD_DIMS,
     Tile,
     Tuning,
-    hopper_refusal,
-    hopper_tuning,
-    portable_tuning,
+    choose_tuning,
 )
 
-PACKAGE = "hf_mmparallel.kernels.bitfield_attention"
 IMAGE_TOKENS = 576
 MASKS = ("full", "causal", "embedded", "packed", "window")
 
@@ -168,18 +162,13 @@ class Problem:
         return operations / (time_ms * 1e9)
 
 
-def kernels_of(tuning: Tuning) -> ModuleType:
-    """The module with `forward` and `backward` of a form."""
-    return import_module(f"{PACKAGE}.triton_hopper" if tuning.form == "hopper" else f"{PACKAGE}.triton")
-
-
 class Kernels:
     """
-    The kernels of one tuning on a problem.
+    The kernels on a problem.
 
     Args:
         problem (`Problem`): The mask and the inputs.
-        tuning (`Tuning`): Form and tiles.
+        tuning (`Tuning`): The tiles.
     """
 
     def __init__(self, problem: Problem, tuning: Tuning):
@@ -187,25 +176,16 @@ class Kernels:
         self.plan = problem.plan(tuning.block_q, tuning.block_k)
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def refusal(self) -> str | None:
-        """Why the form cannot take the problem."""
-        if self.tuning.form == "portable":
-            return None
-        return hopper_refusal(self.problem.inputs[0][0], self.plan, tuning=self.tuning)
-
     def forward(self, index: int) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a set of inputs."""
-        return kernels_of(self.tuning).forward(*self.problem.inputs[index][:3], self.plan, tuning=self.tuning)
+        return triton.forward(*self.problem.inputs[index][:3], self.plan, tuning=self.tuning)
 
     def backward(self, index: int) -> tuple[Tensor, ...]:
         """Gradients of query, key and value; the forward pass runs once for each set."""
         if index not in self._saved:
             self._saved[index] = self.forward(index)
         query, key, value, grad = self.problem.inputs[index]
-        return kernels_of(self.tuning).backward(
-            grad, query, key, value, *self._saved[index], self.plan, tuning=self.tuning
-        )[:3]
+        return triton.backward(grad, query, key, value, *self._saved[index], self.plan, tuning=self.tuning)[:3]
 
 
 class Peer:
@@ -333,24 +313,12 @@ class Settings:
     ceiling: int = 8192
     block: int | None = None
 
-    def tunings(self, head_dim: int) -> dict[str, Tuning]:
-        """The forms to run, by name."""
+    def tuning(self, head_dim: int, interval: bool = True) -> Tuning:
+        """The tiles of the kernels."""
         if self.block is not None:
             tile = Tile(self.block, self.block, num_warps=4, num_stages=1)
-            small = Tuning("portable", self.block, self.block, tile, tile, tile)
-            special = replace(tile, specialized=True)
-            hopper = replace(small, form="hopper")
-            return {
-                "portable": small,
-                "hopper": hopper,
-                "hopper, specialized": replace(hopper, forward=special, dkdv=special, dq=special),
-            }
-        capability = torch.cuda.get_device_capability()
-        found = {"portable": portable_tuning(capability, head_dim, interval=True)}
-        if capability == (9, 0) and head_dim in HOPPER_HEAD_DIMS:
-            found["hopper"] = hopper_tuning(head_dim, specialized=False)
-            found["hopper, specialized"] = hopper_tuning(head_dim, specialized=True)
-        return found
+            return Tuning(self.block, self.block, tile, tile, tile)
+        return choose_tuning(torch.cuda.get_device_capability(), head_dim, interval)
 
     def problem(self, name: str, length: int, head_dim: int, rotation: int = 3) -> Problem:
         """A problem of the speed section."""

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
 
 from hf_mmparallel.kernels.bitfield_attention import tuning  # noqa: E402
-from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning  # noqa: E402
+from hf_mmparallel.kernels.bitfield_attention.tuning import Tile  # noqa: E402
 
 # Two for the row of the table that ends at 96: the widest, and one whose last columns are padding.
 HEAD_DIMS = (64, 72, 96, 128, 256)
@@ -54,7 +54,6 @@ class Case:
 
     Args:
         arch (`int`): Compute capability, 90 for 9.0.
-        form (`str`): `"portable"` or `"hopper"`.
         kernel (`str`): `"forward"`, `"dkdv"` or `"dq"`, or one that adds up rows: `"combine"` or `"row_stats"`.
         head_dim (`int`): Head dimension.
         general (`bool`): Whether the mask is tested on the words instead of on intervals.
@@ -68,7 +67,6 @@ class Case:
     """
 
     arch: int
-    form: str
     kernel: str
     head_dim: int
     general: bool
@@ -85,24 +83,12 @@ class Case:
         """Short and unique."""
         flags = ["general" if self.general else "interval", *["softcap"] * self.softcap, *["sinks"] * self.sinks]
         flags += ["split"] * self.split
-        special = " specialized" if self.tile.specialized else ""
-        return f"sm_{self.arch} {self.form}{special} {self.kernel} D{self.head_dim} {self.dtype} {' '.join(flags)}"
+        return f"sm_{self.arch} {self.kernel} D{self.head_dim} {self.dtype} {' '.join(flags)}"
 
 
 def constants(case: Case) -> dict[str, Any]:
     """Compile-time arguments by name, those that the kernel does not have too."""
     tile = case.tile
-    if case.form == "hopper":
-        return {
-            "GROUPS": 4,
-            "HEAD_DIM": case.head_dim,
-            "BLOCK_Q": tile.block_q,
-            "BLOCK_K": tile.block_k,
-            "STEPS_Q": case.block_q // tile.block_q,
-            "STEPS_K": case.block_k // tile.block_k,
-            "TILE_WIDTH": 5,
-            "SPECIALIZED": tile.specialized,
-        }
     from hf_mmparallel.kernels.bitfield_attention.triton import head_parts
 
     return {
@@ -121,9 +107,7 @@ def constants(case: Case) -> dict[str, Any]:
 
 def kernel_of(case: Case) -> Any:
     """The function of a case."""
-    if case.form == "hopper":
-        from hf_mmparallel.kernels.bitfield_attention import hopper_kernels as module
-    elif case.kernel in ("forward", "combine"):
+    if case.kernel in ("forward", "combine"):
         from hf_mmparallel.kernels.bitfield_attention import triton_forward as module
     else:
         from hf_mmparallel.kernels.bitfield_attention import triton_backward as module
@@ -182,7 +166,6 @@ def measure(case: Case) -> dict[str, Any]:
         "shared_limit": SHARED_MEMORY[case.arch],
         **machine_code(compiled.asm["cubin"]),
         "matrix_products": len(re.findall(r"wgmma\.mma_async|tcgen05\.mma|\bmma\.sync", compiled.asm["ptx"])),
-        "specialized": "ttg.warp_specialize" in compiled.asm["ttgir"],
         "seconds": round(seconds, 2),
     }
 
@@ -232,30 +215,26 @@ def cases(archs: tuple[int, ...], everything: bool = False) -> Iterator[Case]:
     for arch in archs:
         capability = (arch // 10, arch % 10)
         for head_dim in HEAD_DIMS:
-            yield from _portable(arch, capability, head_dim)
+            yield from _kernels_of(arch, capability, head_dim)
         for head_dim in HEAD_DIMS if everything else (96, 128):
-            yield from _portable(arch, capability, head_dim, general=True)
-        yield from _portable(arch, capability, 128, softcap=True, sinks=True)
+            yield from _kernels_of(arch, capability, head_dim, general=True)
+        yield from _kernels_of(arch, capability, 128, softcap=True, sinks=True)
         yield from _splitting(arch, capability)
         if everything:
-            yield from _portable(arch, capability, 128, dtype="fp32")
+            yield from _kernels_of(arch, capability, 128, dtype="fp32")
         elif arch == 80:
-            yield next(_portable(arch, capability, 64, dtype="fp32"))
-        if capability == (9, 0):
-            for head_dim in tuning.HOPPER_HEAD_DIMS if everything else (128,):
-                both = (tuning.hopper_tuning(head_dim, specialized) for specialized in (True, False))
-                yield from dict.fromkeys(case for chosen in both for case in _of(arch, chosen, head_dim, "bf16"))
+            yield next(_kernels_of(arch, capability, 64, dtype="fp32"))
 
 
 def _splitting(arch: int, capability: tuple[int, int]) -> Iterator[Case]:
     """The forward kernel with tiles that are cut, and the kernels that add up rows."""
-    whole = next(_portable(arch, capability, 128, sinks=True))
+    whole = next(_kernels_of(arch, capability, 128, sinks=True))
     yield replace(whole, split=True)
     for kernel in ("combine", "row_stats"):
         yield replace(whole, kernel=kernel, head_dim=96, tile=Tile(ROWS_TILE, whole.block_k, 4, 3))
 
 
-def _portable(
+def _kernels_of(
     arch: int,
     capability: tuple[int, int],
     head_dim: int,
@@ -264,22 +243,10 @@ def _portable(
     sinks: bool = False,
     dtype: str = "bf16",
 ) -> Iterator[Case]:
-    chosen = tuning.portable_tuning(capability, head_dim, not general, wide=dtype == "fp32")
-    yield from _of(arch, chosen, head_dim, dtype, general, softcap, sinks)
-
-
-def _of(
-    arch: int,
-    chosen: Tuning,
-    head_dim: int,
-    dtype: str,
-    general: bool = False,
-    softcap: bool = False,
-    sinks: bool = False,
-) -> Iterator[Case]:
+    chosen = tuning.choose_tuning(capability, head_dim, not general, wide=dtype == "fp32")
     flags = (general, softcap, sinks, dtype, chosen.block_q, chosen.block_k)
     for kernel in KERNELS:
-        yield Case(arch, chosen.form, kernel, head_dim, *flags, getattr(chosen, kernel))
+        yield Case(arch, kernel, head_dim, *flags, getattr(chosen, kernel))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -136,6 +136,21 @@ def attention_times() -> str:
     return table("| tokens | pass | bitfield | dense mask | faster | memory |", rows)
 
 
+def attention_gpu_times() -> str:
+    masks = {"causal": "causal", "embedded": "images in one sample", "packed": "packed samples with images"}
+    masks["window"] = "window of 4,096"
+    timed = [row for row in result("attention-h100-80gb-hbm3")["speed"] if "ms" in row]
+    ms = {(row["mask"], row["direction"], row["contestant"]): row["ms"] for row in timed}
+    rows = []
+    for mask, text in masks.items():
+        for direction in ("forward", "backward"):
+            ours, flex = (ms[mask, direction, name] for name in ("bitfield", "flex"))
+            cudnn = ms.get((mask, direction, "sdpa cudnn_attention"))
+            last = "" if cudnn is None else f"{cudnn:.2f} ms"
+            rows.append(f"| {text} | {direction} | {ours:.2f} ms | {flex:.2f} ms | {flex / ours:.2f}x | {last} |")
+    return table("| mask | pass | bitfield | FlexAttention | faster | cuDNN |", rows)
+
+
 def quotes_of_runs() -> Iterator[str]:
     """Sentences of `docs/benchmarks.md` outside of its tables."""
     rounds = result("trainer_overhead")["one_process"]["ours"]["ratio"]
@@ -148,6 +163,6 @@ def quotes_of_runs() -> Iterator[str]:
     yield f"the error of the worst case falls to {percent(worst['error_with_own_times'])} %"
 
 
-TABLES = (measured, runs, trainer_overhead, simulator_error, memory_error, attention_times)
+TABLES = (measured, runs, trainer_overhead, simulator_error, memory_error, attention_times, attention_gpu_times)
 BLOCKS = {function.__name__: function for function in TABLES}
 QUOTES = {"docs/benchmarks.md": quotes_of_runs}

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,6 @@ from torch import Tensor
 from . import cpu
 from .mask import BitfieldMask
 from .reference import reference_attention, reference_backward
-
-if TYPE_CHECKING:
-    from .mask_plan import MaskPlan
-    from .tuning import Tuning
 
 BACKENDS = ("triton", "cpu", "reference")
 _RESULTS_KEPT = 64  # compiled masks, enough for all microbatches in flight
@@ -60,8 +56,9 @@ def attention_forward(
     with _plain(query):
         if backend == "cpu":
             return cpu.forward(query, key, value, plan, scale, softcap, sinks)
-        kernels, tuning = _triton_form(query, plan, softcap, sinks)
-        return kernels.forward(query, key, value, plan, scale, softcap, sinks, tuning=tuning)
+        from . import triton
+
+        return triton.forward(query, key, value, plan, scale, softcap, sinks)
 
 
 def attention_backward(
@@ -91,8 +88,9 @@ def attention_backward(
     with _plain(query):
         if backend == "cpu":
             return cpu.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks)
-        kernels, tuning = _triton_form(query, plan, softcap, sinks)
-        return kernels.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks, tuning=tuning)
+        from . import triton
+
+        return triton.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks)
 
 
 def _backend_of(query: Tensor, key: Tensor, backend: str | None) -> str:
@@ -133,22 +131,6 @@ def _plan(backend: str, query: Tensor, mask: BitfieldMask, window: int) -> Any:
         mask.tensors,
         lambda: compile_mask(mask, window, *blocks, num_heads=num_heads),
     )
-
-
-def _triton_form(query: Tensor, plan: MaskPlan, softcap: float, sinks: Tensor | None) -> tuple[Any, Tuning | None]:
-    """The module of the Triton kernels for a call, and their tiles; in the interpreter, tiles are whole blocks."""
-    from . import triton
-
-    if not query.is_cuda:
-        return triton, None
-    from .tuning import choose_tuning
-
-    tuning = choose_tuning(_capability(query.device), query, plan, softcap, sinks)
-    if tuning.form == "portable":
-        return triton, tuning
-    from . import triton_hopper
-
-    return triton_hopper, tuning
 
 
 @cache

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .block_states import EMPTY, NEVER, PARTIAL, general_states, interval_states, key_rows, query_rows, real_places
+from .block_states import EMPTY, PARTIAL, general_states, interval_states, key_rows, query_rows, real_places
 from .intervals import row_bounds
 from .mask import BitfieldMask
 from .work_split import SplitTiles, split_tiles, step_costs
-
-_NO_START = -(2**31)
 
 
 @dataclass(frozen=True)
@@ -86,40 +83,6 @@ class MaskPlan:
     def num_keys(self) -> int:
         """Number of keys per row of the batch."""
         return self.key_rows.shape[2]
-
-    @cached_property
-    def key_block_starts(self) -> Tensor:
-        """
-        The position of the first key of each block, counted back from its last real key: int32 `[batch, blocks]`.
-        """
-        return self._key_starts().amax(dim=-1)
-
-    @cached_property
-    def consecutive_keys(self) -> bool:
-        """
-        Whether `start + i` can be used as the position of key `i` of every block.
-
-        This holds if the real keys of a block have consecutive positions, and no query of the interval form sees a
-        position that would only be that of padding.
-        """
-        starts = self._key_starts()
-        latest = self.key_block_starts[..., None]
-        first, length = self.query_rows[:, 0], self.query_rows[:, 1]
-        lowest = torch.where(length > 0, first, NEVER).amin(dim=-1)[:, None, None]
-        highest = torch.where(length > 0, first + length, 0).amax(dim=-1)[:, None, None]
-        places = latest + torch.arange(self.block_k, device=starts.device)
-        outside = (places < lowest) | (places >= highest) | (latest == _NO_START)
-        return self.interval and bool(torch.where(starts == _NO_START, outside, starts == latest).all())
-
-    def _key_starts(self) -> Tensor:
-        """
-        The position of the first key of the block as implied by each of its keys: int32 `[batch, blocks, block_k]`.
-        """
-        places = self.key_rows[:, 0]
-        padded = torch.nn.functional.pad(places, (0, -places.shape[-1] % self.block_k), value=-1)
-        blocks = padded.unflatten(-1, (-1, self.block_k))
-        starts = blocks - torch.arange(self.block_k, dtype=torch.int32, device=blocks.device)
-        return torch.where(blocks < 0, _NO_START, starts)
 
 
 def compile_mask(

@@ -15,7 +15,7 @@ from .mask_plan import MaskPlan
 from .reference import last_dim_dense, sink_gradient
 from .triton_backward import dkdv_kernel, dq_kernel, row_stats_kernel
 from .triton_forward import combine_kernel, forward_kernel
-from .tuning import Tile, Tuning, portable_tuning
+from .tuning import Tile, Tuning, choose_tuning
 
 # Keys and values up to this size stay in the L2 cache; tiles then run longest first over all heads at once. For larger
 # keys and values, one head runs after another.
@@ -197,7 +197,7 @@ def _tile(kernel: str, query: Tensor, plan: MaskPlan, tuning: Tuning | None) -> 
     if query.device.type != "cuda":
         return Tile(plan.block_q, plan.block_k, num_warps=4, num_stages=1)
     capability = torch.cuda.get_device_capability(query.device)
-    return getattr(portable_tuning(capability, query.shape[3], plan.interval, wide=query.element_size() > 2), kernel)
+    return getattr(choose_tuning(capability, query.shape[3], plan.interval, wide=query.element_size() > 2), kernel)
 
 
 def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[float, float, float]:

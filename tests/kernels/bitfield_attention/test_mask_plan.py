@@ -118,31 +118,11 @@ def test_whole_blocks_in_another_order_stay_exact():
     mask = BitfieldMask(words[:, order_q], whole.query_positions[:, order_q], words[:, order_k], order_k[None].int())
     plan, states, exact = _check(mask, 0, 16, 16)
     assert torch.equal(states, exact)
-    assert plan.consecutive_keys
-    assert torch.equal(plan.key_block_starts, order_k[None, ::16].int())
 
 
 def test_nothing_is_visible():
     plan, states, _ = _check(BitfieldMask.from_words(torch.zeros(2, 40, dtype=torch.int64)), 0, 16, 16)
     assert not states.any() and plan.interval
-
-
-def test_keys_that_do_not_stand_in_order_are_told():
-    words = encode_words(torch.ones(1, 64, dtype=torch.int64))
-    whole = BitfieldMask.from_words(words)
-    assert compile_mask(whole, 0, 16, 16).consecutive_keys
-    order = torch.arange(64)
-    order[5], order[6] = 6, 5
-    swapped = BitfieldMask(words, whole.query_positions, words, order[None].int())
-    assert not compile_mask(swapped, 0, 16, 16).consecutive_keys
-
-
-@pytest.mark.parametrize("padded, consecutive", [(slice(50, 64), True), (slice(0, 7), True), (slice(20, 30), False)])
-def test_padding_takes_no_place_that_is_looked_at(padded, consecutive):
-    segment = torch.ones(1, 64, dtype=torch.int64)
-    segment[:, padded] = 0
-    mask = BitfieldMask.from_words(encode_words(segment))
-    assert compile_mask(mask, 0, 16, 16).consecutive_keys == consecutive
 
 
 def test_a_copy_of_a_key_without_its_word_is_padding():
@@ -152,7 +132,6 @@ def test_a_copy_of_a_key_without_its_word_is_padding():
     mask = BitfieldMask(words, places, keys, torch.cat([places, places], dim=1))
     plan, states, exact = _check(mask, 0, 8, 16)
     assert torch.equal(states, exact) and not states[:, :, 2:].any()
-    assert plan.consecutive_keys
 
 
 def _end_of(costs: list[int], num_heads: int, num_programs: int) -> int:
