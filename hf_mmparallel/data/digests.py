@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import mimetypes
 import zlib
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 _ENDS = 8  # of a sequence, at each end
 _MEDIA_DIMS = 3  # of an array that is an image, or several
+_FILE_KEYS = frozenset({"bytes", "array"})  # of what `datasets` makes of a file, beside its `path`
 
 
 def row_digest(rows: Any) -> int:
@@ -26,14 +27,14 @@ def row_digest(rows: Any) -> int:
 
 def text_digest(sample: Any) -> int:
     """
-    A 31-bit number of the tokens, text and whole numbers of a sample.
-
-    Pixels and other floating-point numbers do not count, since an augmentation may draw them in each process anew; nor
-    do the folders of files, which hosts may have in different places.
+    A 31-bit number of the tokens, or else of the text and the whole numbers of a sample: what ranks that read it with
+    and without its media have in common.
 
     Args:
         sample: What a dataset returns, or a row as it is stored.
     """
+    if isinstance(sample, Mapping) and "input_ids" in sample:
+        sample = {name: sample.get(name) for name in ("input_ids", "labels")}
     return zlib.crc32(repr(_text(sample)).encode()) >> 1
 
 
@@ -54,15 +55,15 @@ def _sketch(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """The parts of a sample that are equal wherever it is read."""
+    """The parts of a sample that are equal wherever it is read; `None` for media, in files, decoded or left out."""
     if isinstance(value, Mapping):
-        if value.get("bytes") is not None:  # a file in a column that is not decoded
-            return _sketch(value["bytes"])
-        return {str(key): _text(value[key]) for key in sorted(value, key=str)}
+        if "path" in value and _FILE_KEYS & value.keys():
+            return None
+        parts = ((str(key), _text(value[key])) for key in sorted(value, key=str))
+        return {key: part for key, part in parts if part is not None}
     if isinstance(value, str):
-        return zlib.crc32(_without_folder(value).encode(errors="replace"))
-    if isinstance(value, bytes):
-        return _sketch(value)
+        kind = mimetypes.guess_type(value)[0] or ""
+        return None if kind.startswith(("image/", "audio/", "video/")) else zlib.crc32(value.encode(errors="replace"))
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = np.zeros(0) if value.is_floating_point() or value.is_complex() else value.numpy()
@@ -74,8 +75,3 @@ def _text(value: Any) -> Any:
         counts = value.dtype.kind in "iub" and value.ndim < _MEDIA_DIMS
         return (value.shape, zlib.crc32(np.ascontiguousarray(value.astype(np.int64)).tobytes())) if counts else None
     return value if isinstance(value, (int, bool, type(None))) else None
-
-
-def _without_folder(text: str) -> str:
-    """The last part of the path of a file, any other text as it is."""
-    return text if not text or any(char.isspace() for char in text) else PurePath(text).name

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
+import torch
 
 from ..plan import LANGUAGE_MODEL, StepPlan
 from ..schedule import Program
 from .context_tokens import ChunkKey, ContextSharding
+
+MEDIA_ONE = 2**30
+MEDIA_ROUNDING = MEDIA_ONE // 10**4
+_NUM_LOOKED_AT = 1024  # numbers of a tensor; another augmentation changes most of them
 
 
 @dataclass(frozen=True)
@@ -27,14 +34,30 @@ class StepFingerprint:
         shardings (`Mapping[int, int]`, *optional*):
             Index of a microbatch of the language model, over all replicas -> checksum of the distribution of its
             tokens over cp ranks; for the microbatches of this rank.
+        samples (`Mapping[int, Collection[int]]`, *optional*):
+            Batch index -> checksums of the sample as this rank read it, once for each dataset that it reads.
+        inputs (`Mapping[tuple[str, int, int], int]`, *optional*):
+            (module, replica, microbatch) of this rank -> checksum of the whole numbers of its inputs.
+        media (`Mapping[tuple[str, int, int], int]`, *optional*):
+            (module, replica, microbatch) of this rank -> a number of its floating-point inputs, which differs by at
+            most `MEDIA_ROUNDING` where they differ by rounding, as between processors.
     """
 
     step: int
     programs: Mapping[int, int]
     shardings: Mapping[int, int] = field(default_factory=dict)
+    samples: Mapping[int, Collection[int]] = field(default_factory=dict)
+    inputs: Mapping[tuple[str, int, int], int] = field(default_factory=dict)
+    media: Mapping[tuple[str, int, int], int] = field(default_factory=dict)
 
 
-def fingerprint(step: StepPlan, program: Program, shardings: Mapping[ChunkKey, ContextSharding]) -> StepFingerprint:
+def fingerprint(
+    step: StepPlan,
+    program: Program,
+    shardings: Mapping[ChunkKey, ContextSharding],
+    batches: Mapping[ChunkKey, Mapping[str, Any]],
+    samples: Mapping[int, Collection[int]],
+) -> StepFingerprint:
     """
     The fingerprint of a step.
 
@@ -42,12 +65,20 @@ def fingerprint(step: StepPlan, program: Program, shardings: Mapping[ChunkKey, C
         step ([`StepPlan`]): The arrangement.
         program ([`Program`]): The actions of all ranks, or of those in the part of one.
         shardings (`Mapping[ChunkKey, ContextSharding]`): Distribution of the tokens of this rank's microbatches.
+        batches (`Mapping[ChunkKey, Mapping[str, Any]]`): The collated inputs of this rank's chunks.
+        samples (`Mapping[int, Collection[int]]`): Batch index -> checksums of the sample.
     """
     starts = list(accumulate(map(len, step.microbatches[LANGUAGE_MODEL]), initial=0))
+    chunks: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
+    for (module, replica, index, _), batch in sorted(batches.items()):
+        chunks.setdefault((module, replica, index), []).append(batch)
     return StepFingerprint(
         _arrangement(step),
         dict.fromkeys(program.replicas(LANGUAGE_MODEL), program.checksum),
         {starts[replica] + index: _checksum(sharding) for (_, replica, index, _), sharding in shardings.items()},
+        samples,
+        {key: _inputs(of_microbatch) for key, of_microbatch in chunks.items()},
+        {key: _media(of_microbatch) for key, of_microbatch in chunks.items()},
     )
 
 
@@ -61,6 +92,33 @@ def _arrangement(step: StepPlan) -> int:
         digest.update(np.array(sizes, np.int64).tobytes())
         digest.update(np.fromiter(chain.from_iterable(microbatches), np.int64).tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _tensors(batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of batches by name, in an order that is the same on all ranks."""
+    return ((name, batch[name]) for batch in batches for name in sorted(batch) if torch.is_tensor(batch[name]))
+
+
+def _inputs(batches: Iterable[Mapping[str, Any]]) -> int:
+    """Checksum of the names, shapes and whole numbers of the chunks of a microbatch."""
+    result = 0
+    for name, value in _tensors(batches):
+        result = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), result)
+        if not value.is_floating_point():
+            result = zlib.crc32(np.ascontiguousarray(value.numpy()), result)
+    return result
+
+
+def _media(batches: Iterable[Mapping[str, Any]]) -> int:
+    """A weighted mean of some of the floating-point numbers of the chunks, each squeezed between -1 and 1."""
+    means = [0.0]
+    for _, value in _tensors(batches):
+        if value.is_floating_point() and value.numel():
+            flat = value.reshape(-1)
+            some = flat[:: max(1, len(flat) // _NUM_LOOKED_AT)].double().nan_to_num().numpy()
+            weights = np.arange(1, len(some) + 1, dtype=np.uint32) * np.uint32(2654435761) / 2**32
+            means.append(float((weights * (some / (1 + np.abs(some)))).mean()))
+    return round(sum(means) * MEDIA_ONE)
 
 
 def _checksum(sharding: ContextSharding) -> int:

@@ -31,11 +31,14 @@ class StepData:
         shardings (`dict[ChunkKey, ContextSharding]`):
             Distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs
             it.
+        checksums (`dict[int, set[int]]`, *optional*):
+            Batch index -> checksums of the sample, of each dataset that it was read from.
     """
 
     step: StepPlan
     batches: dict[ChunkKey, dict[str, Any]] = field(default_factory=dict)
     shardings: dict[ChunkKey, ContextSharding] = field(default_factory=dict)
+    checksums: dict[int, set[int]] = field(default_factory=dict)
 
     def __getitem__(self, name: Any) -> Any:
         raise TypeError(
@@ -115,7 +118,7 @@ class StepBatch(StepData):
             data.batches,
             data.shardings,
             program=program.of_rank(rank),
-            fingerprint=fingerprint(data.step, program, data.shardings),
+            fingerprint=fingerprint(data.step, program, data.shardings, data.batches, data.checksums),
             global_batch=global_batch or GlobalBatch(data.step.samples, data.step.epoch),
             **known,
         )

@@ -197,7 +197,7 @@ class StepDataset(Dataset):
                     shardings[key] = sharder(packed_row)
         if collated.bad:
             raise _BadSamplesError(collated.bad)
-        return StepData(step, batches, shardings)
+        return StepData(step, batches, shardings, collated.checksums)
 
 
 class _Collated:
@@ -212,6 +212,7 @@ class _Collated:
         self.samples: dict[tuple[int, int], Any] = {}
         self.batches: dict[tuple[int, tuple[int, ...]], Mapping[str, Any]] = {}
         self.bad: dict[int, BadSample] = {}
+        self.checksums: dict[int, set[int]] = {}
 
     def batch(self, reader: Reader, batch_indices: tuple[int, ...]) -> Mapping[str, Any]:
         """The batch of some batch indices, collated by `reader`."""
@@ -254,7 +255,8 @@ class _Collated:
             self.samples[key] = None
             try:
                 with seeded(stable_seed(self.source.seed, self.step.epoch, index)):
-                    self.samples[key] = dataset[index]
+                    self.samples[key] = sample = dataset[index]
+                self.checksums.setdefault(batch_index, set()).add(text_digest(sample))
             except MemoryError:
                 raise
             except Exception as error:

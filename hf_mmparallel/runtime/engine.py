@@ -259,7 +259,6 @@ class ParallelEngine(nn.Module):
             sums=stable_seed(
                 *((g.ranks, g.stages, g.parameters, g.shard_size, g.zero_stage) for g in self.divided_groups)
             ),
-            has_shardings=self.inputs.sharder is not None,
         )
 
     def _passes_of(self, key: StageKey, sums: GradientSums) -> StagePasses | LastBackward | None:
@@ -431,7 +430,7 @@ class ParallelEngine(nn.Module):
     def _compare_steps(self, batch: StepBatch) -> None:
         """Raises on all ranks unless they are about to run the same step. Collective."""
         with doing("comparing the step", waits=True):
-            self._check_step(batch.fingerprint, sum(map(len, batch.step.microbatches[LANGUAGE_MODEL])))
+            self._check_step(batch.fingerprint, batch.step)
 
     def _run(
         self, batch: StepBatch, planner: StepPlanner | None, on_logits: LogitsFunction | None = None

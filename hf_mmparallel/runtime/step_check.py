@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from ..data.fingerprint import StepFingerprint
+from ..data.fingerprint import MEDIA_ROUNDING, StepFingerprint
+from ..plan import LANGUAGE_MODEL, StepPlan
 from ..world import World
 
 _UNKNOWN = torch.iinfo(torch.int64).min
+_SEEDS = (
+    "Several ranks read the same samples under a plan. While they do, the global generators of `random`, `numpy` and "
+    "`torch` have the same seeds on all of them: a dataset or collator that augments, shuffles, or replaces what it "
+    'can\'t read must draw from these and not from a generator of its own. `on_bad_sample="skip"` leaves out samples '
+    "that can't be read."
+)
 
 
 class StepCheck:
@@ -23,28 +30,26 @@ class StepCheck:
         world ([`World`]): All ranks.
         num_replicas (`int`): Replicas of the language model.
         sums (`int`): Checksum of the gradient sums of all ranks in their order.
-        has_shardings (`bool`): Whether ranks share tokens of the language model's microbatches.
     """
 
-    def __init__(self, world: World, num_replicas: int, sums: int, has_shardings: bool):
+    def __init__(self, world: World, num_replicas: int, sums: int):
         self.world = world
         self.num_replicas = num_replicas
         self.sums = sums
-        self.has_shardings = has_shardings
 
-    def __call__(self, mark: StepFingerprint, num_microbatches: int) -> None:
+    def __call__(self, mark: StepFingerprint, step: StepPlan) -> None:
         """
         Collective, at every step.
 
         Args:
             mark ([`StepFingerprint`]): Of this rank.
-            num_microbatches (`int`): Microbatches of the language model, over all replicas.
+            step ([`StepPlan`]): The step.
 
         Raises:
             `RuntimeError`: On all ranks with the table of ranks, if they disagree.
         """
         programs = [mark.programs.get(replica) for replica in range(self.num_replicas)]
-        differ = self._differing([mark.step, self.sums, *programs])
+        differ = self._differing(map(_alone, [mark.step, self.sums, *programs]))
         if 0 in differ:
             raise RuntimeError(
                 f"The ranks drew different global batches, or arranged them differently ({self._table(mark.step)}). "
@@ -63,27 +68,54 @@ class StepCheck:
                 "follows from predicted times, which processors of different kinds can round differently. Use one "
                 "kind of processor and one version of each package on all hosts."
             )
-        if not self.has_shardings:
-            return
-        differ = self._differing([mark.shardings.get(index) for index in range(num_microbatches)])
-        if differ:
-            raise RuntimeError(
-                f"The ranks cut the tokens of {len(differ)} of {num_microbatches} microbatches of the language model "
-                f"differently, the first of which is {differ[0]} ({self._table(mark.shardings.get(differ[0]))}). With "
-                '`cp_mode="auto"` the cut follows from predicted times, which processors of different kinds can round '
-                'differently: use `cp_mode="row"`. Otherwise the collator gives ranks different tokens: let it draw '
-                "nothing but from the global seeds."
-            )
+        self._compare_contents(mark, step)
 
-    def _differing(self, values: Sequence[int | None]) -> list[int]:
-        """The positions at which ranks have different values; ranks that have `None` there don't count."""
-        known = [_UNKNOWN if value is None else value for value in values]
-        extremes = torch.tensor([known, [value if value == _UNKNOWN else -value for value in known]])
-        highest, lowest_negated = self.world.all_reduce(extremes, "max").tolist()
+    def _compare_contents(self, mark: StepFingerprint, step: StepPlan) -> None:
+        """Raises unless ranks that share samples or microbatches of the same step read the same of them."""
+        microbatches = [
+            (module, replica, index)
+            for module, replicas in step.microbatches.items()
+            for replica, of_replica in enumerate(replicas)
+            for index in range(len(of_replica))
+        ]
+        of_model = [key for key in microbatches if key[0] == LANGUAGE_MODEL]
+        samples = [mark.samples.get(index, ()) for index in range(len(step.samples))]
+        inputs = [_alone(numbers.get(key)) for numbers in (mark.inputs, mark.media) for key in microbatches]
+        cuts = [_alone(mark.shardings.get(index)) for index in range(len(of_model))]
+        values = [*samples, *inputs, *cuts]
+        slack = [0] * len(values)
+        slack[len(samples) + len(microbatches) : len(samples) + len(inputs)] = [MEDIA_ROUNDING] * len(microbatches)
+        differ = self._differing(values, slack)
+        if not differ:
+            return
+        first = differ[0]
+        table = self._table(max(values[first], default=None))
+        if first < len(samples):
+            raise RuntimeError(f"Sample {step.samples[first]} differs between ranks that share it ({table}). {_SEEDS}")
+        if first < len(samples) + len(inputs):
+            module, replica, index = microbatches[(first - len(samples)) % len(microbatches)]
+            raise RuntimeError(
+                f"The inputs of microbatch {index} of `{module}`, replica {replica}, differ between the ranks that "
+                f"compute it together ({table}). {_SEEDS}"
+            )
+        raise RuntimeError(
+            f"The ranks cut the tokens of {len(differ)} of {len(of_model)} microbatches of the language model "
+            f"differently, the first of which is {first - len(samples) - len(inputs)} ({table}). With "
+            '`cp_mode="auto"` the cut follows from predicted times, which processors of different kinds can round '
+            'differently: use `cp_mode="row"`.'
+        )
+
+    def _differing(self, values: Iterable[Collection[int]], slack: Sequence[int] | None = None) -> list[int]:
+        """The positions at which the values of all ranks lie farther apart than `slack`; a rank may have none."""
+        known = list(values)
+        highest = [max(numbers, default=_UNKNOWN) for numbers in known]
+        lowest_negated = [-min(numbers) if numbers else _UNKNOWN for numbers in known]
+        extremes = self.world.all_reduce(torch.tensor([highest, lowest_negated]), "max").tolist()
+        limits = slack or [0] * len(known)
         return [
             position
-            for position, (high, low) in enumerate(zip(highest, lowest_negated, strict=True))
-            if high not in (_UNKNOWN, -low)
+            for position, (high, low, limit) in enumerate(zip(*extremes, limits, strict=True))
+            if high != _UNKNOWN and high + low > limit
         ]
 
     def _table(self, value: int | None) -> str:
@@ -91,3 +123,8 @@ class StepCheck:
         values = self.world.all_gather(value)
         rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(values) if number is not None)
         return f"checksums: {rows}"
+
+
+def _alone(value: int | None) -> tuple[int, ...]:
+    """One value of a rank, or none."""
+    return () if value is None else (value,)

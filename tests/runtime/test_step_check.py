@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.fingerprint import StepFingerprint, fingerprint
+from hf_mmparallel.data.fingerprint import MEDIA_ROUNDING, StepFingerprint, fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
@@ -84,12 +84,21 @@ def checks() -> dict[str, str | None]:
         "other program": StepFingerprint(5, {0: 6 + rank // 2}),
         "other part": StepFingerprint(5, {} if rank == 1 else {1: 3, 2: 7 + rank}),
         "other cut": StepFingerprint(5, one, {} if rank == 1 else {1: 3, 2: 7 + rank}),
+        "equal contents": StepFingerprint(
+            5, one, {}, {rank: {8 + rank}, 3: {2}}, {(LM, 0, 1): 3}, {(LM, 0, 2): rank * MEDIA_ROUNDING // 2}
+        ),
+        "other sample": StepFingerprint(5, one, {}, {} if rank == 1 else {2: {3}, 3: {7 + rank}}),
+        "sample read twice": StepFingerprint(5, one, {}, {3: {7, 8}} if rank == 1 else {}),
+        "other inputs": StepFingerprint(5, one, {}, {3: {2}}, {} if rank == 1 else {(LM, 0, 1): rank}),
+        "other media": StepFingerprint(5, one, media={} if rank == 1 else {(LM, 0, 2): rank * MEDIA_ROUNDING}),
     }
+    plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=2)})
+    step = contiguous_step(plan, range(20, 28), 1)
     found = {}
     for name, mark in cases.items():
         sums = 4 + rank // 2 if name == "other sums" else 4
         try:
-            StepCheck(World(), 3, sums, has_shardings="cut" in name)(mark, 4)
+            StepCheck(World(), 3, sums)(mark, step)
             found[name] = None
         except RuntimeError as error:
             found[name] = str(error)
@@ -100,12 +109,16 @@ def checks() -> dict[str, str | None]:
 def test_ranks_compare_steps_programs_and_cuts():
     first, *others = run_distributed(checks, 3)
     assert all(found == first for found in others)
-    assert first["equal"] is first["equal parts"] is first["equal shardings"] is None
+    assert all((sentence is None) == name.startswith("equal") for name, sentence in first.items())
     assert re.match(r"The ranks drew different .*checksums: rank 0: 5, rank 1: 5, rank 2: 6\)", first["other step"])
     assert re.match(r"The ranks ordered .*checksums: rank 0: 6, rank 1: 6, rank 2: 7\)", first["other program"])
     assert re.match(r"The ranks ordered .*checksums: rank 0: 7, rank 2: 9\)", first["other part"])
     assert re.match(r"The ranks are about to sum .*checksums: rank 0: 4, rank 1: 4, rank 2: 5\)", first["other sums"])
-    assert re.match(r"The ranks cut .* 1 of 4 .*is 2 \(checksums: rank 0: 7, rank 2: 9\)", first["other cut"])
+    assert re.match(r"The ranks cut .* 1 of 8 .*is 2 \(checksums: rank 0: 7, rank 2: 9\)", first["other cut"])
+    assert re.match(r"Sample 23 differs .*checksums: rank 0: 7, rank 2: 9\)", first["other sample"])
+    assert re.match(r"Sample 23 differs .*checksums: rank 1: 8\)", first["sample read twice"])
+    for name, index in (("other inputs", 1), ("other media", 2)):
+        assert re.match(rf"The inputs of microbatch {index} of `{LM}`, replica 0, differ ", first[name])
 
 
 def test_the_checksum_of_a_program_is_of_its_actions():
@@ -117,4 +130,4 @@ def test_the_checksum_of_a_program_is_of_its_actions():
     assert program_of(plan, step, LM, True, groups).checksum != program.checksum
     swapped = {0: program.actions[1], 1: program.actions[0]}
     assert Program(swapped).checksum != program.checksum
-    assert fingerprint(step, program, {}) == fingerprint(step, Program.parse(program.dump()), {})
+    assert fingerprint(step, program, {}, {}, {}) == fingerprint(step, Program.parse(program.dump()), {}, {}, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch.utils.data import random_split
+from transformers import TrainerCallback
 
 from tests import tiny
 from tests.distributed import run_distributed
@@ -51,6 +53,28 @@ class Augmented(torch.utils.data.Dataset):
         return {**sample, "pixel_values": torch.rand(sample["pixel_values"].shape, generator=self.generator)}
 
 
+class Replacing(torch.utils.data.Dataset):
+    """Gives other samples from the second step on, by a generator of its own: each process makes its own choice."""
+
+    def __init__(self, samples: Any):
+        self.samples = samples
+        self.generator = random.Random(dist.get_rank())
+        self.step = 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.samples[self.generator.randrange(len(self)) if self.step else index]
+
+
+class CountSteps(TrainerCallback):
+    """Tells a dataset the number of steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        train_dataloader.dataset.reader(LM).dataset.step = state.global_step
+
+
 def shuffled_list() -> list[dict[str, Any]]:
     data = equally_long()
     return [data[i] for i in np.random.permutation(len(data))]
@@ -76,13 +100,13 @@ EQUAL: dict[str, Callable[[], Any]] = {
 }
 
 
-def _said(make: Callable[[], Any], evaluates: bool = False) -> str:
+def _said(make: Callable[[], Any], evaluates: bool = False, modules: Any = None, **settings: Any) -> str:
     """What a run with the dataset of this rank says."""
     np.random.seed(dist.get_rank())  # as processes that start by themselves
     torch.manual_seed(dist.get_rank())
     data = make()
-    settings = {"global_batch_size": 4, "max_steps": 1}
-    trainer = runs.make_trainer("llava", {VISION: {}}, data=equally_long(), **settings)
+    settings = {"global_batch_size": 4, "max_steps": 1, **settings}
+    trainer = runs.make_trainer("llava", modules or {VISION: {}}, data=equally_long(), **settings)
     trainer.train_dataset = trainer.train_dataset if evaluates else data
     try:
         if evaluates:
@@ -98,6 +122,9 @@ def _all_said() -> dict[str, str]:
     """Name of a case -> what this rank says of it."""
     assert len({len(sample["input_ids"]) for sample in equally_long()}) == 1 and len(equally_long()) == 8
     found = {name: _said(make) for name, make in {**DIFFERENT, **EQUAL}.items()}
+    together = {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "colocate_with": VISION}}
+    found["augmented pixels, shared"] = _said(EQUAL["augmented pixels"], modules=together)
+    found["replaced later"] = _said(lambda: Replacing(equally_long()), max_steps=3, callbacks=[CountSteps()])
     return {**found, "evaluation": _said(DIFFERENT["shuffle"], evaluates=True)}
 
 
@@ -111,3 +138,5 @@ def test_ranks_with_different_datasets_say_so():
         assert "`shuffle` and `random_split` without a seed draw" in first[name]
     assert first["evaluation"].startswith("Sample 0 of the evaluation dataset differs between rank 0 and rank 1")
     assert {first[name] for name in EQUAL} == {"trained"}
+    assert first["augmented pixels, shared"].startswith("The inputs of microbatch 0 of `vision`")
+    assert re.match(r"Sample \d differs between ranks that share it", first["replaced later"]), first["replaced later"]
