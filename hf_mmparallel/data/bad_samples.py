@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from .stored_rows import stored_rows
+
 _FILE_KEYS = ("path", "file", "file_name", "filename", "file_path", "url")
 _MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 _MAX_FILES = 3
@@ -85,7 +87,7 @@ def stored_row(dataset: Any, index: int) -> Any:
         if hasattr(dataset, "stored"):
             return dataset.stored(index)
         if hasattr(dataset, "with_format"):
-            return dataset.with_format("arrow")[index].to_pylist()[0]
+            return stored_rows(dataset.with_format("arrow")[index])[0]
         return dataset[index] if isinstance(dataset, list) else None
     except Exception:  # the row is only needed for a file name
         return None

@@ -14,9 +14,8 @@ from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import ModelSpec
 from .step_dataset import Reader
+from .stored_rows import MEDIA_FEATURES, undecoded
 from .streams import StreamWindow
-
-MEDIA_FEATURES = frozenset({"Image", "Audio", "Video"})
 
 logger = logging.get_logger(__name__)
 
@@ -135,7 +134,9 @@ class _View:
     def _of_columns(self, dataset: Any) -> Any:
         """The view of a `datasets.Dataset`."""
         columns = [name for name in sorted(self.unused) if _is_floating(dataset.features.get(name))]
-        features = {name: self._undecoded(feature) for name, feature in dataset.features.items()}
+        features = {
+            name: undecoded(feature, MEDIA_FEATURES - self.decodes) for name, feature in dataset.features.items()
+        }
         changed = features != dict(dataset.features)
         if (changed or columns) and dataset.format["type"] == "custom":
             logger.warning_once(
@@ -151,20 +152,12 @@ class _View:
         """The view of a stream."""
         known = dict(window.features or {})
         left_out = {name for name in self.unused if _is_floating(known.get(name))}
-        kept = {name: self._undecoded(feature) for name, feature in known.items() if name not in left_out}
+        kept = {
+            name: undecoded(feature, MEDIA_FEATURES - self.decodes)
+            for name, feature in known.items()
+            if name not in left_out
+        }
         return window if kept == known else window.with_features(kept)
-
-    def _undecoded(self, feature: Any) -> Any:
-        """A feature whose media stay as they are stored."""
-        if isinstance(feature, dict):
-            return {name: self._undecoded(part) for name, part in feature.items()}
-        if isinstance(feature, (list, tuple)):
-            return [self._undecoded(part) for part in feature]
-        if hasattr(feature, "feature"):
-            return dataclasses.replace(feature, feature=self._undecoded(feature.feature))
-        if type(feature).__name__ in MEDIA_FEATURES - self.decodes:
-            return dataclasses.replace(feature, decode=False)
-        return feature
 
 
 class _WithoutMedia(Dataset):

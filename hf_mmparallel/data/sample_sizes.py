@@ -20,6 +20,7 @@ from .size_cache import SizeCache
 from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, OrOne, SampleMeasure, TokenMeasure
 from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
 from .step_dataset import seeded
+from .stored_rows import stored_rows
 from .streams import StreamSizes, StreamWindow, is_stream
 from .token_tables import token_lengths
 
@@ -179,7 +180,7 @@ class _StoredReader(_Reader):
     """Measures samples of a view with Arrow rows, without decoding media."""
 
     def sample(self, index: int) -> Any:
-        return self.dataset[index].to_pylist()[0]
+        return stored_rows(self.dataset[index])[0]
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ class _TableMeasure:
             together = token_lengths(table, self.measure)
             if together is not None:
                 return _as_table({name: together[name] for name in self.modules})
-        found = self.measure.together(lambda index: table.slice(index, 1).to_pylist()[0], range(len(table)))
+        found = self.measure.together(lambda index: stored_rows(table.slice(index, 1))[0], range(len(table)))
         rows = [_known(lengths) for lengths in found]
         return {name: [lengths.get(name) for lengths in rows] for name in self.modules}
 
@@ -242,7 +243,8 @@ def _measured_table(
         found = view[:]
         columns: Mapping[str, str] = measure.names
     else:
-        found = _completed(_mapped(view, measure, modules, num_proc).with_format("arrow")[:])
+        found = _mapped(view, measure, modules, num_proc).with_format("arrow")[:]
+        found = _completed(found, _StoredReader(view, measure))
         if found is None:
             return None
         columns = {name: name for name in modules}
@@ -270,16 +272,17 @@ def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...], num_pro
     )
 
 
-def _completed(found: Any) -> Any:
-    """Fills in unknown lengths with those of the median row; `None` if all are unknown."""
+def _completed(found: Any, reader: _StoredReader) -> Any:
+    """Fills in unknown lengths with those of the median row; `None` if all are unknown. Says why the first is."""
     column = found[LANGUAGE_MODEL].combine_chunks()
     is_known = np.asarray(column.is_valid())
     known = np.flatnonzero(is_known)
     if len(known) == len(found):
         return found
+    first = int(np.flatnonzero(~is_known)[0])
     logger.warning(
-        f"The sizes are unknown of {len(found) - len(known)} of {len(found)} samples: their images have to be "
-        "fetched or decoded, or the samples can't be read."
+        f"The sizes are unknown of {len(found) - len(known)} of {len(found)} samples, the first of which is {first}: "
+        f"{reader([first])[0]}"
     )
     if not len(known):
         return None

@@ -21,6 +21,7 @@ from .digests import row_digest
 from .global_batches import GlobalBatch
 from .randomness import OwnGenerators, stable_seed
 from .size_sources import LayerTokens, Ragged, sizes_of
+from .stored_rows import undecoded
 
 
 class StreamWindow:
@@ -47,6 +48,7 @@ class StreamWindow:
     def __init__(self, stream: Any, seed: int = 0, drop_last: bool = False, carries_rows: bool = False):
         self.features = _media_features(stream)
         self.stream = stream if self.features is None else stream.decode(False)
+        self._stored_features = None if self.features is None else type(self.features)(undecoded(self.features))
         self.seed = seed
         self.drop_last = drop_last
         self.carries_rows = carries_rows
@@ -70,8 +72,8 @@ class StreamWindow:
         return self.decoded(self.rows[position], self.features)
 
     def stored(self, position: int) -> Any:
-        """The sample at a position of the window as it is stored."""
-        return self.rows[position]
+        """The sample at a position of the window, with its media as they are stored."""
+        return self.decoded(self.rows[position], self._stored_features)
 
     def decoded(self, row: Any, features: Any) -> Any:
         """A row whose media are decoded as far as `features` says."""

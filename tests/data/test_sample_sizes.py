@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import json
 import pickle
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, Features, Image, List, Value, load_from_disk
+from datasets import Dataset, Features, Image, List, Value, load_dataset, load_from_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as PILImage
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_mmparallel.data import ChatCollator, PretokenizedCollator, sample_sizes, size_measures
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_measures import TokenMeasure
 from hf_mmparallel.data.size_sources import LayerTokens, Ragged
+from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.features import count_feature_tokens
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
@@ -289,6 +294,32 @@ def test_images_inside_of_messages_are_not_decoded():
     features = Features({"messages": List({"role": Value("string"), "content": List({**PART, "image": Image()})})})
     data = Dataset.from_list([{"messages": messages}], features=features)
     assert tokens(size_source(data, ChatCollator(llava()), CHAT_SPEC), [0])["vision"] == [5]
+
+
+def test_parts_with_unlike_keys_of_a_json_file_are_measured(tmp_path, monkeypatch, caplog):
+    """`datasets` stores such parts as strings of JSON."""
+    PILImage.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    parts = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": "which digit"}]
+    chat = {"messages": [{"role": "user", "content": parts}, say("assistant", "three")]}
+    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps(chat) for _ in range(3)))
+    load = functools.partial(
+        load_dataset, "json", data_files=str(tmp_path / "train.jsonl"), split="train", cache_dir=str(tmp_path)
+    )
+    expected = tokens(size_source([chat] * 3, ChatCollator(llava()), CHAT_SPEC), [0, 1, 2])
+    assert expected["vision"] == [5] * 3
+    assert tokens(size_source(load(), ChatCollator(llava()), CHAT_SPEC), [0, 1, 2]) == expected
+    window = StreamWindow(load(streaming=True), 0)
+    window.fetch(GlobalBatch((0, 1, 2), 0))
+    assert tokens(size_source(window, ChatCollator(llava()), CHAT_SPEC), [0, 1, 2]) == expected
+    monkeypatch.setattr(sample_sizes, "PARALLEL_FROM", 2)
+    assert tokens(size_source(load(), ChatCollator(llava()), CHAT_SPEC), [0, 1, 2]) == expected
+    assert "sizes are unknown" not in caplog.text
+
+
+def test_the_first_cause_of_unknown_sizes_is_told(caplog):
+    assert size_source(chat_table(CHATS[0], MISPLACED), ChatCollator(llava()), CHAT_SPEC) is not None
+    cause = re.search(r"unknown of 1 of 2 samples, the first of which is 1: (.+)", caplog.text)
+    assert cause is not None and "can't be measured" in cause[1]
 
 
 def test_a_wrapped_collator_and_a_default_one_are_found():
