@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
@@ -202,6 +204,14 @@ class MultimodalTrainingArguments(TrainingArguments):
         default=24.0,
         metadata={"help": "Hours between two failures of any part of the job, for the advice on how often to save."},
     )
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """The device; `ddp_timeout` holds on the CPU, too, where the stock arguments leave it out."""
+        device = super()._setup_devices
+        if self.use_cpu and dist.is_initialized():
+            dist.distributed_c10d._set_pg_timeout(self.ddp_timeout_delta)
+        return device
 
     def __post_init__(self):
         if not torch.accelerator.is_available():

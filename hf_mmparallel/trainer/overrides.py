@@ -124,7 +124,7 @@ METHODS: Mapping[str, Entry] = {
     "set_initial_training_values": Extends("it finds the run's place in its data", _CALL_IT),
     "_prepare_for_training": Holds(),
     "_run_epoch": Holds(),
-    "_maybe_log_save_evaluate": Holds(),
+    "_maybe_log_save_evaluate": Extends("the ranks agree on what their callbacks ask for", _CALL_IT),
     "get_total_train_batch_size": Holds(),
     "get_sp_size": Holds(),
     "get_cp_size": Holds(),

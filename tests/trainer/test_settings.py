@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import checkpointing
@@ -125,6 +126,20 @@ def half_on_a_rank(parallel: dict[str, Any], setting: str) -> dict[str, Any]:
     return {"loss": loss, "before": before, "after": after, "unowned": max(unowned, default=0), "again": again}
 
 
+class AskOnOneRank(TrainerCallback):
+    """Sets one flag a step, each on a rank alone."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        asked = {1: ("should_save", 0), 2: ("should_evaluate", 1), 3: ("should_log", 0)}
+        name, rank = asked.get(state.global_step, ("", -1))
+        if rank == args.process_index:
+            setattr(control, name, True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs and args.process_index == 1:
+            control.should_training_stop = True
+
+
 def on_a_rank(folder: Path) -> dict[str, Any]:
     """Everything that this rank has to show."""
     found: dict[str, Any] = {}
@@ -161,6 +176,14 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
     unfiltered = make(ours, APART, some_without_targets(), per_device_eval_batch_size=1, logging_nan_inf_filter=False)
     found["filtered"] = [trainer.evaluate()["eval_loss"] for trainer in (filtered, unfiltered)]
     found["grouped"] = grouped(ours, APART)
+    trainer = make(ours, APART, max_steps=9, ddp_timeout=77, logging_strategy="no", output_dir=str(folder))
+    trainer.add_callback(AskOnOneRank())
+    trainer.train()
+    found["asked"] = (
+        trainer.state.global_step,
+        [(row["step"], "eval_loss" in row) for row in trainer.state.log_history if "train_loss" not in row],
+    )
+    found["timeout"], found["checkpoints"] = trainer.world.timeout, [path.name for path in folder.glob("checkpoint-*")]
     try:
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7"))
     except ValueError as error:
@@ -220,6 +243,15 @@ def test_a_bfloat16_model_is_evaluated_in_float16():
 
 def test_the_cache_is_emptied_every_so_many_steps(ranks: list[dict[str, Any]]):
     assert [rank["cleared"] for rank in ranks] == [[0, 2]] * 2
+
+
+def test_what_a_callback_asks_for_on_one_rank_all_ranks_do(ranks: list[dict[str, Any]]):
+    assert [rank["asked"] for rank in ranks] == [(3, [(2, True), (3, False)])] * 2
+    assert ranks[0]["checkpoints"] == ["checkpoint-1"]
+
+
+def test_the_time_limit_of_collectives_holds_on_the_cpu(ranks: list[dict[str, Any]]):
+    assert {rank["timeout"] for rank in ranks} == {timedelta(seconds=77)}
 
 
 def test_every_other_layer_is_recomputed_with_its_inputs_on_the_host(ranks: list[dict[str, Any]]):
