@@ -321,7 +321,8 @@ def _attend_by_mask(
     """Attention of a layer without words, `[batch, query_length, heads, head_dim]`."""
     plain = not softcap and sinks is None
     if isinstance(mask, DeferredMask):
-        if mask.is_default and module.training:
+        # In training the words of packed rows may be lost on their way; generation of a model in train mode has none.
+        if mask.is_default and module.training and torch.is_grad_enabled():
             raise ValueError(_NEITHER.format(type(module).__name__))
         is_causal = mask.causal
         mask = mask.build(may_skip=plain)

@@ -108,6 +108,18 @@ def test_training_with_neither_words_nor_mask_is_refused(family):
         run(model, batch, {"text_config": "bitfield"} if multimodal else "bitfield")
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "ones"])
+def test_generation_in_train_mode(masked):
+    """As reinforcement learning does it: without gradients no row can be packed."""
+    model = build("llama")
+    model.set_attn_implementation("bitfield")
+    ids = text_batch()["input_ids"]
+    given = {"attention_mask": torch.ones_like(ids)} if masked else {}
+    settings = {"max_new_tokens": 3, "do_sample": False, **given}
+    expected = model.eval().generate(ids, **settings)
+    assert model.train().generate(ids, **settings).equal(expected)
+
+
 def test_a_model_that_drops_words_on_the_way_is_refused():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = NemotronConfig(vocab_size=64, num_hidden_layers=1, head_dim=16, **sizes)
