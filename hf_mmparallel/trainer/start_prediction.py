@@ -8,6 +8,7 @@ from typing import Any
 
 from ..arrange.balance import Balance, step_balance
 from ..cost import RankMemory
+from ..data.bad_samples import BadSample, stored_row
 from ..data.global_batches import GlobalBatch
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
@@ -72,7 +73,7 @@ def sample_tokens(
     samples = len(indices)
     if not samples:
         return None
-    batch = collator([dataset[index] for index in indices])
+    batch = collator([_sample(dataset, index) for index in indices])
     if "input_ids" not in batch:
         return None
     num_feature_tokens = count_feature_tokens(batch, spec) if spec.placeholders else {}
@@ -81,6 +82,16 @@ def sample_tokens(
         modalities = {feature.modality for feature in spec.modules[name].features}
         tokens[name] = max(1, round(sum(sum(num_feature_tokens[m]) for m in modalities) / samples))
     return tokens
+
+
+def _sample(dataset: Any, index: int) -> Any:
+    """A sample, or the error that names it."""
+    try:
+        return dataset[index]
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BadSample.of(index, error, stored_row(dataset, index)).error()
 
 
 def mean_tokens(context: RunContext, dataset: Any) -> dict[str, int] | None:

@@ -109,14 +109,14 @@ def test_a_step_goes_on_without_the_samples_that_a_rank_cannot_read(num_workers:
         assert sum(f"Sample {index} (charts/{index}.png) can't be read: OSError" in text for text in warned) == 1
 
 
-def _raising() -> None:
-    make_trainer(Corrupt({STEPS[0][3]: (0,)})).train()
+def _raising(index: int) -> None:
+    make_trainer(Corrupt({index: (0,)})).train()
 
 
-def test_by_default_a_bad_sample_ends_the_run_on_all_ranks_with_its_index_and_file():
-    index = STEPS[0][3]
+@pytest.mark.parametrize("index", [STEPS[0][3], 1], ids=["in a step", "read before the first step"])
+def test_by_default_a_bad_sample_ends_the_run_on_all_ranks_with_its_index_and_file(index: int):
     sentence = rf"Sample {index} \(charts/{index}.png\) can't be read: OSError: \[Errno 5\] corrupt"
-    own, *others = assert_ranks_raise(_raising, 3, match=sentence)
+    own, *others = assert_ranks_raise(_raising, 3, index, match=sentence)
     assert own.endswith('Remove it, or use `on_bad_sample="skip"`.')
     assert all("rank 0: BadSampleError" in text for text in others)
 
