@@ -91,7 +91,8 @@ def _sample(dataset: Any, index: int) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        raise BadSample.of(index, error, stored_row(dataset, index)).error()
+        bad = BadSample.of(index, error, stored_row(dataset, index))
+    raise bad.error()
 
 
 def mean_tokens(context: RunContext, dataset: Any) -> dict[str, int] | None:

@@ -39,6 +39,12 @@ LAYOUTS = {
     "qwen2_vl, copies and stages": ("qwen2_vl", 4, {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, {}),
     "qwen2_5_vl, tp 1 to tp 2": ("qwen2_5_vl", 3, {LM: {"tp_size": 2}}, {}),
     "qwen3_vl, cut inside DeepStack": ("qwen3_vl", 4, {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, {}),
+    "qwen3_vl, cut inside DeepStack, recomputed": (
+        "qwen3_vl",
+        4,
+        {VISION: {"activation_checkpointing": True}, LM: {"pp_size": 3, "activation_checkpointing": True}},
+        {},
+    ),
     "qwen3_vl_moe, experts and norms of heads in tp 2": ("qwen3_vl_moe", 5, {LM: {"dp_size": 2, "tp_size": 2}}, {}),
     "voxtral, audio": ("voxtral", 3, {LM: {"pp_size": 2}}, {}),
     "llama, no encoder": ("llama_tied", 2, {LM: {"pp_size": 2}}, {"label_smoothing_factor": 0.1}),
