@@ -300,12 +300,13 @@ class ModuleStage:
 
     def _logits(self, output: Any) -> Tensor:
         """The logits of a forward; records the model's own loss if it was computed."""
-        loss = getattr(output, "loss", None)
-        if loss is not None and self._own_loss_labels is not None:
+        if self._own_loss_labels is not None:
             labels, of_batch = self._own_loss_labels
-            with torch.no_grad():
-                self.own_loss = OwnLoss(loss.detach(), *token_loss(self.model, output.logits, labels), of_batch)
             self.asks_own_loss, self._own_loss_labels = False, None
+            loss = getattr(output, "loss", None)
+            if loss is not None:
+                with torch.no_grad():
+                    self.own_loss = OwnLoss(loss.detach(), *token_loss(self.model, output.logits, labels), of_batch)
         return output.logits
 
     def _text_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -405,8 +405,8 @@ class ParallelEngine(nn.Module):
         result.step_ms = self.executor.elapsed_ms()
         if self._first_step is not None:
             with doing("comparing the copies of parameters", waits=True):
-                self._first_step.finish(result)
-            self._first_step = None
+                if self._first_step.finish(result, {module for module, *_ in batch.batches}):
+                    self._first_step = None
         self.last_result = result
         totals = self._totals(result, batch)
         scale_gradients(self.updated, 1.0 / max(totals.num_targets, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class FirstStepCheck:
     """
-    Compares ranks once, in the first step of a run, by a few numbers for each parameter.
+    Compares ranks once, in the first step of a run, by a few numbers for each parameter; what that step has no samples
+    for, such as an encoder without images, in the first one that has some.
 
     A step that trains on other numbers than one process would do so without a word: a tensor-parallel plan that is
     silent about a parameter, ranks that start from different weights, or a model whose loss is not that of the next
@@ -58,10 +59,17 @@ class FirstStepCheck:
         self.replicated = replicated
         self.copies = copies
         self.frozen = frozen
-        self.stages = stages
+        self.stages = dict(stages)
         self.smooths = smooths
         self.world = world
         self._gradients: dict[int, torch.Tensor] = {}
+        self._is_first = True
+        self._unseen = {module for shared in replicated for module in shared.modules.values()}
+        self._module_of = {
+            id(parameter): shared.modules[name]
+            for shared in replicated
+            for name, parameter in shared.parameters.items()
+        }
 
     def start(self) -> None:
         """Lets the first microbatch with targets leave the model's own loss, beside the logits of the same forward."""
@@ -72,6 +80,8 @@ class FirstStepCheck:
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Adds up numbers of the gradients of this rank alone, before they are summed."""
         for parameter in parameters:
+            if self._module_of.get(id(parameter)) not in self._unseen:
+                continue
             gradient = torch.zeros(()) if parameter.grad is None else local(parameter.grad).detach()
             size = max(gradient.numel(), 1)
             numbers = [gradient.norm(dtype=torch.float32), gradient.sum(dtype=torch.float32) / size**0.5]
@@ -79,19 +89,29 @@ class FirstStepCheck:
             noted = torch.stack([number.double().cpu() for number in (*numbers, has_one)])
             self._gradients[id(parameter)] = self._gradients.get(id(parameter), 0) + noted
 
-    def finish(self, result: StepResult) -> None:
+    def finish(self, result: StepResult, modules: Collection[str]) -> bool:
         """
         Raises `ValueError` on all ranks with what the first of them found. Collective.
 
         Args:
             result ([`StepResult`]): Of the step.
+            modules (`Collection[str]`): Those that this rank had samples for.
+
+        Returns:
+            `bool`: Whether all has been seen, on all ranks.
         """
-        losses = [self._loss(key, result) for key in self.stages]
-        sentences = (*self._weights(), *self._frozen_weights(), *self._partial_gradients(), *losses)
-        sentence = next(filter(None, sentences), None)
+        seen = self._unseen & set(modules)
+        losses = [self._loss(key, result) for key in list(self.stages)]
+        weights = (*self._weights(), *self._frozen_weights()) if self._is_first else ()
+        sentence = next(filter(None, (*weights, *self._partial_gradients(seen), *losses)), None)
         self._gradients.clear()
-        if self.world.all_reduce(torch.tensor(int(sentence is not None)), "max"):
+        self._unseen -= seen
+        self._is_first = False
+        is_left = bool(self._unseen or self.stages)
+        found, is_any_left = self.world.all_reduce(torch.tensor([sentence is not None, is_left]).int(), "max").tolist()
+        if found:
             raise ValueError(next(filter(None, self.world.all_gather(sentence))))
+        return not is_any_left
 
     def _weights(self) -> Iterator[str]:
         """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""
@@ -128,11 +148,12 @@ class FirstStepCheck:
             ]
             yield _unequal(differ, len(names), ranks)
 
-    def _partial_gradients(self) -> Iterator[str]:
-        """A sentence for each partial gradient that was treated as a whole one, or the reverse."""
+    def _partial_gradients(self, modules: Collection[str]) -> Iterator[str]:
+        """A sentence for each partial gradient of some modules that was treated as a whole one, or the reverse."""
         for shared in self.replicated:
             gradients = self._gradients
-            trained = {name: gradients[id(p)] for name, p in shared.parameters.items() if id(p) in gradients}
+            own = {name: id(p) for name, p in shared.parameters.items() if shared.modules[name] in modules}
+            trained = {name: gradients[key] for name, key in own.items() if key in gradients}
             if not trained:
                 continue
             high, low = _extremes(torch.stack(list(trained.values())).to(self.world.device), shared.group)
@@ -155,7 +176,10 @@ class FirstStepCheck:
     def _loss(self, key: StageKey, result: StepResult) -> str | None:
         """A sentence if the model's own loss of a microbatch is not what is summed for it."""
         stage = self.stages[key]
-        own_loss, stage.own_loss, stage.asks_own_loss = stage.own_loss, None, False
+        if stage.asks_own_loss:
+            return None  # there were no targets yet
+        own_loss, stage.own_loss = stage.own_loss, None
+        del self.stages[key]
         if own_loss is None:
             return None
         text = _other_function(stage.model, own_loss.mean.device)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from hf_mmparallel.modeling import tensor_parallel
 from hf_mmparallel.plan import LANGUAGE_MODEL
@@ -97,6 +98,44 @@ def silent_plan(partial: bool) -> None:
 )
 def test_gradients_that_are_shares_without_a_word_are_named(partial, sentence):
     errors = assert_ranks_raise(silent_plan, 3, partial, match=sentence + "`tp_size=1` for `language_model`")
+    assert len(set(errors)) == 1
+
+
+def silent_plan_of_an_encoder() -> None:
+    """The same of the vision tower, which has no image in the first step."""
+    found = tensor_parallel._find_styles
+
+    def find(*args):
+        styles = found(*args)
+        styles.partial.add("model.multi_modal_projector.linear_2.bias")
+        return styles
+
+    tensor_parallel._find_styles = find
+    shapes = [tiny.Shape(int(index >= runs.GLOBAL_BATCH), 0, 6) for index in range(2 * runs.GLOBAL_BATCH)]
+    data = tiny.make_dataset("llava", len(shapes), shapes=shapes)
+    trainer = runs.make_trainer("llava", {"vision": {"tp_size": 2}}, data=data, train_sampling_strategy="sequential")
+    steps: list[int] = []
+    trainer.add_callback(Steps(steps))
+    try:
+        trainer.train()
+    finally:
+        assert steps == [1]
+
+
+class Steps(TrainerCallback):
+    """Notes the steps that end."""
+
+    def __init__(self, steps: list[int]):
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
+def test_what_the_first_step_has_no_samples_for_is_compared_in_a_later_one():
+    errors = assert_ranks_raise(
+        silent_plan_of_an_encoder, 3, match=r"The ranks \(0, 1\) have equal gradients of .*`tp_size=1` for `vision`"
+    )
     assert len(set(errors)) == 1
 
 
