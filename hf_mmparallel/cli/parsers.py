@@ -198,7 +198,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     device = group.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu-type",
-        default="h100",
         metavar="NAME",
         help="device of each rank: a name of the table in docs/devices.md, such as h200, a100-pcie-40gb, l40s, mi300x "
         "or cpu, or the name that the driver reports (h100, an H100 SXM)",
@@ -226,7 +225,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "tf32", "float32"),
-        default="bfloat16",
         help="compute dtype (bfloat16), tf32 for float32 with products in TF32; weights have the dtype of the "
         "configuration",
     )
@@ -287,21 +285,17 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="columns with the tokens of a sample in the language model, or in each module",
     )
     group.add_argument("--processor", metavar="PATH|ID", help="processor for conversations (the model's)")
-    group.add_argument(
-        "--num-samples", type=positive, default=4096, metavar="N", help="maximum number of measured samples (4096)"
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the drawn samples (0)")
+    group.add_argument("--num-samples", type=positive, metavar="N", help="maximum number of measured samples (4096)")
+    group.add_argument("--seed", type=not_negative, metavar="N", help="seed of the drawn samples (0)")
     group.add_argument(
         "--seq-len",
         type=positive,
-        default=2048,
         metavar="N",
         help="without a dataset: LM tokens per sample (2048)",
     )
     group.add_argument(
         "--image-tokens",
         type=positive,
-        default=576,
         metavar="N",
         help="without a dataset: tokens per sample in each encoder (576)",
     )

@@ -61,7 +61,7 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     Args:
         answer (`Answer`): The plan.
     """
-    prediction, result = answer.prediction, answer.result
+    prediction = answer.prediction
     times = [prediction.step_ms for prediction in answer.predictions]
     ends = [ms_text(end) for end in (min(times), max(times))]
     spread = f" ({ends[0]} to {ends[1]} in {len(times)} batches)" if ends[0] != ends[1] else ""
@@ -77,8 +77,7 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     ]
     if answer.settings.allocator_text:
         lines.append(("Allocator", answer.settings.allocator_text))
-    bound = "" if result is None else result.best.bound
-    return [*lines, ("Bound", bound)] if bound else lines
+    return [*lines, ("Bound", answer.bound)]
 
 
 def memory_text(answer: Answer) -> str:

@@ -238,7 +238,7 @@ def _searched(
     inputs = Inputs(ModelSource(name, prepared.model, prepared.spec, {}), samples, args.layer_profile, args.seed)
     size = best.microbatch_size
     arrangement = best.candidate.arrangement
-    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, arrangement, result)
+    return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)
 
 
 def _with_own_host(costs: CostModel) -> CostModel:

@@ -19,7 +19,7 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, draw_batch
+from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan
 from hf_mmparallel.search.ranking import AS_FAST, in_order
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
@@ -56,7 +56,7 @@ class Exhaustive:
 
     def __init__(self, problem: PlanningProblem):
         self.problem = problem
-        self.batch = draw_batch(problem, 0)
+        self.batch = problem.batches[0]
         self.pads = not problem.costs.packs_rows
 
     def padding(self, name: str, parts: int) -> tuple[float, float]:
@@ -171,7 +171,7 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     problem = problem_of(candidate.num_ranks, 16)
     planner = step_planner(problem, candidate)
     check_plan(planner.plan, problem.spec)
-    batch = draw_batch(problem, 1)
+    batch = problem.batches[1]
     few = predict_batch(planner, batch)
     all_of_them = replace(planner, sizes=lambda _: batch)
     whole = all_of_them.predict(all_of_them(GlobalBatch(tuple(range(16)))))
@@ -201,7 +201,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     }
     plan = replace(planner.plan, modules=modules)
     other = replace(planner, plan=plan, sync_groups=sync_groups(problem.spec, plan))
-    batch = draw_batch(problem, 1)
+    batch = problem.batches[1]
     found = [predict_batch(own, batch) for own in (planner, other)]
     assert found[1].step_ms == pytest.approx(found[0].step_ms)
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
@@ -226,10 +226,10 @@ def test_answers_keep_to_the_rules_of_the_engine(frozen):
 def test_figures_of_answers_are_those_of_all_ranks():
     problem = problem_of(6, 12, fixed={LANGUAGE_MODEL: {"tp_size": 4}, "vision": {"tp_size": 1}})
     best = search_plans(problem).best
-    batch = draw_batch(problem, 0)
+    batch = best.typical.sizes
     planner = replace(step_planner(problem, best.candidate), sizes=lambda _: batch)
     whole = planner.predict(planner(GlobalBatch(tuple(range(12))))).simulation
-    found = best.prediction.simulation
+    found = best.typical.simulation
     assert found.busy_ms == pytest.approx(whole.busy_ms) and found.bubble_fraction == pytest.approx(
         whole.bubble_fraction
     )

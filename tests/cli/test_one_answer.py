@@ -1,0 +1,90 @@
+"""One question has one answer: what two commands print of a plan is the same."""
+
+import json
+import re
+
+import pytest
+import transformers
+import yaml
+
+from hf_mmparallel.plan import ParallelPlan
+
+SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 2}
+REQUEST = ["--global-batch-size", 12, "--gpu-type", "a100", "--num-samples", 200, "--seed", 3]
+LABELS = ("Predicted step", "Throughput", "Bubble", "Memory", "Allocator", "Bound", "Global batch", "Samples", "Costs")
+NOT_ASKED = ("command", "runners_up", "search")
+"""Figures that only a search has."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a configuration, large enough for the sizes of samples to count."""
+    folder = tmp_path_factory.mktemp("model")
+    transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**SIZES, image_size=28, patch_size=14),
+        text_config=transformers.LlamaConfig(**SIZES, vocab_size=200, num_key_value_heads=8),
+        image_token_index=199,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def ask(model, tmp_path, run):
+    """Runs a command on the model and returns its figures, and the lines of its prediction."""
+
+    def call(*arguments) -> tuple[dict, dict[str, str]]:
+        path = tmp_path / "figures.json"
+        out = run(*arguments, "--model", model, "--dataset", "chartqa", "--json", path)
+        figures = json.loads(path.read_text())
+        return {key: value for key, value in figures.items() if key not in NOT_ASKED}, lines_of(out)
+
+    return call
+
+
+def lines_of(out: str) -> dict[str, str]:
+    """Label -> text of a report without line breaks."""
+    parts = re.split(rf" ({'|'.join((*LABELS, 'Groups'))}) ", out)
+    return {label: text for label, text in zip(parts[1::2], parts[2::2], strict=True) if label in LABELS}
+
+
+@pytest.mark.parametrize(
+    "layout", [["--gpus", 2, "--effort", 1], ["--module", "language_model:dp=2", "--microbatch-size", 3]]
+)
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_a_simulated_plan_has_the_step_that_it_was_planned_with(tmp_path, ask, layout, ending):
+    path = tmp_path / f"plan.{ending}"
+    figures, lines = ask("plan", *layout, *REQUEST, "--freeze", "vision=tower", "--output", path)
+    assert "in 3 batches" in lines["Predicted step"] and set(lines) == set(LABELS)
+    for again in (["simulate", path], ["plan", "--parallel", path]):
+        assert ask(*again) == (figures, lines)
+
+
+def test_what_is_given_comes_before_what_a_plan_was_made_for(tmp_path, ask, fail):
+    path = tmp_path / "plan.yaml"
+    (tmp_path / "gpu.yaml").write_text("like: a100\nmemory_gib: 30\n")
+    layout = ["--module", "language_model:dp=2,checkpointing=true"]
+    described = [*REQUEST[:2], "--gpu-spec", tmp_path / "gpu.yaml", "--packing", "--memory-limit-gib", 20]
+    figures, _ = ask("plan", *layout, *described, "--output", path)
+    assert figures["gpu_type"] == "gpu" and ask("simulate", path)[0] == figures
+    h100, _ = ask("simulate", path, "--gpu-type", "h100", "--global-batch-size", 24, "--microbatch-size", 4)
+    same = [*described[:1], 24, "--gpu-type", "h100", *described[4:], "--microbatch-size", 4]
+    assert h100["gpu_type"] == "h100" and h100["global_batch_size"] == 24
+    assert h100["step_ms"] == ask("plan", *layout, *same)[0]["step_ms"]
+    data = yaml.safe_load(path.read_text())
+    assert data["planned_for"]["memory_limit_gib"] == 20 and data["planned_for"]["packing"] is True
+    for key, value, message in (
+        ("gpu_tpye", "h100", "Did you mean `gpu_type`?"),
+        ("microbatch_size", 0, "`microbatch_size` of `planned_for` is `0`; it must be a whole number of at least 1"),
+        ("packing", "yes", "must be `true` or `false`"),
+        ("memory_limit_gib", -1, "must be a number above 0"),
+    ):
+        path.write_text(yaml.safe_dump({**data, "planned_for": {**data["planned_for"], key: value}}))
+        assert message in fail("simulate", path)
+
+
+def test_a_plan_that_says_nothing_else_has_its_microbatches(tmp_path, ask):
+    path = tmp_path / "plan.yaml"
+    ask("plan", "--module", "language_model:dp=2", *REQUEST, "--output", path)
+    ParallelPlan.load(path).save(path)
+    figures, _ = ask("simulate", path)
+    assert figures["num_microbatches"] == 6 and figures["gpu_type"] == "h100"
