@@ -248,7 +248,7 @@ def throughput_table(planner: ResilientPlanner, first: ClusterPlan, global_batch
     for column in (*_PIPELINES, "samples/s", "nodes of each after losses", "samples/s"):
         _add_column(table, column)
     for left in _shown_losses(planner, first, most):
-        best = planner.fastest(len(left.nodes))
+        best = planner.at_best(left)
         rates = [_rate(planner, one, global_batch_size) for one in (best, left)]
         table.add_row(*_cells(planner, best), rates[0], _sizes(left), rates[1])
     return table
