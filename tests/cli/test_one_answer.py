@@ -2,12 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import transformers
 import yaml
 
-from hf_mmparallel.plan import ParallelPlan
+from hf_mmparallel.adapters.adapter import add_adapters
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.loading import build_on_meta
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan
+from hf_mmparallel.planner.text import frozen_text
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 2}
 REQUEST = ["--global-batch-size", 12, "--gpu-type", "a100", "--num-samples", 200, "--seed", 3]
@@ -88,3 +93,25 @@ def test_a_plan_that_says_nothing_else_has_its_microbatches(tmp_path, ask):
     ParallelPlan.load(path).save(path)
     figures, _ = ask("simulate", path)
     assert figures["num_microbatches"] == 6 and figures["gpu_type"] == "h100"
+
+
+def test_all_that_gets_no_gradient_is_named(model, ask):
+    """Whoever froze it: an option, or a script that passes a model with adapters."""
+    layout = ["--module", "vision:freeze=tower"]
+    assert lines_costs(ask("plan", *layout)) == "vision (tower)"
+    assert lines_costs(ask("plan")) == "nothing"
+    loaded = build_on_meta(str(model))
+    spec = build_model_spec(loaded)
+    assert frozen_text(replace(spec, modules={n: m.with_frozen(n == "vision") for n, m in spec.modules.items()})) == (
+        "vision"
+    )
+    add_adapters(loaded, spec, {LANGUAGE_MODEL: {"peft_type": "LORA", "target_modules": ["q_proj"]}})
+    spec = build_model_spec(loaded)
+    total = sum(p.numel() for p in loaded.model.language_model.parameters()) + loaded.lm_head.weight.numel()
+    trained = 2 * 2 * 8 * 1024  # two layers, two matrices, of rank 8
+    assert frozen_text(spec) == f"language_model ({total - trained:,} of {total:,} parameters)"
+
+
+def lines_costs(answer) -> str:
+    """What is frozen, by the line of costs."""
+    return answer[1]["Costs"].partition("frozen: ")[2]
