@@ -13,6 +13,7 @@ from .large_samples import large_samples
 from .problem import PlanningProblem, RankedPlan
 
 _FULL = 0.9  # share of the memory limit above which a plan is called full
+_SEEN = 0.005  # share that rounds to 1 %
 _AS_FAST = 5e-4  # difference that rounds to 0.0 %
 
 
@@ -27,10 +28,12 @@ def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> s
     prediction = Prediction.typical(predictions)
     busy, rank = busiest(prediction)
     names = ", ".join(f"`{name}` stage {index}" for name, _, index in prediction.plan.stages_of_rank(rank))
-    idle = prediction.simulation.bubble_fraction
+    idle, unlike = prediction.simulation.bubble_fraction, prediction.simulation.unlike_fraction
     text = (
         f"The busiest rank, {rank} ({names}), computes {busy:.0%} of the step; ranks wait {idle:.0%} of it on average"
     )
+    if unlike >= _SEEN:
+        text += f", {unlike:.0%} within tasks, for the largest of unlike replicas"
     fullest, memory = fullest_rank(predictions)
     limit = "" if memory_bytes is None else f" of {memory_bytes / GIB:.3g}"
     text += (

@@ -177,7 +177,9 @@ class PlanReport:
                 'into one row, and its attention function is "bitfield".'
             )
         measured = "" if core_per_rank(context.world) else " It is not measured here: the ranks share cores."
-        lines.append(f"Predicted bubble: {prediction.simulation.bubble_fraction:.1%}.{measured}")
+        bubble, unlike = prediction.simulation.bubble_fraction, prediction.simulation.unlike_fraction
+        within = f", of it {unlike:.1%} within tasks, for the largest of unlike replicas" if unlike else ""
+        lines.append(f"Predicted bubble: {bubble:.1%}{within}.{measured}")
         return lines
 
     def warn_of_small_batch(self, planner: StepPlanner) -> None:

@@ -64,6 +64,26 @@ def test_a_simulated_plan_has_the_step_that_it_was_planned_with(tmp_path, ask, l
         assert ask(*again) == (figures, lines)
 
 
+def test_ranks_that_wait_for_a_larger_replica_are_a_bubble(tmp_path, ask):
+    """Fully sharded: each task takes as long as the largest of its replicas, wherever that is told."""
+    sharded = "dp=4,zero_stage=3"
+    layout = ["--module", f"vision:{sharded}", "--module", f"language_model:{sharded},colocate=vision"]
+    files = ["--picture", tmp_path / "step.png", "--trace", tmp_path / "step.json", "--html", tmp_path / "page.html"]
+    request = ["--microbatch-assignment", "contiguous", "--microbatch-size", 3, *REQUEST]
+    figures, lines = ask("plan", *layout, *request, *files)
+    bubble = figures["bubble_fraction"]
+    assert bubble > 0.02 and lines["Bubble"].startswith(f"{bubble:.1%} of")
+    assert (
+        f"wait {bubble:.0%} of it on average, {bubble:.0%} within tasks, for the largest of unlike replicas"
+        in (figures["bound"])
+    )
+    drawn = [event for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    tasks = [event for event in drawn if event["cat"].endswith(("fwd", "bwd"))]
+    length = max(event["ts"] + event["dur"] for event in tasks)
+    assert 1 - sum(event["dur"] for event in tasks) / (4 * length) == pytest.approx(bubble, rel=0.02)
+    assert f"{bubble:.1%} of the ranks" in (tmp_path / "page.html").read_text()
+
+
 def test_what_is_given_comes_before_what_a_plan_was_made_for(tmp_path, ask, fail):
     path = tmp_path / "plan.yaml"
     (tmp_path / "gpu.yaml").write_text("like: a100\nmemory_gib: 30\n")
