@@ -11,6 +11,7 @@ from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace
 from .large_samples import large_samples
 from .problem import PlanningProblem, RankedPlan
+from .ranking import shard_size
 
 _FULL = 0.9  # share of the memory limit above which a plan is called full
 _SEEN = 0.005  # share that rounds to 1 %
@@ -88,6 +89,9 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     if slower < _AS_FAST:
         needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
         words = f"{-slower:.1%} faster" if slower < -_AS_FAST else "As fast"
+        groups = [shard_size(plan.candidate) for plan in (best, other)]
+        if groups[1] > groups[0]:
+            return f"{words}: copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}."
         return f"{words}: its fullest rank needs {needs[1]:.3g} GiB instead of {needs[0]:.3g}."
     computes, waits = zip(*(_mean_busy_and_idle_ms(plan) for plan in (best, other)), strict=True)
     if computes[1] - computes[0] >= waits[1] - waits[0]:
