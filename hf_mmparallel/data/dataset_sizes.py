@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..plan import ModelSpec, SampleSizes
 from .defaults import default_collator
 from .hub import check_hub
 from .layer_tokens import measure_layers
 from .sample_sizes import size_source
+from .size_sources import drawn_samples
 
 FORMATS = {
     ".parquet": "parquet",
@@ -74,8 +73,7 @@ def measure_dataset(
     dataset, split = open_dataset(source, split)
     total = len(dataset)
     if total > num_samples:
-        chosen = np.random.default_rng(seed).choice(total, num_samples, replace=False)
-        dataset = dataset.select(np.sort(chosen))
+        dataset = dataset.select(drawn_samples(total, num_samples, seed))
     names = dataset.column_names
     loaded = None
     if columns is None and "messages" in names and "input_ids" not in names:

@@ -29,7 +29,7 @@ from ..search.problem import PlanningProblem, SearchResult
 from ..steps.arrangement_choice import choose_arrangement
 from ..steps.communication import with_communication
 from ..steps.representatives import on_all_ranks, predict_batch
-from ..steps.step_planner import Prediction, StepPlanner
+from ..steps.step_planner import Prediction, StepPlanner, most_memory
 from .inputs import ModelSource, Samples, read_samples
 from .settings import Settings, check_searchable, has_all_sizes
 
@@ -169,10 +169,7 @@ class Answer:
     @property
     def memory(self) -> dict[int, RankMemory]:
         """Rank -> its memory, the maximum over the batches."""
-        return {
-            rank: max((prediction.memory[rank] for prediction in self.predictions), key=lambda memory: memory.total)
-            for rank in self.prediction.memory
-        }
+        return most_memory(self.predictions)
 
     @property
     def peak_gib(self) -> float:

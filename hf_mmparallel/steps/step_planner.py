@@ -258,3 +258,11 @@ class Prediction:
     def tokens_per_second(self, module: str) -> float:
         """Tokens of a module per second of the step."""
         return 1e3 * float(self.sizes.tokens[module].sum()) / self.step_ms
+
+
+def most_memory(predictions: Sequence[Prediction]) -> dict[int, RankMemory]:
+    """Rank -> its memory, the maximum over predictions."""
+    return {
+        rank: max((prediction.memory[rank] for prediction in predictions), key=lambda memory: memory.total)
+        for rank in predictions[0].memory
+    }

@@ -18,7 +18,7 @@ from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..page import write_page
-from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
+from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
 from ..plan.plugin import ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..planner.answer import Answer, Inputs
@@ -36,7 +36,7 @@ from .oversized_samples import allowed_bytes
 from .saved_plan import SAVED_PLAN, check_same_settings
 from .start_prediction import mean_tokens
 from .start_report import size_origin, stderr_console
-from .training_sizes import TrainingSizes, representative_batch
+from .training_sizes import TrainingSizes
 
 logger = get_logger(__name__)
 
@@ -224,12 +224,14 @@ def _searched(
     settings = Settings(
         gpus=args.world_size,
         gpu_type=costs.device.name,
+        gpu_spec=args.gpu_spec,
         described=costs.device,
         global_batch_size=batch,
         schedule=plugin.schedule,
         microbatch_assignment=args.microbatch_assignment,
         memory_limit_gib=None if memory_bytes is None else memory_bytes / GIB,
         dtype=costs.device.dtype,
+        packing=costs.packs_rows,
         plugin=plugin,
         sizes=problem.fixed,
         checkpointing=checkpointing,
@@ -284,15 +286,11 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     streamed = is_stream(dataset)
     if streamed:
         dataset = StreamWindow(dataset, context.args.seed)
-    source = sizes.of_rank(dataset)
-    global_batch = representative_batch(
-        dataset, source, max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES), context.args
-    )
-    if source is not None and global_batch.samples:
-        measured = source(global_batch.samples)
-        if measured.known and (measured.tokens[LANGUAGE_MODEL] > 1).any():
-            which = "samples of the stream, the first" if streamed else "training samples"
-            return Samples(f"{len(global_batch.samples):,} {which}, by {size_origin(context)}", measured)
+    start = sizes.at_start(dataset, batch, max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES))
+    if start is not None and (start.sizes.tokens[LANGUAGE_MODEL] > 1).any():
+        drawn = start.drawn(PlannedFor(seed=context.args.seed))
+        which = "samples of the stream, the first" if streamed else "training samples"
+        return Samples(f"{drawn.num_samples:,} {which}, by {size_origin(context)}", drawn)
     tokens = mean_tokens(context, dataset)
     if tokens is None:
         raise ValueError(

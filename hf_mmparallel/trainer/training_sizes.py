@@ -15,9 +15,9 @@ from ..data.layer_tokens import measure_layers
 from ..data.measured_batches import median_of
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens, keep_sizes, measure_samples, spread
+from ..data.size_sources import LayerTokens, drawn_samples, keep_sizes, measure_samples, spread
 from ..data.streams import StreamSizes, StreamWindow
-from ..plan import LANGUAGE_MODEL, SampleSizes
+from ..plan import LANGUAGE_MODEL, PlannedFor, SampleSizes
 from ..steps.step_planner import SizeFunction
 from ..world import shared_failure
 from .arguments import MultimodalTrainingArguments
@@ -40,6 +40,12 @@ class StartSizes:
 
     sizes: SampleSizes
     are_all: bool
+
+    def drawn(self, request: PlannedFor) -> SampleSizes:
+        """Those that batches of predictions are drawn from, of all samples the ones that the planner measures."""
+        if not self.are_all:
+            return self.sizes
+        return self.sizes.take(drawn_samples(self.sizes.num_samples, request.num_samples, request.seed))
 
 
 @dataclass(frozen=True)
@@ -102,29 +108,30 @@ class TrainingSizes:
             measured.with_layers = source, source.with_layers(self._layers(dataset, source))
         return measured.with_layers[1]
 
-    def at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
+    def at_start(self, dataset: Any, global_batch_size: int, count: int | None = None) -> StartSizes | None:
         """
         Sizes that this rank alone measures before the first step; `None` where they are unknown.
 
         Args:
             dataset: The training dataset, or the window of a stream.
             global_batch_size (`int`): Samples of a global batch.
+            count (`int`, *optional*): Samples to measure where not all sizes are known, unless that was done.
         """
         if self.measured.start is None or self.measured.start[0] is not dataset:
             with seeded(self.context.args.seed):  # only this rank reads samples here
-                self.measured.start = dataset, self._at_start(dataset, global_batch_size)
+                self.measured.start = dataset, self._at_start(dataset, global_batch_size, count)
         return self.measured.start[1]
 
-    def _at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
+    def _at_start(self, dataset: Any, global_batch_size: int, count: int | None) -> StartSizes | None:
         source = self.of_rank(dataset)
         if source is None:
             return None
         if source.is_table:
             result = StartSizes(source(range(len(source))), True)
         else:
-            count = _MEASURED
+            count = count or (_STREAMED if isinstance(source, StreamSizes) else _MEASURED)
             if isinstance(source, StreamSizes):
-                dataset, count = copy.copy(source.window), _STREAMED  # training reads the stream itself
+                dataset = copy.copy(source.window)  # training reads the stream itself
                 source = source.of_window(dataset)
             global_batch = representative_batch(dataset, source, max(count, global_batch_size), self.context.args)
             readable = _readable(source, global_batch.samples, skip=True)
