@@ -341,7 +341,7 @@ class MultimodalParallelPlugin:
         for name, module in read_mapping(self.modules, "`modules`").items():
             read_name(name, "The name of a module")
             if module is not None and not isinstance(module, (ModulePlugin, Mapping)):
-                raise ValueError(f"`{name}={module!r}` must be a `ModulePlugin` or a dict of its settings.")
+                raise ValueError(self._no_module(name, module))
         self.modules = {name: ModulePlugin.from_dict(module or {}) for name, module in self.modules.items()}
         if self.plan is not None and not isinstance(self.plan, ParallelPlan):
             raise ValueError(
@@ -361,6 +361,14 @@ class MultimodalParallelPlugin:
                 module.check_against(name, self.plan.modules[name])
         if self.auto:
             self._check_auto()
+
+    def _no_module(self, name: str, value: Any) -> str:
+        """Why a key of `modules` is none, in one sentence."""
+        if name in (f.name for f in dataclasses.fields(self) if f.init):
+            return f"`{name}={value!r}` stands among the modules. Put these under `modules`, beside it."
+        others = [f"`{key}`" for key, module in self.modules.items() if isinstance(module, (ModulePlugin, Mapping))]
+        known = f" Known: {', '.join(others)}." if others else ""
+        return f"`{name}={value!r}` must be a `ModulePlugin` or a dict of its settings.{known}"
 
     def _check_auto(self) -> None:
         """Raises `ValueError` for settings that a search can't respect."""
