@@ -36,7 +36,7 @@ from .oversized_samples import allowed_bytes
 from .saved_plan import SAVED_PLAN, check_same_settings
 from .start_prediction import mean_tokens
 from .start_report import size_origin, stderr_console
-from .training_sizes import TrainingSizes
+from .training_sizes import TrainingSizes, representative_batch
 
 logger = get_logger(__name__)
 
@@ -286,11 +286,17 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     streamed = is_stream(dataset)
     if streamed:
         dataset = StreamWindow(dataset, context.args.seed)
-    start = sizes.at_start(dataset, batch, max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES))
-    if start is not None and (start.sizes.tokens[LANGUAGE_MODEL] > 1).any():
-        drawn = start.drawn(PlannedFor(seed=context.args.seed))
+    source = sizes.of_rank(dataset)
+    start = sizes.at_start(dataset, batch) if getattr(source, "is_table", False) else None
+    if start is not None:
+        measured = start.drawn(PlannedFor(seed=context.args.seed))
+    else:
+        count = max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES)
+        samples = representative_batch(dataset, source, count, context.args).samples
+        measured = source(samples) if source is not None and samples else None
+    if measured is not None and measured.known and (measured.tokens[LANGUAGE_MODEL] > 1).any():
         which = "samples of the stream, the first" if streamed else "training samples"
-        return Samples(f"{drawn.num_samples:,} {which}, by {size_origin(context)}", drawn)
+        return Samples(f"{measured.num_samples:,} {which}, by {size_origin(context)}", measured)
     tokens = mean_tokens(context, dataset)
     if tokens is None:
         raise ValueError(

@@ -108,30 +108,29 @@ class TrainingSizes:
             measured.with_layers = source, source.with_layers(self._layers(dataset, source))
         return measured.with_layers[1]
 
-    def at_start(self, dataset: Any, global_batch_size: int, count: int | None = None) -> StartSizes | None:
+    def at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
         """
         Sizes that this rank alone measures before the first step; `None` where they are unknown.
 
         Args:
             dataset: The training dataset, or the window of a stream.
             global_batch_size (`int`): Samples of a global batch.
-            count (`int`, *optional*): Samples to measure where not all sizes are known, unless that was done.
         """
         if self.measured.start is None or self.measured.start[0] is not dataset:
             with seeded(self.context.args.seed):  # only this rank reads samples here
-                self.measured.start = dataset, self._at_start(dataset, global_batch_size, count)
+                self.measured.start = dataset, self._at_start(dataset, global_batch_size)
         return self.measured.start[1]
 
-    def _at_start(self, dataset: Any, global_batch_size: int, count: int | None) -> StartSizes | None:
+    def _at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
         source = self.of_rank(dataset)
         if source is None:
             return None
         if source.is_table:
             result = StartSizes(source(range(len(source))), True)
         else:
-            count = count or (_STREAMED if isinstance(source, StreamSizes) else _MEASURED)
+            count = _MEASURED
             if isinstance(source, StreamSizes):
-                dataset = copy.copy(source.window)  # training reads the stream itself
+                dataset, count = copy.copy(source.window), _STREAMED  # training reads the stream itself
                 source = source.of_window(dataset)
             global_batch = representative_batch(dataset, source, max(count, global_batch_size), self.context.args)
             readable = _readable(source, global_batch.samples, skip=True)
