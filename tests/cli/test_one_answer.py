@@ -1,18 +1,32 @@
 """One question has one answer: what two commands print of a plan is the same."""
 
+import html
+import io
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 import transformers
 import yaml
+from datasets import Dataset, load_from_disk
+from rich.console import Console
+from transformers import AutoModelForImageTextToText
 
 from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan
-from hf_mmparallel.planner.text import frozen_text
+from hf_mmparallel.planner.text import frozen_text, ms_text
+from hf_mmparallel.trainer import auto, start_report
+from tests import tiny
+from tests.distributed import run_distributed
+from tests.trainer import runs
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 2}
 REQUEST = ["--global-batch-size", 12, "--gpu-type", "a100", "--num-samples", 200, "--seed", 3]
@@ -39,7 +53,7 @@ def ask(model, tmp_path, run):
 
     def call(*arguments) -> tuple[dict, dict[str, str]]:
         path = tmp_path / "figures.json"
-        out = run(*arguments, "--model", model, "--dataset", "chartqa", "--json", path)
+        call.out = out = run(*arguments, "--model", model, "--dataset", "chartqa", "--json", path)
         figures = json.loads(path.read_text())
         return {key: value for key, value in figures.items() if key not in NOT_ASKED}, lines_of(out)
 
@@ -135,3 +149,67 @@ def test_all_that_gets_no_gradient_is_named(model, ask):
 def lines_costs(answer) -> str:
     """What is frozen, by the line of costs."""
     return answer[1]["Costs"].partition("frozen: ")[2]
+
+
+def test_the_files_of_a_plan_say_what_is_printed(tmp_path, ask):
+    """The page, the comments of the plan, the figures, and the table of `--explain`."""
+    files = {name: tmp_path / name for name in ("page.html", "plan.yaml")}
+    written = ["--html", files["page.html"], "--output", files["plan.yaml"], "--explain"]
+    figures, lines = ask("plan", "--gpus", 2, "--effort", 1, *REQUEST, *written)
+    page = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", files["page.html"].read_text())).split())
+    notes = " ".join(files["plan.yaml"].read_text().replace("# ", " ").split())
+    for label, text in lines.items():
+        assert text.rstrip(" .") in page, label
+        assert text.rstrip(" .") in notes or label in ("Global batch", "Costs"), label
+    assert lines["Predicted step"].startswith(ms_text(figures["step_ms"]))
+    assert f"MFU {figures['flops_utilisation']:.1%}" in lines["Throughput"]
+    assert lines["Bubble"].startswith(f"{figures['bubble_fraction']:.1%} of")
+    assert lines["Memory"].startswith(f"{figures['peak_memory_gib']:.3g} of") and lines["Bound"] == figures["bound"]
+    explained = json.loads((tmp_path / "figures.json").read_text())["runners_up"]
+    printed = ask.out.split("Next best plans")[1]
+    assert f"│ {ms_text(figures['step_ms'])} │ │" in printed, "the first row is the plan itself"
+    for other in explained:
+        assert f"│ {ms_text(other['step_ms'])} │ {other['step_ms'] / figures['step_ms'] - 1:.1%} │" in printed
+
+
+def trainer_reports(folder: str) -> dict[str, str]:
+    """On this rank: what `parallel="auto"` prints, and a Trainer with the file that it writes and another seed."""
+    printed, output = {}, Path(folder) / "auto"
+    data = load_from_disk(str(Path(folder) / "data")).with_format("torch")
+    arguments: dict[str, Any] = {"global_batch_size": 8}
+    for name, parallel in (("auto", "auto"), ("file", str(output / "plan.yaml"))):
+        console = Console(file=io.StringIO(), width=400)
+        model = AutoModelForImageTextToText.from_pretrained(Path(folder) / "model")
+        with (
+            mock.patch.multiple(auto, stderr_console=lambda console=console: console),
+            mock.patch.multiple(start_report, stderr_console=lambda console=console: console),
+        ):
+            trainer = runs.make_trainer("llava", parallel, str(output), data=data, model=model, **arguments)
+        arguments |= {"per_device_train_batch_size": trainer.args.per_device_train_batch_size, "seed": 11}
+        printed[name] = " ".join(console.file.getvalue().split())
+        dist.barrier()  # the first rank writes the file
+    return printed
+
+
+@pytest.mark.distributed
+def test_the_trainer_reports_the_step_that_the_commands_predict(tmp_path, run):
+    """On ranks without a GPU: one prediction in the report of the search, that of the plan, and of its file."""
+    tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "model")
+    generator = torch.Generator().manual_seed(0)
+    lengths = [8 + 24 * (index % 5) for index in range(40)]
+    ids = [[5] * length + [tiny.MEDIA_TOKEN] * 4 for length in lengths]
+    images = torch.randn(len(ids), 1, 3, 16, 16, generator=generator).tolist()
+    rows = {"input_ids": ids, "labels": ids, "attention_mask": [[1] * len(own) for own in ids]}
+    Dataset.from_dict({**rows, "pixel_values": images}).save_to_disk(str(tmp_path / "data"))
+    printed, *_ = run_distributed(trainer_reports, 2, str(tmp_path), timeout=120)
+    found, plan = printed["auto"], tmp_path / "auto" / "plan.yaml"
+    lines = lines_of(found)
+    step_ms = lines["Predicted step"].split(" ms")[0]
+    asked = ["--model", tmp_path / "model", "--dataset", tmp_path / "data"]
+    simulated = lines_of(run("simulate", plan, *asked))
+    for label in ("Predicted step", "Throughput", "Memory", "Bound"):
+        assert simulated[label].startswith(lines[label].partition(" Next best")[0]), label
+    for report in printed.values():
+        told = float(re.findall(r"a step (?:[\d.,]+ -> )?([\d.,]+) ms", report)[0])
+        assert told == pytest.approx(float(step_ms), rel=1e-2), report  # three digits
+        assert f"Predicted bubble: {simulated['Bubble'].split()[0]}" in report
