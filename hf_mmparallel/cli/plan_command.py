@@ -18,7 +18,7 @@ from ..planner.inputs import read_model
 from ..planner.settings import Settings, read_layout
 from ..planner.stability_text import stability_lines
 from ..planner.tables import layout_text
-from ..planner.text import ms_text, new_console, print_gantt, print_labelled, print_runners_up, report
+from ..planner.text import ms_text, new_console, plural, print_gantt, print_labelled, print_runners_up, report
 
 if TYPE_CHECKING:
     from ..search.compare import ComparedPlan
@@ -234,6 +234,8 @@ def write_files(
     if args.html:
         from ..page import write_page
 
+        told = Console(stderr=True)  # a page of thousands of ranks takes a while
+        told.print(f"Writing {args.html}, the page of {plural(answer.plan.world_size, 'rank')}", highlight=False)
         write_page(args.html, page_of(answer, args.command_line, comparison, what_ifs))
         console.print(f"Page written to {args.html}", highlight=False, soft_wrap=True)
     if args.json:

@@ -170,6 +170,14 @@ def test_thousands_of_ranks_fit_a_screen(model, capsys):
     assert len(out.splitlines()) < 40
 
 
+def test_a_page_is_announced_before_it_is_written(model, tmp_path, capsys):
+    path = tmp_path / "page.html"
+    layout = ["--module", "language_model:dp=3"]
+    assert main(["plan", "--model", str(model), *layout, "--html", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "the page of 4 ranks" in " ".join(printed.err.split()) and "Page written to" in printed.out
+
+
 def test_help_imports_no_torch():
     code = (
         "import sys\nfrom hf_mmparallel.cli.main import main\n"
