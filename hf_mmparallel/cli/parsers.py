@@ -49,10 +49,12 @@ settings of `--what-if`, separated by commas:
 SIMULATE_EXAMPLES = """\
 examples:
   hf-mmparallel simulate plan.yaml --picture schedule.png
+  hf-mmparallel simulate plan.yaml --model ./my-vlm --dataset chartqa
   hf-mmparallel simulate plan.yaml --model ./my-vlm --dataset chartqa --gpu-type a100 --global-batch-size 64
   hf-mmparallel simulate --trace failures.csv --model ./my-vlm --node-size 8 --failures 2 --picture throughput.png
   hf-mmparallel simulate --nodes 30 --lose-every 10 --model ./my-vlm --gpu-type a40
-Without --model a forward takes 1 ms and a backward 2 ms on every stage.
+Device, batch sizes and the drawing of samples are those that the plan was made for (`planned_for` in its file), unless
+they are given. Without --model a forward takes 1 ms and a backward 2 ms on every stage.
 
 Without a plan, a trace of failures is replayed on the model: rows of milliseconds, add or remove, and a node.
 Recovery in place by pipeline templates is compared with a grid of pipelines that starts anew from its last
