@@ -17,7 +17,7 @@ from hf_mmparallel.cost import layer_table
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
 from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
+from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction
@@ -209,7 +209,7 @@ def simulated(problem: PlanningProblem, candidate: Candidate, number: int) -> Pr
     """
     planner = step_planner(problem, candidate)
     try:
-        found = predict_batch(planner, draw_batch(problem, number))
+        found = predict_batch(planner, problem.batches[number])
     except ValueError:  # the state alone is larger than the memory
         return None
     fits = problem.memory_bytes is None or found.peak_memory_bytes <= problem.memory_bytes

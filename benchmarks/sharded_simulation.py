@@ -219,7 +219,7 @@ class ModelledLink:
         rank_bytes = (
             given.nbytes if is_gather else given.nbytes / (len(ranks) - 1)
         )  # a rank sends all rows but its own
-        time_ms = all_gather(self.device, rank_bytes * len(ranks), ranks)(1.0, 0.0)
+        time_ms = all_gather(self.device, ranks)(rank_bytes * len(ranks))
         self.num_transfers += 1
         self.free_s = max(self.free_s, time.perf_counter()) + time_ms / 1e3
         return _Transfer(collective(out, given, *splits, **options), self.free_s)

@@ -234,7 +234,7 @@ class PredictionCallback(EngineCallback):
             predicted_step_ms=float(np.mean([step.prediction.simulation.iteration_ms for step in steps])),
             wall_ms=wall_ms,
             data_ms=data_ms,
-            predicted_bubble=float(np.mean([step.prediction.simulation.bubble_fraction for step in steps])),
+            predicted_bubble=float(np.mean([step.prediction.simulation.idle_fraction for step in steps])),
             bubble=_bubble(ranks, chosen) if core_per_rank(engine.world) else None,
             causes={},
             memory=_memory(ranks, steps),

@@ -49,10 +49,12 @@ settings of `--what-if`, separated by commas:
 SIMULATE_EXAMPLES = """\
 examples:
   hf-mmparallel simulate plan.yaml --picture schedule.png
+  hf-mmparallel simulate plan.yaml --model ./my-vlm --dataset chartqa
   hf-mmparallel simulate plan.yaml --model ./my-vlm --dataset chartqa --gpu-type a100 --global-batch-size 64
   hf-mmparallel simulate --trace failures.csv --model ./my-vlm --node-size 8 --failures 2 --picture throughput.png
   hf-mmparallel simulate --nodes 30 --lose-every 10 --model ./my-vlm --gpu-type a40
-Without --model a forward takes 1 ms and a backward 2 ms on every stage.
+Device, batch sizes and the drawing of samples are those that the plan was made for (`planned_for` in its file), unless
+they are given. Without --model a forward takes 1 ms and a backward 2 ms on every stage.
 
 Without a plan, a trace of failures is replayed on the model: rows of milliseconds, add or remove, and a node.
 Recovery in place by pipeline templates is compared with a grid of pipelines that starts anew from its last
@@ -198,7 +200,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     device = group.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu-type",
-        default="h100",
         metavar="NAME",
         help="device of each rank: a name of the table in docs/devices.md, such as h200, a100-pcie-40gb, l40s, mi300x "
         "or cpu, or the name that the driver reports (h100, an H100 SXM)",
@@ -226,7 +227,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "tf32", "float32"),
-        default="bfloat16",
         help="compute dtype (bfloat16), tf32 for float32 with products in TF32; weights have the dtype of the "
         "configuration",
     )
@@ -287,21 +287,17 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="columns with the tokens of a sample in the language model, or in each module",
     )
     group.add_argument("--processor", metavar="PATH|ID", help="processor for conversations (the model's)")
-    group.add_argument(
-        "--num-samples", type=positive, default=4096, metavar="N", help="maximum number of measured samples (4096)"
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the drawn samples (0)")
+    group.add_argument("--num-samples", type=positive, metavar="N", help="maximum number of measured samples (4096)")
+    group.add_argument("--seed", type=not_negative, metavar="N", help="seed of the drawn samples (0)")
     group.add_argument(
         "--seq-len",
         type=positive,
-        default=2048,
         metavar="N",
         help="without a dataset: LM tokens per sample (2048)",
     )
     group.add_argument(
         "--image-tokens",
         type=positive,
-        default=576,
         metavar="N",
         help="without a dataset: tokens per sample in each encoder (576)",
     )

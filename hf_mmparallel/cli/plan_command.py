@@ -14,11 +14,11 @@ from ..drawing.timeline import chrome_trace, gantt_png
 from ..plan import save_layout
 from ..planner.answer import Answer, Inputs, check_memory, solve
 from ..planner.files import WhatIfs, figures, page_of, plan_line, save_plan
-from ..planner.inputs import read_model, read_samples
+from ..planner.inputs import read_model
 from ..planner.settings import Settings, read_layout
 from ..planner.stability_text import stability_lines
 from ..planner.tables import layout_text
-from ..planner.text import ms_text, new_console, print_gantt, print_labelled, print_runners_up, report
+from ..planner.text import ms_text, new_console, plural, print_gantt, print_labelled, print_runners_up, report
 
 if TYPE_CHECKING:
     from ..search.compare import ComparedPlan
@@ -54,7 +54,7 @@ def run_plan(args: argparse.Namespace) -> None:
                 f"`--what-if {text}`: the times of `{args.profile}` were measured on one device, in one dtype. Leave "
                 "`--profile` out to compare others."
             )
-    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed, args.effort)
+    inputs = Inputs.of(args, source)
     answer, comparison = solve(settings, inputs), ()
     if args.compare:
         answer, comparison = compared(answer)
@@ -102,7 +102,7 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
                 "Leave one of them out."
             )
     source = read_model(args.model, settings.plugin.modules, args.generator)
-    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
+    inputs = Inputs.of(args, source)
     plans = surviving_plans(settings, inputs, args.nodes, args.failures)
     console = new_console()
     planner, batch = plans.planner, plans.global_batch_size
@@ -112,7 +112,7 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
     print_labelled(console, [*guarantee_lines(planner, batch, memory), ("Samples", inputs.samples.origin)])
     console.print(throughput_table(planner, plans.first, batch, MOST_LOSSES), highlight=False)
     if args.output:
-        save_layout(args.output, plans.first.plan, settings.plugin.modules)
+        save_layout(args.output, plans.first.plan, settings.plugin.modules, plans.planned_for)
         console.print(f"Plan of all nodes written to {args.output}", highlight=False, soft_wrap=True)
 
 
@@ -234,6 +234,8 @@ def write_files(
     if args.html:
         from ..page import write_page
 
+        told = Console(stderr=True)  # a page of thousands of ranks takes a while
+        told.print(f"Writing {args.html}, the page of {plural(answer.plan.world_size, 'rank')}", highlight=False)
         write_page(args.html, page_of(answer, args.command_line, comparison, what_ifs))
         console.print(f"Page written to {args.html}", highlight=False, soft_wrap=True)
     if args.json:

@@ -14,9 +14,9 @@ from rich.table import Table
 from ..drawing.throughput_chart import ThroughputRow, throughput_png
 from ..plan import ModulePlugin
 from ..planner.answer import SAMPLES_PER_GPU, Inputs
-from ..planner.inputs import read_model, read_samples
+from ..planner.inputs import read_model
 from ..planner.possible_sizes import stage_tp_sizes
-from ..planner.settings import Settings
+from ..planner.settings import Settings, complete
 from ..planner.surviving_plans import drawn_microbatches, selected_layers
 from ..planner.text import new_console, plural, print_labelled
 from ..resilience.model_chain import model_chain
@@ -45,10 +45,11 @@ def run_replay(args: argparse.Namespace) -> None:
     for name in WITHOUT_PLAN:
         if getattr(args, name):
             raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a trace of failures. Leave it out.")
+    complete(args)
     trace = _trace(args)
     settings = Settings.of(args)
     source = read_model(args.model, {}, [])
-    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
+    inputs = Inputs.of(args, source)
     batch = settings.global_batch_size or SAMPLES_PER_GPU * trace.most_nodes * args.node_size
     job = _job(args, settings, inputs, trace.most_nodes, batch)
     # A node holds the state of two stages.

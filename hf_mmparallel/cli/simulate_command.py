@@ -9,8 +9,8 @@ from ..arrange import contiguous_step, plan_for_batch
 from ..drawing.timeline import chrome_trace, gantt_png
 from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
 from ..planner.answer import Inputs, batch_to_fill, predict_plan
-from ..planner.inputs import read_model, read_samples
-from ..planner.settings import Settings, read_plugin
+from ..planner.inputs import read_model
+from ..planner.settings import Settings, complete, read_plugin
 from ..planner.tables import plan_table
 from ..planner.text import groups_text, microbatches_text, ms_text, new_console, print_gantt, print_labelled, report
 from ..schedule import build_program, simulate
@@ -37,13 +37,14 @@ def run_simulate(args: argparse.Namespace) -> None:
         raise ValueError(
             f"`{args.plan}` has settings of modules, not a plan. Make one with `hf-mmparallel plan --output`."
         )
+    complete(args, plugin.planned_for)
     settings = Settings.of(args, plugin=plugin)
     if args.model is None:
         _simulate_in_units(args, settings, plugin.plan)
         return
     source = read_model(args.model, plugin.modules, args.generator)
     check_plan(plugin.plan, source.spec)
-    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
+    inputs = Inputs.of(args, source)
     costs = inputs.costs(settings)
     answer = predict_plan(settings, inputs, costs, plan_for_model(settings.plugin, costs.spec, None))
     console = new_console()

@@ -174,9 +174,9 @@ class AnalyticLayers:
             if not is_cut or any(use.parameter.name in self.spec.tied for use in uses if use.multiplies):
                 return Polynomial(), Polynomial()
             logits = self.value_bytes * shape.matrices[-1].shape[0]
-            return all_reduce(self.device, logits / 2, ranks), Polynomial()
+            return all_reduce(self.device, ranks).of_tokens(logits / 2), Polynomial()
         hidden = module_spec.hidden_size * self.value_bytes
-        one = all_reduce(self.device, hidden, ranks)
+        one = all_reduce(self.device, ranks).of_tokens(hidden)
         if self.engine.hidden_sums:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
         split = [group for group in shape.feed_forwards if len(group) > 1]

@@ -1,55 +1,103 @@
-"""Times of collectives: the latency of each step of a tree, and the bandwidth of a ring."""
+"""
+Times of collectives as NCCL runs them: the latency of each step, and the bytes that cross a link.
+
+NCCL all-reduces along a ring or double binary trees, and gathers and scatters along a ring: it has no tree for these
+(NCCL, `src/graph/tuning.cc`, with the latencies and shares of bandwidth below). PAT (NCCL 2.23; "PAT: a new algorithm
+for all-gather and reduce-scatter operations at scale", arXiv 2506.20252) takes a logarithmic number of steps, but only
+with one rank on each node.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from .devices import Hardware
 from .layers import Polynomial
 
+_PROTOCOLS = ((1.0, 1.0, 1.0), (0.56, 0.42, 0.92), (0.25, 0.28, 0.25))
+"""Simple, LL128 and LL: latency of a step within and between nodes, and bandwidth, relative to the first."""
+_PAT_STEP, _PAT_RANK_US, _PAT_RATE = 1 / 3.5, 2.8, 0.75
+"""Latency of a step of PAT relative to one of a ring, its work for each rank, and its relative bandwidth."""
 
-def all_reduce(device: Hardware, num_bytes: float, ranks: Sequence[int]) -> Polynomial:
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """
+    Time of a collective of some ranks: that of the fastest way for a number of bytes.
+
+    Args:
+        ways (`tuple[tuple[float, float], ...]`): Milliseconds per byte and latency in milliseconds of each.
+    """
+
+    ways: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
+
+    def __call__(self, num_bytes: float) -> float:
+        """Milliseconds for a number of bytes."""
+        return min(rate * num_bytes + latency_ms for rate, latency_ms in self.ways)
+
+    def of_tokens(self, token_bytes: float) -> Polynomial:
+        """Milliseconds for bytes per token, in tokens, where there is one way."""
+        ((rate, latency_ms),) = self.ways
+        return Polynomial(0.0, rate * token_bytes, latency_ms)
+
+
+Collective = Callable[[Hardware, Sequence[int]], CollectiveTime]
+
+
+def all_reduce(device: Hardware, ranks: Sequence[int]) -> CollectiveTime:
     """
     All-reduce: `2 log2(n)` messages in sequence, and the bytes that a ring sends over each link. NCCL's double binary
     trees have both terms, and the faster of ring and tree comes close to this.
 
     Args:
         device (`Hardware`): The device of each rank.
-        num_bytes (`float`): Bytes of the reduced tensor, per token.
         ranks (`Sequence[int]`): The ranks.
-
-    Returns:
-        `Polynomial`: Milliseconds, in tokens.
-    """
-    half = all_gather(device, num_bytes, ranks)
-    return half + half
-
-
-def all_gather(device: Hardware, num_bytes: float, ranks: Sequence[int]) -> Polynomial:
-    """
-    All-gather of `num_bytes` in total; a reduce-scatter takes the same time.
-
-    Args:
-        device (`Hardware`): The device of each rank.
-        num_bytes (`float`): Bytes of all shards together, per token.
-        ranks (`Sequence[int]`): The ranks.
-
-    Returns:
-        `Polynomial`: Milliseconds, in tokens.
     """
     count = len(ranks)
     if count < 2:
-        return Polynomial()
-    latency_ms = (count - 1).bit_length() * device.step_latency_us(ranks) / 1e3
-    travels = (count - 1) / count * num_bytes / device.link_bytes_per_ms(ranks)
-    return Polynomial(0.0, travels, latency_ms)
+        return CollectiveTime()
+    latency_ms = 2 * (count - 1).bit_length() * device.step_latency_us(ranks) / 1e3
+    return CollectiveTime(((2 * _byte_ms(device, ranks), latency_ms),))
+
+
+def all_gather(device: Hardware, ranks: Sequence[int]) -> CollectiveTime:
+    """
+    All-gather, of the bytes of all shards together; a reduce-scatter takes the same time. A ring has `n - 1` steps, of
+    which as many as there are nodes but one are between nodes.
+
+    Args:
+        device (`Hardware`): The device of each rank.
+        ranks (`Sequence[int]`): The ranks.
+    """
+    count, members = len(ranks), Counter(rank // device.node_size for rank in ranks)
+    if count < 2:
+        return CollectiveTime()
+    byte_ms, num_nodes = _byte_ms(device, ranks), len(members)
+    within_us = (count - num_nodes) * device.step_latency_us(ranks[:1])
+    step_us = device.step_latency_us(ranks)
+    between_us = (num_nodes - 1) * step_us
+    ways = [
+        (byte_ms / rate, (within * within_us + between * between_us) / 1e3)
+        for within, between, rate in (_PROTOCOLS if device.has_nccl else _PROTOCOLS[:1])
+    ]
+    if device.has_nccl and num_nodes == count:
+        steps_us = (num_nodes - 1).bit_length() * _PAT_STEP * step_us
+        ways.append((byte_ms / _PAT_RATE, (steps_us + count * _PAT_RANK_US) / 1e3))
+    return CollectiveTime(tuple(ways))
+
+
+def _byte_ms(device: Hardware, ranks: Sequence[int]) -> float:
+    """Milliseconds for each byte of which every rank but one sends its share over a link."""
+    return (len(ranks) - 1) / len(ranks) / device.link_bytes_per_ms(ranks)
 
 
 def slowest(
-    collective: Callable[[Hardware, float, Sequence[int]], Polynomial],
+    collective: Collective,
     device: Hardware,
     num_bytes: float,
     groups: Iterable[Sequence[int]],
 ) -> float:
     """Milliseconds of the slowest of several groups of ranks that communicate at the same time; 0 without groups."""
-    return max((collective(device, num_bytes, ranks)(1.0, 0.0) for ranks in groups), default=0.0)
+    return max((collective(device, ranks)(num_bytes) for ranks in groups), default=0.0)

@@ -139,6 +139,11 @@ class Hardware:
         return 1e6 * self.host_memory_gb_per_s * self.memory_efficiency / self.node_size
 
     @property
+    def has_nccl(self) -> bool:
+        """Whether collectives are those of NCCL or RCCL; on the CPU gloo has plain rings."""
+        return self.name != "cpu"
+
+    @property
     def network_gb_per_s(self) -> float:
         """A device's share of its node's network bandwidth, one way."""
         return self.node_link_gb_per_s * self.network_cards / self.node_size
@@ -170,7 +175,7 @@ class Hardware:
         return self.link_latency_us if self._is_one_node(ranks) else self.node_link_latency_us
 
     def step_latency_us(self, ranks: Iterable[int]) -> float:
-        """Latency of one step of a collective over `ranks`, in microseconds; a tree has `log2(n)` steps."""
+        """Latency of one step of a tree or ring over `ranks`, in microseconds; between nodes if there are several."""
         members = list(ranks)
         latency = self.collective_latency_us if self._is_one_node(members) else self.node_collective_latency_us
         return self.latency_us(members) if latency is None else latency

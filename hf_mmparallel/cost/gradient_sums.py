@@ -13,7 +13,7 @@ from ..plan import ParallelPlan, Stage, StageKey, SyncGroup
 from ..plan.ownership import layer_numbers
 from ..schedule import in_buckets, sum_buckets
 from .activations import DTYPE_BYTES, FULL
-from .collectives import all_gather, all_reduce, slowest
+from .collectives import CollectiveTime, all_gather, all_reduce, slowest
 from .layers import CostModel
 from .sharded_passes import REDUCES_IN_PASSES, parameter_bytes
 from .stage_memory import GRADIENT_BUCKET_BYTES
@@ -178,9 +178,7 @@ class GradientSumCosts:
         buckets = sum_buckets(sums, layers.__getitem__ if early else lambda _: -1, divide)
         sizes = [sum(map(num_bytes.__getitem__, bucket.parameters)) for bucket in buckets]
         rates = {index: self._rates(self.sync_groups[index]) for index in members}
-        times = [
-            max(a * size + b for a, b in rates[bucket.index]) for bucket, size in zip(buckets, sizes, strict=True)
-        ]
+        times = [max(one(size) for one in rates[bucket.index]) for bucket, size in zip(buckets, sizes, strict=True)]
         index, layer = (np.array([getattr(b, key) for b in buckets], np.int64) for key in ("index", "layer"))
         return _Lane(self._kinds(group), index, layer, np.array(times, float))
 
@@ -189,11 +187,10 @@ class GradientSumCosts:
         """Parameter -> its layer."""
         return layer_numbers(self.costs.spec)
 
-    def _rates(self, group: SyncGroup) -> set[tuple[float, float]]:
-        """Milliseconds per byte, and latency, of the collective of each group of ranks at the same time."""
+    def _rates(self, group: SyncGroup) -> set[CollectiveTime]:
+        """Times of the collective of each group of ranks at the same time."""
         collective, groups = (all_gather, group.shard_groups) if group.shard_groups else (all_reduce, [group.ranks])
-        found = [collective(self.costs.device, 1.0, ranks) for ranks in groups]
-        return {(one.token, one.constant) for one in found}
+        return {collective(self.costs.device, ranks) for ranks in groups}
 
     def _kinds(self, group: SyncGroup) -> tuple[_StageKind, ...]:
         """The stages of a sum, by layout."""

@@ -227,7 +227,7 @@ def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int
     ranks = sorted(tp_group[0] for stage in stages for tp_group in stage.mesh)
     size = min(num_shards(planned), len(ranks))
     groups = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
-    slowest = max(groups, key=lambda group: all_gather(costs.device, 1e6, group)(1.0, 0.0))
+    slowest = max(groups, key=lambda group: all_gather(costs.device, group)(1e6))
     alternates = plan.policy.is_one_phase and all(len(replica) <= 1 for replica in planned.replicas)
     return transfers_among(slowest, costs, module, stages[0].layers, planned.tp_size, planned.sharding, alternates)
 
@@ -255,10 +255,10 @@ def transfers_among(
         alternates (`bool`): See [`PassTransfers`].
     """
     num_layers = costs.spec.modules[module].num_layers
-    one = all_gather(costs.device, 1.0, ranks)
+    one = all_gather(costs.device, ranks)
 
     def times_ms(num_bytes: Sequence[float]) -> tuple[float, float]:
-        gather_ms, reduce_ms = (one(n, 0.0) if n else 0.0 for n in num_bytes)
+        gather_ms, reduce_ms = (one(n) if n else 0.0 for n in num_bytes)
         return (gather_ms if sharding.zero_stage >= GATHERS_IN_PASSES else 0.0), reduce_ms
 
     inner = [times_ms(held_bytes(costs, module, tp_size, (index,))) for index in range(*layers)]

@@ -53,6 +53,7 @@ class StepCost:
         self.stages = stage_costs(costs, plan) if stages is None else stages
         self._links: dict[tuple[StageKey, StageKey], tuple[float, float]] = {}
         self._crossing: dict[tuple, int] = {}
+        self._transfers: dict[Task, list[TimedTransfer]] = {}  # by the first of joint tasks
 
     @cached_property
     def chunks(self) -> dict[ChunkKey, ChunkSize]:
@@ -201,13 +202,18 @@ class StepCost:
         which all others communicate.
         """
         size = self.plan.modules[task.module].joint_replicas
-        first = task.replica // size * size
-        joint = [replace(task, replica=replica) for replica in range(first, first + size)]
-        longest = max(joint, key=self) if size > 1 else task
-        cost = self.stages[longest.stage_key]
+        first = replace(task, replica=task.replica // size * size)
+        if first not in self._transfers:
+            joint = [replace(task, replica=replica) for replica in range(first.replica, first.replica + size)]
+            self._transfers[first] = self._timed_transfers(max(joint, key=self) if size > 1 else task)
+        return self._transfers[first]
+
+    def _timed_transfers(self, task: Task) -> list[TimedTransfer]:
+        """See [`~StepCost.timed_transfers`], of a task by itself."""
+        cost = self.stages[task.stage_key]
         if not isinstance(cost, SharedStageCost):
             return []
-        chunk = self.chunks.get((longest.module, longest.replica, longest.microbatch, longest.chunk), NO_TOKENS)
+        chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
         return cost.timed_transfers(chunk.tokens, chunk.squares, task.kind == "bwd")
 
     def sum_times(self, index: int) -> SumTimes:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..plan import ModelSpec, SampleSizes
 from .defaults import default_collator
 from .hub import check_hub
 from .layer_tokens import measure_layers
 from .sample_sizes import size_source
+from .size_sources import drawn_samples
 
 FORMATS = {
     ".parquet": "parquet",
@@ -74,8 +73,7 @@ def measure_dataset(
     dataset, split = open_dataset(source, split)
     total = len(dataset)
     if total > num_samples:
-        chosen = np.random.default_rng(seed).choice(total, num_samples, replace=False)
-        dataset = dataset.select(np.sort(chosen))
+        dataset = dataset.select(drawn_samples(total, num_samples, seed))
     names = dataset.column_names
     loaded = None
     if columns is None and "messages" in names and "input_ids" not in names:
@@ -98,9 +96,9 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
         The `datasets.Dataset`, and the name of the split.
 
     Raises:
-        `ValueError`: If there is no such dataset or split, or it can't be reached.
+        `ValueError`: If there is no such dataset or split, it has no samples, or it can't be reached.
     """
-    from datasets import Dataset, load_dataset, load_from_disk
+    from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
     path = Path(source)
@@ -118,8 +116,18 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
             loaded = load_from_disk(str(path))
         else:
             loaded = load_dataset(str(path) if path.exists() else source)
-    except (OSError, ValueError, IndexError, DatasetsError) as error:
+    except (OSError, ValueError, IndexError, StopIteration, DatasetsError) as error:
         raise ValueError(_unreadable(source, path, error)) from error
+    chosen, name = _split(source, loaded, split)
+    if not len(chosen):
+        raise ValueError(_no_samples(source))
+    return chosen, name
+
+
+def _split(source: str, loaded: Any, split: str | None) -> tuple[Any, str]:
+    """A split of what was loaded, and its name."""
+    from datasets import Dataset
+
     if isinstance(loaded, Dataset):
         name = str(loaded.split or "train")
         if split not in (None, name):
@@ -136,6 +144,9 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
 def _unreadable(source: str, path: Path, error: Exception) -> str:
     """Why a dataset was not read, in one sentence and a remedy."""
     reason = " ".join(str(error).split()).rstrip(".!")
+    is_empty = path.is_file() and not path.stat().st_size or isinstance(error, IndexError | StopIteration)
+    if path.exists() and (is_empty or "corresponds to no data" in reason):
+        return _no_samples(source)
     if path.exists():
         return f"Dataset `{source}` can't be read: {reason}. Give what `datasets.load_dataset` reads."
     if isinstance(error, ConnectionError):
@@ -144,6 +155,10 @@ def _unreadable(source: str, path: Path, error: Exception) -> str:
             f"reached: {reason}. Give a file or folder."
         )
     return f"Dataset `{source}` is neither a file or folder nor a dataset on the Hub: {reason}. Correct the name."
+
+
+def _no_samples(source: str) -> str:
+    return f"Dataset `{source}` has no samples. Give one with samples, or leave it out to plan for equal ones."
 
 
 def _load_processor(source: str, processor: Callable[[], Any] | None) -> Any:

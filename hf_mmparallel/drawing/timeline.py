@@ -90,7 +90,14 @@ def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
     merged: dict[tuple, list[int]] = {}
     for rank in sorted(by_rank):
         tasks = tuple(
-            (s.task.kind, s.task.module, s.task.stage, s.task.microbatch, round(s.start_ms, 6), round(s.end_ms, 6))
+            (
+                s.task.kind,
+                s.task.module,
+                s.task.stage,
+                s.task.microbatch,
+                round(s.start_ms, 6),
+                round(s.busy_end_ms, 6),
+            )
             for s in by_rank[rank]
         )
         key = tasks, tuple((round(s.start_ms, 6), round(s.end_ms, 6)) for s in sums[rank])
@@ -140,10 +147,11 @@ def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows
     indent = max((len(row.label) for row in shown), default=0)
     for row, lane in zip(shown, lanes, strict=True):
         cells = ["."] * width
-        bars: list[tuple[Span | SumSpan, str]] = [(span, "=") for span in row.sums]  # short tasks may cover these
-        for span, letter in [*bars, *((span, _letter(span.task)) for span in row.spans)]:
-            first = min(int(span.start_ms / end * width + 1e-6), width - 1)
-            last = max(int(span.end_ms / end * width + 1e-6), first + 1)
+        bars = [(span.start_ms, span.end_ms, "=") for span in row.sums]  # short tasks may cover these
+        bars += [(span.start_ms, span.busy_end_ms, _letter(span.task)) for span in row.spans]
+        for start_ms, end_ms, letter in bars:
+            first = min(int(start_ms / end * width + 1e-6), width - 1)
+            last = max(int(end_ms / end * width + 1e-6), first + 1)
             cells[first:last] = letter * (last - first)
         lines.append(f"{row.label:<{indent}} |{''.join(cells[:width])}|")
         if lane:
@@ -236,16 +244,16 @@ def _draw_rows(
             edges.append(SUM_COLOR)
         for span in row.spans:
             share = 0.38 if span.task.kind == "fwd" else 1.0
-            low, high = y - 0.40, bottom
-            boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
+            low, high, last = y - 0.40, bottom, span.busy_end_ms
+            boxes.append([(span.start_ms, low), (last, low), (last, high), (span.start_ms, high)])
             faces.append(tint(colors[span.task.module], share))
-            inches = 11.5 * (span.end_ms - span.start_ms) / end
+            inches = 11.5 * (last - span.start_ms) / end
             # A white edge would cover a thin bar.
             edges.append((1.0, 1.0, 1.0) if inches > 0.05 else faces[-1])
             text = str(span.task.microbatch)
             if inches > 0.075 * len(text) + 0.03:
                 axis.text(
-                    (span.start_ms + span.end_ms) / 2,
+                    (span.start_ms + last) / 2,
                     middle + 0.02,
                     text,
                     ha="center",
@@ -328,7 +336,7 @@ def chrome_trace(
                 "cat": f"{span.task.module},{span.task.kind}",
                 "pid": process,
                 "tid": span.rank,
-                **_times(span.start_ms, span.end_ms),
+                **_times(span.start_ms, span.busy_end_ms),
             }
             for span in spans
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..arrange.balance import Balance
-from ..plan import ModulePlugin, ParallelPlan
+from ..plan import ModulePlugin, ParallelPlan, PlannedFor
 from ..schedule import Simulation
 
 
@@ -116,6 +116,7 @@ class PlanPage:
         command (`str`, *optional*): The command line that made the plan.
         versions (`Mapping[str, str]`, *optional*): Versions of libraries.
         modules (`Mapping[str, ModulePlugin]`, *optional*): Settings of modules, such as frozen parameters.
+        planned_for (`PlannedFor`, *optional*): Device, batch and samples of the plan.
     """
 
     title: str
@@ -133,6 +134,7 @@ class PlanPage:
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, ModulePlugin] = field(default_factory=dict)
+    planned_for: PlannedFor | None = None
 
     @property
     def compared_ms(self) -> float:

@@ -66,7 +66,9 @@ def render_page(page: PlanPage) -> str:
             "Runners-up": _choices(page, page.runners_up),
             "Beside other methods": _choices(page, page.comparison),
         },
-        plan_yaml=yaml.safe_dump(layout_data(page.plan, page.modules), sort_keys=False, default_flow_style=None),
+        plan_yaml=yaml.safe_dump(
+            layout_data(page.plan, page.modules, page.planned_for), sort_keys=False, default_flow_style=None
+        ),
     )
 
 

@@ -80,7 +80,7 @@ def rank_rows(simulation: Simulation) -> list[RankRow]:
     """
     by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(simulation.num_ranks)}
     for span in simulation.spans:
-        by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.end_ms)))
+        by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.busy_end_ms)))
     sums: dict[int, list[tuple[int, int]]] = {rank: [] for rank in by_rank}
     for span in simulation.sums:
         sums[span.rank].append((_us(span.start_ms), _us(span.end_ms)))

@@ -27,9 +27,10 @@ from .parallel_plan import (
     StageKey,
     StorageSettings,
 )
+from .planned_for import PlannedFor
 from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
 from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
-from .sizes import SampleSizes, Workloads
+from .sizes import SampleSizes, Workloads, typical_batches
 from .step_plan import StepPlan
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "ParameterShards",
     "ParameterSpec",
     "ParameterUse",
+    "PlannedFor",
     "SampleSizes",
     "Shard",
     "ShardingSettings",
@@ -71,4 +73,5 @@ __all__ = [
     "stage_parameters",
     "sync_groups",
     "sync_groups_of",
+    "typical_batches",
 ]

@@ -21,6 +21,7 @@ from .parallel_plan import (
     StorageSettings,
     write_data,
 )
+from .planned_for import PlannedFor
 from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import SCHEDULES, Schedule
 
@@ -317,6 +318,9 @@ class MultimodalParallelPlugin:
             given in `modules`, including 1, `activation_checkpointing`, the settings of ZeRO, `master_weights` and
             those of offloading are kept; the others are chosen. The string `"auto"` in place of a plugin means
             `auto=True` without further settings.
+        planned_for (`PlannedFor`, *optional*):
+            What a finished plan was made for: `hf-mmparallel simulate` predicts it for the same. The Trainer has its
+            own batch and device.
 
     Raises:
         `ValueError`: For settings that contradict each other.
@@ -327,6 +331,7 @@ class MultimodalParallelPlugin:
     num_microbatches: int | None = None
     plan: ParallelPlan | None = None
     auto: bool = False
+    planned_for: PlannedFor | None = None
     named_schedule: Schedule | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -336,7 +341,7 @@ class MultimodalParallelPlugin:
         for name, module in read_mapping(self.modules, "`modules`").items():
             read_name(name, "The name of a module")
             if module is not None and not isinstance(module, (ModulePlugin, Mapping)):
-                raise ValueError(f"`{name}={module!r}` must be a `ModulePlugin` or a dict of its settings.")
+                raise ValueError(self._no_module(name, module))
         self.modules = {name: ModulePlugin.from_dict(module or {}) for name, module in self.modules.items()}
         if self.plan is not None and not isinstance(self.plan, ParallelPlan):
             raise ValueError(
@@ -345,6 +350,8 @@ class MultimodalParallelPlugin:
         read_flag(self.auto, "`auto`")
         if self.num_microbatches is not None:
             read_count(self.num_microbatches, "`num_microbatches`", 1)
+        if self.planned_for is not None:
+            self.planned_for = PlannedFor.from_dict(self.planned_for)
         if self.schedule is None and not self.auto:
             self.schedule = "1f1b"
         if self.plan is not None:
@@ -354,6 +361,14 @@ class MultimodalParallelPlugin:
                 module.check_against(name, self.plan.modules[name])
         if self.auto:
             self._check_auto()
+
+    def _no_module(self, name: str, value: Any) -> str:
+        """Why a key of `modules` is none, in one sentence."""
+        if name in (f.name for f in dataclasses.fields(self) if f.init):
+            return f"`{name}={value!r}` stands among the modules. Put these under `modules`, beside it."
+        others = [f"`{key}`" for key, module in self.modules.items() if isinstance(module, (ModulePlugin, Mapping))]
+        known = f" Known: {', '.join(others)}." if others else ""
+        return f"`{name}={value!r}` must be a `ModulePlugin` or a dict of its settings.{known}"
 
     def _check_auto(self) -> None:
         """Raises `ValueError` for settings that a search can't respect."""
@@ -413,6 +428,8 @@ class MultimodalParallelPlugin:
             result["plan"] = self.plan.to_dict()
         if self.auto:
             result["auto"] = True
+        if self.planned_for is not None:
+            result["planned_for"] = self.planned_for.to_dict()
         return result
 
     @classmethod
@@ -454,25 +471,36 @@ class MultimodalParallelPlugin:
         return cls(**{"num_microbatches": plan.num_microbatches, **value, "plan": plan})
 
 
-def layout_data(plan: ParallelPlan, modules: Mapping[str, ModulePlugin]) -> dict[str, Any]:
+def layout_data(
+    plan: ParallelPlan, modules: Mapping[str, ModulePlugin], planned_for: PlannedFor | None = None
+) -> dict[str, Any]:
     """
     The value of `parallel=` that repeats a run.
 
     Args:
         plan (`ParallelPlan`): The plan of the run.
         modules (`Mapping[str, ModulePlugin]`): The settings of its modules.
+        planned_for (`PlannedFor`, *optional*): What the plan was made for.
 
     Returns:
         `dict`: The plan and, under `modules`, the settings that a plan does not contain, such as `freeze`. The plan
-        alone if there are none.
+        alone if there is nothing beside it.
     """
-    beside = {name: module.beside_plan for name, module in modules.items() if module.beside_plan}
-    return {"modules": beside, "plan": plan.to_dict()} if beside else plan.to_dict()
+    settings = {name: module.beside_plan for name, module in modules.items() if module.beside_plan}
+    beside: dict[str, Any] = {} if planned_for is None else {"planned_for": planned_for.to_dict()}
+    if settings:
+        beside["modules"] = settings
+    return {**beside, "plan": plan.to_dict()} if beside else plan.to_dict()
 
 
-def save_layout(path: str | Path, plan: ParallelPlan, modules: Mapping[str, ModulePlugin]) -> None:
+def save_layout(
+    path: str | Path,
+    plan: ParallelPlan,
+    modules: Mapping[str, ModulePlugin],
+    planned_for: PlannedFor | None = None,
+) -> None:
     """Writes [`layout_data`] as YAML, or as JSON if the file name ends in `.json`."""
-    write_data(path, layout_data(plan, modules))
+    write_data(path, layout_data(plan, modules, planned_for))
 
 
 def _is_plan(value: Mapping[str, Any]) -> bool:

@@ -77,6 +77,28 @@ class SampleSizes:
         )
 
 
+_NUM_BATCHES, _FEWER_BATCHES = 3, 2
+_MANY_SAMPLES = 4096  # batch size from which batches are so similar that fewer are enough
+
+
+def typical_batches(sizes: SampleSizes, global_batch_size: int, seed: int) -> list[SampleSizes]:
+    """
+    The global batches that predictions are the mean of: a search, the commands and the Trainer have the same. Samples
+    are drawn at random, each as often as the others where there are too few.
+
+    Args:
+        sizes (`SampleSizes`): Sizes of samples of the dataset.
+        global_batch_size (`int`): Samples of a step.
+        seed (`int`): Seed.
+    """
+    count, whole = sizes.num_samples, np.arange(sizes.num_samples)
+    batches = []
+    for number in range(_NUM_BATCHES if global_batch_size < _MANY_SAMPLES else _FEWER_BATCHES):
+        rest = np.random.default_rng((seed, number)).choice(count, global_batch_size % count, replace=False)
+        batches.append(sizes.take(np.sort(np.concatenate([np.tile(whole, global_batch_size // count), rest]))))
+    return batches
+
+
 @dataclass(frozen=True)
 class Workloads:
     """

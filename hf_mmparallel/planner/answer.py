@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,15 +12,25 @@ from pathlib import Path
 from ..arrange import plan_for_batch
 from ..cost import CostModel, RankMemory, fitting_tokens
 from ..cost.calibration import costs_from, read_costs
-from ..data.global_batches import GlobalBatch
 from ..drawing.timeline import rank_ranges
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
-from ..schedule import Simulation
+from ..plan import (
+    LANGUAGE_MODEL,
+    ParallelPlan,
+    PlannedFor,
+    SampleSizes,
+    SyncGroup,
+    plan_for_model,
+    sync_groups,
+    typical_batches,
+)
+from ..schedule import Simulation, simulate
+from ..search.explain import bound_of
 from ..search.problem import PlanningProblem, SearchResult
 from ..steps.arrangement_choice import choose_arrangement
 from ..steps.communication import with_communication
-from ..steps.step_planner import Prediction, StepPlanner
-from .inputs import ModelSource, Samples
+from ..steps.representatives import on_all_ranks, predict_batch
+from ..steps.step_planner import Prediction, StepPlanner, most_memory
+from .inputs import ModelSource, Samples, read_samples
 from .settings import Settings, check_searchable, has_all_sizes
 
 SAMPLES_PER_GPU = 4
@@ -36,6 +48,7 @@ class Inputs:
         profile (`str`, *optional*): File of measured costs.
         seed (`int`, *optional*, defaults to 0): Seed of the drawn batches.
         effort (`int`, *optional*): Budget of a search, see [`PlanningProblem`].
+        num_samples (`int`, *optional*, defaults to 4096): Maximum number of measured samples.
     """
 
     source: ModelSource
@@ -43,6 +56,13 @@ class Inputs:
     profile: str | None = None
     seed: int = 0
     effort: int | None = None
+    num_samples: int = PlannedFor.num_samples
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, source: ModelSource) -> Inputs:
+        """The model with the samples of the arguments of a command."""
+        effort = getattr(args, "effort", None)
+        return cls(source, read_samples(args, source), args.profile, args.seed, effort, args.num_samples)
 
     def costs(self, settings: Settings) -> CostModel:
         """Costs of layers, with the frozen parameters of the settings."""
@@ -68,8 +88,7 @@ class Answer:
         settings (`Settings`): The settings of the request.
         inputs (`Inputs`): The model and the samples.
         costs (`CostModel`): The cost model of the prediction.
-        prediction (`Prediction`): Prediction of one global batch, on all ranks.
-        predictions (`tuple[Prediction, ...]`): Predictions of all simulated batches.
+        predictions (`tuple[Prediction, ...]`): Predictions of the simulated global batches, on all ranks.
         global_batch_size (`int`): Samples of a step.
         microbatch_size (`int`): Samples of a microbatch of one language model replica.
         arrangement (`str`): The arrangement of samples.
@@ -79,7 +98,6 @@ class Answer:
     settings: Settings
     inputs: Inputs
     costs: CostModel
-    prediction: Prediction
     predictions: tuple[Prediction, ...]
     global_batch_size: int
     microbatch_size: int
@@ -91,16 +109,31 @@ class Answer:
         best = result.best
         return replace(
             self,
-            prediction=best.typical,
             predictions=best.predictions,
             microbatch_size=best.microbatch_size,
             arrangement=best.candidate.arrangement,
             result=result,
         )
 
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The prediction of a typical batch, which is drawn."""
+        return Prediction.typical(self.predictions)
+
     @property
     def plan(self) -> ParallelPlan:
         return self.prediction.plan
+
+    @cached_property
+    def bound(self) -> str:
+        """A sentence on what bounds the step."""
+        return bound_of(self.predictions, self.settings.memory_bytes)
+
+    @property
+    def planned_for(self) -> PlannedFor:
+        """What the plan was made for, to be stored beside it."""
+        inputs = self.inputs
+        return self.settings.planned_for(self.global_batch_size, self.microbatch_size, inputs.num_samples, inputs.seed)
 
     @property
     def sync_groups(self) -> list[SyncGroup]:
@@ -136,10 +169,7 @@ class Answer:
     @property
     def memory(self) -> dict[int, RankMemory]:
         """Rank -> its memory, the maximum over the batches."""
-        return {
-            rank: max((prediction.memory[rank] for prediction in self.predictions), key=lambda memory: memory.total)
-            for rank in self.prediction.memory
-        }
+        return most_memory(self.predictions)
 
     @property
     def peak_gib(self) -> float:
@@ -196,7 +226,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     batch = settings.global_batch_size or SAMPLES_PER_GPU * settings.gpus
     problem = PlanningProblem(
         costs,
-        inputs.samples.sizes(inputs.source, settings, batch),
+        inputs.samples.sizes(inputs.source, settings),
         settings.gpus,
         batch,
         memory_bytes=settings.memory_bytes,
@@ -211,14 +241,13 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         problem = replace(problem, effort=inputs.effort)
     result = search_plans(problem)
     best = result.best
-    size = best.microbatch_size
-    arrangement = best.candidate.arrangement
-    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, arrangement, result)
+    size, arrangement = best.microbatch_size, best.candidate.arrangement
+    return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)
 
 
 def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: ParallelPlan) -> Answer:
     """
-    Predicts one step of a plan.
+    Predicts the step of a plan, as a search does: the mean of several global batches.
 
     Args:
         settings (`Settings`): The settings.
@@ -229,22 +258,19 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     size = settings.microbatch_size or 1
     batch = settings.global_batch_size or batch_to_fill(plan, size, settings.plugin.num_microbatches)
     plan = replace(plan_for_batch(plan, batch, size), schedule=settings.schedule or plan.schedule)
-    pool = inputs.samples.sizes(inputs.source, settings, batch)
-    sizes = inputs.samples.draw(pool, batch, inputs.seed)
-    limit = _memory_for(settings, costs, plan, sizes)
+    pool = inputs.samples.sizes(inputs.source, settings)
+    batches = typical_batches(pool, batch, inputs.seed)[: 1 if inputs.samples.are_alike else None]
+    limit = _memory_for(settings, costs, plan, batches)
     planner = StepPlanner(costs, plan, sync_groups(costs.spec, plan), size, memory_bytes=limit)
-    arrangement = settings.microbatch_assignment or planner.arrangement
-    if settings.microbatch_assignment is None and not inputs.samples.are_alike:
-        arrangement = choose_arrangement(planner, [sizes]).arrangement
-    planner = replace(planner, arrangement=arrangement)
-    prediction = _predicted(planner, sizes)
-    return Answer(settings, inputs, costs, prediction, (prediction,), batch, size, arrangement)
-
-
-def _predicted(planner: StepPlanner, sizes: SampleSizes) -> Prediction:
-    """Predicts one step with samples of these sizes."""
-    planner = replace(planner, sizes=sizes.take)
-    return planner.predict(planner(GlobalBatch(tuple(range(sizes.num_samples)))))
+    arrangement = settings.microbatch_assignment or plan.microbatch_assignment
+    if arrangement is None:
+        alike = inputs.samples.are_alike
+        arrangement = planner.arrangement if alike else choose_arrangement(planner, batches).arrangement
+    planner = replace(planner, plan=replace(plan, microbatch_assignment=arrangement), arrangement=arrangement)
+    checked = planner.arrange(range(batch), batches[0])
+    simulate(plan, planner.program(checked.step, checked.sizes))  # raises for a program that deadlocks
+    predictions = tuple(on_all_ranks(predict_batch(planner, sizes)) for sizes in batches)
+    return Answer(settings, inputs, costs, predictions, batch, size, arrangement)
 
 
 def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None = None) -> int:
@@ -263,11 +289,14 @@ def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None =
     return microbatch_size * module.dp_size * (wanted or 2 * depth)
 
 
-def _memory_for(settings: Settings, costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) -> float | None:
+def _memory_for(
+    settings: Settings, costs: CostModel, plan: ParallelPlan, batches: Sequence[SampleSizes]
+) -> float | None:
     """Memory limit of microbatches; `None` if even the smallest do not fit, which is reported instead."""
     if settings.memory_bytes is not None:
         with suppress(ValueError):
-            fitting_tokens(costs, plan, sizes, settings.memory_bytes)
+            for sizes in batches:
+                fitting_tokens(costs, plan, sizes, settings.memory_bytes)
             return settings.memory_bytes
     return None
 

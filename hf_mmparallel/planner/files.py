@@ -32,17 +32,13 @@ def save_plan(path: str, answer: Answer, command: Sequence[str]) -> None:
         answer (`Answer`): The plan.
         command (`Sequence[str]`): The command line that made it.
     """
-    data = layout_data(answer.plan, answer.settings.plugin.modules)
+    data = layout_data(answer.plan, answer.settings.plugin.modules, answer.planned_for)
     if path.endswith(".json"):
         Path(path).write_text(json.dumps(data, indent=2) + "\n")
         return
-    text = comments(path, answer, command)
-    if "plan" in data:
-        text += "# What a plan does not hold: settings of modules.\n" + _yaml({"modules": data["modules"]})
-        text += "plan:\n" + textwrap.indent(plan_yaml(answer), "  ")
-    else:
-        text += plan_yaml(answer)
-    Path(path).write_text(text)
+    del data["plan"]
+    text = comments(path, answer, command) + _yaml(data) + "plan:\n"
+    Path(path).write_text(text + textwrap.indent(plan_yaml(answer), "  "))
 
 
 def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
@@ -61,7 +57,8 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         f"Train with MultimodalTrainingArguments({', '.join(training)}, ...)."
         if answer.inputs.source.is_runnable
         else "No Trainer runs it: the model has no generator.",
-        "What may be edited; `hf-mmparallel simulate` with `--model` then predicts the result:",
+        "What may be edited; `hf-mmparallel simulate` with `--model` and `--dataset` then predicts the result:",
+        "  planned_for: device, batch and samples of this prediction; the Trainer has its own.",
         "  schedule: 1f1b, eager (forwards ahead as far as memory goes), gpipe or encoders_first.",
         "  replicas: the replicas of a module, each a list of stages.",
         "  layers: the first layer of a stage and the one after its last; consecutive within a replica.",
@@ -69,7 +66,7 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         "tokens (language_model only).",
         "    All stages of a module have as many tp groups and ranks; ranks are numbered from 0 without gaps.",
         "  activation_checkpointing: true recomputes activations in the backward.",
-        "num_microbatches and trainable follow from the batch sizes and from what is frozen.",
+        "num_microbatches follows from the batch sizes of planned_for, and trainable from what is frozen.",
     ]
     return "".join(f"# {line}".rstrip() + "\n" for text in lines for line in _wrapped(text))
 
@@ -138,10 +135,10 @@ def figures(
         **_figures(answer),
         "memory_gib": [memory[rank].total_gib for rank in sorted(memory)],
         "memory_limit_gib": answer.settings.memory_gib,
+        "bound": answer.bound,
     }
     result = answer.result
     if result is not None:
-        data["bound"] = result.best.bound
         data["runners_up"] = [
             {"step_ms": plan.step_ms, "layouts": str(plan.candidate), "reason": reason}
             for plan, reason in zip(result.runners_up, result.reasons, strict=True)
@@ -167,7 +164,7 @@ def figures(
         ]
     if what_ifs:
         data["what_if"] = {text: _figures(other) for text, other in what_ifs}
-    data["plan"] = layout_data(answer.plan, answer.settings.plugin.modules)
+    data["plan"] = layout_data(answer.plan, answer.settings.plugin.modules, answer.planned_for)
     return data
 
 
@@ -231,9 +228,10 @@ def page_of(
         subtitle=f"{samples_text(answer)}. {batch_text(answer)}.",
         plan=answer.plan,
         modules=answer.settings.plugin.modules,
+        planned_for=answer.planned_for,
         simulation=answer.drawn,
         summary=[(label, text) for label, text in [*summary(answer), *origins(answer)] if label != "Bound"],
-        bound="" if result is None else result.best.bound,
+        bound=answer.bound,
         table=TextTable(cells.columns, cells.rows, cells.right),
         memory=MemoryCurves(curves, {}, None if limit is None else limit * GIB),
         workloads=workloads,

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..cost.sample_presets import SAMPLE_PRESETS
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ModuleSpec, ParameterSpec, SampleSizes
 from ..plan.plugin import reject_unknown_keys
@@ -154,31 +152,22 @@ class Samples:
     def are_alike(self) -> bool:
         return self.measured is None
 
-    def sizes(self, source: ModelSource, settings: Settings, num_samples: int) -> SampleSizes:
+    def sizes(self, source: ModelSource, settings: Settings) -> SampleSizes:
         """
-        Sizes of at least `num_samples` samples; those of a dataset are repeated if there are fewer.
+        Sizes of the measured samples, or of one that all are like.
 
         Args:
             source (`ModelSource`): The model.
             settings (`Settings`): Tokens of equal samples.
-            num_samples (`int`): Minimum number of samples.
         """
         tokens = {
             name: settings.seq_len if name == LANGUAGE_MODEL else settings.image_tokens for name in source.spec.modules
         }
         if self.measured is None:
-            return SampleSizes.uniform({**tokens, **source.generator_tokens}, num_samples)
+            return SampleSizes.uniform({**tokens, **source.generator_tokens}, 1)
         sizes = self.measured
-        if sizes.num_samples < num_samples:
-            sizes = sizes.take(np.arange(num_samples) % sizes.num_samples)
         generated = SampleSizes.uniform(source.generator_tokens, sizes.num_samples)
         return SampleSizes({**sizes.tokens, **generated.tokens}, {**sizes.squares, **generated.squares})
-
-    def draw(self, sizes: SampleSizes, num_samples: int, seed: int) -> SampleSizes:
-        """Draws a global batch."""
-        if self.measured is None:
-            return sizes.take(range(num_samples))
-        return sizes.take(np.random.default_rng(seed).choice(sizes.num_samples, num_samples, replace=False))
 
 
 def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:

@@ -13,7 +13,7 @@ from ..cost.analytic import DTYPE_BYTES
 from ..cost.devices import PEAK_OF_DTYPE
 from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, PlannedFor, frozen_as_planned
 from ..plan.plugin import reject_unknown_keys
 from ..plan.schedules import SCHEDULES, Schedule
 from .argument_types import positive
@@ -39,6 +39,7 @@ class Settings:
     Args:
         gpus (`int`, *optional*): Number of ranks.
         gpu_type (`str`, *optional*, defaults to `"h100"`): Device of each rank.
+        gpu_spec (`str`, *optional*): File that describes that device.
         described (`Hardware`, *optional*): Description of that device, if it may differ from the table's.
         global_batch_size (`int`, *optional*): Samples of a step.
         microbatch_size (`int`, *optional*): Samples of a microbatch of one language model replica.
@@ -55,34 +56,41 @@ class Settings:
     """
 
     gpus: int | None = None
-    gpu_type: str = "h100"
+    gpu_type: str = PlannedFor.gpu_type
+    gpu_spec: str | None = None
     described: Hardware | None = None
     global_batch_size: int | None = None
     microbatch_size: int | None = None
-    seq_len: int = 2048
-    image_tokens: int = 576
+    seq_len: int = PlannedFor.seq_len
+    image_tokens: int = PlannedFor.image_tokens
     schedule: Schedule | None = None
     microbatch_assignment: str | None = None
     packing: bool | None = None
     memory_limit_gib: float | None = None
-    dtype: str = "bfloat16"
+    dtype: str = PlannedFor.dtype
     plugin: MultimodalParallelPlugin = field(default_factory=MultimodalParallelPlugin)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: argparse.Namespace, **layout: Any) -> Settings:
-        """Settings from the arguments of a command and its layout, see [`read_layout`]."""
+        """Settings from the completed arguments of a command, see [`complete`], and its layout."""
         settings = cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}, **layout)
         if settings.microbatch_assignment is not None:
             known = list(ARRANGEMENTS)
             reject_unknown_keys("`--microbatch-assignment`", [settings.microbatch_assignment], known)
-        device = device_from(settings.gpu_type, args.gpu_spec)
+        device = device_from(settings.gpu_type, settings.gpu_spec)
         settings = replace(settings, gpu_type=device.name, described=device)
         for text in args.freeze:
             name, _, what = text.partition("=")
             settings = settings.with_frozen(name, what or True)
         return settings
+
+    def planned_for(self, batch: int, microbatch_size: int, num_samples: int, seed: int) -> PlannedFor:
+        """What a plan of these settings is made for."""
+        given = {f.name: getattr(self, f.name) for f in fields(PlannedFor) if hasattr(self, f.name)}
+        own = {"global_batch_size": batch, "microbatch_size": microbatch_size}
+        return PlannedFor(**{**given, **own, "num_samples": num_samples, "seed": seed})
 
     @property
     def device(self) -> Hardware:
@@ -174,7 +182,8 @@ class Settings:
                 name, _, what = value.partition(":")
                 changed = changed.with_frozen(name, what or True)
             else:
-                changed = replace(changed, **{key: _parsed(key, value)})
+                described = {"gpu_spec": None} if key == "gpu_type" else {}
+                changed = replace(changed, **{key: _parsed(key, value)}, **described)
         return changed
 
 
@@ -212,9 +221,25 @@ def _parsed(key: str, value: str) -> Any:
         raise ValueError(f"`--what-if {key}={value}`: {str(error).rstrip('.')}.") from error
 
 
+def complete(args: argparse.Namespace, planned_for: PlannedFor | None = None) -> None:
+    """
+    Gives the arguments that a command was not given the values that a plan was made for, or their defaults.
+
+    Args:
+        args (`argparse.Namespace`): The arguments; changed.
+        planned_for (`PlannedFor`, *optional*): What the plan of a file was made for.
+    """
+    stored = PlannedFor() if planned_for is None else planned_for
+    if args.gpu_type is not None or args.gpu_spec is not None:
+        stored = replace(stored, gpu_type=PlannedFor.gpu_type, gpu_spec=None)
+    for name in (f.name for f in fields(stored)):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(stored, name))
+
+
 def read_layout(args: argparse.Namespace) -> dict[str, Any]:
     """
-    Reads `--parallel` or `--module`.
+    Reads `--parallel` or `--module`, and completes the arguments.
 
     Returns:
         The `plugin`, `sizes` and `checkpointing` of [`Settings`].
@@ -232,6 +257,7 @@ def read_layout(args: argparse.Namespace) -> dict[str, Any]:
                 raise ValueError(f"`--module {name}` is given twice. Put all of its settings into one.")
             modules[name] = ModulePlugin.from_dict(settings)
         plugin = MultimodalParallelPlugin(modules)
+    complete(args, plugin.planned_for)
     key = "activation_checkpointing"
     named = {name: module for name, module in plugin.modules.items() if key in module.named or getattr(module, key)}
     checkpointing = {name: module.activation_checkpointing for name, module in named.items()}

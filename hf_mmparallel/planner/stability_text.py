@@ -15,7 +15,7 @@ def stability_lines(answer: Answer) -> list[tuple[str, str]]:
     """
     if answer.inputs.samples.measured is None:
         return []
-    sizes = answer.inputs.samples.sizes(answer.inputs.source, answer.settings, 1)
+    sizes = answer.inputs.samples.sizes(answer.inputs.source, answer.settings)
     report = split_stability(answer.costs, answer.plan, sizes)
     if report is None:
         return []

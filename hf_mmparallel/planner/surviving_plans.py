@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from ..modeling.prepare import earliest_selected_layer
-from ..plan import ModulePlugin
+from ..plan import ModulePlugin, PlannedFor, typical_batches
 from ..resilience.adopted_plan import module_settings, tp_sizes_of
 from ..resilience.model_chain import ModelChain, model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans
@@ -38,15 +38,23 @@ class SurvivingPlans:
 
     Args:
         settings ([`Settings`]): The settings of the request.
+        inputs ([`Inputs`]): The model and the samples.
         planner ([`ResilientPlanner`]): The plans.
         first ([`ClusterPlan`]): The plan of all nodes.
         global_batch_size (`int`): Samples of a step.
     """
 
     settings: Settings
+    inputs: Inputs
     planner: ResilientPlanner
     first: ClusterPlan
     global_batch_size: int
+
+    @property
+    def planned_for(self) -> PlannedFor:
+        """What the plan of all nodes was made for."""
+        size, inputs = self.settings.microbatch_size or 1, self.inputs
+        return self.settings.planned_for(self.global_batch_size, size, inputs.num_samples, inputs.seed)
 
 
 def nodes_and_size(gpus: int | None, nodes: int | None, device_node_size: int) -> tuple[int, int]:
@@ -107,7 +115,7 @@ def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failu
     planner = ResilientPlanner(plans, num_nodes, failures)
     first = planner.first() if plan is None else planner.adopt(plan)
     check_matrices(costs.spec, first.plan)
-    return SurvivingPlans(settings, planner, first, batch)
+    return SurvivingPlans(settings, inputs, planner, first, batch)
 
 
 def _modules(settings: Settings) -> dict[str, ModulePlugin]:
@@ -134,8 +142,7 @@ def drawn_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_pi
         fewest_pipelines (`int`): Pipelines that divide its microbatches, at least.
     """
     size = settings.microbatch_size or 1
-    pool = inputs.samples.sizes(inputs.source, settings, batch)
-    sizes = inputs.samples.draw(pool, batch, inputs.seed)
+    sizes = typical_batches(inputs.samples.sizes(inputs.source, settings), batch, inputs.seed)[0]
     return TypicalMicrobatches(sizes, size, -(-batch // (size * fewest_pipelines)))
 
 
@@ -241,7 +248,7 @@ def throughput_table(planner: ResilientPlanner, first: ClusterPlan, global_batch
     for column in (*_PIPELINES, "samples/s", "nodes of each after losses", "samples/s"):
         _add_column(table, column)
     for left in _shown_losses(planner, first, most):
-        best = planner.fastest(len(left.nodes))
+        best = planner.at_best(left)
         rates = [_rate(planner, one, global_batch_size) for one in (best, left)]
         table.add_row(*_cells(planner, best), rates[0], _sizes(left), rates[1])
     return table

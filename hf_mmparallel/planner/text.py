@@ -12,7 +12,7 @@ from ..cost import LayerCosts, RankMemory
 from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
 from ..drawing.timeline import gantt_text
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SyncGroup
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SyncGroup
 from ..runtime.groups import context_groups, talking_pairs
 from ..search.problem import RankedPlan, SearchResult
 from .answer import Answer
@@ -61,7 +61,7 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     Args:
         answer (`Answer`): The plan.
     """
-    prediction, result = answer.prediction, answer.result
+    prediction = answer.prediction
     times = [prediction.step_ms for prediction in answer.predictions]
     ends = [ms_text(end) for end in (min(times), max(times))]
     spread = f" ({ends[0]} to {ends[1]} in {len(times)} batches)" if ends[0] != ends[1] else ""
@@ -77,8 +77,7 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     ]
     if answer.settings.allocator_text:
         lines.append(("Allocator", answer.settings.allocator_text))
-    bound = "" if result is None else result.best.bound
-    return [*lines, ("Bound", bound)] if bound else lines
+    return [*lines, ("Bound", answer.bound)]
 
 
 def memory_text(answer: Answer) -> str:
@@ -109,11 +108,10 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
     settings = answer.settings
     given = settings.global_batch_size is not None
     chosen = "" if given else " (chosen here; set it with `--global-batch-size`)"
-    frozen = [f"{name} ({what})" if isinstance(what, str) else name for name, what in settings.frozen.items()]
     lines = [
         ("Global batch", f"{batch_text(answer)}{chosen}"),
         ("Samples", samples_text(answer)),
-        ("Costs", f"{costs_text(answer)}; frozen: {', '.join(frozen) or 'nothing'}"),
+        ("Costs", f"{costs_text(answer)}; frozen: {frozen_text(answer.costs.spec)}"),
         ("Groups", groups_text(answer.plan, answer.sync_groups)),
     ]
     result = answer.result
@@ -122,6 +120,21 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         text = f"{result.num_candidates:,} candidates estimated, {result.num_simulated} simulated"
         text += f", in {result.search_s:.1f} s"
     return [*lines, ("Search", text)]
+
+
+def frozen_text(spec: ModelSpec) -> str:
+    """What gets no gradient, whoever froze it: `vision (tower), language_model (98 of 100 parameters)`."""
+    parts = []
+    for name, module in spec.modules.items():
+        frozen = [p for p in module.parameters if not p.trainable]
+        if len(frozen) == len(module.parameters):
+            parts.append(name)
+        elif frozen:
+            tower = [p for p in module.parameters if p.name.startswith(f"{module.tower}.")]
+            counts = [sum(p.num_elements for p in own) for own in (frozen, module.parameters)]
+            what = "tower" if frozen == tower else "{:,} of {:,} parameters".format(*counts)
+            parts.append(f"{name} ({what})")
+    return ", ".join(parts) or "nothing"
 
 
 def costs_text(answer: Answer) -> str:

@@ -98,6 +98,11 @@ class ResilientPlanner:
         """The fastest plan of all nodes at the start, whose numbers are 0 to `num_nodes - 1`."""
         return self.fastest(self.num_nodes)
 
+    def at_best(self, reached: ClusterPlan) -> ClusterPlan:
+        """The faster of the fastest finalist, see [`~ResilientPlanner.fastest`], and a plan that losses led to."""
+        plans = [self.fastest(len(reached.nodes)), reached]
+        return min(plans, key=self.step_ms)
+
     def step_ms(self, plan: ClusterPlan) -> float:
         """Predicted time of a step of a plan, see [`StepTimes`]."""
         return self._times.of([plan])[0]

@@ -77,7 +77,8 @@ class Replay:
         messages_ms: Callable[[TaskGraph], Sequence[float]] | None,
     ):
         self.sums: dict[int, list[SumSpan]] = {}
-        self.graph, self.times_ms, self.parts = graph, times_ms, parts
+        self.graph, self.parts = graph, parts
+        self.own_ms = self.times_ms = times_ms
         self.ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
         self.stage_of, self.started = graph.columns[0].tolist(), timeline.started
         self.finished = timeline.finished
@@ -176,10 +177,17 @@ class Replay:
         """Time from the first start to the end of the last action."""
         return max(self.free_ms, default=0.0)
 
+    @property
+    def waits_ms(self) -> list[float]:
+        """Part of each task in which its ranks wait for a larger one that runs jointly."""
+        if self.graph.joint is None:
+            return [0.0] * self.graph.num_tasks
+        return (np.array(self.times_ms)[self.joint] - self.own_ms).tolist()
+
     def simulation(self) -> Simulation:
         """The result, on representatives."""
-        times = zip(self.graph.tasks, self.stage_of, self.start_ms, self.end_ms, strict=True)
-        spans = [Span(rank, task, start, end) for task, stage, start, end in times for rank in self.ranks[stage]]
+        times = zip(self.graph.tasks, self.stage_of, self.start_ms, self.end_ms, self.waits_ms, strict=True)
+        spans = [Span(rank, task, *span) for task, stage, *span in times for rank in self.ranks[stage]]
         spans.sort(key=lambda span: (span.start_ms, span.rank))
         sums = sorted(
             (span for spans in self.sums.values() for span in spans), key=lambda span: (span.start_ms, span.rank)

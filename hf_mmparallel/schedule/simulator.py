@@ -27,12 +27,21 @@ class Span:
         task (`Task`): The task.
         start_ms (`float`): Start of the task.
         end_ms (`float`): End of the task.
+        wait_ms (`float`, *optional*, defaults to 0.0):
+            Part of it in which the rank waits for ranks with more work: those of replicas that run it jointly. Drawn
+            at its end, though it is spread over the layers. A measured task has it within.
     """
 
     rank: int
     task: Task
     start_ms: float
     end_ms: float
+    wait_ms: float = 0.0
+
+    @property
+    def busy_end_ms(self) -> float:
+        """End of the rank's own work."""
+        return self.end_ms - self.wait_ms
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -97,17 +106,28 @@ class Simulation:
 
     @cached_property
     def busy_ms(self) -> dict[int, float]:
-        """Rank -> total time of its tasks."""
+        """Rank -> total time of its own work."""
         busy = dict.fromkeys(range(self.num_ranks), 0.0)
         for span in self.spans:
-            busy[span.rank] += span.end_ms - span.start_ms
+            busy[span.rank] += span.busy_end_ms - span.start_ms
         return busy
 
     @property
     def bubble_fraction(self) -> float:
-        """Fraction of the time of all ranks that is not spent in tasks."""
+        """Fraction of the time of all ranks in which they do not work."""
         total = self.iteration_ms * self.num_ranks
         return 1 - sum(self.busy_ms.values()) / total if total else 0.0
+
+    @property
+    def unlike_fraction(self) -> float:
+        """Part of `bubble_fraction` within tasks: waits for the largest of replicas that run jointly."""
+        total = self.iteration_ms * self.num_ranks
+        return sum(span.wait_ms for span in self.spans) / total if total else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        """Part of `bubble_fraction` outside of tasks, which is what a run measures."""
+        return self.bubble_fraction - self.unlike_fraction
 
 
 def simulate(
@@ -201,6 +221,7 @@ class _Replay:
         self.cost, self.comm_ms, self.sync_ms = cost, comm_ms, sync_ms
         self.barriers: dict[Action, _Barrier] = {}
         self.joint: dict[Task, _Barrier] = {}  # by the first of joint tasks
+        self.own_ms: dict[Task, float] = {}
         self.transfer: dict[Message, _Transfer] = {}
         # Keyed by `id`: ranks of a stage share action objects, and hashing an action is slow.
         self.known: dict[int, _Barrier | _Transfer | None] = {}
@@ -228,7 +249,9 @@ class _Replay:
             first = replace(action.task, replica=action.task.replica // size * size)
             barrier = self.barriers[action] = self.joint.setdefault(first, _Barrier(0, 0.0))
             barrier.wanted += len(self._ranks(action.task))
-            barrier.duration_ms = max(barrier.duration_ms, self.cost(action.task))
+            if action.task not in self.own_ms:
+                self.own_ms[action.task] = self.cost(action.task)
+            barrier.duration_ms = max(barrier.duration_ms, self.own_ms[action.task])
         assert isinstance(barrier, _Barrier)
         barrier.wanted += action.op == "sync"
         self.known[id(action)] = barrier
@@ -295,7 +318,7 @@ class _Replay:
             self.position[rank] += 1
             self.time_ms[rank] = end
             if task is not None:
-                self.spans.append(Span(rank, task, barrier.ready_ms, end))
+                self.spans.append(Span(rank, task, barrier.ready_ms, end, barrier.duration_ms - self.own_ms[task]))
             elif barrier.duration_ms:
                 self._add_sum(rank, barrier.ready_ms, end)
         ready.extend(barrier.arrived)

@@ -122,7 +122,7 @@ def with_faster(result: SearchResult, others: Iterable[ComparedPlan]) -> SearchR
         if ranked is not None and ranked.step_ms < result.best.step_ms:
             runners_up = (result.best, *result.runners_up)
             reasons = tuple(reason_for(ranked, runner_up) for runner_up in runners_up)
-            ranked = replace(ranked, bound=bound_of(result.problem, ranked))
+            ranked = replace(ranked, bound=bound_of(ranked.predictions, result.problem.memory_bytes))
             return replace(result, best=ranked, runners_up=runners_up, reasons=reasons)
     return result
 

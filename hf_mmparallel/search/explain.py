@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cost import RankMemory
 from ..cost.stage_memory import GIB
+from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace
 from .large_samples import large_samples
 from .problem import PlanningProblem, RankedPlan
+from .ranking import shard_size
 
 _FULL = 0.9  # share of the memory limit above which a plan is called full
+_SEEN = 0.005  # share that rounds to 1 %
 _AS_FAST = 5e-4  # difference that rounds to 0.0 %
 
 
-def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
-    """What bounds the time of a plan: its busiest stage, bubbles, and the memory of the fullest rank."""
-    busy, rank = busiest(ranked)
-    names = ", ".join(f"`{name}` stage {index}" for name, _, index in ranked.plan.stages_of_rank(rank))
-    simulation = ranked.prediction.simulation
-    idle = simulation.bubble_fraction
+def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> str:
+    """
+    What bounds the time of a plan: its busiest stage, bubbles, and the memory of the fullest rank.
+
+    Args:
+        predictions (`Sequence[Prediction]`): Predictions of the plan's steps, on all ranks.
+        memory_bytes (`float`, *optional*): Memory limit of a rank.
+    """
+    prediction = Prediction.typical(predictions)
+    busy, rank = busiest(prediction)
+    names = ", ".join(f"`{name}` stage {index}" for name, _, index in prediction.plan.stages_of_rank(rank))
+    idle, unlike = prediction.simulation.bubble_fraction, prediction.simulation.unlike_fraction
     text = (
         f"The busiest rank, {rank} ({names}), computes {busy:.0%} of the step; ranks wait {idle:.0%} of it on average"
     )
-    fullest, memory = fullest_rank(ranked)
-    limit = "" if problem.memory_bytes is None else f" of {problem.memory_bytes / GIB:.3g}"
+    if unlike >= _SEEN:
+        text += f", {unlike:.0%} within tasks, for the largest of unlike replicas"
+    fullest, memory = fullest_rank(predictions)
+    limit = "" if memory_bytes is None else f" of {memory_bytes / GIB:.3g}"
     text += (
         f". The fullest, rank {fullest}, needs {memory.total_gib:.3g}{limit} GiB, most of it {largest_part(memory)}."
     )
-    if problem.memory_bytes is not None and memory.total > problem.memory_bytes:
-        text += _large_samples_text(ranked)
-    elif problem.memory_bytes is not None and memory.total > _FULL * problem.memory_bytes:
+    if memory_bytes is not None and memory.total > memory_bytes:
+        text += _large_samples_text(predictions)
+    elif memory_bytes is not None and memory.total > _FULL * memory_bytes:
         text += " Memory leaves no room for larger microbatches."
     return text
 
 
-def _large_samples_text(ranked: RankedPlan) -> str:
+def _large_samples_text(predictions: Sequence[Prediction]) -> str:
     """Describes samples that exceed the microbatch limit, and how they are handled."""
-    samples = [sample for prediction in ranked.predictions for sample in large_samples(prediction)]
+    samples = [sample for prediction in predictions for sample in large_samples(prediction)]
     if not samples:
         return ""
     name, _, tokens, limit = max(samples, key=lambda sample: sample[2] / max(sample[3], 1))
@@ -47,16 +59,16 @@ def _large_samples_text(ranked: RankedPlan) -> str:
     )
 
 
-def busiest(ranked: RankedPlan) -> tuple[float, int]:
+def busiest(prediction: Prediction) -> tuple[float, int]:
     """The share of the step that the busiest rank computes, and the rank."""
-    simulation = ranked.prediction.simulation
+    simulation = prediction.simulation
     rank = max(simulation.busy_ms, key=lambda rank: (simulation.busy_ms[rank], -rank))
     return simulation.busy_ms[rank] / simulation.iteration_ms, rank
 
 
-def fullest_rank(ranked: RankedPlan) -> tuple[int, RankMemory]:
+def fullest_rank(predictions: Sequence[Prediction]) -> tuple[int, RankMemory]:
     """The rank with the highest peak memory over all batches."""
-    needs = ((rank, memory) for prediction in ranked.predictions for rank, memory in prediction.memory.items())
+    needs = ((rank, memory) for prediction in predictions for rank, memory in prediction.memory.items())
     return max(needs, key=lambda item: (item[1].total, -item[0]))
 
 
@@ -77,6 +89,9 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     if slower < _AS_FAST:
         needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
         words = f"{-slower:.1%} faster" if slower < -_AS_FAST else "As fast"
+        groups = [shard_size(plan.candidate) for plan in (best, other)]
+        if groups[1] > groups[0]:
+            return f"{words}: copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}."
         return f"{words}: its fullest rank needs {needs[1]:.3g} GiB instead of {needs[0]:.3g}."
     computes, waits = zip(*(_mean_busy_and_idle_ms(plan) for plan in (best, other)), strict=True)
     if computes[1] - computes[0] >= waits[1] - waits[0]:

@@ -12,7 +12,7 @@ from ..arrange.lengths import group_by_length
 from ..cost import layer_table
 from ..cost.row_sizes import RowLayout
 from ..plan import ModulePlan, Stage
-from .problem import PlanningProblem, draw_batch
+from .problem import PlanningProblem
 
 _BY_LENGTH = ("hierarchical", "tapered")  # arrangements that group samples of similar length
 
@@ -31,7 +31,7 @@ class MeanMicrobatches:
         self.problem, self.name = problem, name
         sizes = problem.sizes
         self.tokens, self.squares = (float(values[name].mean()) for values in (sizes.tokens, sizes.squares))
-        self.batch = draw_batch(problem, 0)
+        self.batch = problem.batches[0]
         self._layouts: dict[int, RowLayout] = {}
         self._shares: dict[tuple[RowLayout, int], NDArray] = {}
         self._groups: dict[int, Sequence[NDArray]] = {}

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._portable import weighted_sum
-from ..cost import CostModel, Polynomial, layer_table
+from ..cost import CostModel, layer_table
 from ..cost.activations import DTYPE_BYTES, FULL, grouped_copies
-from ..cost.collectives import all_gather
+from ..cost.collectives import Collective, CollectiveTime, all_gather, all_reduce
 from ..cost.host_step import host_step_ms
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
@@ -92,7 +92,7 @@ class ModuleOptions:
         self._sums: dict[tuple[ParallelConfig, int, int], float] = {}
         self._unevenness: dict[int, float] = {}
         self._memories: dict[tuple, StageMemory] = {}
-        self._gathers: dict[tuple[int, int], Polynomial] = {}
+        self._collectives: dict[tuple[Collective, int, int], CollectiveTime] = {}
 
     @property
     def max_stages(self) -> int:
@@ -433,11 +433,11 @@ class ModuleOptions:
         weights, gradients = (num_bytes / stride for num_bytes in self._trained_bytes)
         update_ms = self._update_ms / stride / num_shards
         num_groups = dp_size * kind.cp_size // num_shards
-        result = update_ms + 2 * self._gather_ms(gradients / num_shards, num_groups, stride * num_shards)
+        result = update_ms + self._time_ms(all_reduce, gradients / num_shards, num_groups, stride * num_shards)
         if not kind.shares_passes:
-            result += self._gather_ms(gradients, num_shards, stride)
+            result += self._time_ms(all_gather, gradients, num_shards, stride)
         share = self._outer_share if kind.sharding.zero_stage >= GATHERS_IN_PASSES else 1.0
-        return result + self._gather_ms(share * weights, num_shards, stride)
+        return result + self._time_ms(all_gather, share * weights, num_shards, stride)
 
     @cached_property
     def _outer_share(self) -> float:
@@ -446,13 +446,12 @@ class ModuleOptions:
         outer = sum(p.num_elements for p in self.module_spec.parameters if p.layer not in layers)
         return outer / sum(p.num_elements for p in self.module_spec.parameters)
 
-    def _gather_ms(self, num_bytes: float, num_ranks: int, stride: int) -> float:
-        """Time of an all-gather or reduce-scatter over ranks at a distance of `stride`."""
-        key = num_ranks, stride
-        if key not in self._gathers:
-            self._gathers[key] = all_gather(self.problem.costs.device, 1.0, range(0, num_ranks * stride, stride))
-        one = self._gathers[key]
-        return one.token * num_bytes + one.constant
+    def _time_ms(self, collective: Collective, num_bytes: float, num_ranks: int, stride: int) -> float:
+        """Time of a collective over ranks at a distance of `stride`."""
+        key = collective, num_ranks, stride
+        if key not in self._collectives:
+            self._collectives[key] = collective(self.problem.costs.device, range(0, num_ranks * stride, stride))
+        return self._collectives[key](num_bytes)
 
     def saved_bytes(self, kind: ParallelConfig, num_samples: float = 1.0, padded: bool = True) -> float:
         """Saved activations of all layers for a mean microbatch on each rank."""

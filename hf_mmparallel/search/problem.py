@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
 from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
@@ -173,7 +172,7 @@ class PlanningProblem:
 
     Args:
         costs (`CostModel`): The model with its frozen parameters, the device, and the costs of layers.
-        sizes (`SampleSizes`): Sizes of samples from the dataset, at least one global batch.
+        sizes (`SampleSizes`): Sizes of samples from the dataset.
         num_ranks (`int`): Number of devices, all of which the plan uses.
         global_batch_size (`int`): Samples of an optimizer step.
         memory_bytes (`float`, *optional*): Memory limit of a rank; no limit by default.
@@ -231,6 +230,11 @@ class PlanningProblem:
             return None
         return MEMORY_SHARE * GIB * device.host_memory_gib
 
+    @cached_property
+    def batches(self) -> list[SampleSizes]:
+        """The global batches that all candidates are simulated on."""
+        return typical_batches(self.sizes, self.global_batch_size, self.seed)
+
     @property
     def first_schedule(self) -> Schedule:
         """The schedule for the comparison of layouts."""
@@ -256,13 +260,6 @@ class PlanningProblem:
     def schedules(self) -> tuple[Schedule, ...]:
         """The schedules to try."""
         return SCHEDULES if self.schedule is None else (self.schedule,)
-
-
-def draw_batch(problem: PlanningProblem, number: int) -> SampleSizes:
-    """Draws a random global batch, the same for all candidates."""
-    count, rng = problem.sizes.num_samples, np.random.default_rng((problem.seed, number))
-    chosen = rng.choice(count, problem.global_batch_size, replace=count < problem.global_batch_size)
-    return problem.sizes.take(np.sort(chosen))
 
 
 @dataclass(frozen=True)
@@ -302,7 +299,7 @@ class RankedPlan:
     @property
     def typical(self) -> Prediction:
         """Prediction of the batch whose step time is closest to the mean."""
-        return min(self.predictions, key=lambda prediction: abs(prediction.step_ms - self.step_ms))
+        return Prediction.typical(self.predictions)
 
     @property
     def microbatch_size(self) -> int:

@@ -75,8 +75,8 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     )
     return SearchResult(
         problem,
-        replace(best, bound=bound_of(problem, best)),
-        tuple(replace(other, bound=bound_of(problem, other)) for other in others),
+        replace(best, bound=bound_of(best.predictions, problem.memory_bytes)),
+        tuple(replace(other, bound=bound_of(other.predictions, problem.memory_bytes)) for other in others),
         tuple(reason_for(best, other) for other in others),
         simulator.rejected(),
         spaces[-1].num_estimated,

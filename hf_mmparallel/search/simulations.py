@@ -14,12 +14,10 @@ from ..steps.representatives import predict_arranged
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 from .candidates import CandidateSpace, EstimatedCandidate
 from .large_samples import runs_large_samples_alone
-from .problem import Candidate, PlanningProblem, draw_batch
+from .problem import Candidate, PlanningProblem
 from .ranking import distinct_sizes
 from .slices import SMALL_STEP, num_parts, slice_of, state_bytes, state_fits
 
-_NUM_BATCHES, _FEWER_BATCHES = 3, 2
-_MANY_SAMPLES = 4096  # batch size from which batches are so similar that fewer are enough
 _LEAST_RANKS = 128
 _FEW_CANDIDATES = 1024
 _FEW_TASKS = 40_000
@@ -68,8 +66,7 @@ class Simulations:
 
     def __init__(self, space: CandidateSpace):
         self.space, self.problem = space, space.problem
-        count = _NUM_BATCHES if self.problem.global_batch_size < _MANY_SAMPLES else _FEWER_BATCHES
-        self.batches = [draw_batch(self.problem, number) for number in range(count)]
+        self.batches = self.problem.batches
         self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks)  # in tasks
         self.known: dict[str, Simulated] = {}  # candidates that fit so far
         self.too_large: dict[str, Candidate] = {}

@@ -19,14 +19,14 @@ def on_all_ranks(prediction: Prediction) -> Prediction:
     Args:
         prediction ([`Prediction`]): Result of [`predict_batch`].
     """
-    return replace(prediction, simulation=_on_all_ranks(prediction.simulation, prediction.plan))
+    return replace(prediction, simulation=on_plan(prediction.simulation, prediction.plan))
 
 
-def _on_all_ranks(simulation: Simulation, plan: ParallelPlan) -> Simulation:
+def on_plan(simulation: Simulation, plan: ParallelPlan) -> Simulation:
     """Expands a simulation of representative ranks to the whole plan."""
     tasks = {span.task: span for span in simulation.spans}
     spans = [
-        Span(rank, task, span.start_ms, span.end_ms)
+        Span(rank, task, span.start_ms, span.end_ms, span.wait_ms)
         for task, span in tasks.items()
         for rank in plan.stage(*task.stage_key).all_ranks
     ]
@@ -127,4 +127,4 @@ def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation
         arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`].
     """
     replay = simulate_parts(planner.representatives, arranged.step, training=planner.training)
-    return _on_all_ranks(replay.simulation(), planner.plan)
+    return on_plan(replay.simulation(), planner.plan)

@@ -249,6 +249,20 @@ class Prediction:
         """Peak memory of the fullest rank."""
         return max(memory.total for memory in self.memory.values())
 
+    @staticmethod
+    def typical(predictions: Sequence[Prediction]) -> Prediction:
+        """The prediction whose step time is closest to the mean."""
+        mean_ms = sum(prediction.step_ms for prediction in predictions) / len(predictions)
+        return min(predictions, key=lambda prediction: abs(prediction.step_ms - mean_ms))
+
     def tokens_per_second(self, module: str) -> float:
         """Tokens of a module per second of the step."""
         return 1e3 * float(self.sizes.tokens[module].sum()) / self.step_ms
+
+
+def most_memory(predictions: Sequence[Prediction]) -> dict[int, RankMemory]:
+    """Rank -> its memory, the maximum over predictions."""
+    return {
+        rank: max((prediction.memory[rank] for prediction in predictions), key=lambda memory: memory.total)
+        for rank in predictions[0].memory
+    }

@@ -18,7 +18,7 @@ from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..page import write_page
-from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
+from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
 from ..plan.plugin import ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..planner.answer import Answer, Inputs
@@ -224,12 +224,14 @@ def _searched(
     settings = Settings(
         gpus=args.world_size,
         gpu_type=costs.device.name,
+        gpu_spec=args.gpu_spec,
         described=costs.device,
         global_batch_size=batch,
         schedule=plugin.schedule,
         microbatch_assignment=args.microbatch_assignment,
         memory_limit_gib=None if memory_bytes is None else memory_bytes / GIB,
         dtype=costs.device.dtype,
+        packing=costs.packs_rows,
         plugin=plugin,
         sizes=problem.fixed,
         checkpointing=checkpointing,
@@ -238,7 +240,7 @@ def _searched(
     inputs = Inputs(ModelSource(name, prepared.model, prepared.spec, {}), samples, args.layer_profile, args.seed)
     size = best.microbatch_size
     arrangement = best.candidate.arrangement
-    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, arrangement, result)
+    return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)
 
 
 def _with_own_host(costs: CostModel) -> CostModel:
@@ -285,14 +287,16 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     if streamed:
         dataset = StreamWindow(dataset, context.args.seed)
     source = sizes.of_rank(dataset)
-    global_batch = representative_batch(
-        dataset, source, max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES), context.args
-    )
-    if source is not None and global_batch.samples:
-        measured = source(global_batch.samples)
-        if measured.known and (measured.tokens[LANGUAGE_MODEL] > 1).any():
-            which = "samples of the stream, the first" if streamed else "training samples"
-            return Samples(f"{len(global_batch.samples):,} {which}, by {size_origin(context)}", measured)
+    start = sizes.at_start(dataset, batch) if getattr(source, "is_table", False) else None
+    if start is not None:
+        measured = start.drawn(PlannedFor(seed=context.args.seed))
+    else:
+        count = max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES)
+        samples = representative_batch(dataset, source, count, context.args).samples
+        measured = source(samples) if source is not None and samples else None
+    if measured is not None and measured.known and (measured.tokens[LANGUAGE_MODEL] > 1).any():
+        which = "samples of the stream, the first" if streamed else "training samples"
+        return Samples(f"{measured.num_samples:,} {which}, by {size_origin(context)}", measured)
     tokens = mean_tokens(context, dataset)
     if tokens is None:
         raise ValueError(

@@ -201,6 +201,7 @@ class EngineTrainer(Trainer):
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
         self._saves = CheckpointSaves(self.args, self.world)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")
+        self._planned_for = plugin.planned_for
         self._arrangement = DEFAULT_ARRANGEMENT  # if the arguments name no arrangement; the value of rank 0 decides
 
     def _typical_batch(self, count: int) -> tuple[int, SampleSizes | None]:
@@ -211,7 +212,8 @@ class EngineTrainer(Trainer):
         """Prints the plan and the search for it."""
         answer = None if self.search is None else self.search.answer
         searched = None if answer is None else answer.inputs.samples.measured
-        report = PlanReport(self._engine, self.training_sizes, self.global_batch_size, self.rows, searched).show()
+        size, made_for = self.global_batch_size, self._planned_for
+        report = PlanReport(self._engine, self.training_sizes, size, self.rows, searched, made_for).show()
         self._arrangement = self._arrangement if report.choice is None else report.choice.arrangement
         self._steps.limits.has_warned = report.large is not None and report.large.num_over > 0
         if self.search is not None:

@@ -12,14 +12,14 @@ from ..data.bad_samples import BadSample, stored_row
 from ..data.global_batches import GlobalBatch
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
-from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
+from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes, typical_batches
 from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine
 from ..schedule import Simulation
 from ..steps.arrangement_choice import ArrangementChoice, choose_arrangement
 from ..steps.communication import with_communication
 from ..steps.representatives import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
-from ..steps.step_planner import PlannedStep, StepPlanner
+from ..steps.step_planner import PlannedStep, Prediction, StepPlanner, most_memory
 from .loaders import base_planner, training_planner
 from .oversized_samples import LargeSamples
 from .run_context import RunContext
@@ -31,33 +31,37 @@ _SAMPLES = 8
 @dataclass(frozen=True)
 class StepReport:
     """
-    Prediction for one step with a full global batch.
+    Prediction for steps with full global batches: the typical one, and the mean time.
 
     Args:
-        planned ([`PlannedStep`]): The step.
+        planned ([`PlannedStep`]): The typical step.
         simulation ([`Simulation`]): Its tasks over time.
-        memory (`Mapping[int, RankMemory]`, *optional*): Rank -> memory; `None` where sizes of samples are unknown.
+        memory (`Mapping[int, RankMemory]`, *optional*):
+            Rank -> memory, the maximum over steps; `None` where sizes of samples are unknown.
+        step_ms (`float`): Mean duration of the steps, optimizer included.
         balances (`tuple[Balance, Balance]`, *optional*):
-            Balance in the sampler's order and as arranged, where sizes are known.
-        before_ms (`float`, *optional*): Duration of the step in the sampler's order, optimizer included.
+            Balance of the typical step in the sampler's order and as arranged, where sizes are known.
+        before_ms (`float`, *optional*): Mean duration in the sampler's order.
         choice ([`ArrangementChoice`], *optional*): Arrangement and reason, where the arguments name none.
         large ([`LargeSamples`], *optional*): Samples above the limits of microbatches, where there are limits.
-        optimizer_ms (`float`, *optional*, defaults to 0.0): Duration of the optimizer's step.
     """
 
     planned: PlannedStep
     simulation: Simulation
     memory: Mapping[int, RankMemory] | None
+    step_ms: float
     balances: tuple[Balance, Balance] | None = None
     before_ms: float | None = None
     choice: ArrangementChoice | None = None
     large: LargeSamples | None = None
-    optimizer_ms: float = 0.0
 
-    @property
-    def step_ms(self) -> float:
-        """With the optimizer's step, as arrangements and plans are compared."""
-        return self.simulation.iteration_ms + self.optimizer_ms
+    @classmethod
+    def of(cls, planner: StepPlanner, predictions: Sequence[Prediction]) -> StepReport:
+        """The report of steps that are predicted on representatives."""
+        typical = Prediction.typical(predictions)
+        drawn = with_communication(on_all_ranks(typical), planner.costs, planner.sync_groups)
+        step_ms = sum(prediction.step_ms for prediction in predictions) / len(predictions)
+        return cls(typical.planned, drawn, most_memory(predictions), step_ms)
 
 
 def sample_tokens(
@@ -115,14 +119,23 @@ def mean_tokens(context: RunContext, dataset: Any) -> dict[str, int] | None:
         raise
 
 
-def predict(engine: ParallelEngine, sizes: TrainingSizes, global_batch_size: int) -> tuple[StepPlanner, StepReport]:
+def predict(
+    engine: ParallelEngine,
+    sizes: TrainingSizes,
+    global_batch_size: int,
+    request: PlannedFor,
+    searched: SampleSizes | None = None,
+) -> tuple[StepPlanner, StepReport]:
     """
-    Simulates a step with a full global batch, as the planner of training steps arranges it.
+    Predicts steps with full global batches, as the planner of training steps arranges them: for the batches that the
+    plan was made for, see [`typical_batches`].
 
     Args:
         engine ([`ParallelEngine`]): This rank's part of the model.
         sizes ([`TrainingSizes`]): Sizes of the training samples.
         global_batch_size (`int`): Samples of a global batch.
+        request ([`PlannedFor`]): Number of measured samples, and the seed.
+        searched (`SampleSizes`, *optional*): Sizes of the samples that the plan was searched for with.
     """
     context, args = sizes.context, sizes.context.args
     dataset = context.train_dataset
@@ -132,34 +145,46 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, global_batch_size: int
     if dataset is not None:
         source, start = sizes.of_rank(dataset), sizes.at_start(dataset, global_batch_size)
     planner = training_planner(base_planner(engine, args.per_device_train_batch_size), args, source)
-    if start is not None:
-        planner = planner.with_token_limits(start.sizes.like_the_mean(global_batch_size))
-    global_batch = representative_batch(dataset, planner.sizes, global_batch_size, args)
+    if start is None:
+        return _without_sizes(planner, dataset, context, global_batch_size)
+    planner = planner.with_token_limits(start.sizes.like_the_mean(global_batch_size))
+    pool = start.drawn(request) if searched is None else searched
+    batches = typical_batches(pool, global_batch_size, request.seed)
+    choice = None
+    if args.microbatch_assignment is None:
+        choice = choose_arrangement(planner, batches)
+        planner = planner.with_arrangement(choice.arrangement)
+    predictions = [predict_arranged(planner, _arranged(planner, batch)) for batch in batches]
+    report = StepReport.of(planner, predictions)
+    in_order = planner.with_arrangement("contiguous")
+    before = [_arranged(in_order, batch) for batch in batches]
+    before_ms = [iteration_ms(planner, step) + predictions[0].optimizer_ms for step in before]
+    planned = report.planned
+    typical = next(step for step in before if step.sizes is planned.sizes)
+    balances = step_balance(typical.step, planned.workloads), step_balance(planned.step, planned.workloads)
+    large = None
+    if planner.token_limits and planner.arrangement in KEEPING_LIMITS:
+        large = LargeSamples.of(start, planner.token_limits)
+    mean_ms = sum(before_ms) / len(before_ms)
+    return planner, replace(report, balances=balances, before_ms=mean_ms, choice=choice, large=large)
+
+
+def _arranged(planner: StepPlanner, batch: SampleSizes) -> PlannedStep:
+    """A global batch as it is arranged in training."""
+    return planner.arrange(range(batch.num_samples), batch, planner.token_limits)
+
+
+def _without_sizes(
+    planner: StepPlanner, dataset: Any, context: RunContext, global_batch_size: int
+) -> tuple[StepPlanner, StepReport]:
+    """The prediction of a step whose samples count the same: by mean tokens of the first, if these can be read."""
+    global_batch = representative_batch(dataset, planner.sizes, global_batch_size, context.args)
     if not global_batch.samples:
         planner, global_batch = replace(planner, sizes=None), GlobalBatch(tuple(range(global_batch_size)))
-    choice, known = None, None if planner.sizes is None else planner.sizes(global_batch.samples)
-    if args.microbatch_assignment is None and known is not None and known.known:
-        choice = choose_arrangement(planner, [known])
-        planner = planner.with_arrangement(choice.arrangement)
     planned = planner.arrange_batch(global_batch)
-    if known is None or not known.known:
-        tokens = mean_tokens(context, context.train_dataset)
-        if tokens is None:
-            return planner, StepReport(planned, simulate_arranged(planner, planned), None)
-        return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(global_batch.samples)))
-    before = planner.with_arrangement("contiguous").arrange_batch(global_batch)
-    balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
-    before_ms = iteration_ms(planner, before)
-    large = None
-    if start is not None and planner.token_limits and planner.arrangement in KEEPING_LIMITS:
-        large = LargeSamples.of(start, planner.token_limits)
-    report = _costed(planner, planned)
-    before_ms += report.optimizer_ms
-    return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice, large=large)
-
-
-def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes | None = None) -> StepReport:
-    """The prediction for a step, by the sizes of its samples or by `sizes`."""
-    prediction = on_all_ranks(predict_arranged(planner, planned, sizes))
-    drawn = with_communication(prediction, planner.costs, planner.sync_groups)
-    return StepReport(planned, drawn, prediction.memory, optimizer_ms=prediction.optimizer_ms)
+    tokens = mean_tokens(context, context.train_dataset)
+    if tokens is None:
+        simulation = simulate_arranged(planner, planned)
+        return planner, StepReport(planned, simulation, None, simulation.iteration_ms)
+    uniform = SampleSizes.uniform(tokens, len(global_batch.samples))
+    return planner, StepReport.of(planner, [predict_arranged(planner, planned, uniform)])

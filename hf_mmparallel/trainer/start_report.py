@@ -14,7 +14,7 @@ from ..data.randomness import seeded
 from ..data.streams import is_stream
 from ..drawing.timeline import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
-from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan
+from ..plan import LANGUAGE_MODEL, PlannedFor, SampleSizes, StepPlan
 from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..planner.surviving_plans import fewer_nodes_table, guarantee_lines, template_table
 from ..planner.tables import plan_table, range_text
@@ -118,6 +118,7 @@ class PlanReport:
         global_batch_size (`int`): Samples of a global batch.
         rows ([`RowChoice`]): Whether samples are packed.
         searched (`SampleSizes`, *optional*): Sizes of the samples that the plan was searched for with.
+        planned_for ([`PlannedFor`], *optional*): What the plan of a file was made for.
     """
 
     engine: ParallelEngine
@@ -125,6 +126,7 @@ class PlanReport:
     global_batch_size: int
     rows: RowChoice
     searched: SampleSizes | None = None
+    planned_for: PlannedFor | None = None
 
     def show(self) -> StepReport:
         """
@@ -135,8 +137,9 @@ class PlanReport:
             [`StepReport`]: The prediction.
         """
         engine, args = self.engine, self.sizes.context.args
+        request = PlannedFor(seed=args.seed) if self.planned_for is None else self.planned_for
         with seeded(args.seed):  # only this rank reads samples here
-            planner, prediction = predict(engine, self.sizes, self.global_batch_size)
+            planner, prediction = predict(engine, self.sizes, self.global_batch_size, request, self.searched)
         console = stderr_console()
         console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
         for line in self.lines(planner, prediction):
@@ -177,7 +180,9 @@ class PlanReport:
                 'into one row, and its attention function is "bitfield".'
             )
         measured = "" if core_per_rank(context.world) else " It is not measured here: the ranks share cores."
-        lines.append(f"Predicted bubble: {prediction.simulation.bubble_fraction:.1%}.{measured}")
+        bubble, unlike = prediction.simulation.bubble_fraction, prediction.simulation.unlike_fraction
+        within = f", of it {unlike:.1%} within tasks, for the largest of unlike replicas" if unlike else ""
+        lines.append(f"Predicted bubble: {bubble:.1%}{within}.{measured}")
         return lines
 
     def warn_of_small_batch(self, planner: StepPlanner) -> None:

@@ -15,9 +15,9 @@ from ..data.layer_tokens import measure_layers
 from ..data.measured_batches import median_of
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens, keep_sizes, measure_samples, spread
+from ..data.size_sources import LayerTokens, drawn_samples, keep_sizes, measure_samples, spread
 from ..data.streams import StreamSizes, StreamWindow
-from ..plan import LANGUAGE_MODEL, SampleSizes
+from ..plan import LANGUAGE_MODEL, PlannedFor, SampleSizes
 from ..steps.step_planner import SizeFunction
 from ..world import shared_failure
 from .arguments import MultimodalTrainingArguments
@@ -40,6 +40,12 @@ class StartSizes:
 
     sizes: SampleSizes
     are_all: bool
+
+    def drawn(self, request: PlannedFor) -> SampleSizes:
+        """Those that batches of predictions are drawn from, of all samples the ones that the planner measures."""
+        if not self.are_all:
+            return self.sizes
+        return self.sizes.take(drawn_samples(self.sizes.num_samples, request.num_samples, request.seed))
 
 
 @dataclass(frozen=True)

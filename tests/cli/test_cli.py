@@ -85,7 +85,8 @@ def test_frozen_modules_travel_with_a_plan(model, tmp_path, figures):
     planned = figures("plan", "--model", model, *LAYOUT, "--freeze", "vision=tower", "--output", path)
     plugin = MultimodalParallelPlugin.from_any(path)
     assert plugin.modules["vision"].freeze == "tower" and plugin.plan is not None
-    assert planned["plan"] == {"modules": {"vision": {"freeze": "tower"}}, "plan": plugin.plan.to_dict()}
+    beside = {"modules": {"vision": {"freeze": "tower"}}, "planned_for": planned["plan"]["planned_for"]}
+    assert planned["plan"] == {**beside, "plan": plugin.plan.to_dict()}
     again = figures("simulate", path, "--model", model)
     assert again["step_ms"] == pytest.approx(planned["step_ms"])
     trained = figures("plan", "--model", model, *LAYOUT)
@@ -167,6 +168,14 @@ def test_thousands_of_ranks_fit_a_screen(model, capsys):
     out = capsys.readouterr().out
     assert "Plan for 4,224 ranks" in out and "(1024 ranks)" in out
     assert len(out.splitlines()) < 40
+
+
+def test_a_page_is_announced_before_it_is_written(model, tmp_path, capsys):
+    path = tmp_path / "page.html"
+    layout = ["--module", "language_model:dp=3"]
+    assert main(["plan", "--model", str(model), *layout, "--html", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert "the page of 4 ranks" in " ".join(printed.err.split()) and "Page written to" in printed.out
 
 
 def test_help_imports_no_torch():

@@ -1,10 +1,13 @@
 """`plan --failures`: templates, what is guaranteed, throughput with fewer nodes, and the plan of all nodes."""
 
 import json
+import re
 
 import pytest
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
+from hf_mmparallel.resilience.pipelines import ClusterPlan
+from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 
 SHORT = ["--seq-len", 64, "--image-tokens", 32]
 SINGLE = ["--module", "vision:tp=1", "--module", "language_model:tp=1"]
@@ -34,6 +37,23 @@ def test_rates_are_those_of_the_step(model, run):
     row = next(line for line in out.split("┡")[-1].split("└")[0].split("├")[0].split("│ 2 │ ") if " ms │ " in line)
     step_ms, rate = (cell.strip().replace(",", "") for cell in row.split("│")[2:4])
     assert float(rate) == pytest.approx(128e3 / float(step_ms.removesuffix(" ms")), rel=1e-3)
+
+
+def test_what_is_reached_by_losses_is_not_faster_than_what_is_best(model, run, monkeypatch):
+    """Few plans are simulated of each number of nodes; here the one that is simulated is slow."""
+
+    def two_unlike_pipelines(planner: ResilientPlanner, num_nodes: int) -> ClusterPlan:
+        return planner.plans.consecutive([planner.layout(num_nodes - 1), planner.layout(1)])
+
+    def single_nodes(planner: ResilientPlanner) -> ClusterPlan:
+        return planner.plans.consecutive([planner.layout(1)] * planner.num_nodes)
+
+    monkeypatch.setattr(ResilientPlanner, "first", single_nodes)
+    monkeypatch.setattr(ResilientPlanner, "fastest", two_unlike_pipelines)
+    out = run("plan", "--model", model, *SHORT, *FOUR)
+    rows = re.findall(r"│ (\d) │ [^│]+ │ [^│]+ │ [^│]+ │ ([\d,.]+) │ [^│]+ │ ([\d,.]+) │", out)
+    assert [int(nodes) for nodes, _, _ in rows] == [4, 3, 2]
+    assert all(float(best.replace(",", "")) >= float(reached.replace(",", "")) for _, best, reached in rows)
 
 
 def test_tensor_parallel_stages(model, run, tmp_path):

@@ -141,7 +141,7 @@ def test_some_sizes_can_be_fixed(model, figures, fail):
     assert found["layouts"]["language_model"].endswith("tp 2") and found["num_ranks"] == 3
     modules = ["--module", "vision:tp=2,checkpointing=true", "--module", "language_model:dp=1,tp=1"]
     found = figures("plan", "--model", model, "--gpus", 4, *modules, *SHORT)
-    data = found["plan"]["modules"]
+    data = found["plan"]["plan"]["modules"]
     assert data["vision"]["activation_checkpointing"] and len(data["language_model"]["replicas"]) == 1
     error = fail("plan", "--model", model, "--gpus", 3, "--module", "vision:dp=2", "--module", "language_model:tp=4")
     assert "language_model tp_size=4" in error

@@ -84,7 +84,7 @@ def cost_of(zero_stage: int, tokens: int, link: float, early: bool = True) -> St
 def test_complete_layers_are_summed_in_the_last_backward(zero_stage, link, tokens):
     cost = cost_of(zero_stage, tokens, link)
     collective = all_gather if zero_stage else all_reduce
-    whole = collective(cost.costs.device, 1.0, (0, 1))
+    whole = collective(cost.costs.device, (0, 1))
     _, backward = layer_table(cost.costs, LANGUAGE_MODEL).times(tokens, tokens**2)
     matrix, small = 4 * 4 * HIDDEN * HIDDEN, 4 * (8 * HIDDEN + HIDDEN)
     assert matrix > GRADIENT_BUCKET_BYTES > 4 * VOCABULARY * HIDDEN + small
@@ -95,19 +95,19 @@ def test_complete_layers_are_summed_in_the_last_backward(zero_stage, link, token
         rest += [done] * 3
         sizes += [matrix, matrix, small]
     sizes[-1] += 4 * VOCABULARY * HIDDEN  # the embeddings share the last bucket
-    times, length = queued(rest, [whole.token * num_bytes for num_bytes in sizes], 1e3, EFFICIENCY)
+    times, length = queued(rest, [whole(num_bytes) for num_bytes in sizes], 1e3, EFFICIENCY)
     assert cost.sync_ms(0) == pytest.approx(length - 1e3, abs=1e-9)
     found = cost.sum_times(0)
     assert found.start_ms == pytest.approx(np.array([start - 1e3 for start, _ in times]), abs=1e-6)
     total = 4 * sum(p.num_elements for p in cost.costs.spec.language_model.parameters)
-    assert sum(sizes) == total and cost.sync_ms(0) < whole.token * total
+    assert sum(sizes) == total and cost.sync_ms(0) < whole(total)
 
 
 def test_engines_that_sum_after_the_backward_hide_nothing():
     early, late = (cost_of(0, 8192, 100.0, early) for early in (True, False))
-    whole = all_reduce(late.costs.device, 1.0, (0, 1)).token
+    whole = all_reduce(late.costs.device, (0, 1))
     total = 4 * sum(p.num_elements for p in late.costs.spec.language_model.parameters)
-    assert late.sync_ms(0) == pytest.approx(whole * total) and early.sync_ms(0) < 0.8 * late.sync_ms(0)
+    assert late.sync_ms(0) == pytest.approx(whole(total)) and early.sync_ms(0) < 0.8 * late.sync_ms(0)
     assert late.sum_times(0).start_ms.tolist() == [0.0]
 
 

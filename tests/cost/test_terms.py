@@ -182,12 +182,41 @@ class TestCollectives:
     def test_messages_of_a_tree_and_bytes_of_a_ring(self):
         device = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
         for count, steps in ((2, 1), (3, 2), (8, 3)):
-            found = all_reduce(device, 1000.0, range(count))
-            assert found.constant == pytest.approx(2 * steps * 2e-3)
-            assert found.token == pytest.approx(2 * (count - 1) / count * 1000 / 450e6)
-            assert all_gather(device, 1000.0, range(count)) + all_gather(device, 1000.0, range(count)) == found
-        assert all_reduce(device, 1000.0, range(16)).constant == pytest.approx(2 * 4 * 20e-3)
-        assert all_reduce(device, 1000.0, range(1)).constant == 0.0
+            found = all_reduce(device, range(count))
+            assert found(0.0) == pytest.approx(2 * steps * 2e-3)
+            travels = 2 * (count - 1) / count / 450e6
+            assert found(1e9) == pytest.approx(found(0.0) + travels * 1e9)
+            polynomial = found.of_tokens(1000.0)
+            assert (polynomial.token, polynomial.constant) == pytest.approx((1000 * travels, found(0.0)))
+        assert all_reduce(device, range(16))(0.0) == pytest.approx(2 * 4 * 20e-3)
+        assert all_reduce(device, range(1))(1e9) == 0.0
+
+    def test_gathers_take_a_ring_whose_steps_within_and_between_nodes_differ(self):
+        device = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
+        slow = 1e12  # bytes, where the latency of a slower protocol is gained back
+        for ranks, within, between in (
+            (range(2), 1, 0),
+            (range(8), 7, 0),
+            (range(4096), 4096 - 512, 511),
+            (range(0, 64, 4), 8, 7),
+        ):
+            latency_ms = (within * 2 + between * 20) / 1e3
+            travels = (len(ranks) - 1) / len(ranks) * slow / device.link_bytes_per_ms(ranks)
+            found = all_gather(device, ranks)
+            assert found(slow) == pytest.approx(travels + latency_ms)
+            assert 0.25 * latency_ms <= found(0.0) <= 0.28 * latency_ms, "LL for small messages"
+            assert found(1e7) <= 1e7 / slow * travels + latency_ms
+            plain = all_gather(replace(device, name="cpu"), ranks)
+            assert plain(0.0) == pytest.approx(latency_ms) and plain(slow) == pytest.approx(found(slow))
+
+    def test_gathers_of_one_rank_a_node_may_take_a_tree(self):
+        """PAT, at small sizes: with two ranks on each node there is only the ring."""
+        device = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
+        one, two = (all_gather(device, ranks)(0.0) for ranks in (range(0, 8 * 1024, 8), range(0, 8 * 1024, 4)))
+        assert one == pytest.approx((10 * 20 / 3.5 + 1024 * 2.8) / 1e3) and two > 0.25 * 1023 * 20 / 1e3
+        large = 1e12
+        ring_ms = 1023 * 20 / 1e3 + 1023 / 1024 * large / device.link_bytes_per_ms(range(0, 8 * 1024, 8))
+        assert all_gather(device, range(0, 8 * 1024, 8))(large) == pytest.approx(ring_ms)
 
     def test_messages_have_a_latency(self):
         times = [

@@ -87,6 +87,19 @@ def test_splits(columns, tmp_path):
         open_dataset(str(tmp_path / "others"))
 
 
+@pytest.mark.parametrize("name", ["empty.jsonl", "empty.json", "empty.csv", "head.csv", "none.parquet", "saved"])
+def test_a_dataset_without_samples_is_a_sentence(name, columns, tmp_path):
+    path = tmp_path / name
+    if name == "saved":
+        columns.select([]).save_to_disk(str(path))
+    elif name == "none.parquet":
+        columns.select([]).to_parquet(str(path))
+    else:
+        path.write_text("length\n" if name == "head.csv" else "")
+    with pytest.raises(ValueError, match=rf"^Dataset `.*{name}` has no samples. Give one with samples, or leave it"):
+        open_dataset(str(path))
+
+
 def test_missing_columns_are_named(columns, spec, model, tmp_path):
     columns.save_to_disk(str(tmp_path / "columns"))
     source = str(tmp_path / "columns")

@@ -192,7 +192,15 @@ def test_only_what_differs_is_written():
         ({"modules": DICT, "shedule": "gpipe"}, "`parallel` has no `shedule`. Did you mean `schedule`?"),
         ({"modules": DICT, "schedule": "gipe"}, "`schedule` has no `gipe`. Did you mean `gpipe`?"),
         ({"vision": {"tp": 2}}, "A `ModulePlugin` has no `tp`. Did you mean `tp_size`?"),
-        ({"vision": 2}, "`vision=2` must be a `ModulePlugin` or a dict of its settings."),
+        ({"vision": 2}, "`vision=2` must be a `ModulePlugin` or a dict of its settings.$"),
+        (
+            {"vision": {}, "bogus": 1, "language_model": {"pp_size": 2}},
+            "`bogus=1` must be a `ModulePlugin` or a dict of its settings. Known: `vision`, `language_model`.$",
+        ),
+        (
+            {"vision": {}, "schedule": "gpipe"},
+            "`schedule='gpipe'` stands among the modules. Put these under `modules`, beside it.",
+        ),
     ],
 )
 def test_what_is_no_plugin_is_a_sentence(value, message):

@@ -28,6 +28,7 @@ from hf_mmparallel.schedule import (
 from hf_mmparallel.schedule.lowering import blocking_order
 from hf_mmparallel.schedule.proof import Proof
 from hf_mmparallel.schedule.replay import simulate_parts
+from hf_mmparallel.steps.representatives import on_plan
 from tests.schedule.builders import Case, cases, make_plan, make_step
 
 SETTINGS = settings(max_examples=80, suppress_health_check=list(HealthCheck))
@@ -108,9 +109,10 @@ def test_simulations_of_programs_and_of_orders_agree(case, training):
     simulated = simulate(case.plan, program, uneven)
     replayed = simulate_parts(representatives, case.step, uneven, training=training)
     assert replayed.iteration_ms == pytest.approx(simulated.iteration_ms)
-    times = {span.task: (span.start_ms, span.end_ms) for span in replayed.simulation().spans}
+    times = {span.task: (span.start_ms, span.busy_end_ms, span.end_ms) for span in replayed.simulation().spans}
     for span in simulated.spans:
-        assert times[span.task] == pytest.approx((span.start_ms, span.end_ms))
+        assert times[span.task] == pytest.approx((span.start_ms, span.busy_end_ms, span.end_ms))
+        assert span.busy_end_ms - span.start_ms == pytest.approx(uneven(span.task))
 
 
 @SETTINGS
@@ -146,6 +148,21 @@ def test_ranks_that_run_joint_tasks_in_different_orders_are_a_deadlock():
     wrong = Program({**program.actions, 1: (*second, *first, *sums)})
     with pytest.raises(DeadlockError, match="rank 0 waits at `fwd language_model.r0.s0 mb0.c0`"):
         check_program(case.plan, case.step, case.sync_groups, wrong)
+
+
+def test_a_rank_that_waits_for_a_larger_replica_does_not_work():
+    """The second replica's tasks take twice as long as those of the first, which waits in the same tasks."""
+    case = two_replicas([[[0], [1]], [[2], [3]]])
+    representatives = find_representatives(case.plan, case.sync_groups)
+
+    def cost(task: Task) -> float:
+        return 1.0 + task.replica
+
+    program = build_program(case.plan, case.step, case.sync_groups, cost)
+    replayed = simulate_parts(representatives, case.step, cost).simulation()
+    for found in (simulate(case.plan, program, cost), on_plan(replayed, case.plan)):
+        assert found.iteration_ms == 8.0 and found.busy_ms == {0: 4.0, 1: 8.0}
+        assert found.bubble_fraction == found.unlike_fraction == 0.25 and found.idle_fraction == 0.0
 
 
 def test_the_order_of_joint_tasks_has_the_longest_of_their_times():

@@ -28,7 +28,7 @@ from hf_mmparallel.search.compare import (
 from hf_mmparallel.search.encoders_replicated import ReplicatedEncoders
 from hf_mmparallel.search.fully_sharded import FullyShardedLayouts
 from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
-from hf_mmparallel.search.problem import PlanningProblem, draw_batch
+from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.ratio import RatioLayouts
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
@@ -240,7 +240,7 @@ class TestReplicated:
     def test_its_memory_is_the_language_model_s_and_all_of_the_encoders(self):
         question = problem()
         layouts = ReplicatedEncoders(question)
-        batch = draw_batch(question, 0)
+        batch = question.batches[0]
         for own in itertools.islice(layouts, 0, None, 7):
             kind = ParallelConfig(1, own.layout.tp_size, False)
             least = layouts.options["vision"].state_bytes(kind, 1)
@@ -324,14 +324,14 @@ class TestFullySharded:
         slow = replace(find_device("a40"), node_link_gb_per_s=0.001)
         question = problem()
         slower = replace(question, costs=replace(question.costs, device=slow))
-        batch = draw_batch(question, 0)
+        batch = question.batches[0]
         for own in FullyShardedLayouts(question):
             fast, found = (predict_batch(step_planner(asked, own), batch) for asked in (question, slower))
             assert found.step_ms > fast.step_ms and found.peak_memory_bytes == fast.peak_memory_bytes
 
     def test_fewer_microbatches_gather_less_often(self):
         question = problem()
-        batch = draw_batch(question, 0)
+        batch = question.batches[0]
         steps = {
             (own.layouts[LANGUAGE_MODEL].shard_size, own.num_microbatches): predict_batch(
                 step_planner(question, own), batch

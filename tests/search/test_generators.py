@@ -17,7 +17,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan,
 from hf_mmparallel.planner.tables import plan_table
 from hf_mmparallel.schedule import Message, Task, in_flight_1f1b
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
+from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.steps.representatives import predict_batch
@@ -151,7 +151,7 @@ def test_layouts_of_any_kind_are_predicted(candidate):
     problem = problem_of(candidate.num_ranks, 16, spec=model_with(IMAGE), schedule=candidate.schedule)
     planner = step_planner(problem, candidate)
     check_plan(planner.plan, problem.spec)
-    found = predict_batch(planner, draw_batch(problem, 1))
+    found = predict_batch(planner, problem.batches[1])
     least = max(found.simulation.busy_ms.values())
     assert found.step_ms >= least > 0 and 0 < found.flops_utilisation < 1
     assert set(found.memory) == set(range(candidate.num_ranks))
@@ -177,7 +177,7 @@ def test_the_language_model_keeps_more_in_flight_in_front_of_a_generator():
     for generator in (False, True):
         problem, candidate = in_flight_case(generator)
         planner = step_planner(problem, candidate)
-        batch = draw_batch(problem, 0)
+        batch = problem.batches[0]
         found = predict_batch(planner, batch)
         assert steady_in_flight(planner.plan)[LANGUAGE_MODEL, 0, 0] == 2 + 3 * generator
         assert found.simulation.peak_in_flight[LANGUAGE_MODEL, 0, 0] == 2 + 3 * generator
@@ -195,7 +195,7 @@ def test_the_language_model_keeps_more_in_flight_in_front_of_a_generator():
 def test_room_goes_to_modules_in_front_first():
     problem, candidate = in_flight_case(True)
     planner = step_planner(problem, replace(candidate, schedule="eager"))
-    batch = draw_batch(problem, 0)
+    batch = problem.batches[0]
     step = predict_batch(planner, batch).planned.step
     least = in_flight_1f1b(planner.plan, step)
     max_in_flight = fitting_in_flight(problem.costs, planner.plan, step, batch, 1e12)
@@ -230,5 +230,5 @@ def test_modules_on_their_own_ranks_take_the_closed_form(names, encoder):
     assert apart
     for own in apart[:4]:
         planner = step_planner(problem, space.candidate(own))
-        found = predict_batch(planner, draw_batch(problem, 0))
+        found = predict_batch(planner, problem.batches[0])
         assert found.step_ms == pytest.approx(own.step_ms, rel=0.1)

@@ -14,12 +14,12 @@ from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, ShardingSettings, check_plan, sync_groups
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, draw_batch
+from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan
 from hf_mmparallel.search.ranking import AS_FAST, in_order
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
@@ -56,7 +56,7 @@ class Exhaustive:
 
     def __init__(self, problem: PlanningProblem):
         self.problem = problem
-        self.batch = draw_batch(problem, 0)
+        self.batch = problem.batches[0]
         self.pads = not problem.costs.packs_rows
 
     def padding(self, name: str, parts: int) -> tuple[float, float]:
@@ -171,7 +171,7 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     problem = problem_of(candidate.num_ranks, 16)
     planner = step_planner(problem, candidate)
     check_plan(planner.plan, problem.spec)
-    batch = draw_batch(problem, 1)
+    batch = problem.batches[1]
     few = predict_batch(planner, batch)
     all_of_them = replace(planner, sizes=lambda _: batch)
     whole = all_of_them.predict(all_of_them(GlobalBatch(tuple(range(16)))))
@@ -201,7 +201,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     }
     plan = replace(planner.plan, modules=modules)
     other = replace(planner, plan=plan, sync_groups=sync_groups(problem.spec, plan))
-    batch = draw_batch(problem, 1)
+    batch = problem.batches[1]
     found = [predict_batch(own, batch) for own in (planner, other)]
     assert found[1].step_ms == pytest.approx(found[0].step_ms)
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
@@ -226,10 +226,10 @@ def test_answers_keep_to_the_rules_of_the_engine(frozen):
 def test_figures_of_answers_are_those_of_all_ranks():
     problem = problem_of(6, 12, fixed={LANGUAGE_MODEL: {"tp_size": 4}, "vision": {"tp_size": 1}})
     best = search_plans(problem).best
-    batch = draw_batch(problem, 0)
+    batch = best.typical.sizes
     planner = replace(step_planner(problem, best.candidate), sizes=lambda _: batch)
     whole = planner.predict(planner(GlobalBatch(tuple(range(12))))).simulation
-    found = best.prediction.simulation
+    found = best.typical.simulation
     assert found.busy_ms == pytest.approx(whole.busy_ms) and found.bubble_fraction == pytest.approx(
         whole.bubble_fraction
     )
@@ -341,10 +341,10 @@ def test_a_plan_that_fits_comes_before_one_that_a_large_sample_exceeds():
     assert roomy.peak_memory_bytes <= 1.2 * leanest and "microbatch of its own" not in roomy.bound
 
 
-def ranked(step_ms: float, peak: float) -> RankedPlan:
+def ranked(step_ms: float, peak: float, candidate: Candidate | None = None) -> RankedPlan:
     """A plan with a step and a peak."""
     prediction = SimpleNamespace(step_ms=step_ms, peak_memory_bytes=peak)
-    return RankedPlan(CANDIDATES[0], None, (prediction,), step_ms)  # type: ignore[arg-type]
+    return RankedPlan(candidate or CANDIDATES[0], None, (prediction,), step_ms)  # type: ignore[arg-type]
 
 
 def test_of_plans_that_are_as_fast_the_leanest_comes_first():
@@ -352,3 +352,15 @@ def test_of_plans_that_are_as_fast_the_leanest_comes_first():
     assert in_order([slow, fat, lean]) == [lean, fat, slow]
     assert in_order([ranked(1000.0, 71.1), ranked(1005.1, 54.5)])[0].step_ms == 1000.0
     assert reason_for(lean, ranked(1000.0, 71.1 * 2**30)).startswith("0.4% faster: its fullest rank needs 71.1 GiB")
+
+
+def test_of_plans_that_are_as_fast_the_one_with_the_smallest_sharding_group_comes_first():
+    def sharded(step_ms: float, peak: float, sharding: ShardingSettings) -> RankedPlan:
+        layout = Layout((4,), 4096, sharding=sharding)
+        return ranked(step_ms, peak, Candidate({"vision": layout, LANGUAGE_MODEL: layout}, {"vision": LANGUAGE_MODEL}))
+
+    everywhere, in_nodes = (sharded(1000.0 + size, 50.0 + size, ShardingSettings(3, size or None)) for size in (0, 4))
+    plain = sharded(1000.0, 70.0, ShardingSettings())
+    assert in_order([everywhere, plain, in_nodes]) == [in_nodes, everywhere, plain]
+    assert reason_for(in_nodes, everywhere) == "0.4% faster: copies are divided among 4,096 ranks instead of 4."
+    assert in_order([everywhere, sharded(1006.0, 40.0, ShardingSettings(3, 4))])[0] == everywhere

@@ -12,7 +12,7 @@ import pytest
 from hf_mmparallel.cost import StepCost, analytic_costs
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.schedule import Simulation, TransferSpan
+from hf_mmparallel.schedule import Simulation, Task, TransferSpan
 from hf_mmparallel.steps.communication import with_communication
 from hf_mmparallel.steps.representatives import on_all_ranks, predict_arranged
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
@@ -114,3 +114,13 @@ def test_the_optimizer_gathers_what_it_updated():
     assert [[span.op for span in spans] for spans in late] == [["update"], ["update", "gather"]]
     assert total_ms(late[1], "update") == pytest.approx(total_ms(late[0], "update") / 2)
     assert LAYERS == 4 and all(span.is_exposed for spans in late for span in spans)
+
+
+def test_transfers_of_joint_tasks_are_computed_once_for_all_ranks():
+    """So that a page of thousands of ranks does not compare all replicas for each of them."""
+    _, _, cost = predicted(3)
+    for task in (Task(kind, LANGUAGE_MODEL, 0, 0, 1) for kind in ("fwd", "bwd")):
+        transfers = cost.timed_transfers(task)
+        assert transfers and cost.timed_transfers(replace(task, replica=1)) is transfers
+    _, _, alone = predicted(0)
+    assert alone.timed_transfers(Task("fwd", LANGUAGE_MODEL, 0, 0, 1)) == []

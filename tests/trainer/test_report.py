@@ -18,11 +18,14 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.data.global_batches import GlobalBatch
+from hf_mmparallel.data.size_sources import drawn_samples
 from hf_mmparallel.data.streams import StreamWindow
-from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan, sync_groups
+from hf_mmparallel.plan import ModulePlugin, PlannedFor, SampleSizes, Workloads, resolve_plan, sync_groups
+from hf_mmparallel.planner.answer import Inputs, predict_plan
+from hf_mmparallel.planner.inputs import ModelSource, Samples
+from hf_mmparallel.planner.settings import Settings
 from hf_mmparallel.schedule import Simulation
-from hf_mmparallel.steps.arrangement_choice import ArrangementChoice, choose_arrangement
+from hf_mmparallel.steps.arrangement_choice import ArrangementChoice
 from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer import start_prediction
 from hf_mmparallel.trainer import start_report as report
@@ -31,7 +34,7 @@ from hf_mmparallel.trainer.model_card import RunSummary, plan_section
 from hf_mmparallel.trainer.packing_choice import RowChoice
 from hf_mmparallel.trainer.start_prediction import StepReport
 from hf_mmparallel.trainer.start_report import PlanReport, arrangement_lines, settings_without_effect, size_origin
-from hf_mmparallel.trainer.training_sizes import TrainingSizes, representative_batch
+from hf_mmparallel.trainer.training_sizes import StartSizes, TrainingSizes, representative_batch
 from tests.plan.specs import model_spec
 from tests.trainer.contexts import arguments, context
 
@@ -43,7 +46,7 @@ AFTER = Balance({"vision": (np.array([2.0, 2.0]),), LM: (np.array([4.5, 5.5]),)}
 def prediction(before: Balance, after: Balance) -> StepReport:
     """Only what the sentences tell of."""
     planned: Any = None
-    return StepReport(planned, Simulation((), 12.5, 2, {}), None, (before, after), before_ms=20.25)
+    return StepReport(planned, Simulation((), 12.5, 2, {}), None, 12.5, (before, after), before_ms=20.25)
 
 
 def test_the_report_says_what_the_arrangement_evens_out():
@@ -63,21 +66,39 @@ def test_the_report_says_what_the_arrangement_evens_out():
 
 
 def test_steps_have_the_optimizer_as_those_that_a_choice_compared():
-    told = replace(prediction(BEFORE, AFTER), optimizer_ms=1.5)
+    told = replace(prediction(BEFORE, AFTER), step_ms=14.0)
     assert "a step 20.2 -> 14 ms, the optimizer's with it;" in arrangement_lines("disttrain", "here", told)[1]
     assert "a step 14 ms, the optimizer's with it;" in arrangement_lines("contiguous", "here", told)[1]
 
 
-def test_the_report_has_the_step_that_the_choice_compared():
-    spec, sizes = PUBLISHED_MODELS["llama3-1b"].spec, PUBLISHED["synthchartnet"].draw(32, 0)
+@pytest.mark.parametrize("named", [None, "contiguous"])
+@pytest.mark.parametrize("is_searched", [False, True])
+def test_the_report_of_a_plan_has_the_step_that_the_planner_predicts(named: str | None, is_searched: bool):
+    """On the same batches, of the same samples: of all the ones that the planner measures, or those of the search."""
+    spec, drawn = PUBLISHED_MODELS["llama3-1b"].spec, PUBLISHED["synthchartnet"].draw(200, 0)
     plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin(dp_size=2, pp_size=2)})
-    costs = analytic_costs(spec, find_device("a40"))
-    planner = StepPlanner(costs, plan, sync_groups(spec, plan), 4, sizes=sizes.take)
-    choice = choose_arrangement(planner, [sizes])
-    chosen = replace(planner, arrangement=choice.arrangement)
-    told = start_prediction._costed(chosen, chosen.arrange_batch(GlobalBatch(tuple(range(32)))))
-    assert told.step_ms == pytest.approx(choice.step_ms[choice.arrangement])
-    assert told.step_ms > told.simulation.iteration_ms
+    costs, groups = analytic_costs(spec, find_device("a40")), sync_groups(spec, plan)
+    request = PlannedFor(seed=5, num_samples=150)
+    measured = drawn.take(drawn_samples(200, 150, 5))
+    settings = Settings(gpu_type="a40", global_batch_size=32, microbatch_size=4, microbatch_assignment=named)
+    inputs = Inputs(ModelSource("", None, spec, {}), Samples("", measured), seed=5)
+    answer = predict_plan(settings, inputs, costs, plan)
+
+    run = context(range(200), per_device_train_batch_size=4, microbatch_assignment=named)
+    sizes: Any = SimpleNamespace(
+        context=run, of_rank=lambda data: drawn.take, at_start=lambda *_: StartSizes(drawn, True)
+    )
+    engine: Any = SimpleNamespace(costs=costs, plan=plan, sync_groups=groups)
+    planner, told = start_prediction.predict(engine, sizes, 32, request, measured if is_searched else None)
+    assert planner.arrangement == answer.arrangement
+    assert told.step_ms == pytest.approx(answer.step_ms, rel=1e-9)
+    assert told.simulation.bubble_fraction == pytest.approx(answer.drawn.bubble_fraction, rel=1e-9)
+    assert told.memory == answer.memory and told.step_ms > told.simulation.iteration_ms
+    if named is None:
+        assert told.choice is not None
+        assert told.choice.step_ms[planner.arrangement] == pytest.approx(told.step_ms, rel=1e-9)
+    else:
+        assert told.before_ms == pytest.approx(told.step_ms, rel=1e-9)
 
 
 def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.MonkeyPatch):
@@ -105,7 +126,7 @@ def test_an_arrangement_that_nobody_named_is_told_with_its_reason():
 
 
 def test_unknown_sizes_are_said_with_what_would_help():
-    unknown = StepReport(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None)
+    unknown = StepReport(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None, 12.5)
     (line,) = arrangement_lines("disttrain", "the dataset's metadata", unknown)
     assert line.startswith("Sizes of samples are unknown, all count the same") and "`token_columns`" in line
     assert arrangement_lines("contiguous", "the dataset's metadata", unknown)[0].endswith("Their sizes are unknown.")
