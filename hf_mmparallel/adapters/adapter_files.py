@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,9 @@ def adapter_folder(folder: str | Path, adapter: Adapter) -> Path:
     return Path(folder) if adapter.name == DEFAULT_NAME else Path(folder) / adapter.name
 
 
-def adapter_names(spec: ModelSpec) -> set[str]:
-    """Names of the adapters' parameters: those of a layer with a `base_layer`, except the base layer's."""
-    names = [p.name for module in spec.modules.values() for p in module.parameters]
-    wrapped = {name.partition(".base_layer.")[0] + "." for name in names if ".base_layer." in name}
-    owners = tuple(wrapped)
-    return {name for name in names if name.startswith(owners) and ".base_layer." not in name}
+def adapter_names(names: Iterable[str]) -> set[str]:
+    """The adapters' parameters among some names, by the rule of `peft`'s files."""
+    return {name for name in names if ".lora_" in name}
 
 
 def adapter_file_key(name: str, adapter: Adapter) -> str:
@@ -74,7 +71,7 @@ def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
     """
     saved = copy.deepcopy(adapter.config)
     saved.inference_mode = True
-    saved.modules_to_save = modules_to_save(spec, adapter_names(spec)) or None
+    saved.modules_to_save = modules_to_save(spec, adapter_names(spec.parameters)) or None
     saved.base_model_name_or_path = saved.base_model_name_or_path or getattr(model, "name_or_path", None) or None
     if saved.task_type is None:
         saved.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}

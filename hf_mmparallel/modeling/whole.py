@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_files import adapter_names
-from ..adapters.peft_models import wrap_as_peft_model
+from ..adapters.peft_models import as_peft_model, wrap_as_peft_model
 from ..plan import ModelSpec
 from .loading import initialize_rest
 from .tensor_parallel import base_name
@@ -41,12 +42,18 @@ def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], a
         `PreTrainedModel` or `PeftModel`: The model in evaluation mode, on the device of the tensors; a `PeftModel`
         if there is an `adapter`.
     """
-    adapter_parameters = adapter_names(spec)
-    base = {base_name(name): tensor for name, tensor in state.items() if name not in adapter_parameters}
+    base = {base_name(name): state[name] for name in state.keys() - adapter_names(state)}
     whole = fill(blank_model(part), part, base)
     if adapter is not None:
         whole = wrap_as_peft_model(whole, spec, adapter, state)
     return whole.eval()
+
+
+def write_adapter_card(part: Any, spec: ModelSpec, adapter: Adapter, folder: str | Path) -> None:
+    """Writes the model card of an adapter as `peft` does, or updates the one that is there."""
+    with torch.device("meta"):
+        whole = as_peft_model(blank_model(part), spec, adapter)
+    whole.create_or_update_model_card(str(folder))
 
 
 def blank_model(part: Any) -> Any:

@@ -35,7 +35,6 @@ from ..modeling.checkpoint_reader import (
     WEIGHTS,
     WEIGHTS_INDEX,
     CheckpointReader,
-    adapter_parameters,
     another_model,
 )
 from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
@@ -125,7 +124,7 @@ class ShardedModel:
             folder.mkdir(parents=True, exist_ok=True)
             for old in (*folder.glob("model*.safetensors"), folder / WEIGHTS_INDEX):
                 old.unlink(missing_ok=True)
-        ignored = set(model._keys_to_ignore_on_save or ()) | adapter_parameters(model)
+        ignored = set(model._keys_to_ignore_on_save or ()) | adapter_names(self.spec.parameters)
         files = self._files(ignored, max_file_bytes)
         counts = world.all_gather(len(files))
         tensors, sizes = self._owned(ignored, writes), {}
@@ -220,7 +219,7 @@ class ShardedModel:
                 Into the folder where rank 0 writes; an adapter of another name than "default" into a folder below.
             adapter ([`Adapter`]): The adapter.
         """
-        state = self.gather_tensors(set(parameters_to_save(self.spec, adapter_names(self.spec))))
+        state = self.gather_tensors(set(parameters_to_save(self.spec, adapter_names(self.spec.parameters))))
         if state is not None:
             state = {name: writes.on_host(tensor) for name, tensor in state.items()}
             writes.add(write_adapters, state, self.model, self.spec, adapter, adapter_folder(writes.folder, adapter))
@@ -281,7 +280,7 @@ class ShardedModel:
 
     def _read_names(self) -> list[str]:
         """The parameters that this rank reads from a checkpoint: those that it holds, without adapters."""
-        adapters = adapter_parameters(self.model)
+        adapters = adapter_names(self.shards)
         return [name for name in self.shards if self.holds(name) and name not in adapters]
 
     def _aliases(self) -> dict[str, list[str]]:
@@ -319,7 +318,7 @@ class ShardedModel:
             opened = safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt")
         with opened as reader:
             keys = set(reader.keys())
-            for name in parameters_to_save(self.spec, adapter_names(self.spec)):
+            for name in parameters_to_save(self.spec, adapter_names(self.spec.parameters)):
                 if not self.holds(name):
                     continue
                 key, parameter = adapter_file_key(name, adapter), parameters[name]

@@ -32,7 +32,7 @@ from ..data.packing import PackingCollator
 from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
 from ..modeling.loss import IGNORE_INDEX
-from ..modeling.whole import check_gatherable, whole_model
+from ..modeling.whole import check_gatherable, whole_model, write_adapter_card
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import sharding_without_effect
 from ..resilience.adopted_plan import module_settings
@@ -295,6 +295,12 @@ class EngineTrainer(Trainer):
         with shared_failure("gathering the model"):
             state = sharded.gather_state_dict(all_buffers=True)
         return None if state is None else whole_model(self.model, self.engine.spec, state, sharded.adapter)
+
+    def _write_adapter_card(self, folder: str) -> None:
+        """Writes or updates the model card of an adapter, by which the Hub links it to its base; else does nothing."""
+        sharded = self._engine.sharded
+        if sharded.adapter is not None:
+            write_adapter_card(self.model, sharded.spec, sharded.adapter, folder)
 
     def _parallel_metrics(self) -> dict[str, float]:
         """The numbers that callbacks add to a log. Collective."""

@@ -1,0 +1,125 @@
+"""Every folder that a plan saves is opened by the library that it is meant for, and its model card says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import Trainer, TrainingArguments, set_seed
+
+from hf_mmparallel import MultimodalParallelTrainer
+from tests import tiny
+from tests.distributed import run_distributed
+from tests.trainer import runs
+
+pytestmark = pytest.mark.distributed
+VISION, LM = "vision", "language_model"
+PLAN: dict[str, Any] = {VISION: {}, LM: {"pp_size": 2}}
+STEPS: dict[str, Any] = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+}
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+# Form -> (family, settings of the adapter, its name); without an adapter all is trained.
+FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
+    "whole": ("llava", None, "default"),
+    "whole, tied": ("gemma3", None, "default"),
+    "adapter": ("llava", {"task_type": "CAUSAL_LM"}, "default"),
+    "adapter with a name": ("llava", {}, "mine"),
+    "adapter with a projector": ("llava", {"modules_to_save": ["multi_modal_projector"]}, "default"),
+    "adapter of a tied head": ("gemma3", {"target_modules": ["q_proj", "lm_head"]}, "default"),
+    "adapter of tied embeddings": ("gemma3", {"target_modules": ["embed_tokens", "lm_head"]}, "default"),
+}
+
+
+def model_of(form: str, folder: str) -> Any:
+    """A model of a folder with what is trained of it."""
+    family, settings, name = FORMS[form]
+    set_seed(7)
+    model = type(tiny.FAMILIES[family]()).from_pretrained(f"{folder}/{family}")
+    return model if settings is None else get_peft_model(model, LoraConfig(**{**LORA, **settings}), adapter_name=name)
+
+
+def logits_of(model: Any, family: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**tiny.collate(family)(tiny.make_dataset(family, 4))).logits
+
+
+def train_and_save(trainer: Any, folder: str) -> None:
+    """A run whose best model is saved, with its card."""
+    trainer.train()
+    trainer.save_model(folder)
+    trainer.create_model_card()
+
+
+def planned(folder: str) -> dict[str, tuple[list[dict[str, float]], torch.Tensor | None]]:
+    """Form -> logs of its run, and the logits of the model that is saved."""
+    result = {}
+    for form, (family, _, _) in FORMS.items():
+        out = f"{folder}/planned/{form}"
+        trainer = runs.make_trainer(family, PLAN, out, model=model_of(form, folder), **STEPS)
+        train_and_save(trainer, out)
+        whole = trainer.gather_model()
+        result[form] = runs.step_logs(trainer), None if whole is None else logits_of(whole, family)
+    return result
+
+
+def stock_trainer(form: str, folder: str, cls: type[Trainer] = Trainer) -> Trainer:
+    family, _, _ = FORMS[form]
+    data = tiny.make_dataset(family, runs.SAMPLES)
+    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    return cls(
+        model=model_of(form, folder),
+        args=TrainingArguments(output_dir=f"{folder}/stock/{form}", **arguments),
+        train_dataset=data,
+        eval_dataset=data[:7],
+        data_collator=tiny.collate(family),
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A folder with what the runs of all forms have saved, and the results of those under a plan."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    for family in {family for family, _, _ in FORMS.values()}:
+        tiny.FAMILIES[family]().save_pretrained(f"{folder}/{family}")
+    return folder, run_distributed(planned, 3, folder, timeout=200)[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(saved, form: str):
+    folder, results = saved
+    family, settings, name = FORMS[form]
+    logs, logits = results[form]
+    stock = stock_trainer(form, folder)
+    train_and_save(stock, stock.args.output_dir)
+    assert logs == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
+    want = logits_of(stock.model, family)
+    torch.testing.assert_close(logits, want, rtol=1e-3, atol=1e-4)
+    out, cls = f"{folder}/planned/{form}", type(tiny.FAMILIES[family]())
+    for opened in (out, f"{out}/checkpoint-4"):
+        if settings is None:
+            loaded, info = cls.from_pretrained(opened, output_loading_info=True)
+            assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        else:
+            base = cls.from_pretrained(f"{folder}/{family}")
+            loaded = PeftModel.from_pretrained(base, opened if name == "default" else f"{opened}/{name}")
+        torch.testing.assert_close(logits_of(loaded, family), logits, rtol=0, atol=0)
+    card, expected = (ModelCard.load(f"{path}/README.md").data.to_dict() for path in (out, stock.args.output_dir))
+    assert card.pop("parallel_plan")[LM]["pp"] == 2
+    card["tags"].remove("hf_mmparallel")
+    assert card == expected and ("base_model" in card) == (settings is not None)
+    if name == "default":  # the stock Trainer resumes from no adapter with another name
+        # Of a model with other names on the Hub it restores nothing, not from its own checkpoints either.
+        resumed = stock_trainer(form, folder, MultimodalParallelTrainer if settings is None else Trainer)
+        resumed.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+        assert runs.step_logs(resumed) == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
