@@ -41,7 +41,7 @@ from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import World, shared_failure
 from . import build
 from .agreement import SampleAgreement, check_output_folder
-from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
+from .argument_table import check_arguments, check_launcher, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .checkpoint_saves import CheckpointSaves
@@ -56,7 +56,7 @@ from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .run_context import RunContext
-from .start_checks import check_launcher, check_model, check_trainer
+from .start_checks import check_model, check_trainer
 from .start_report import PlanReport, report_survival
 from .training_sizes import MeasuredSizes, TrainingSizes
 from .training_steps import TrainingSteps
