@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer
@@ -61,9 +63,49 @@ def train_and_save(trainer: Any, folder: str) -> None:
     trainer.create_model_card()
 
 
-def planned(folder: str) -> dict[str, tuple[list[dict[str, float]], torch.Tensor | None]]:
-    """Form -> logs of its run, and the logits of the model that is saved."""
-    result = {}
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """A block in which models compute nothing of float64 in float32: no norm, no rotary embedding, no loss."""
+    to, narrow = torch.Tensor.to, torch.Tensor.float
+
+    def keeping(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.dtype == torch.float64:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs |= {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else {}
+        return to(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", keeping)
+        patch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else narrow(self))
+        yield
+
+
+WILD: dict[str, Any] = {**STEPS, "learning_rate": 0.5, "warmup_steps": 0, "save_steps": 1, "eval_steps": 1}
+"""Steps so large that a run depends on its rounding: a difference is a thousand times as large a step later."""
+WILD_FORM = "adapter with a projector"
+
+
+def wild_run(trainer: Any) -> tuple[str, dict[str, torch.Tensor] | None]:
+    """The best checkpoint of a run in float64, and what is trained of the model that it leaves."""
+    trainer.train()
+    whole = trainer.gather_model() if isinstance(trainer, MultimodalParallelTrainer) else trainer.model
+    best = trainer.state.best_model_checkpoint.rpartition("/")[2]
+    return best, None if whole is None else get_peft_model_state_dict(whole)
+
+
+def wild_arguments(folder: str) -> dict[str, Any]:
+    """Model, data and arguments of that run."""
+    data = tiny.make_dataset(FORMS[WILD_FORM][0], runs.SAMPLES)
+    data = [{name: value.double() if value.is_floating_point() else value for name, value in s.items()} for s in data]
+    return {"model": model_of(WILD_FORM, folder).double(), "data": data, **WILD, "max_steps": 4}
+
+
+def planned(folder: str) -> dict[str, Any]:
+    """Form -> logs of its run, and the logits of the model that is saved; "float64" -> [`wild_run`]."""
+    result: dict[str, Any] = {}
+    with in_float64():
+        family = FORMS[WILD_FORM][0]
+        result["float64"] = wild_run(runs.make_trainer(family, PLAN, f"{folder}/wild", **wild_arguments(folder)))
     for form, (family, _, _) in FORMS.items():
         out = f"{folder}/planned/{form}"
         trainer = runs.make_trainer(family, PLAN, out, model=model_of(form, folder), **STEPS)
@@ -73,12 +115,13 @@ def planned(folder: str) -> dict[str, tuple[list[dict[str, float]], torch.Tensor
     return result
 
 
-def stock_trainer(form: str, folder: str, cls: type[Trainer] = Trainer) -> Trainer:
+def stock_trainer(form: str, folder: str, cls: type[Trainer] = Trainer, **given: Any) -> Trainer:
     family, _, _ = FORMS[form]
-    data = tiny.make_dataset(family, runs.SAMPLES)
-    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    model = given.pop("model", None) or model_of(form, folder)
+    data = given.pop("data", None) or tiny.make_dataset(family, runs.SAMPLES)
+    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH, **given}
     return cls(
-        model=model_of(form, folder),
+        model=model,
         args=TrainingArguments(output_dir=f"{folder}/stock/{form}", **arguments),
         train_dataset=data,
         eval_dataset=data[:7],
@@ -123,3 +166,14 @@ def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(saved, f
         resumed = stock_trainer(form, folder, MultimodalParallelTrainer if settings is None else Trainer)
         resumed.train(resume_from_checkpoint=f"{out}/checkpoint-2")
         assert runs.step_logs(resumed) == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
+
+
+def test_the_best_model_of_a_run_in_float64_is_that_of_the_stock_trainer(saved):
+    """A model in float64 ended in `linalg.vector_norm: the dtype of the input (Double) should be convertible`."""
+    folder, results = saved
+    best, weights = results["float64"]
+    with in_float64():
+        expected, want = wild_run(stock_trainer(WILD_FORM, f"{folder}", **wild_arguments(folder)))
+    assert best == expected and weights is not None and want is not None and weights.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
