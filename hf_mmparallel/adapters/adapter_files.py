@@ -64,6 +64,21 @@ def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
     return [name for name in names if name in adapters or name.startswith(prefixes)]
 
 
+def resized_embeddings(model: Any, spec: ModelSpec) -> list[str]:
+    """
+    Names of the matrices with a row for each token, where the model has another number of tokens than the base that it
+    names: no one who loads the adapter has the same new rows.
+    """
+    num_tokens = model.config.get_text_config().vocab_size
+    try:
+        base = type(model.config).from_pretrained(model.name_or_path).get_text_config().vocab_size
+    except (OSError, ValueError):  # no name, or the Hub can't be reached
+        return []
+    text = spec.language_model
+    outer = [p for p in text.parameters if len(p.shape) == 2 and p.layer in (-1, text.num_layers)]
+    return [p.name for p in outer if p.shape[0] == num_tokens != base and p.name not in adapter_names([p.name])]
+
+
 def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
     """
     The `LoraConfig` saved with adapters, with `modules_to_save` and the class of the base model, which `AutoPeftModel`

@@ -29,6 +29,7 @@ from ..adapters.adapter_files import (
     adapter_folder,
     adapter_names,
     parameters_to_save,
+    resized_embeddings,
     write_adapters,
 )
 from ..modeling.checkpoint_reader import (
@@ -211,18 +212,24 @@ class ShardedModel:
 
     def save_adapters(self, writes: Writes, adapter: Adapter) -> None:
         """
-        Writes the adapters, and the other parameters that are trained, for `PeftModel.from_pretrained(base, folder)`.
-        Only these tensors travel.
+        Writes the adapters, the other parameters that are trained, and embeddings of another size than those of the
+        base, for `PeftModel.from_pretrained(base, folder)`. Only these tensors travel.
 
         Args:
             writes ([`Writes`]):
                 Into the folder where rank 0 writes; an adapter of another name than "default" into a folder below.
             adapter ([`Adapter`]): The adapter.
         """
-        state = self.gather_tensors(set(parameters_to_save(self.spec, adapter_names(self.spec.parameters))))
+        names = parameters_to_save(self.spec, adapter_names(self.spec.parameters))
+        state = self.gather_tensors({*names, *self._resized_embeddings})
         if state is not None:
             state = {name: writes.on_host(tensor) for name, tensor in state.items()}
             writes.add(write_adapters, state, self.model, self.spec, adapter, adapter_folder(writes.folder, adapter))
+
+    @functools.cached_property
+    def _resized_embeddings(self) -> list[str]:
+        """See [`resized_embeddings`]. Collective on first access."""
+        return self.world.from_first_rank(lambda: resized_embeddings(self.model, self.spec))
 
     # Loading
 
@@ -318,10 +325,12 @@ class ShardedModel:
             opened = safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt")
         with opened as reader:
             keys = set(reader.keys())
-            for name in parameters_to_save(self.spec, adapter_names(self.spec.parameters)):
-                if not self.holds(name):
+            needed = set(parameters_to_save(self.spec, adapter_names(self.spec.parameters)))
+            for name in self.spec.parameters:
+                key = adapter_file_key(name, adapter)
+                if not self.holds(name) or (name not in needed and key not in keys):
                     continue
-                key, parameter = adapter_file_key(name, adapter), parameters[name]
+                parameter = parameters[name]
                 found = tuple(reader.get_slice(key).get_shape()) if key in keys else None
                 if found != tuple(parameter.shape):
                     what = "lacks" if found is None else f"has shape {found} for"

@@ -39,6 +39,7 @@ FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "adapter with a name": ("llava", {}, "mine"),
     "adapter with a projector": ("llava", {"modules_to_save": ["multi_modal_projector"]}, "default"),
     "adapter of a tied head": ("gemma3", {"target_modules": ["q_proj", "lm_head"]}, "default"),
+    "adapter of a model with more tokens": ("llava", {}, "default"),
     "adapter of tied embeddings": ("gemma3", {"target_modules": ["embed_tokens", "lm_head"]}, "default"),
 }
 
@@ -47,8 +48,17 @@ def model_of(form: str, folder: str) -> Any:
     """A model of a folder with what is trained of it."""
     family, settings, name = FORMS[form]
     set_seed(7)
-    model = type(tiny.FAMILIES[family]()).from_pretrained(f"{folder}/{family}")
+    model = base_of(form, folder)
     return model if settings is None else get_peft_model(model, LoraConfig(**{**LORA, **settings}), adapter_name=name)
+
+
+def base_of(form: str, folder: str) -> Any:
+    """The model of a folder, with new tokens where a form has them."""
+    family = FORMS[form][0]
+    model = type(tiny.FAMILIES[family]()).from_pretrained(f"{folder}/{family}")
+    if "more tokens" in form:
+        model.resize_token_embeddings(124)
+    return model
 
 
 def logits_of(model: Any, family: str) -> torch.Tensor:
@@ -154,8 +164,9 @@ def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(saved, f
             loaded, info = cls.from_pretrained(opened, output_loading_info=True)
             assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         else:
-            base = cls.from_pretrained(f"{folder}/{family}")
-            loaded = PeftModel.from_pretrained(base, opened if name == "default" else f"{opened}/{name}")
+            loaded = PeftModel.from_pretrained(
+                base_of(form, folder), opened if name == "default" else f"{opened}/{name}"
+            )
         torch.testing.assert_close(logits_of(loaded, family), logits, rtol=0, atol=0)
     card, expected = (ModelCard.load(f"{path}/README.md").data.to_dict() for path in (out, stock.args.output_dir))
     assert card.pop("parallel_plan")[LM]["pp"] == 2
