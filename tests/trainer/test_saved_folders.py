@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import Trainer, TrainingArguments, set_seed
 
-from hf_mmparallel import MultimodalParallelTrainer
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from tests import tiny
 from tests.distributed import run_distributed
 from tests.trainer import runs
@@ -31,7 +31,7 @@ STEPS: dict[str, Any] = {
     "metric_for_best_model": "loss",
 }
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
-# Form -> (family, settings of the adapter, its name); without an adapter all is trained.
+# Form -> (family, settings of the adapter, its name); without an adapter all is trained. "by module": of `BY_MODULE`.
 FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "whole": ("llava", None, "default"),
     "whole, tied": ("gemma3", None, "default"),
@@ -39,9 +39,13 @@ FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "adapter with a name": ("llava", {}, "mine"),
     "adapter with a projector": ("llava", {"modules_to_save": ["multi_modal_projector"]}, "default"),
     "adapter of a tied head": ("gemma3", {"target_modules": ["q_proj", "lm_head"]}, "default"),
+    "adapter by module": ("llava", {}, "default"),
     "adapter of a model with more tokens": ("llava", {}, "default"),
     "adapter of tied embeddings": ("gemma3", {"target_modules": ["embed_tokens", "lm_head"]}, "default"),
 }
+
+
+BY_MODULE: dict[str, Any] = {VISION: {"freeze": "tower"}, LM: {"peft_config": LORA}}
 
 
 def model_of(form: str, folder: str) -> Any:
@@ -49,7 +53,8 @@ def model_of(form: str, folder: str) -> Any:
     family, settings, name = FORMS[form]
     set_seed(7)
     model = base_of(form, folder)
-    return model if settings is None else get_peft_model(model, LoraConfig(**{**LORA, **settings}), adapter_name=name)
+    has_none = settings is None or "by module" in form
+    return model if has_none else get_peft_model(model, LoraConfig(**{**LORA, **settings}), adapter_name=name)
 
 
 def base_of(form: str, folder: str) -> Any:
@@ -118,7 +123,10 @@ def planned(folder: str) -> dict[str, Any]:
         result["float64"] = wild_run(runs.make_trainer(family, PLAN, f"{folder}/wild", **wild_arguments(folder)))
     for form, (family, _, _) in FORMS.items():
         out = f"{folder}/planned/{form}"
-        trainer = runs.make_trainer(family, PLAN, out, model=model_of(form, folder), **STEPS)
+        plan = PLAN
+        if "by module" in form:
+            plan = {name: {**PLAN[name], **settings} for name, settings in BY_MODULE.items()}
+        trainer = runs.make_trainer(family, plan, out, model=model_of(form, folder), **STEPS)
         train_and_save(trainer, out)
         whole = trainer.gather_model()
         result[form] = runs.step_logs(trainer), None if whole is None else logits_of(whole, family)
@@ -130,9 +138,13 @@ def stock_trainer(form: str, folder: str, cls: type[Trainer] = Trainer, **given:
     model = given.pop("model", None) or model_of(form, folder)
     data = given.pop("data", None) or tiny.make_dataset(family, runs.SAMPLES)
     arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH, **given}
+    args: Any = TrainingArguments
+    if "by module" in form:  # on one process a plan is the stock Trainer with `get_peft_model`
+        cls, args = MultimodalParallelTrainer, MultimodalTrainingArguments
+        arguments["parallel"] = BY_MODULE
     return cls(
         model=model,
-        args=TrainingArguments(output_dir=f"{folder}/stock/{form}", **arguments),
+        args=args(output_dir=f"{folder}/stock/{form}", **arguments),
         train_dataset=data,
         eval_dataset=data[:7],
         data_collator=tiny.collate(family),
@@ -164,9 +176,8 @@ def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(saved, f
             loaded, info = cls.from_pretrained(opened, output_loading_info=True)
             assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         else:
-            loaded = PeftModel.from_pretrained(
-                base_of(form, folder), opened if name == "default" else f"{opened}/{name}"
-            )
+            adapter = opened if name == "default" else f"{opened}/{name}"
+            loaded = PeftModel.from_pretrained(base_of(form, folder), adapter)
         torch.testing.assert_close(logits_of(loaded, family), logits, rtol=0, atol=0)
     card, expected = (ModelCard.load(f"{path}/README.md").data.to_dict() for path in (out, stock.args.output_dir))
     assert card.pop("parallel_plan")[LM]["pp"] == 2
