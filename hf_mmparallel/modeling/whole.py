@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,11 +48,10 @@ def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], a
     return whole.eval()
 
 
-def write_adapter_card(part: Any, spec: ModelSpec, adapter: Adapter, folder: str | Path) -> None:
-    """Writes the model card of an adapter as `peft` does, or updates the one that is there."""
+def blank_peft_model(part: Any, spec: ModelSpec, adapter: Adapter) -> Any:
+    """The `PeftModel` of an adapter on the meta device, which knows its model card."""
     with torch.device("meta"):
-        whole = as_peft_model(blank_model(part), spec, adapter)
-    whole.create_or_update_model_card(str(folder))
+        return as_peft_model(blank_model(part), spec, adapter)
 
 
 def blank_model(part: Any) -> Any:

@@ -40,6 +40,7 @@ from ..modeling.checkpoint_reader import (
 )
 from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
 from ..modeling.tensor_parallel import base_name
+from ..modeling.whole import blank_peft_model
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
 from .local_shards import Regions, local_regions
@@ -89,6 +90,12 @@ class ShardedModel:
         shards = self.shards[name]
         tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
         return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
+
+    @functools.cached_property
+    def peft_model(self) -> Any:
+        """The `PeftModel` of the adapter, without weights. Takes seconds with hundreds of adapted layers."""
+        assert self.adapter is not None
+        return blank_peft_model(self.model, self.spec, self.adapter)
 
     def save(self, writes: Writes) -> None:
         """Writes the adapters if there are any, otherwise the model."""

@@ -32,7 +32,7 @@ from ..data.packing import PackingCollator
 from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
 from ..modeling.loss import IGNORE_INDEX
-from ..modeling.whole import check_gatherable, whole_model, write_adapter_card
+from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import sharding_without_effect
 from ..resilience.adopted_plan import module_settings
@@ -297,10 +297,9 @@ class EngineTrainer(Trainer):
         return None if state is None else whole_model(self.model, self.engine.spec, state, sharded.adapter)
 
     def _write_adapter_card(self, folder: str) -> None:
-        """Writes or updates the model card of an adapter, by which the Hub links it to its base; else does nothing."""
-        sharded = self._engine.sharded
-        if sharded.adapter is not None:
-            write_adapter_card(self.model, sharded.spec, sharded.adapter, folder)
+        """Writes or updates `peft`'s model card of an adapter, by which the Hub links it to its base."""
+        if self._engine.sharded.adapter is not None:
+            self._engine.sharded.peft_model.create_or_update_model_card(folder)
 
     def _parallel_metrics(self) -> dict[str, float]:
         """The numbers that callbacks add to a log. Collective."""
