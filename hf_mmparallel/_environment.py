@@ -23,9 +23,9 @@ def launcher_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def is_switched_on(name: str) -> bool:
-    """Whether a launcher has set a switch."""
-    return os.environ.get(name, "").lower() in ("true", "1", "yes", "on")
+def launcher_setting(name: str) -> str:
+    """A variable that a launcher has set, empty without it."""
+    return os.environ.get(name, "")
 
 
 def ranks_per_host(world_size: int) -> int:

@@ -43,11 +43,18 @@ def reason_of(error: Exception) -> str:
     return f"it is damaged or cut short: {first or type(error).__name__}"
 
 
-def _remedy(path: Path) -> str:
-    """What to do about a damaged file; in a checkpoint, to use the one before by its name."""
+def check_complete(folder: Path, name: str) -> None:
+    """Raises `ValueError` for a checkpoint that lacks a file, with another one to resume from."""
+    if not (folder / name).is_file():
+        remedy = _remedy(folder / name, "Resume from a whole `checkpoint-N` folder.")
+        raise ValueError(f"The checkpoint `{folder}` is incomplete: it has no `{name}`. {remedy}")
+
+
+def _remedy(path: Path, otherwise: str = "Copy or download it again.") -> str:
+    """What to do about a damaged or missing file; in a checkpoint, to use the one before by its name."""
     found = _CHECKPOINT.fullmatch(path.parent.name)
     if found is None:
-        return "Copy or download it again."
+        return otherwise
     number = int(found[1])
     matches = (_CHECKPOINT.fullmatch(other.name) for other in path.parent.parent.glob("checkpoint-*"))
     earlier = [int(match[1]) for match in matches if match is not None and int(match[1]) < number]

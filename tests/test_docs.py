@@ -3,9 +3,15 @@
 import ast
 import importlib
 import re
+import runpy
+import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_mmparallel import MultimodalTrainingArguments
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -48,6 +54,39 @@ def test_commands_name_what_exists(page):
             assert (ROOT / path).exists(), f"{page.name} names {path}"
         for target in re.findall(r"^make ([a-z-]+)", block, re.MULTILINE):
             assert target in targets, f"{page.name} names `make {target}`"
+
+
+def _arguments(script: str, line: list[str]) -> None:
+    """Parses the arguments of an example as it does, and those of a script of the reader as ours."""
+    types: list = [MultimodalTrainingArguments]
+    defaults = {"output_dir": "out"}
+    if (ROOT / script).is_file():
+        module = runpy.run_path(str(ROOT / script))
+        types = [module["ScriptArguments"], module.get("MultimodalTrainingArguments", TrainingArguments)]
+        defaults |= module["DEFAULTS"]
+    parser = HfArgumentParser(types)
+    parser.set_defaults(**defaults)
+    parser.parse_args_into_dataclasses(line)
+
+
+@pages
+def test_arguments_of_training_scripts_are_taken(page, tmp_path, monkeypatch):
+    """`--fsdp true` was none: "Unknown `fsdp` option: true"."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    Path("out").mkdir()
+    Path("plan.yaml").write_text("language_model: {}")
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    for block in _blocks(page, "bash"):
+        for content, name in re.findall(r"^echo '(.*)' > (\S+)$", block, re.MULTILINE):
+            Path(name).write_text(content)
+        for script, rest in re.findall(r"(\S*train\w*\.py)(.*)$", block.replace("\\\n", " "), re.MULTILINE):
+            _arguments(script, shlex.split(rest, comments=True))
+    known = {field.name: field for field in fields(MultimodalTrainingArguments)}
+    for name, value in re.findall(r"`--(\w+)\s*([^`]*)`", page.read_text()):
+        if name in known and (value or known[name].type is bool or name == "fsdp"):
+            _arguments("train.py", [f"--{name}", *shlex.split(value)])
 
 
 def test_the_makefile_runs_files_that_exist():

@@ -66,8 +66,7 @@ def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> An
     _check_common(parsed)
     ranks: dict[str, tuple[int, float]] = {}
     for name, config in parsed.items():
-        names = {p.name.rpartition(".")[0] for p in spec.modules[name].parameters}
-        ranks |= _targets(model, name, config, names, spec.modules[name].tower)
+        ranks |= _targets(model, name, config, _layers(model, spec, name), spec.modules[name].tower)
     return _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
 
 
@@ -143,6 +142,14 @@ def _check_common(configs: Mapping[str, Any]) -> None:
                     f"`{field.name}` is {value!r} in the `peft_config` of module `{first}` and {other_value!r} in "
                     f"that of `{name}`, but it is common to the whole adapter. Make them equal."
                 )
+
+
+def _layers(model: Any, spec: ModelSpec, module: str) -> set[str]:
+    """Names of the layers of a module that have parameters, also ones that belong to another layer first."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {p.name for p in spec.modules[module].parameters}
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] in own]
+    return {name.rpartition(".")[0] for name in names}
 
 
 def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) -> dict[str, tuple[int, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,9 @@ def adapter_folder(folder: str | Path, adapter: Adapter) -> Path:
     return Path(folder) if adapter.name == DEFAULT_NAME else Path(folder) / adapter.name
 
 
-def adapter_names(spec: ModelSpec) -> set[str]:
-    """Names of the adapters' parameters: those of a layer with a `base_layer`, except the base layer's."""
-    names = [p.name for module in spec.modules.values() for p in module.parameters]
-    wrapped = {name.partition(".base_layer.")[0] + "." for name in names if ".base_layer." in name}
-    owners = tuple(wrapped)
-    return {name for name in names if name.startswith(owners) and ".base_layer." not in name}
+def adapter_names(names: Iterable[str]) -> set[str]:
+    """The adapters' parameters among some names, by the rule of `peft`'s files."""
+    return {name for name in names if ".lora_" in name}
 
 
 def adapter_file_key(name: str, adapter: Adapter) -> str:
@@ -67,6 +64,21 @@ def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
     return [name for name in names if name in adapters or name.startswith(prefixes)]
 
 
+def resized_embeddings(model: Any, spec: ModelSpec) -> list[str]:
+    """
+    Names of the matrices with a row for each token, where the model has another number of tokens than the base that it
+    names: no one who loads the adapter has the same new rows.
+    """
+    num_tokens = model.config.get_text_config().vocab_size
+    try:
+        base = type(model.config).from_pretrained(model.name_or_path).get_text_config().vocab_size
+    except (OSError, ValueError):  # no name, or the Hub can't be reached
+        return []
+    text = spec.language_model
+    outer = [p for p in text.parameters if len(p.shape) == 2 and p.layer in (-1, text.num_layers)]
+    return [p.name for p in outer if p.shape[0] == num_tokens != base and p.name not in adapter_names([p.name])]
+
+
 def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
     """
     The `LoraConfig` saved with adapters, with `modules_to_save` and the class of the base model, which `AutoPeftModel`
@@ -74,7 +86,7 @@ def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
     """
     saved = copy.deepcopy(adapter.config)
     saved.inference_mode = True
-    saved.modules_to_save = modules_to_save(spec, adapter_names(spec)) or None
+    saved.modules_to_save = modules_to_save(spec, adapter_names(spec.parameters)) or None
     saved.base_model_name_or_path = saved.base_model_name_or_path or getattr(model, "name_or_path", None) or None
     if saved.task_type is None:
         saved.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}

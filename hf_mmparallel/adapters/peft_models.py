@@ -23,6 +23,10 @@ _REFUSED = {
         "Use `modules_to_save` for the whole embedding",
     ),
     "target_parameters": ("it adapts parameters, not layers", "Name layers in `target_modules`"),
+    "target_modules_to_tie": (
+        "the adapters of two layers are one",
+        "Use `ensure_weight_tying=False`",
+    ),
     "layer_replication": ("its layers share their weights", "Use `layer_replication=None`"),
 }
 
@@ -175,9 +179,22 @@ def _saved_modules(base: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from [(name, m) for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)]
 
 
+def as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter) -> Any:
+    """Wraps a whole base model, without adapters, as the `PeftModel` that an adapter is saved from."""
+    from peft import get_peft_model
+
+    config = saved_config(base, spec, adapter)
+    initialisation = config.init_lora_weights
+    config.inference_mode, config.init_lora_weights = False, False  # some initialisations change the base
+    with torch.random.fork_rng(devices=[]):
+        model: Any = get_peft_model(base, config, adapter_name=adapter.name)
+    config.init_lora_weights = initialisation
+    return model
+
+
 def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapping[str, torch.Tensor]) -> Any:
     """
-    Wraps a whole base model as a `PeftModel`.
+    Wraps a whole base model as a `PeftModel` with trained weights.
 
     The originals of `modules_to_save` no longer exist, so `disable_adapter()` turns off LoRA only.
 
@@ -187,19 +204,14 @@ def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapp
         adapter ([`Adapter`]): The adapter.
         state (`Mapping[str, torch.Tensor]`): Parameter -> tensor, at least for all of [`parameters_to_save`].
     """
-    from peft import get_peft_model, set_peft_model_state_dict
+    from peft import set_peft_model_state_dict
 
-    config = saved_config(base, spec, adapter)
-    initialisation = config.init_lora_weights
-    config.inference_mode, config.init_lora_weights = False, False  # some initialisations change the base
-    with torch.random.fork_rng(devices=[]):
-        model: Any = get_peft_model(base, config, adapter_name=adapter.name)
-    names = parameters_to_save(spec, adapter_names(spec))
+    model = as_peft_model(base, spec, adapter)
+    names = parameters_to_save(spec, adapter_names(spec.parameters))
     result = set_peft_model_state_dict(
         model, {adapter_file_key(name, adapter): state[name] for name in names}, adapter_name=adapter.name
     )
     assert not result.unexpected_keys, result.unexpected_keys
-    config.init_lora_weights = initialisation
     return model
 
 

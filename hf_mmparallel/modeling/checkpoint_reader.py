@@ -52,16 +52,6 @@ def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
     return [single]
 
 
-def adapter_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters of a model's adapters."""
-    return {
-        f"{name}.{parameter}"
-        for name, layer in adapted_layers(model)
-        for parameter, _ in layer.named_parameters()
-        if not parameter.startswith("base_layer.")
-    }
-
-
 def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Names and modules of the layers with an adapter."""
     return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]

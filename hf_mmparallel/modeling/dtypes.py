@@ -23,7 +23,7 @@ def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> to
     The widest dtype of hidden states that layers with these parameters can output. Adapters are ignored: they output
     the dtype of the layer that they wrap.
     """
-    adapters = adapter_names(spec)
+    adapters = adapter_names(spec.parameters)
     dtypes = {getattr(torch, p.dtype) for p in parameters if p.name not in adapters}
     candidates = [dtype for dtype in dtypes if is_activation_dtype(dtype)]
     return functools.reduce(torch.promote_types, candidates) if candidates else torch.bfloat16

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..adapters.adapter_files import adapter_names
 from ..world import World
-from .checkpoint_reader import CheckpointReader, adapted_layers, adapter_parameters, another_model
+from .checkpoint_reader import CheckpointReader, adapted_layers, another_model
 from .unowned import is_unowned
 
 
@@ -102,8 +103,9 @@ def load_layers(
     Raises:
         `ValueError`: If the checkpoint lacks a parameter or has it in another shape, and so is of another model.
     """
-    adapters = adapter_parameters(model)
-    left = {name: None for name, tensor in _state(model).items() if tensor.is_meta and name not in adapters}
+    state = _state(model)
+    adapters = adapter_names(state)
+    left = {name: None for name in state if state[name].is_meta and name not in adapters}
     trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     missing: set[str] = set()
     with CheckpointReader(model, folder_or_id) as reader:
@@ -152,9 +154,8 @@ def initialize_rest(model: Any, missing: set[str], device: torch.device | str, s
     lost = sorted(name for name in missing & set(parameters) if not (ignored and re.search(ignored, name)))
     if lost:
         raise ValueError(another_model(model, source, lost))
-    adapters = adapter_parameters(model)
     empty = {name for name, b in model.named_buffers() if b.is_meta}
-    empty |= {name for name, p in parameters.items() if p.is_meta and name not in adapters}
+    empty |= {name for name, p in parameters.items() if p.is_meta} - adapter_names(parameters)
     if not empty:
         return
     for name in empty:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..adapters.adapter import Adapter
 from ..adapters.adapter_files import adapter_names
-from ..adapters.peft_models import wrap_as_peft_model
+from ..adapters.peft_models import as_peft_model, wrap_as_peft_model
 from ..plan import ModelSpec
 from .loading import initialize_rest
 from .tensor_parallel import base_name
@@ -41,12 +41,17 @@ def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], a
         `PreTrainedModel` or `PeftModel`: The model in evaluation mode, on the device of the tensors; a `PeftModel`
         if there is an `adapter`.
     """
-    adapter_parameters = adapter_names(spec)
-    base = {base_name(name): tensor for name, tensor in state.items() if name not in adapter_parameters}
+    base = {base_name(name): state[name] for name in state.keys() - adapter_names(state)}
     whole = fill(blank_model(part), part, base)
     if adapter is not None:
         whole = wrap_as_peft_model(whole, spec, adapter, state)
     return whole.eval()
+
+
+def blank_peft_model(part: Any, spec: ModelSpec, adapter: Adapter) -> Any:
+    """The `PeftModel` of an adapter on the meta device, which knows its model card."""
+    with torch.device("meta"):
+        return as_peft_model(blank_model(part), spec, adapter)
 
 
 def blank_model(part: Any) -> Any:

@@ -180,6 +180,11 @@ class ModuleSpec:
     def head_width(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
+    @cached_property
+    def int8_weight(self) -> str | None:
+        """The first weight in 8 bits, which its layer keeps beside the parameter, so that ZeRO-3 can't divide it."""
+        return next((p.name for p in self.parameters if p.dtype == "int8"), None)
+
     def with_frozen(self, freeze: bool | Literal["tower"] | str | Sequence[str]) -> ModuleSpec:
         """
         A copy of the module in which the parameters that match `freeze` (see [`ModulePlugin`]) are not trainable.

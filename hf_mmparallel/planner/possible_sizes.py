@@ -63,8 +63,14 @@ def whole_matrices(module: ModuleSpec) -> str | None:
 
 
 def check_matrices(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Raises `ValueError` for a module with tensor parallelism whose matrices can't be split."""
+    """Raises `ValueError` for a module whose matrices can't be split by tensor parallelism or divided by ZeRO-3."""
     for name, module in plan.modules.items():
+        weight = spec.modules[name].int8_weight
+        if module.sharding.zero_stage == 3 and weight is not None:
+            raise ValueError(
+                f"`zero_stage=3` of `{name}`: `{weight}` is quantized to int8, and its layer keeps it beside the "
+                "parameter. Use `zero_stage=2`, or load the model in 4 bits."
+            )
         reason = whole_matrices(spec.modules[name]) if module.tp_size > 1 else None
         if reason is not None:
             raise ValueError(f"`tp_size={module.tp_size}` of `{name}`: {reason}.")

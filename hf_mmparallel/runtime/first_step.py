@@ -84,7 +84,8 @@ class FirstStepCheck:
                 continue
             gradient = torch.zeros(()) if parameter.grad is None else local(parameter.grad).detach()
             size = max(gradient.numel(), 1)
-            numbers = [gradient.norm(dtype=torch.float32), gradient.sum(dtype=torch.float32) / size**0.5]
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            numbers = [gradient.norm(dtype=dtype), gradient.sum(dtype=dtype) / size**0.5]
             has_one = torch.tensor(float(parameter.grad is not None))
             noted = torch.stack([number.double().cpu() for number in (*numbers, has_one)])
             self._gradients[id(parameter)] = self._gradients.get(id(parameter), 0) + noted

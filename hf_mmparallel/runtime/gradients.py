@@ -314,12 +314,14 @@ def gradient_norm(counted: Sequence[nn.Parameter], world: World) -> torch.Tensor
         world ([`World`]): All ranks.
 
     Returns:
-        `torch.Tensor`: A float32 scalar on the device, equal on all ranks.
+        `torch.Tensor`: A scalar on the device, equal on all ranks; in float32, or in float64 where gradients are.
     """
-    gradients = [local(p.grad).float() for p in counted if p.grad is not None]
-    square = get_total_norm(gradients).double().square() if gradients else torch.zeros(())
+    gradients = [local(p.grad) for p in counted if p.grad is not None]
+    widest = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    dtype = torch.promote_types(widest, torch.float32)
+    square = get_total_norm([g.to(dtype) for g in gradients]).double().square() if gradients else torch.zeros(())
     square = square.to(device=world.device, dtype=torch.float64)
-    return world.all_reduce(square).sqrt().float()
+    return world.all_reduce(square).sqrt().to(dtype)
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

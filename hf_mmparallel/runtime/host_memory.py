@@ -17,7 +17,7 @@ from .cgroup_memory import cgroup_available_bytes
 
 def check_storage(spec: ModelSpec, plan: ParallelPlan) -> None:
     """Raises `ValueError` for a module that streams weights which its training changes."""
-    adapters = adapter_names(spec)
+    adapters = adapter_names(spec.parameters)
     for name, module in plan.modules.items():
         layers = spec.modules[name].num_layers
         trained = [

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._files import reason_of
+from .._files import check_complete, reason_of
 from ..modeling.dtensors import from_shard, shard_as
 from ..world import World
 from .optimizer_names import STATE, cant_be_cut, named_groups, rank_local_suffix, settings_of
@@ -99,10 +99,7 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         `ValueError`: For a file that is not there, is cut short, or holds more than tensors and plain values.
     """
-    if not path.is_file():
-        raise ValueError(
-            f"`{path.parent}` holds no optimizer state (`{path.name}`). Give a folder that a checkpoint wrote."
-        )
+    check_complete(path.parent, path.name)
     try:
         is_mapped = zipfile.is_zipfile(path)  # not what torch saved before 1.6
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)

@@ -29,17 +29,18 @@ from ..adapters.adapter_files import (
     adapter_folder,
     adapter_names,
     parameters_to_save,
+    resized_embeddings,
     write_adapters,
 )
 from ..modeling.checkpoint_reader import (
     WEIGHTS,
     WEIGHTS_INDEX,
     CheckpointReader,
-    adapter_parameters,
     another_model,
 )
 from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
 from ..modeling.tensor_parallel import base_name
+from ..modeling.whole import blank_peft_model
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
 from .local_shards import Regions, local_regions
@@ -90,6 +91,12 @@ class ShardedModel:
         tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
         return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
 
+    @functools.cached_property
+    def peft_model(self) -> Any:
+        """The `PeftModel` of the adapter, without weights. Takes seconds with hundreds of adapted layers."""
+        assert self.adapter is not None
+        return blank_peft_model(self.model, self.spec, self.adapter)
+
     def save(self, writes: Writes) -> None:
         """Writes the adapters if there are any, otherwise the model."""
         if self.adapter is not None:
@@ -125,7 +132,7 @@ class ShardedModel:
             folder.mkdir(parents=True, exist_ok=True)
             for old in (*folder.glob("model*.safetensors"), folder / WEIGHTS_INDEX):
                 old.unlink(missing_ok=True)
-        ignored = set(model._keys_to_ignore_on_save or ()) | adapter_parameters(model)
+        ignored = set(model._keys_to_ignore_on_save or ()) | adapter_names(self.spec.parameters)
         files = self._files(ignored, max_file_bytes)
         counts = world.all_gather(len(files))
         tensors, sizes = self._owned(ignored, writes), {}
@@ -212,18 +219,24 @@ class ShardedModel:
 
     def save_adapters(self, writes: Writes, adapter: Adapter) -> None:
         """
-        Writes the adapters, and the other parameters that are trained, for `PeftModel.from_pretrained(base, folder)`.
-        Only these tensors travel.
+        Writes the adapters, the other parameters that are trained, and embeddings of another size than those of the
+        base, for `PeftModel.from_pretrained(base, folder)`. Only these tensors travel.
 
         Args:
             writes ([`Writes`]):
                 Into the folder where rank 0 writes; an adapter of another name than "default" into a folder below.
             adapter ([`Adapter`]): The adapter.
         """
-        state = self.gather_tensors(set(parameters_to_save(self.spec, adapter_names(self.spec))))
+        names = parameters_to_save(self.spec, adapter_names(self.spec.parameters))
+        state = self.gather_tensors({*names, *self._resized_embeddings})
         if state is not None:
             state = {name: writes.on_host(tensor) for name, tensor in state.items()}
             writes.add(write_adapters, state, self.model, self.spec, adapter, adapter_folder(writes.folder, adapter))
+
+    @functools.cached_property
+    def _resized_embeddings(self) -> list[str]:
+        """See [`resized_embeddings`]. Collective on first access."""
+        return self.world.from_first_rank(lambda: resized_embeddings(self.model, self.spec))
 
     # Loading
 
@@ -281,7 +294,7 @@ class ShardedModel:
 
     def _read_names(self) -> list[str]:
         """The parameters that this rank reads from a checkpoint: those that it holds, without adapters."""
-        adapters = adapter_parameters(self.model)
+        adapters = adapter_names(self.shards)
         return [name for name in self.shards if self.holds(name) and name not in adapters]
 
     def _aliases(self) -> dict[str, list[str]]:
@@ -319,10 +332,12 @@ class ShardedModel:
             opened = safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt")
         with opened as reader:
             keys = set(reader.keys())
-            for name in parameters_to_save(self.spec, adapter_names(self.spec)):
-                if not self.holds(name):
+            needed = set(parameters_to_save(self.spec, adapter_names(self.spec.parameters)))
+            for name in self.spec.parameters:
+                key = adapter_file_key(name, adapter)
+                if not self.holds(name) or (name not in needed and key not in keys):
                     continue
-                key, parameter = adapter_file_key(name, adapter), parameters[name]
+                parameter = parameters[name]
                 found = tuple(reader.get_slice(key).get_shape()) if key in keys else None
                 if found != tuple(parameter.shape):
                     what = "lacks" if found is None else f"has shape {found} for"

@@ -142,7 +142,8 @@ class ModuleOptions:
     def zero_stages(self) -> tuple[int, ...]:
         """The ZeRO stages that the user has left open; without trained parameters, only weights can be divided."""
         stages = self.problem.zero_stages_of(self.name)
-        if self.storage.offload_params and len(stages) > 1:  # copies do not divide what is in host memory
+        is_kept = self.storage.offload_params or self.module_spec.int8_weight is not None
+        if is_kept and len(stages) > 1:  # copies do not divide what is in host memory
             stages = tuple(stage for stage in stages if stage < GATHERS_IN_PASSES)
         if len(stages) == 1 or any(p.trainable for p in self.module_spec.parameters):
             return stages

@@ -1,8 +1,8 @@
 """
 What becomes of every argument under a plan: honoured, refused with a reason, or without effect.
 
-Each field of `TrainingArguments` and each argument of `Trainer` has one entry; the settings of `accelerator_config`
-have an entry each.
+Each field of `TrainingArguments`, each argument of `Trainer` and each variable of `accelerate launch` has one entry;
+the settings of `accelerator_config` have an entry each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
+
+from .._environment import launcher_setting
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,74 @@ TRAINER_ARGUMENTS: Mapping[str, Entry] = {
 }
 """The arguments of `Trainer`."""
 
+_AS_FILES = "and launch with a ready file of `examples/accelerate_configs`, or with `torchrun`."
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() in ("true", "1", "yes", "on")
+
+
+def _of_refused(*names: str, switch: str) -> dict[str, Entry]:
+    """Variables that are read only if another one is set, which is refused."""
+    return dict.fromkeys(names, WithoutEffect(f"`{switch}` is refused"))
+
+
+LAUNCHER_VARIABLES: Mapping[str, Entry] = {
+    "ACCELERATE_USE_CPU": Honoured("TrainingArguments._setup_devices"),
+    "ACCELERATE_CPU_AFFINITY": Honoured("PartialState.__init__"),
+    "ACCELERATE_DEBUG_MODE": Honoured("PartialState.__init__"),
+    "ACCELERATE_USE_FSDP": Refused(
+        _is_on, "it shards one model over one mesh", f"Use `dp_size` of the modules, {_AS_FILES}"
+    ),
+    "ACCELERATE_USE_DEEPSPEED": Refused(
+        _is_on, "it wraps one model on all ranks", f"Use `dp_size` of the modules, {_AS_FILES}"
+    ),
+    "ACCELERATE_USE_MEGATRON_LM": Refused(
+        _is_on, "it wraps one model on all ranks", f"Use `tp_size` and `pp_size` of the modules, {_AS_FILES}"
+    ),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": Refused(
+        _is_on, "it is one mesh for the whole model", f"Give the sizes of each module in `parallel`, {_AS_FILES}"
+    ),
+    "ACCELERATE_MIXED_PRECISION": Refused(
+        lambda value: value.lower() in ("fp16", "fp8"),
+        "the loss scaler of fp16 lives in one backward, and stages are not converted to fp8",
+        "Launch with `--mixed_precision bf16`, or `no`.",
+        read_by="TrainingArguments.__post_init__",
+    ),
+    "ACCELERATE_DYNAMO_BACKEND": Refused(
+        lambda value: value.lower() not in ("", "no"),
+        "stages leave the model's forward early",
+        "Launch with `--dynamo_backend no`.",
+    ),
+    **_of_refused(
+        "ACCELERATE_DYNAMO_MODE",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        switch="ACCELERATE_DYNAMO_BACKEND",
+    ),
+    **_of_refused(
+        "ACCELERATE_CONFIG_DS_FIELDS",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "ACCELERATE_GRADIENT_CLIPPING",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        switch="ACCELERATE_USE_DEEPSPEED",
+    ),
+    "ACCELERATE_USE_SAGEMAKER": Honoured("AcceleratorState.__init__"),
+    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Refused(
+        lambda value: value.upper() not in ("", "NO"),
+        "it wraps one model on all ranks",
+        "Use `distributed_type: 'NO'`, and the sizes of each module in `parallel`.",
+    ),
+}
+"""What `accelerate launch` sets for its processes; what it says of FSDP or Megatron-LM has names without its own."""
+
 NEED_A_PLAN = (
     "max_tokens_per_microbatch",
     "memory_limit_gib",
@@ -312,6 +382,15 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, entry in ARGUMENTS.items():
         if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):
             raise _refusal(f"`{name}={value_of(args, name)!r}`", entry)
+
+
+def check_launcher(args: TrainingArguments) -> None:
+    """Raises `ValueError` for the first variable of the launcher that can't hold under a plan."""
+    for name, entry in LAUNCHER_VARIABLES.items():
+        # An argument for the precision counts for more than the launcher's.
+        value = str(args.mixed_precision) if name == "ACCELERATE_MIXED_PRECISION" else launcher_setting(name)
+        if isinstance(entry, Refused) and entry.is_refused(value):
+            raise _refusal(f"`{name}={value}`, which the launcher sets,", entry)
 
 
 def check_trainer_arguments(given: Mapping[str, Any]) -> None:

@@ -89,7 +89,8 @@ def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlug
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
     is_changed = any(module.attn_implementation is not None for module in plugin.modules.values())
-    parameters, adapters = dict(model.named_parameters()), adapter_names(spec)
+    parameters = dict(model.named_parameters())
+    adapters = adapter_names(parameters)
     for name, module in frozen_as_planned(spec, plugin).modules.items():
         for parameter in module.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze).parameters:
             if not parameter.trainable and parameter.name not in adapters:

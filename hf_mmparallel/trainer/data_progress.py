@@ -13,18 +13,17 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
-from .._files import readable
+from .._files import check_complete, readable
 from ..data.global_batches import GlobalBatch
 from ..data.position import DataPosition
 from .memory_ratio import Mark
 
 
 def check_trainer_state(folder: Path) -> None:
-    """Raises `ValueError` if the stock Trainer could not read its state in a checkpoint that has one."""
-    path = folder / TRAINER_STATE_NAME
-    if path.is_file():
-        with readable(path):
-            TrainerState.load_from_json(str(path))
+    """Raises `ValueError` if the stock Trainer could not read its state in a checkpoint."""
+    check_complete(folder, TRAINER_STATE_NAME)
+    with readable(folder / TRAINER_STATE_NAME):
+        TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
 
 
 def save_trainer_state(folder: Path, state: TrainerState, stateful: Iterable[Any]) -> None:

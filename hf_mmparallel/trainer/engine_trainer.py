@@ -41,7 +41,7 @@ from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import World, shared_failure
 from . import build
 from .agreement import SampleAgreement, check_output_folder
-from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
+from .argument_table import check_arguments, check_launcher, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .checkpoint_saves import CheckpointSaves
@@ -56,7 +56,7 @@ from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .run_context import RunContext
-from .start_checks import check_launcher, check_model, check_trainer
+from .start_checks import check_model, check_trainer
 from .start_report import PlanReport, report_survival
 from .training_sizes import MeasuredSizes, TrainingSizes
 from .training_steps import TrainingSteps
@@ -297,6 +297,11 @@ class EngineTrainer(Trainer):
         with shared_failure("gathering the model"):
             state = sharded.gather_state_dict(all_buffers=True)
         return None if state is None else whole_model(self.model, self.engine.spec, state, sharded.adapter)
+
+    def _write_adapter_card(self, folder: str) -> None:
+        """Writes or updates `peft`'s model card of an adapter, by which the Hub links it to its base."""
+        if self._engine.sharded.adapter is not None:
+            self._engine.sharded.peft_model.create_or_update_model_card(folder)
 
     def _parallel_metrics(self) -> dict[str, float]:
         """The numbers that callbacks add to a log. Collective."""

@@ -19,6 +19,7 @@ from ..search.comparison import RunComparison
 SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
 _SECTION = "### Parallel plan"
 _PREFIX = "parallel/"
+_TAG = "hf_mmparallel"
 _COMPARED = re.compile(_PREFIX + r"(predicted_|step_ms|bubble_fraction|memory_gib|(forward|backward)_ms/)")
 
 
@@ -132,6 +133,7 @@ def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: in
     card.data["parallel_plan"] = {
         row["module"]: {k: row[k] for k in ("dp", "pp", "cp", "tp")} for row in layout_rows(engine.plan)
     }
+    card.data["tags"] = [*(tag for tag in card.data.get("tags") or [] if tag != _TAG), _TAG]
     text = re.sub(rf"{re.escape(_SECTION)}.*?(?=### |\Z)", "", card.text, flags=re.DOTALL)
     text = re.sub(r"total_train_batch_size: \d+", f"total_train_batch_size: {global_batch_size}", text)
     text = re.sub(r"- total_eval_batch_size: \d+\n", "", text)

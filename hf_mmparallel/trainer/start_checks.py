@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from .._environment import is_switched_on, joins_job, launched_processes
+from .._environment import joins_job, launched_processes
 from ..modeling import check_causal, check_supported, unknown_layers_text
 from .argument_table import check_trainer_arguments
 
@@ -115,33 +115,4 @@ def check_launch(args: TrainingArguments) -> None:
             f"`{source}` says that {launched} processes were launched, but this one is alone: each would train the "
             "whole model by itself. Start each process through `accelerate launch` with a ready file of "
             "`examples/accelerate_configs`, or through `torchrun`."
-        )
-
-
-# Environment variable of a launcher -> reason of the refusal, remedy.
-_LAUNCHER_SETTINGS = {
-    "ACCELERATE_USE_FSDP": ("it shards one model over one mesh", "Use `dp_size` of the modules"),
-    "ACCELERATE_USE_DEEPSPEED": ("it wraps one model on all ranks", "Use `dp_size` of the modules"),
-    "ACCELERATE_USE_MEGATRON_LM": ("it wraps one model on all ranks", "Use `tp_size` and `pp_size` of the modules"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": (
-        "it is one mesh for the whole model",
-        "Give the sizes of each module in `parallel`",
-    ),
-}
-_PRECISIONS = {"fp16": "its loss scaler lives in one backward", "fp8": "stages are not converted to it"}
-
-
-def check_launcher(args: TrainingArguments) -> None:
-    """Raises `ValueError` for settings of the launcher, beside the arguments, that can't be used under a plan."""
-    for name, (reason, remedy) in _LAUNCHER_SETTINGS.items():
-        if is_switched_on(name):
-            raise ValueError(
-                f"`{name}=true`, which the launcher sets, can't be used with `parallel`: {reason}. {remedy}, and "
-                "launch with a ready file of `examples/accelerate_configs`, or with `torchrun`."
-            )
-    precision = str(args.mixed_precision)
-    if precision in _PRECISIONS:
-        raise ValueError(
-            f"`--mixed_precision {precision}` of the launcher can't be used with `parallel`: "
-            f"{_PRECISIONS[precision]}. Launch with `--mixed_precision bf16`, or `no`."
         )

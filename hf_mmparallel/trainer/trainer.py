@@ -399,8 +399,9 @@ class MultimodalParallelTrainer(SurvivingTrainer):
 
     @planned
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Writes the files beside the weights: processor, arguments, plan."""
+        """Writes the files beside the weights: processor, arguments, plan, and the model card of an adapter."""
         output_dir = str(output_dir or self.args.output_dir)
+        self._write_adapter_card(output_dir)
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processor is not None:
             processor.save_pretrained(output_dir)
@@ -511,9 +512,11 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         """Adds the plan, its picture and the measured efficiency to the stock model card."""
         if self.engine is None:
             return super().create_model_card(*args, **kwargs)
-        tags = kwargs.get("tags") or []
-        kwargs["tags"] = [*([tags] if isinstance(tags, str) else tags), "hf_mmparallel"]
-        super().create_model_card(*args, **kwargs)
+        self.model.create_or_update_model_card = self._write_adapter_card  # the stock Trainer calls it for adapters
+        try:
+            super().create_model_card(*args, **kwargs)
+        finally:
+            del self.model.create_or_update_model_card
         if self.is_world_process_zero():
             callbacks = self.callback_handler.callbacks
             compared = (c.comparison for c in callbacks if isinstance(c, PredictionCallback))

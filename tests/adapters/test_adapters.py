@@ -1,5 +1,7 @@
 """Adapters of several modules: one `peft` adapter, saved from any layout."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,13 +9,15 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 
 from hf_mmparallel.adapters.adapter import add_adapters
-from hf_mmparallel.adapters.adapter_files import modules_to_save
+from hf_mmparallel.adapters.adapter_files import modules_to_save, saved_config
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.runtime.writes import Writes
+from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime.test_checkpoint import LAYOUTS, lay_out, tiny_llava
 
 TEXT = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+HEAD = ["q_proj", "lm_head"]
 VISION = {"r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "fc2"], "layers_to_transform": [1]}
 INPUTS = {
     "input_ids": torch.tensor([[5, 52, 52, 52, 52, 7, 8]]),
@@ -62,6 +66,15 @@ def test_modules_without_adapters_keep_what_they_train():
     spec = build_model_spec(model)
     adapters = {name for name, _ in model.named_parameters() if ".lora_" in name}
     assert modules_to_save(spec, adapters) == ["model.multi_modal_projector"]
+
+
+def test_a_head_that_is_tied_is_a_layer_of_its_module():
+    """Its weight is named after the embedding, so that `lm_head` among `target_modules` was left out unsaid."""
+    model: Any = tiny.FAMILIES["llama_tied"]()
+    adapter = add_adapters(model, build_model_spec(model), {"language_model": {**TEXT, "target_modules": HEAD}})
+    assert "lm_head" in layers_of(model, "lora_A")
+    spec = build_model_spec(model)
+    assert saved_config(model, spec, adapter).modules_to_save is None
 
 
 def test_default_targets_and_all_linear():

@@ -256,7 +256,7 @@ def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
 def test_optimizer_of_another_model(tmp_path):
     model = tiny_llava()
     optimizer = _optimizer(model, "adamw")
-    with pytest.raises(ValueError, match="holds no optimizer state"):
+    with pytest.raises(ValueError, match="is incomplete: it has no `optimizer.pt`. Resume from"):
         load_optimizer(optimizer, model, tmp_path, _groups(), World())
     _step(model, optimizer, 0)
     sharded = lay_out(model, "whole")

@@ -157,6 +157,9 @@ def test_damaged_files_are_named_on_every_rank_with_the_checkpoint_before(tmp_pa
         for error in assert_ranks_raise(_resume_pair, 2, tmp_path, match=said):
             assert "weights_only" not in error
         (checkpoint / name).write_bytes(whole)
+    (checkpoint / "trainer_state.json").unlink()
+    said = "checkpoint-4` is incomplete: it has no `trainer_state.json`. Resume from the checkpoint before, .*-2`"
+    assert_ranks_raise(_resume_pair, 2, tmp_path, match=said)
 
 
 def _start_from(source: Path, folder: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_run_is_resumed_under_another_layout_and_on_one_process(tmp_path: Path
 
 def with_adapter(kind: str) -> Any:
     """A tiny text model with adapters of a kind that a plan refuses."""
-    base: Any = tiny.FAMILIES["llama_tied" if kind == "tied" else "llama"]()
+    base: Any = tiny.FAMILIES["llama_tied" if kind.startswith("tied") else "llama"]()
     targets: dict[str, Any] = {"target_modules": ["q_proj"]}
     configs: dict[str, Any] = {
         "AdaLoraConfig": lambda: peft.AdaLoraConfig(total_step=4, **targets),
@@ -177,6 +177,7 @@ def with_adapter(kind: str) -> Any:
         "parameters": lambda: LoraConfig(target_parameters=["mlp.down_proj.weight"], target_modules=[]),
         "aLoRA": lambda: LoraConfig(alora_invocation_tokens=[1], task_type="CAUSAL_LM", **targets),
         "tied": lambda: LoraConfig(modules_to_save=["lm_head"], **targets),
+        "tied adapters": lambda: LoraConfig(target_modules=["lm_head"], ensure_weight_tying=True),
     }
     if kind == "PeftMixedModel":
         return get_peft_model(base, LoraConfig(**targets), mixed=True)
@@ -212,6 +213,7 @@ REFUSED = {
     "parameters": "`target_parameters=.*Name layers in `target_modules`",
     "aLoRA": "`ALoraLinearVariant`, a LoRA variant",
     "tied": "has `lm_head`, whose `lm_head.weight` is tied",
+    "tied adapters": "`target_modules_to_tie=.*the adapters of two layers are one. Use `ensure_weight_tying=False`",
     "merged": "is merged or disabled. Call `model.unmerge_adapter",
     "base weights": "q_proj.base_layer.weight` is trainable in addition to its adapter",
     "for inference": "Nothing is trained .*is_trainable=True",

@@ -48,8 +48,15 @@ def train_layouts(folder: str, bits: int) -> list[list[dict[str, float]]]:
     return [runs.step_logs(first), runs.step_logs(second)]
 
 
-def shard(folder: str) -> None:
-    runs.make_trainer("llama", {LM: {"tp_size": 2, "peft_config": LORA}}, model=quantized(folder, 4))
+DIVIDED = {
+    4: ({"tp_size": 2}, "`tp_size=2` of `language_model`: .*is quantized to uint8"),
+    8: ({"dp_size": 2, "zero_stage": 3}, "`zero_stage=3` of `language_model`: .*is quantized to int8.*`zero_stage=2`"),
+}
+"""Bits -> sizes that divide weights which can't be divided, and what is said."""
+
+
+def divide(folder: str, bits: int) -> None:
+    runs.make_trainer("llama", {LM: {**DIVIDED[bits][0], "peft_config": LORA}}, model=quantized(folder, bits))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -69,5 +76,4 @@ def test_adapters_of_quantized_weights_train_as_with_the_stock_trainer(tmp_path:
     batch = tiny.collate("llama")(data[:2])
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-5)
-    if bits == 4:
-        assert_ranks_raise(shard, 2, folder, match="`tp_size=2` of `language_model`: .*is quantized to uint8")
+    assert_ranks_raise(divide, 2, folder, bits, match=DIVIDED[bits][1])

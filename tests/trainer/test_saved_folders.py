@@ -1,0 +1,201 @@
+"""Every folder that a plan saves is opened by the library that it is meant for, and its model card says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import Trainer, TrainingArguments, set_seed
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from tests import tiny
+from tests.distributed import run_distributed
+from tests.trainer import runs
+
+pytestmark = pytest.mark.distributed
+VISION, LM = "vision", "language_model"
+PLAN: dict[str, Any] = {VISION: {}, LM: {"pp_size": 2}}
+STEPS: dict[str, Any] = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+}
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+# Form -> (family, settings of the adapter, its name); without an adapter all is trained. "by module": of `BY_MODULE`.
+FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
+    "whole": ("llava", None, "default"),
+    "whole, tied": ("gemma3", None, "default"),
+    "adapter": ("llava", {"task_type": "CAUSAL_LM"}, "default"),
+    "adapter with a name": ("llava", {}, "mine"),
+    "adapter with a projector": ("llava", {"modules_to_save": ["multi_modal_projector"]}, "default"),
+    "adapter of a tied head": ("gemma3", {"target_modules": ["q_proj", "lm_head"]}, "default"),
+    "adapter by module": ("llava", {}, "default"),
+    "adapter of a model with more tokens": ("llava", {}, "default"),
+    "adapter of tied embeddings": ("gemma3", {"target_modules": ["embed_tokens", "lm_head"]}, "default"),
+}
+
+
+BY_MODULE: dict[str, Any] = {VISION: {"freeze": "tower"}, LM: {"peft_config": LORA}}
+
+
+def model_of(form: str, folder: str) -> Any:
+    """A model of a folder with what is trained of it."""
+    family, settings, name = FORMS[form]
+    set_seed(7)
+    model = base_of(form, folder)
+    has_none = settings is None or "by module" in form
+    return model if has_none else get_peft_model(model, LoraConfig(**{**LORA, **settings}), adapter_name=name)
+
+
+def base_of(form: str, folder: str) -> Any:
+    """The model of a folder, with new tokens where a form has them."""
+    family = FORMS[form][0]
+    model = type(tiny.FAMILIES[family]()).from_pretrained(f"{folder}/{family}")
+    if "more tokens" in form:
+        model.resize_token_embeddings(124)
+    return model
+
+
+def logits_of(model: Any, family: str) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**tiny.collate(family)(tiny.make_dataset(family, 4))).logits
+
+
+def train_and_save(trainer: Any, folder: str) -> None:
+    """A run whose best model is saved, with its card."""
+    trainer.train()
+    trainer.save_model(folder)
+    trainer.create_model_card()
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """A block in which models compute nothing of float64 in float32: no norm, no rotary embedding, no loss."""
+    to, narrow = torch.Tensor.to, torch.Tensor.float
+
+    def keeping(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.dtype == torch.float64:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs |= {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else {}
+        return to(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", keeping)
+        patch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else narrow(self))
+        yield
+
+
+WILD: dict[str, Any] = {**STEPS, "learning_rate": 0.5, "warmup_steps": 0, "save_steps": 1, "eval_steps": 1}
+"""Steps so large that a run depends on its rounding: a difference is a thousand times as large a step later."""
+WILD_FORM = "adapter with a projector"
+
+
+def wild_run(trainer: Any) -> tuple[str, dict[str, torch.Tensor] | None]:
+    """The best checkpoint of a run in float64, and what is trained of the model that it leaves."""
+    trainer.train()
+    whole = trainer.gather_model() if isinstance(trainer, MultimodalParallelTrainer) else trainer.model
+    best = trainer.state.best_model_checkpoint.rpartition("/")[2]
+    return best, None if whole is None else get_peft_model_state_dict(whole)
+
+
+def wild_arguments(folder: str) -> dict[str, Any]:
+    """Model, data and arguments of that run."""
+    data = tiny.make_dataset(FORMS[WILD_FORM][0], runs.SAMPLES)
+    data = [{name: value.double() if value.is_floating_point() else value for name, value in s.items()} for s in data]
+    return {"model": model_of(WILD_FORM, folder).double(), "data": data, **WILD, "max_steps": 4}
+
+
+def planned(folder: str) -> dict[str, Any]:
+    """Form -> logs of its run, and the logits of the model that is saved; "float64" -> [`wild_run`]."""
+    result: dict[str, Any] = {}
+    with in_float64():
+        family = FORMS[WILD_FORM][0]
+        result["float64"] = wild_run(runs.make_trainer(family, PLAN, f"{folder}/wild", **wild_arguments(folder)))
+    for form, (family, _, _) in FORMS.items():
+        out = f"{folder}/planned/{form}"
+        plan = PLAN
+        if "by module" in form:
+            plan = {name: {**PLAN[name], **settings} for name, settings in BY_MODULE.items()}
+        trainer = runs.make_trainer(family, plan, out, model=model_of(form, folder), **STEPS)
+        train_and_save(trainer, out)
+        whole = trainer.gather_model()
+        result[form] = runs.step_logs(trainer), None if whole is None else logits_of(whole, family)
+    return result
+
+
+def stock_trainer(form: str, folder: str, cls: type[Trainer] = Trainer, **given: Any) -> Trainer:
+    family, _, _ = FORMS[form]
+    model = given.pop("model", None) or model_of(form, folder)
+    data = given.pop("data", None) or tiny.make_dataset(family, runs.SAMPLES)
+    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH, **given}
+    args: Any = TrainingArguments
+    if "by module" in form:  # on one process a plan is the stock Trainer with `get_peft_model`
+        cls, args = MultimodalParallelTrainer, MultimodalTrainingArguments
+        arguments["parallel"] = BY_MODULE
+    return cls(
+        model=model,
+        args=args(output_dir=f"{folder}/stock/{form}", **arguments),
+        train_dataset=data,
+        eval_dataset=data[:7],
+        data_collator=tiny.collate(family),
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """A folder with what the runs of all forms have saved, and the results of those under a plan."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    for family in {family for family, _, _ in FORMS.values()}:
+        tiny.FAMILIES[family]().save_pretrained(f"{folder}/{family}")
+    return folder, run_distributed(planned, 3, folder, timeout=200)[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(saved, form: str):
+    folder, results = saved
+    family, settings, name = FORMS[form]
+    logs, logits = results[form]
+    stock = stock_trainer(form, folder)
+    train_and_save(stock, stock.args.output_dir)
+    assert logs == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
+    want = logits_of(stock.model, family)
+    torch.testing.assert_close(logits, want, rtol=1e-3, atol=1e-4)
+    out, cls = f"{folder}/planned/{form}", type(tiny.FAMILIES[family]())
+    for opened in (out, f"{out}/checkpoint-4"):
+        if settings is None:
+            loaded, info = cls.from_pretrained(opened, output_loading_info=True)
+            assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        else:
+            adapter = opened if name == "default" else f"{opened}/{name}"
+            loaded = PeftModel.from_pretrained(base_of(form, folder), adapter)
+        torch.testing.assert_close(logits_of(loaded, family), logits, rtol=0, atol=0)
+    card, expected = (ModelCard.load(f"{path}/README.md").data.to_dict() for path in (out, stock.args.output_dir))
+    assert card.pop("parallel_plan")[LM]["pp"] == 2
+    card["tags"].remove("hf_mmparallel")
+    assert card == expected and ("base_model" in card) == (settings is not None)
+    if name == "default":  # the stock Trainer resumes from no adapter with another name
+        # Of a model with other names on the Hub it restores nothing, not from its own checkpoints either.
+        resumed = stock_trainer(form, folder, MultimodalParallelTrainer if settings is None else Trainer)
+        resumed.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+        assert runs.step_logs(resumed) == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
+
+
+def test_the_best_model_of_a_run_in_float64_is_that_of_the_stock_trainer(saved):
+    """A model in float64 ended in `linalg.vector_norm: the dtype of the input (Double) should be convertible`."""
+    folder, results = saved
+    best, weights = results["float64"]
+    with in_float64():
+        expected, want = wild_run(stock_trainer(WILD_FORM, f"{folder}", **wild_arguments(folder)))
+    assert best == expected and weights is not None and want is not None and weights.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
