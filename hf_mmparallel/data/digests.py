@@ -68,7 +68,7 @@ def _text(value: Any) -> Any:
         value = value.detach().cpu()
         value = np.zeros(0) if value.is_floating_point() or value.is_complex() else value.numpy()
     elif isinstance(value, (list, tuple)):
-        if not all(type(item) is int for item in value):
+        if not set(map(type, value)) <= {int}:
             return [_text(item) for item in value[: 2 * _ENDS]]
         value = np.asarray(value)
     if isinstance(value, np.ndarray):

@@ -105,7 +105,7 @@ def _inputs(batches: Iterable[Mapping[str, Any]]) -> int:
     for name, value in _tensors(batches):
         result = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), result)
         if not value.is_floating_point():
-            result = zlib.crc32(np.ascontiguousarray(value.numpy()), result)
+            result = zlib.crc32(np.ascontiguousarray(value.cpu().numpy()).data, result)
     return result
 
 
@@ -115,7 +115,7 @@ def _media(batches: Iterable[Mapping[str, Any]]) -> int:
     for _, value in _tensors(batches):
         if value.is_floating_point() and value.numel():
             flat = value.reshape(-1)
-            some = flat[:: max(1, len(flat) // _NUM_LOOKED_AT)].double().nan_to_num().numpy()
+            some = flat[:: max(1, len(flat) // _NUM_LOOKED_AT)].double().nan_to_num().cpu().numpy()
             weights = np.arange(1, len(some) + 1, dtype=np.uint32) * np.uint32(2654435761) / 2**32
             means.append(float((weights * (some / (1 + np.abs(some)))).mean()))
     return round(sum(means) * MEDIA_ONE)
