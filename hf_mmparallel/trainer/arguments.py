@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
@@ -18,6 +17,7 @@ from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
 from ..plan.reading import plain_data, reject_unknown_keys
 from ..resilience.resilience_settings import ResilienceSettings
+from ..world import limit_collectives
 from .deepspeed_arguments import check_deepspeed
 from .rank_numbers import set_ranks
 
@@ -209,8 +209,8 @@ class MultimodalTrainingArguments(TrainingArguments):
     def _setup_devices(self) -> torch.device:
         """The device; `ddp_timeout` holds on the CPU, too, where the stock arguments leave it out."""
         device = super()._setup_devices
-        if self.use_cpu and dist.is_initialized():
-            dist.distributed_c10d._set_pg_timeout(self.ddp_timeout_delta)
+        if self.use_cpu:
+            limit_collectives(self.ddp_timeout_delta)
         return device
 
     def __post_init__(self):

@@ -29,6 +29,7 @@ from .told_run import ToldRun
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+_ASKED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
 def completed(method: Callable) -> Callable:
@@ -77,6 +78,23 @@ class SurvivingTrainer(EngineTrainer):
             self.control.should_save = True
         self._steps.step_counts()
         return norm
+
+    def _agree_on_control(self) -> bool:
+        """Whether any rank asks for something; then all do, which is logged if they did not before. Collective."""
+        asked = [getattr(self.control, name) for name in _ASKED]
+
+        def compare() -> list[list[int]]:
+            numbers = [[(self.world.rank + 1) * flag for flag in asked], [-int(flag) for flag in asked]]
+            return self.world.all_reduce(torch.tensor(numbers), "max", "what callbacks ask for").tolist()
+
+        for name, last_rank, on_all in zip(_ASKED, *self._completed(compare), strict=True):
+            if last_rank and not on_all:
+                logger.warning_once(
+                    f"A callback sets `{name}` on rank {last_rank - 1} and not on all ranks. All ranks follow: they "
+                    "log, evaluate, save and stop together."
+                )
+            setattr(self.control, name, bool(last_rank))
+        return any(getattr(self.control, name) for name in _ASKED)
 
     def _take_in(self) -> None:
         """Lets in processes that wait to join, if any rank knew of some in the last step."""

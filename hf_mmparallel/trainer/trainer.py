@@ -46,7 +46,6 @@ from .start_checks import check_launch
 from .surviving_trainer import SurvivingTrainer, completed
 
 logger = get_logger(__name__)
-_ASKED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
 def planned(method: Callable) -> Callable:
@@ -331,23 +330,6 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         if self._agree_on_control():
             super()._maybe_log_save_evaluate(*args, **kwargs)
             self._agree_on_control()  # callbacks of what was done can stop the training
-
-    def _agree_on_control(self) -> bool:
-        """Whether any rank asks for something; then all do, which is logged if they did not before. Collective."""
-        asked = [getattr(self.control, name) for name in _ASKED]
-
-        def compare() -> list[list[int]]:
-            numbers = [[(self.world.rank + 1) * flag for flag in asked], [-int(flag) for flag in asked]]
-            return self.world.all_reduce(torch.tensor(numbers), "max", "what callbacks ask for").tolist()
-
-        for name, last_rank, on_all in zip(_ASKED, *self._completed(compare), strict=True):
-            if last_rank and not on_all:
-                logger.warning_once(
-                    f"A callback sets `{name}` on rank {last_rank - 1} and not on all ranks. All ranks follow: they "
-                    "log, evaluate, save and stop together."
-                )
-            setattr(self.control, name, bool(last_rank))
-        return any(getattr(self.control, name) for name in _ASKED)
 
     # Evaluation
 

@@ -9,7 +9,7 @@ from .failure import RemoteRankError, failures_left_to, is_lost_connection, shar
 from .generations import Generation
 from .membership import Membership
 from .reduce_scatter import ReduceScatter
-from .world import World
+from .world import World, limit_collectives
 
 __all__ = [
     "ACTIVITY",
@@ -21,5 +21,6 @@ __all__ = [
     "doing",
     "failures_left_to",
     "is_lost_connection",
+    "limit_collectives",
     "shared_failure",
 ]

@@ -26,6 +26,12 @@ _POLLS_PER_S = 2048  # of all ranks together
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+def limit_collectives(timeout: timedelta) -> None:
+    """Sets how long collectives of the default group may take, and of the groups that a [`World`] makes after it."""
+    if dist.is_initialized():
+        dist.distributed_c10d._set_pg_timeout(timeout)
+
+
 class World:
     """
     The processes that train together, as ranks `0` to `size - 1` of a plan. The constructor is collective.

@@ -126,7 +126,7 @@ def test_who_is_waited_for_is_said_while_ranks_stand_still():
     around = r"`(step \d: )?optimizer, callbacks or log`"
     stopped = (
         r"Nothing has moved on any rank for \d s\. They wait for rank 1, without a sign of life:\n"
-        r"  rank 0: `(step \d: )?metrics of the ranks, waiting for other ranks`, for \d s\n"  # for the log
+        r"  rank 0: `(step \d: )?what callbacks ask for, waiting for other ranks`, for \d s\n"
         rf"  rank 1: no sign of life, last at {around}, for \d s$"
     )
     blocked = (

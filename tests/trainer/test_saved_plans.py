@@ -48,6 +48,7 @@ def _resumed(parallel: Any, folder: str) -> str:
     said = []
     saved_plan.logger.warning = lambda text, **_: said.append(text)
     trainer = runs.make_trainer("llava", parallel, max_steps=2)
+    trainer.state.save_to_json(str(Path(folder) / "trainer_state.json"))  # as in a checkpoint
     trainer._load_from_checkpoint(folder)
     return " ".join(said)
 
