@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping
 
+import numpy as np
 import torch
 
 from ..data.fingerprint import MEDIA_ROUNDING, StepFingerprint
@@ -48,8 +49,9 @@ class StepCheck:
         Raises:
             `RuntimeError`: On all ranks with the table of ranks, if they disagree.
         """
-        programs = [mark.programs.get(replica) for replica in range(self.num_replicas)]
-        differ = self._differing(map(_alone, [mark.step, self.sums, *programs]))
+        values = {0: (mark.step,), 1: (self.sums,)}
+        values |= {2 + replica: (checksum,) for replica, checksum in mark.programs.items()}
+        differ = self._differing(values, np.zeros(2 + self.num_replicas, np.int64))
         if 0 in differ:
             raise RuntimeError(
                 f"The ranks drew different global batches, or arranged them differently ({self._table(mark.step)}). "
@@ -62,7 +64,7 @@ class StepCheck:
                 "must be the same on all ranks: set `requires_grad` alike, and use one version of each package."
             )
         if differ:
-            checksum = programs[differ[0] - 2]
+            checksum = mark.programs.get(differ[0] - 2)
             raise RuntimeError(
                 f"The ranks ordered the tasks of the same step differently ({self._table(checksum)}). The order "
                 "follows from predicted times, which processors of different kinds can round differently. Use one "
@@ -72,59 +74,56 @@ class StepCheck:
 
     def _compare_contents(self, mark: StepFingerprint, step: StepPlan) -> None:
         """Raises unless ranks that share samples or microbatches of the same step read the same of them."""
-        microbatches = [
-            (module, replica, index)
-            for module, replicas in step.microbatches.items()
-            for replica, of_replica in enumerate(replicas)
-            for index in range(len(of_replica))
-        ]
-        of_model = [key for key in microbatches if key[0] == LANGUAGE_MODEL]
-        samples = [mark.samples.get(index, ()) for index in range(len(step.samples))]
-        inputs = [_alone(numbers.get(key)) for numbers in (mark.inputs, mark.media) for key in microbatches]
-        cuts = [_alone(mark.shardings.get(index)) for index in range(len(of_model))]
-        values = [*samples, *inputs, *cuts]
-        slack = [0] * len(values)
-        slack[len(samples) + len(microbatches) : len(samples) + len(inputs)] = [MEDIA_ROUNDING] * len(microbatches)
+        starts: dict[tuple[str, int], int] = {}  # microbatches before those of each replica
+        total = 0
+        for module, replicas in step.microbatches.items():
+            for replica, microbatches in enumerate(replicas):
+                starts[module, replica] = total
+                total += len(microbatches)
+        # Places for samples, then for inputs, media and cuts of microbatches.
+        num_samples = len(step.samples)
+        values: dict[int, Collection[int]] = dict(mark.samples)
+        for kind, numbers in enumerate((mark.inputs, mark.media)):
+            first = num_samples + kind * total
+            values |= {first + starts[key[:2]] + key[2]: (number,) for key, number in numbers.items()}
+        first = num_samples + 2 * total + starts[LANGUAGE_MODEL, 0]
+        values |= {first + index: (checksum,) for index, checksum in mark.shardings.items()}
+        slack = np.zeros(num_samples + 3 * total, np.int64)
+        slack[num_samples + total : num_samples + 2 * total] = MEDIA_ROUNDING
         differ = self._differing(values, slack)
         if not differ:
             return
-        first = differ[0]
-        table = self._table(max(values[first], default=None))
-        if first < len(samples):
-            raise RuntimeError(f"Sample {step.samples[first]} differs between ranks that share it ({table}). {_SEEDS}")
-        if first < len(samples) + len(inputs):
-            module, replica, index = microbatches[(first - len(samples)) % len(microbatches)]
+        place = differ[0]
+        table = self._table(max(values.get(place, ()), default=None))
+        if place < num_samples:
+            raise RuntimeError(f"Sample {step.samples[place]} differs between ranks that share it ({table}). {_SEEDS}")
+        kind, number = divmod(place - num_samples, total)
+        if kind < 2:
+            module, replica = next(
+                key for key, start in starts.items() if 0 <= number - start < len(step.microbatches[key[0]][key[1]])
+            )
+            index = number - starts[module, replica]
             raise RuntimeError(
                 f"The inputs of microbatch {index} of `{module}`, replica {replica}, differ between the ranks that "
                 f"compute it together ({table}). {_SEEDS}"
             )
         raise RuntimeError(
-            f"The ranks cut the tokens of {len(differ)} of {len(of_model)} microbatches of the language model "
-            f"differently, the first of which is {first - len(samples) - len(inputs)} ({table}). With "
+            f"The ranks cut the tokens of {len(differ)} of {sum(map(len, step.microbatches[LANGUAGE_MODEL]))} "
+            f"microbatches of the language model differently, the first of which is {place - first} ({table}). With "
             '`cp_mode="auto"` the cut follows from predicted times, which processors of different kinds can round '
             'differently: use `cp_mode="row"`.'
         )
 
-    def _differing(self, values: Iterable[Collection[int]], slack: Sequence[int] | None = None) -> list[int]:
-        """The positions at which the values of all ranks lie farther apart than `slack`; a rank may have none."""
-        known = list(values)
-        highest = [max(numbers, default=_UNKNOWN) for numbers in known]
-        lowest_negated = [-min(numbers) if numbers else _UNKNOWN for numbers in known]
-        extremes = self.world.all_reduce(torch.tensor([highest, lowest_negated]), "max").tolist()
-        limits = slack or [0] * len(known)
-        return [
-            position
-            for position, (high, low, limit) in enumerate(zip(*extremes, limits, strict=True))
-            if high != _UNKNOWN and high + low > limit
-        ]
+    def _differing(self, values: Mapping[int, Collection[int]], slack: np.ndarray) -> list[int]:
+        """The places at which the values of all ranks lie farther apart than `slack`; a rank may have none."""
+        extremes = np.full((2, len(slack)), _UNKNOWN)
+        for place, numbers in values.items():
+            extremes[:, place] = max(numbers), -min(numbers)
+        high, low = self.world.all_reduce(torch.from_numpy(extremes), "max").numpy()
+        return np.flatnonzero((high != _UNKNOWN) & (high + low > slack)).tolist()
 
     def _table(self, value: int | None) -> str:
         """Rank by rank, the values of those that have one. Collective."""
         values = self.world.all_gather(value)
         rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(values) if number is not None)
         return f"checksums: {rows}"
-
-
-def _alone(value: int | None) -> tuple[int, ...]:
-    """One value of a rank, or none."""
-    return () if value is None else (value,)

@@ -44,11 +44,8 @@ def test_all_kernels_compile(kernels: list[dict[str, Any]]):
                 assert any(name.startswith(f"{arch} {kernel} D{head_dim} ") for name in names)
 
 
-def test_nothing_is_spilled_in_a_loop(kernels: list[dict[str, Any]]):
-    """A few moves before or after the loop cost nothing: the fastest tile on an H100 for D128 has six."""
-    spilling = {kernel["name"]: kernel["spill_moves"] for kernel in kernels if kernel["spill_moves"]}
-    assert all(name.startswith("sm_90 dkdv D128 bf16 interval") for name in spilling)
-    assert not any(kernel["spill_moves_in_loops"] for kernel in kernels)
+def test_nothing_is_spilled(kernels: list[dict[str, Any]]):
+    assert not {kernel["name"]: kernel["stack"] for kernel in kernels if kernel["stack"]}
 
 
 def test_shared_memory_fits(kernels: list[dict[str, Any]]):

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, reference_attention
 from hf_mmparallel.kernels.bitfield_attention import triton as kernels
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import compile_mask
-from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning, plan_blocks
+from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning, choose_tuning, plan_blocks
 from tests.kernels.bitfield_attention.mask_families import FAMILIES, HOLES, permuted
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -247,3 +247,16 @@ def test_a_scale_that_turns_the_order_is_refused():
     (query, key, value), _ = inputs_of(mask, Shape(), torch.float32, sinks=False)
     with pytest.raises(ValueError, match="scale=-1.0"):
         kernels.forward(query, key, value, compile_mask(mask, 0, 16, 16), scale=-1.0)
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+def test_tiles_divide_the_blocks_of_the_plan(capability: tuple[int, int] | None, head_dim: int):
+    for wide in (False, True):
+        blocks = plan_blocks(capability, head_dim, wide)
+        for interval in (False, True):
+            tuning = choose_tuning(capability, head_dim, interval, wide)
+            assert (tuning.block_q, tuning.block_k) == blocks
+            for tile in (tuning.forward, tuning.dkdv, tuning.dq):
+                assert blocks[0] % tile.block_q == 0
+                assert blocks[1] % tile.block_k == 0
