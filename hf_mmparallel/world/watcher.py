@@ -319,7 +319,8 @@ class Watcher:
         stored = self._read(_FAILURE) if value is None else self._swap(_FAILURE, "", value)
         failure = None if stored in ("", _ABSENT) else Failure(**json.loads(stored))
         if failure is not None and failure.rank == self.rank and new is None:
-            self._swap(_FAILURE, stored, "")  # this rank failed earlier and goes on: it retracts the failure
+            if not self._closing:  # a slow thread of an earlier block may read a failure of this one
+                self._swap(_FAILURE, stored, "")  # this rank failed earlier and goes on: it retracts the failure
             return
         if failure is not None and failure.id in self._reported_ids and value is not None:
             # Its rank may have retracted it in between.

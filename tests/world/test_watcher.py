@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from typing import Any
 
 import pytest
@@ -124,6 +126,41 @@ def test_a_failure_that_its_rank_takes_back_meanwhile_is_replaced(monkeypatch: p
     one._own = Failure(1, "a new failure")
     one._exchange()
     assert one.failure == one._own and "a new failure" in store.get(watcher._FAILURE).decode()
+
+
+class HeldStore(CountingStore):
+    """A store whose answers the test holds back."""
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self.store, self.asked, self.answers = store, threading.Event(), threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.asked.set()
+        assert self.answers.wait(60)
+        self.store.set(key, value)
+
+
+def test_a_slow_thread_of_an_earlier_block_does_not_retract_a_failure():
+    store = dist.HashStore()
+    held, quick = HeldStore(store), CountingStore()
+    quick.store = store
+    earlier = Watcher(held, 0, 2)
+    earlier.start()
+    assert held.asked.wait(60)
+    earlier.stop()  # its last exchange has not ended
+    zero, one = Watcher(quick, 0, 2), Watcher(quick, 1, 2)
+    one.start()
+    zero.start()
+    zero._own = Failure(0, "no size")
+    zero._exchange()
+    held.answers.set()
+    for thread in earlier._threads:
+        thread.join(60)
+    zero.stop()
+    assert json.loads(store.get(watcher._FAILURE))["sentence"] == "no size"
+    assert one.reason(ConnectionError("closed")) == "no size"
+    one.stop()
 
 
 def test_a_thread_that_cannot_start_leaves_no_watcher_behind(monkeypatch: pytest.MonkeyPatch):
