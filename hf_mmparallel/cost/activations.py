@@ -1,12 +1,4 @@
-"""
-Activation memory of a layer, from the shapes of its parameters: what autograd saves for the backward, and what is
-allocated only while the layer runs.
-
-Autograd saves what the backward of an operation reads. A linear layer saves its input only if its weight is trained; a
-norm saves its input, in float32 if it is an RMS norm, and the normalized value if its weight is trained; attention
-saves queries, keys, values and its output; an activation function saves its input, a product both factors. Under
-autocast each linear layer saves a cast copy of its input and of its weight.
-"""
+"""Memory of a layer from its parameters' shapes: what autograd saves, and what exists only while it runs."""
 
 from __future__ import annotations
 
@@ -27,10 +19,8 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "int8": 1,
 }
-FULL = 4
-"""Bytes of a float32 value; RMS norms, softmax and the loss compute in float32 at any precision."""
-MASKED_ATTENTION = ("sdpa", PACKED_ATTENTION)
-"""Attention functions that read a dense mask if rows are padded."""
+FULL = 4  # bytes of a float32 value; RMS norms, softmax and the loss compute in float32 at any precision
+MASKED_ATTENTION = ("sdpa", PACKED_ATTENTION)  # attention functions that read a dense mask if rows are padded
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _ADAPTER = re.compile(r"\.lora_([AB])\.\w+\.weight$")
 _WRAPPED = re.compile(r"(\.base_layer)?\.weight$")
@@ -38,31 +28,19 @@ _WRAPPED = re.compile(r"(\.base_layer)?\.weight$")
 
 @dataclass(frozen=True)
 class Matrix:
-    """
-    A linear layer, or the active experts of a token as one.
+    """A linear layer, or the active experts of a token as one."""
 
-    Args:
-        name (`str`): Name without suffixes of adapters and without `weight`.
-        shape (`tuple[int, int]`): Rows and columns: output and input features, or the reverse if stored transposed.
-        copies (`float`): Active experts of a token.
-        num_elements (`int`): Elements of all experts.
-        trained (`bool`): Whether the matrix itself gets a gradient.
-        value_bytes (`int`): Bytes of an element.
-        adapter_bytes (`int`): Bytes of an element of its adapter, 0 without one.
-        adapter_rank (`int`): Rank of its adapter.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    copies: float
-    num_elements: int
-    trained: bool
-    value_bytes: int
-    adapter_bytes: int = 0
+    name: str  # without suffixes of adapters and without `weight`
+    shape: tuple[int, int]  # output and input features, or the reverse if stored transposed
+    copies: float  # active experts of a token
+    num_elements: int  # of all experts
+    trained: bool  # whether the matrix itself gets a gradient
+    value_bytes: int  # of an element
+    adapter_bytes: int = 0  # of an element of its adapter, 0 without one
     adapter_rank: int = 0
 
     def saves_input(self, precision: Precision) -> bool:
-        """Whether autograd saves its input. (A LoRA adapter in a wider dtype saves a cast copy instead.)"""
+        """Returns whether autograd saves its input. (A LoRA adapter in a wider dtype saves a cast copy.)"""
         return self.trained or 0 < self.adapter_bytes <= precision.stream
 
     def width_out(self, hidden: int) -> float:
@@ -78,39 +56,24 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Norm:
-    """
-    A normalization layer.
+    """A normalization layer."""
 
-    Args:
-        name (`str`): Name of its weight.
-        size (`int`): Number of values that are normalized together.
-        trained (`bool`): Whether its weight gets a gradient.
-        is_rms (`bool`): Whether it is an RMS norm (it has no bias), which models compute in several float32
-            operations.
-    """
-
-    name: str
-    size: int
+    name: str  # of its weight
+    size: int  # values that are normalized together
     trained: bool
-    is_rms: bool
+    is_rms: bool  # an RMS norm has no bias; models compute it in several float32 operations
 
     def saved_bytes(self, width: float, input_bytes: int, output_bytes: int) -> float:
         """Saved bytes per token with `width` normalized values."""
         if not self.is_rms:
             return width * input_bytes
+        # the input in float32, and the normalized value for the weight's gradient
         return width * (FULL + (output_bytes if self.trained else 0))
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """
-    The matrices and norms of a layer.
-
-    Args:
-        module_spec (`ModuleSpec`): Its module.
-        matrices (`tuple[Matrix, ...]`): In the order of definition.
-        norms (`tuple[Norm, ...]`): All norms.
-    """
+    """The matrices and norms of a layer, the matrices in the order of definition."""
 
     module_spec: ModuleSpec
     matrices: tuple[Matrix, ...]
@@ -157,20 +120,14 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Precision:
-    """
-    Compute and storage precision of a module.
+    """Compute and storage precision of a module."""
 
-    Args:
-        compute (`int`): Bytes of a value in matrix products.
-        stream (`int`): Bytes of a value between layers, in the dtype of the weights.
-    """
-
-    compute: int
-    stream: int
+    compute: int  # bytes of a value in matrix products
+    stream: int  # bytes of a value between layers, in the dtype of the weights
 
     @property
     def is_cast(self) -> bool:
-        """Whether matrix inputs are cast copies (autocast)."""
+        """Whether each linear layer saves cast copies of its input and of its weight (autocast)."""
         return self.compute != self.stream
 
     @classmethod
@@ -185,24 +142,12 @@ class Precision:
 def saved_activations(
     module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, precision: Precision, tp_size: int
 ) -> Polynomial:
-    """
-    Bytes that autograd saves in a layer for its backward.
-
-    Args:
-        module_spec (`ModuleSpec`): The module.
-        uses (`Sequence[ParameterUse]`): The parameters that the layer reads.
-        index (`int`): `-1` for the part before the layers, `num_layers` for the part after them.
-        precision (`Precision`): Compute and storage precision.
-        tp_size (`int`): Size of the tp group.
-
-    Returns:
-        `Polynomial`: Bytes per token, per squared token if attention saves something for each pair of tokens, and
-        constant bytes of cast weights.
-    """
+    """Bytes that autograd saves in a layer (-1: before all, `num_layers`: after them) for its backward."""
     shape = LayerShape.of(module_spec, uses)
     if not 0 <= index < module_spec.num_layers:
         return _saved_after_layers(shape, precision) if index >= 0 else _saved_before_layers(shape, uses, precision)
     split = tp_size if is_split(shape.attention) else 1
+    # per squared token only if attention saves something for each pair of tokens
     saved = _attention_saved(shape, precision) * (1 / split) + _mask_saved(shape, precision)
     saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, split) for norm in shape.norms))
     for group in [shape.attention, *shape.feed_forwards]:
@@ -213,17 +158,10 @@ def saved_activations(
 
 
 def grouped_copies(module_spec: ModuleSpec, uses: Sequence[ParameterUse] = (), tp_size: int = 1) -> int:
-    """
-    Additional values per token that attention saves with a dense mask: keys and values repeated for each query head
-    of their group. A single kv head is expanded as a view, without a copy.
-
-    Args:
-        module_spec (`ModuleSpec`): The module.
-        uses (`Sequence[ParameterUse]`, *optional*): The parameters that a layer reads.
-        tp_size (`int`, *optional*, defaults to 1): Size of the tp group.
-    """
+    """Additional values per token that attention saves with a dense mask: keys and values for each query head."""
     split = tp_size if is_split(LayerShape.of(module_spec, uses).attention) else 1
     heads, kv_heads = module_spec.num_heads // split, module_spec.num_kv_heads // split
+    # a single kv head is expanded as a view, without a copy
     is_copied = module_spec.attention in MASKED_ATTENTION and 1 < kv_heads < heads
     return 2 * (heads - kv_heads) * module_spec.head_width if is_copied else 0
 
@@ -244,13 +182,11 @@ def is_split(attention: Sequence[Matrix]) -> bool:
 
 
 def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[str, float]:
-    """
-    Share of each parameter of a layer on one rank of a tp group. Vectors, embeddings, projectors and attention with a
-    fused qkv matrix are replicated.
-    """
+    """Share of each parameter of a layer on one rank of a tp group."""
     module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
     shape = LayerShape.of(module_spec, uses)
     inside, is_head = 0 <= index < module_spec.num_layers, module == LANGUAGE_MODEL and index == module_spec.num_layers
+    # vectors, embeddings, projectors and attention with a fused qkv matrix are replicated
     whole = () if is_split(shape.attention) else tuple(matrix.name for matrix in shape.attention)
     result = {}
     for use in uses:
@@ -335,22 +271,17 @@ def _cast_weights(matrices: Sequence[Matrix], precision: Precision) -> float:
 
 
 def _saved_before_layers(shape: LayerShape, uses: Sequence[ParameterUse], precision: Precision) -> Polynomial:
-    """
-    Saved bytes of norms and of a chain of convolutions: input and output of the activation function between two of
-    them. The second convolution halves the positions.
-    """
+    """Saved bytes of norms and of a chain of convolutions."""
     token = sum(norm.saved_bytes(norm.size, precision.stream, precision.stream) for norm in shape.norms)
     chain = [use.parameter.shape for use in uses if use.multiplies and len(use.parameter.shape) > 2]
+    # input and output of the activation function between two of them; the second one halves the positions
     for rows, columns, *_ in chain[1:]:
         token += (4 * columns + rows) * precision.compute
     return Polynomial(token=token)
 
 
 def _saved_after_layers(shape: LayerShape, precision: Precision) -> Polynomial:
-    """
-    Saved bytes of norms and of the matrices of a projector or a head, which are the same on all ranks of a tp group.
-    The loss is not included.
-    """
+    """Saved bytes of norms, and of a projector or a head without its loss, the same on all ranks of a tp group."""
     token = sum(norm.saved_bytes(norm.size, precision.stream, precision.stream) for norm in shape.norms)
     for matrix, (share, columns) in zip(shape.matrices, chain_widths(shape), strict=True):
         if matrix.saves_input(precision):
@@ -361,16 +292,15 @@ def _saved_after_layers(shape: LayerShape, precision: Precision) -> Polynomial:
 
 
 def chain_widths(shape: LayerShape) -> list[tuple[float, int]]:
-    """
-    For each matrix after the layers, the share of tokens that is left and its input features. A matrix that reads a
-    multiple of the features of a token merges as many tokens into one; one that does not read the output of the matrix
-    before it reads the output of the layers again, such as the mergers of DeepStack.
-    """
+    """For each matrix after the layers, the share of tokens that is left and its input features."""
     width, share, result = shape.module_spec.hidden_size, 1.0, []
     for matrix in shape.matrices:
         rows, columns = matrix.shape
+        # the matrix reads the output of the layers again, not that of the matrix before it, like the mergers of
+        # DeepStack
         if columns != width:
             width, share = shape.module_spec.hidden_size, 1.0
+        # the matrix merges several tokens into one
         if columns > width and columns % width == 0:
             share *= width / columns
         result.append((share, columns))
@@ -380,30 +310,16 @@ def chain_widths(shape: LayerShape) -> list[tuple[float, int]]:
 
 @dataclass(frozen=True)
 class TransientMemory:
-    """
-    Bytes allocated only while a layer runs, besides what autograd saves.
+    """Bytes allocated only while a layer runs, besides what autograd saves."""
 
-    Args:
-        forward (`Polynomial`): In a forward without saved activations.
-        backward (`Polynomial`): In a backward.
-    """
-
-    forward: Polynomial
+    forward: Polynomial  # of a forward without saved activations
     backward: Polynomial
 
 
 def transient_memory(
     module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
 ) -> TransientMemory:
-    """
-    Peak of the transient memory of one of the repeated layers, in its feed-forward block or its attention.
-
-    Args:
-        module_spec (`ModuleSpec`): The module.
-        uses (`Sequence[ParameterUse]`): The parameters that the layer reads.
-        precision (`Precision`): Compute and storage precision.
-        tp_size (`int`): Size of the tp group.
-    """
+    """Peak of the transient memory of one of the repeated layers, in its feed-forward block or its attention."""
     shape = LayerShape.of(module_spec, uses)
     hidden = Polynomial(token=float(module_spec.hidden_size * precision.stream))
     forwards, backwards = [Polynomial()], [Polynomial()]

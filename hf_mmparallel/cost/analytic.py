@@ -23,21 +23,18 @@ from .elementwise import FUSED_SCORE_BYTES, SCORE_BYTES, layer_elementwise
 from .engine_traits import OURS, Engine
 from .layers import BYTES_PER_VALUE, CostModel, LayerCost, Polynomial
 
+# FLOPs of attention's backward over its forward: five matrix products, with recomputed scores, instead of two
 ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward over its forward: five matrix products, with recomputed scores, instead of two."""
-ELEMENTWISE_BACKWARD = 2.0
-"""Bytes moved by the backward of element-wise operations, over those of the forward."""
+ELEMENTWISE_BACKWARD = 2.0  # bytes moved by the backward of element-wise operations, over those of the forward
 
 
 def active_elements(spec: ModelSpec, module: str, index: int) -> list[tuple[ParameterUse, float]]:
-    """
-    Parameters that a layer reads, each with the number of elements that one token is multiplied with. After the last
-    layer a merger turns several tokens into one, so each of these tokens counts for its share of the matrix.
-    """
+    """Parameters that a layer reads, each with the number of elements that one token is multiplied with."""
     module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
     if index < module_spec.num_layers:
         return [(use, use.num_active) for use in uses]
     shape = LayerShape.of(module_spec, uses)
+    # a merger turns several tokens into one, so each of these counts for its share of the matrix
     widths = chain_widths(shape)
     shares = {f"{matrix.name}.": share for matrix, (share, _) in zip(shape.matrices, widths, strict=True)}
     names = [f"{use.parameter.name}." for use in uses]  # an adapter's begins with that of its matrix
@@ -46,14 +43,10 @@ def active_elements(spec: ModelSpec, module: str, index: int) -> list[tuple[Para
 
 
 def layer_flops(spec: ModelSpec, module: str, index: int) -> tuple[float, float]:
-    """
-    FLOPs of a layer's forward, per token and per squared sequence length.
-
-    Each matrix element costs two FLOPs per token; attention over `n` tokens costs `4 n^2` per channel, half of that
-    if it is causal.
-    """
+    """FLOPs of a layer's forward, per token and per squared sequence length (half of all pairs if causal)."""
     module_spec = spec.modules[module]
     matrices = sum(elements for _, elements in active_elements(spec, module, index))
+    # two FLOPs per token and matrix element; `4 n^2` per channel for attention over `n` tokens
     attention = 4.0 * module_spec.attention_width if 0 <= index < module_spec.num_layers else 0.0
     return 2.0 * matrices, attention / 2 if module == LANGUAGE_MODEL else attention
 
@@ -66,26 +59,13 @@ def module_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class AnalyticLayers:
-    """
-    Layer costs from operation and byte counts: matrix products with the memory traffic of their operands, attention,
-    element-wise operations, reads of the weights, tensor-parallel all-reduces, and kernel launches.
-
-    Compute and memory times are added instead of taking the larger one: narrow matrices (a hidden size cut by tensor
-    parallelism) are slower per FLOP than wide ones.
-
-    Args:
-        spec (`ModelSpec`): The model. Frozen parameters make no difference here.
-        device (`Hardware`): The device of each rank.
-        value_bytes (`int`, *optional*, defaults to 2): Bytes of an activation value.
-        engine (`Engine`, *optional*): How layers are executed.
-        first_rank (`int`, *optional*, defaults to 0): Position in its node of the first rank of a tp group.
-    """
+    """Layer costs from operation and byte counts, the same whether parameters are frozen or not."""
 
     spec: ModelSpec
     device: Hardware
-    value_bytes: int = BYTES_PER_VALUE
+    value_bytes: int = BYTES_PER_VALUE  # of an activation value
     engine: Engine = OURS
-    first_rank: int = 0
+    first_rank: int = 0  # position in its node of the first rank of a tp group
 
     def starting_at(self, first_rank: int) -> AnalyticLayers:
         """See [`LayerCosts`]."""
@@ -137,22 +117,21 @@ class AnalyticLayers:
             share = shares[use.parameter.name]
             whole = max((side for side in (rows, columns) if side == module_spec.hidden_size), default=0.0)
             width += whole + share * (rows + columns - whole)
+        # added to the compute time instead of the larger one: narrow matrices (a hidden size cut by tensor
+        # parallelism) are slower per FLOP than wide ones
         moved = precision.compute * width
         return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms
 
     def _attention_ms(
         self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
     ) -> float:
-        """
-        Milliseconds of attention per squared sequence length. Causal attention computes half of the pairs. Eager
-        attention materializes all scores, so it costs matrix products and memory traffic for all pairs, see
-        [`chunk_sizes`].
-        """
+        """Milliseconds of attention per squared sequence length; causal attention computes half of the pairs."""
         split = tp_size if is_split(LayerShape.of(module_spec, uses).attention) else 1
         share = (0.5 if module_spec.name == LANGUAGE_MODEL else 1.0) / split
         flops = share * 4.0 * module_spec.attention_width
         if module_spec.attention != "eager":
             return flops / self.device.attention_flops_per_ms(module_spec.attention)
+        # eager attention materializes all scores: matrix products and memory traffic for all pairs, see `chunk_sizes`
         scores = (FUSED_SCORE_BYTES if self.engine.fused else SCORE_BYTES) * precision.compute / 2
         moved = share * scores * module_spec.num_heads
         return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms
@@ -160,11 +139,7 @@ class AnalyticLayers:
     def _sums(
         self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, tp_size: int, products_ms: float
     ) -> tuple[Polynomial, Polynomial]:
-        """
-        Times of the tensor-parallel all-reduces in forward and backward: the outputs of the last matrix of each block
-        of a layer, and the input gradients of each other matrix, which transformers reduces one by one. For a head
-        split by rows, each rank gathers all logits.
-        """
+        """Milliseconds of the tensor-parallel all-reduces of a layer in forward and backward."""
         shape = LayerShape.of(module_spec, uses)
         ranks = range(self.first_rank, self.first_rank + tp_size)
         if tp_size == 1 or index < 0:
@@ -173,12 +148,15 @@ class AnalyticLayers:
             is_cut = module_spec.name == LANGUAGE_MODEL and shape.matrices and not self.engine.merged_sums
             if not is_cut or any(use.parameter.name in self.spec.tied for use in uses if use.multiplies):
                 return Polynomial(), Polynomial()
+            # of a head that is split by rows each rank gathers all logits
             logits = self.value_bytes * shape.matrices[-1].shape[0]
             return all_reduce(self.device, ranks).of_tokens(logits / 2), Polynomial()
         hidden = module_spec.hidden_size * self.value_bytes
         one = all_reduce(self.device, ranks).of_tokens(hidden)
         if self.engine.hidden_sums:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
+        # outputs of the last matrix of each block, and input gradients of each other one, which transformers reduces
+        # one by one
         split = [group for group in shape.feed_forwards if len(group) > 1]
         split += [shape.attention] if is_split(shape.attention) else []
         inputs = len(split) if self.engine.merged_sums else sum(len(group) - 1 for group in split)
@@ -199,19 +177,17 @@ def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:
 def _weight_bytes(
     uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, fused: bool
 ) -> tuple[float, float]:
-    """
-    Bytes of the matrices that a rank reads, including casts of those stored in a wider dtype than the compute dtype,
-    and bytes of their gradients, which are written in the compute dtype and then accumulated in float32, or
-    accumulated by the product itself.
-    """
+    """Bytes of the matrices that a rank reads, and of their gradients that it writes."""
     read = written = 0.0
     for use in uses:
         p = use.parameter
         elements, stored = shares[p.name] * p.num_elements, DTYPE_BYTES.get(p.dtype, FULL)
         if use.multiplies:
+            # including the cast of a matrix in a wider dtype than the compute dtype
             read += elements * (stored if stored <= precision.compute else stored + 2 * precision.compute)
         if use.multiplies or p.is_lookup:
             narrow = min(stored, precision.compute)
+            # written in the compute dtype and then accumulated in float32, or accumulated by the product itself
             written += elements * (narrow if fused else 2 * narrow + 2 * FULL)
     return read, written
 
@@ -219,18 +195,9 @@ def _weight_bytes(
 def analytic_costs(
     spec: ModelSpec, device: Hardware, value_bytes: int = BYTES_PER_VALUE, engine: Engine = OURS
 ) -> CostModel:
-    """
-    Analytic cost model, from operation and byte counts.
-
-    Args:
-        spec (`ModelSpec`): The model, with its frozen parameters marked.
-        device (`Hardware`):
-            The device of each rank. If the language model is multiplied in four bytes and the device computes in 16
-            bits, the device's float32 peak is used.
-        value_bytes (`int`, *optional*, defaults to 2): Bytes of an activation value.
-        engine (`Engine`, *optional*): How layers are executed.
-    """
+    """Cost model from operation and byte counts; `value_bytes` are those of an activation value."""
     first = spec.modules.get(LANGUAGE_MODEL) or next(iter(spec.modules.values()))
+    # a model that multiplies in four bytes does not reach the 16-bit peak
     if Precision.of(first, value_bytes).compute == FULL and device.dtype not in ("float32", "tf32"):
         device = device.computing_in("float32")
     return CostModel(spec, device, AnalyticLayers(spec, device, value_bytes, engine), value_bytes, engine)

@@ -6,13 +6,12 @@ from ..plan import ModelSpec
 
 
 def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
-    """
-    Module -> for each layer from -1 to `num_layers`, whether the gradient of its input is needed: if anything before
-    it is trainable, in its module or in a producer whose features enter at or before it (Cornstarch, section 4.3).
-    """
+    """Module -> for each layer from -1 to `num_layers`, whether the gradient of its input is needed."""
     needed: dict[str, tuple[bool, ...]] = {}
     has_gradient: dict[str, bool] = {}
     for name, module in spec.modules.items():
+        # the gradient is needed if anything before the layer is trainable, in its module or in a producer whose
+        # features enter at or before the layer (Cornstarch, section 4.3)
         enters = [min(edge.layers) for edge in spec.edges if edge.target == name and has_gradient[edge.source]]
         before, flags = False, []
         for index in range(-1, module.num_layers + 1):

@@ -15,8 +15,7 @@ from .calibration import Accuracy, Calibration, TimeScale, profile_digest
 from .profile import LayerProfile
 from .run_log import Kind, LoggedWindow, RunHeader, TaskGroup, read_run_log, tasks_of
 
-MIN_WINDOWS = 4
-"""Minimum number of windows of a log: two for the fit, two for its evaluation."""
+MIN_WINDOWS = 4  # minimum number of windows of a log: two for the fit, two for its evaluation
 _FOLDS = 5
 _MIN_IMPROVEMENT = 0.9  # a form with more coefficients needs an error below this share of the simpler form's
 _LOG_PRECISION = 1e-5  # and an error smaller by at least this, about the rounding of a log
@@ -32,42 +31,29 @@ _FORMS: tuple[tuple[str, ...], ...] = (
     ("tokens", "squares", "launches"),
     ("tokens", "squares", "sums", "layers"),
 )
+# simplest form if launches are predicted to take longer than the compute of some tasks
 _LAUNCHED = ("base", "launches")
-"""Simplest form if launches are predicted to take longer than the compute of some tasks."""
 _SPLITS = 12  # maximum number of tried splits into launch-bound and compute-bound tasks
+# columns of `_task_rows`: times, and the number of layers that chunks pass
 _MEASURED, _TOKENS, _SQUARES, _LAYERS, _RECOMPUTED, _LAUNCHES, _SUMS = range(7)
-"""Columns of [`_task_rows`]."""
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """
-    A calibration with its evaluation.
+    """A calibration with its evaluation."""
 
-    Args:
-        calibration ([`Calibration`]): Fit on all windows, with the errors of a fit on the first half of them.
-        fitted (`int`): Number of windows of the evaluated fit.
-        judged (`int`): Number of windows that it was evaluated on.
-        has_launches (`bool`): Whether kernel launches take time on this device.
-        outside_share (`float`): Share of the measured step times of the evaluation windows that is explained neither
-            by tasks nor by predicted messages and all-reduces; negative if these are predicted to take longer than
-            they do.
-    """
-
-    calibration: Calibration
-    fitted: int
-    judged: int
-    has_launches: bool
+    calibration: Calibration  # fit on all windows, with the errors of a fit on the first half of them
+    fitted: int  # windows of the evaluated fit
+    judged: int  # windows that it was evaluated on
+    has_launches: bool  # whether kernel launches take time on this device
+    # share of the judged windows' step times that neither tasks nor predicted messages and all-reduces explain;
+    # negative if the latter are predicted to take longer than they do
     outside_share: float
 
 
 def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = None) -> CalibrationResult:
     """
-    Calibrates costs by the logs of runs of one model on one kind of device.
-
-    Args:
-        paths (`Sequence[str | Path]`): Their `trainer_log.jsonl` files.
-        profile ([`LayerProfile`], *optional*): The profile that the runs planned with, if any.
+    Calibrates costs by the `trainer_log.jsonl` files of runs that planned with `profile`, if any.
 
     Raises:
         `ValueError`: For files that are not logs, are too short, or are of different models, devices or costs.
@@ -167,9 +153,7 @@ class _Fit:
         return sum(self.group_ms(group) for group in window.groups if (group.module, group.kind) == (module, kind))
 
     def step_ms(self, window: LoggedWindow) -> float:
-        """
-        Corrected step time: interpolated between the predicted step and the replay with measured task times.
-        """
+        """Corrected step time: interpolated between the predicted step and the replay with measured task times."""
         result = window.predicted_step_ms
         for module, kind in tasks_of([window]):
             predicted, measured = (window.task_ms(f, module, kind) for f in ("predicted_ms", "measured_ms"))
@@ -196,10 +180,7 @@ def _recomputed_ms(group: TaskGroup, forward: TimeScale) -> float:
 
 
 def _task_rows(window: LoggedWindow, module: str, kind: Kind, forward: TimeScale) -> NDArray:
-    """
-    Task groups of one kind `[groups, 7]`: measured time; base time that grows with tokens and with squared lengths;
-    layers passed by chunks; corrected recomputation time; base time of launches and of tensor-parallel all-reduces.
-    """
+    """Task groups of one kind `[groups, 7]`, with corrected times of recomputation and uncorrected others."""
     rows = [_task_row(group, forward) for group in window.groups if (group.module, group.kind) == (module, kind)]
     return np.array(rows, float).reshape(-1, 7)
 
@@ -225,12 +206,7 @@ def _predicted(scale: TimeScale, rows: NDArray) -> NDArray:
 
 
 def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
-    """
-    Selects the correction with the fewest coefficients whose cross-validated error is about as low as that of larger
-    ones: one factor; one more for launches, or a constant per layer; a separate factor for squared lengths. Starts
-    with both a factor of compute and one of launches if launches are predicted to take longer than the compute of some
-    tasks. `None` without any times.
-    """
+    """Selects the simplest correction with about the cross-validated error of larger ones; `None` without times."""
     windows = [
         rows[(rows[:, _MEASURED] > rows[:, _RECOMPUTED]) & (rows[:, [_TOKENS, _SQUARES]].sum(axis=1) > 0)]
         for rows in windows
@@ -239,6 +215,7 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     if not windows:
         return None
     hidden = any((_computed_shares(rows) < 1).any() for rows in windows)
+    # compute and launches both get a factor if launches are predicted to take longer than the compute of some tasks
     chosen = _LAUNCHED if hidden else _FORMS[0]
     lowest_error = _left_out_error(windows, chosen)
     linked = any(rows[:, _SUMS].any() for rows in windows)
@@ -250,15 +227,13 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
 
 
 def _fit_form(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
-    """
-    Fits one form of the correction, with tasks split into launch-bound and compute-bound ones: the split that the
-    costs predict, unless another one has a clearly lower error.
-    """
+    """Fits one form of the correction, with tasks split into launch-bound and compute-bound ones."""
     rows = rows[np.argsort(_computed_shares(rows), kind="stable")]
     expected = int((_computed_shares(rows) < 1).sum())
     counts = np.unique(np.linspace(0, (rows[:, _LAUNCHES] > 0).sum(), _SPLITS).astype(int))
     scale = _fit_split(rows, expected, form)
     best = min((_fit_split(rows, count, form) for count in counts), key=lambda fit: _relative_error(fit, rows))
+    # the split that the costs predict, unless another one has a clearly lower error
     return best if _relative_error(best, rows) < _MIN_IMPROVEMENT * _relative_error(scale, rows) else scale
 
 
@@ -323,7 +298,6 @@ def _relative_error(scale: TimeScale, rows: NDArray) -> float:
 
 
 def _weighted_median(values: NDArray, weights: NDArray) -> float:
-    """Weighted median."""
     order = np.argsort(values, kind="stable")
     total = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(total, total[-1] / 2)])

@@ -23,15 +23,14 @@ CALIBRATION_VERSION = 1
 @dataclass(frozen=True)
 class TimeScale:
     """
-    Correction of the times of one kind of task: a factor for each coefficient of a layer's polynomial, a time for each
-    chunk and layer, and a factor for kernel launches, which may hide all of that.
+    Correction of the times of one kind of task.
 
     Args:
         token (`float`, *optional*, defaults to 1.0): Factor of the time per token and of constant times.
         square (`float`, *optional*, defaults to 1.0): Factor of the time per squared sequence length.
         layer_ms (`float`, *optional*, defaults to 0.0): Additional milliseconds of a chunk in each layer.
-        launch (`float`, *optional*):
-            Factor of the time in which the host launches kernels; `None` if the runs don't determine it, used as 1.
+        launch (`float`, *optional*): Factor of the time in which the host launches kernels, which may hide the rest;
+            `None` if the runs don't determine it, used as 1.
         sum (`float`, *optional*): Factor of tensor-parallel all-reduces; `None` if the runs don't determine it.
     """
 
@@ -57,26 +56,14 @@ class TimeScale:
         return min(self.token, self.square) > 0.0
 
     def __call__(self, polynomial: Polynomial, is_layer: bool) -> Polynomial:
-        """
-        Corrected time of a layer.
-
-        Args:
-            polynomial (`Polynomial`): Its uncorrected time.
-            is_layer (`bool`): Whether it is one of the repeated layers, not the embeddings, projector or head.
-        """
+        """Corrected time of a layer; `is_layer` is `False` for the embeddings, a projector or a head."""
         constant = self.token * polynomial.constant + (self.layer_ms if is_layer else 0.0)
         return Polynomial(self.square * polynomial.square, self.token * polynomial.token, constant)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """
-    Relative errors of predictions over some windows of a log.
-
-    Args:
-        median (`float`): The median.
-        worst (`float`): The largest.
-    """
+    """Relative errors of predictions over some windows of a log."""
 
     median: float
     worst: float
@@ -95,9 +82,8 @@ class Calibration:
         value_bytes (`int`): Bytes of a value in matrix products.
         scales (`Mapping[str, Mapping[str, TimeScale]]`): Module -> `"forward"` and `"backward"` -> correction.
         activations (`float`, *optional*): Factor of activation bytes; `None` if no memory was measured.
-        errors (`Mapping[str, Mapping[str, Accuracy]]`):
-            Quantity (`"step"`, `"vision/forward"`, ...) -> `"before"` and `"after"` -> errors in the windows that were
-            left out of the fit.
+        errors (`Mapping[str, Mapping[str, Accuracy]]`): Quantity (`"step"`, `"vision/forward"`, ...) -> `"before"` and
+            `"after"` -> errors in the windows that were left out of the fit.
         windows (`int`, *optional*): Number of windows of the fit.
         profile ([`LayerProfile`], *optional*): The profile whose costs are corrected; `None` for operation counts.
         package (`str`, *optional*): Version of `hf_mmparallel` whose operation counts are corrected.
@@ -123,16 +109,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], path: str | Path) -> Calibration:
-        """
-        Reads a calibration.
-
-        Args:
-            data (`Mapping`): Content of its file.
-            path (`str` or `Path`): The file, for errors.
-
-        Raises:
-            `ValueError`: For another version, and if fields are missing.
-        """
+        """Reads the content of the file `path`; raises `ValueError` for another version and missing fields."""
         values = dict(data)
         version = values.pop("calibration")
         if version != CALIBRATION_VERSION:
@@ -158,17 +135,9 @@ class Calibration:
             ) from error
 
     def check(self, spec: ModelSpec, device: Hardware) -> None:
-        """
-        Checks that the calibration is valid for a model on a device.
-
-        Args:
-            spec (`ModelSpec`): The model, with or without adapters; frozen parameters make no difference.
-            device (`Hardware`): The device of each rank.
-
-        Raises:
-            `ValueError`: For another model, another device, and operation counts of another version of the package.
-        """
+        """Raises `ValueError` for another model, device, dtype, or operation counts of another version."""
         digests = module_digests(spec)
+        # adapters and frozen parameters make no difference
         shared = self.modules.keys() & digests.keys()
         other = sorted(name for name in shared if self.modules[name] != digests[name])
         if not shared or other:
@@ -204,15 +173,7 @@ def _release(version: str) -> list[str]:
 
 
 class CalibratedLayers:
-    """
-    Layer costs with the corrections of a [`Calibration`]; see [`LayerCosts`]. Modules that it does not cover, such as
-    a generator, are not corrected.
-
-    Args:
-        base (`LayerCosts`): The uncorrected costs.
-        spec (`ModelSpec`): The model.
-        calibration ([`Calibration`]): The corrections.
-    """
+    """Layer costs with the corrections of a [`Calibration`]; modules that it lacks, such as a generator, have none."""
 
     def __init__(self, base: LayerCosts, spec: ModelSpec, calibration: Calibration):
         self.base, self.spec, self.calibration = base, spec, calibration
@@ -241,17 +202,7 @@ class CalibratedLayers:
 
 
 def calibrated_costs(spec: ModelSpec, device: Hardware, calibration: Calibration) -> CostModel:
-    """
-    Cost model with the corrections of a calibration.
-
-    Args:
-        spec (`ModelSpec`): The model, with its frozen parameters marked.
-        device (`Hardware`): The device of each rank.
-        calibration ([`Calibration`]): The corrections.
-
-    Raises:
-        `ValueError`: If the calibration is of another model, device or dtype.
-    """
+    """Cost model with corrections; raises `ValueError` if they are of another model, device or dtype."""
     calibration.check(spec, device)
     if calibration.profile is not None:
         base = measured_costs(spec, device, calibration.profile)
@@ -276,15 +227,7 @@ def profile_digest(costs: CostModel | LayerProfile) -> str | None:
 
 
 def read_costs(path: str | Path) -> LayerProfile | Calibration:
-    """
-    Reads a file for `--profile` or `layer_profile`.
-
-    Args:
-        path (`str` or `Path`): Output of `hf-mmparallel profile` or `hf-mmparallel calibrate`.
-
-    Raises:
-        `ValueError`: If the file has another format or version.
-    """
+    """Reads a file for `--profile` or `layer_profile`; raises `ValueError` for another format or version."""
     try:
         data = json.loads(Path(path).read_text())
     except ValueError as error:
@@ -299,18 +242,8 @@ def read_costs(path: str | Path) -> LayerProfile | Calibration:
 def costs_from(
     spec: ModelSpec, device: Hardware, value_bytes: int, source: LayerProfile | Calibration | None
 ) -> CostModel:
-    """
-    Cost model of a file, or of operation counts without one.
-
-    Args:
-        spec (`ModelSpec`): The model, with its frozen parameters marked.
-        device (`Hardware`): The device of each rank.
-        value_bytes (`int`): Bytes of an activation value; files define their own.
-        source ([`LayerProfile`] or [`Calibration`], *optional*): Result of [`read_costs`].
-
-    Raises:
-        `ValueError`: If the file is of another model.
-    """
+    """Cost model of a file, see [`read_costs`], or of operation counts; raises `ValueError` for another model."""
+    # files define their own `value_bytes`
     if source is None:
         return analytic_costs(spec, device, value_bytes)
     if isinstance(source, LayerProfile):

@@ -2,9 +2,7 @@
 Times of collectives as NCCL runs them: the latency of each step, and the bytes that cross a link.
 
 NCCL all-reduces along a ring or double binary trees, and gathers and scatters along a ring: it has no tree for these
-(NCCL, `src/graph/tuning.cc`, with the latencies and shares of bandwidth below). PAT (NCCL 2.23; "PAT: a new algorithm
-for all-gather and reduce-scatter operations at scale", arXiv 2506.20252) takes a logarithmic number of steps, but only
-with one rank on each node.
+(NCCL, `src/graph/tuning.cc`, with the latencies and shares of bandwidth below).
 """
 
 from __future__ import annotations
@@ -16,22 +14,17 @@ from dataclasses import dataclass
 from .devices import Hardware
 from .layers import Polynomial
 
+# Simple, LL128 and LL: latency of a step within and between nodes, and bandwidth, relative to the first
 _PROTOCOLS = ((1.0, 1.0, 1.0), (0.56, 0.42, 0.92), (0.25, 0.28, 0.25))
-"""Simple, LL128 and LL: latency of a step within and between nodes, and bandwidth, relative to the first."""
+# latency of a step of PAT relative to one of a ring, its work for each rank, and its relative bandwidth
 _PAT_STEP, _PAT_RANK_US, _PAT_RATE = 1 / 3.5, 2.8, 0.75
-"""Latency of a step of PAT relative to one of a ring, its work for each rank, and its relative bandwidth."""
 
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """
-    Time of a collective of some ranks: that of the fastest way for a number of bytes.
+    """Time of a collective of some ranks: that of the fastest way for a number of bytes."""
 
-    Args:
-        ways (`tuple[tuple[float, float], ...]`): Milliseconds per byte and latency in milliseconds of each.
-    """
-
-    ways: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
+    ways: tuple[tuple[float, float], ...] = ((0.0, 0.0),)  # milliseconds per byte, and latency in milliseconds
 
     def __call__(self, num_bytes: float) -> float:
         """Milliseconds for a number of bytes."""
@@ -47,34 +40,22 @@ Collective = Callable[[Hardware, Sequence[int]], CollectiveTime]
 
 
 def all_reduce(device: Hardware, ranks: Sequence[int]) -> CollectiveTime:
-    """
-    All-reduce: `2 log2(n)` messages in sequence, and the bytes that a ring sends over each link. NCCL's double binary
-    trees have both terms, and the faster of ring and tree comes close to this.
-
-    Args:
-        device (`Hardware`): The device of each rank.
-        ranks (`Sequence[int]`): The ranks.
-    """
+    """All-reduce: `2 log2(n)` messages in sequence, and the bytes that a ring sends over each link."""
     count = len(ranks)
     if count < 2:
         return CollectiveTime()
+    # double binary trees have both terms, and the faster of ring and tree comes close to them
     latency_ms = 2 * (count - 1).bit_length() * device.step_latency_us(ranks) / 1e3
     return CollectiveTime(((2 * _byte_ms(device, ranks), latency_ms),))
 
 
 def all_gather(device: Hardware, ranks: Sequence[int]) -> CollectiveTime:
-    """
-    All-gather, of the bytes of all shards together; a reduce-scatter takes the same time. A ring has `n - 1` steps, of
-    which as many as there are nodes but one are between nodes.
-
-    Args:
-        device (`Hardware`): The device of each rank.
-        ranks (`Sequence[int]`): The ranks.
-    """
+    """All-gather, of the bytes of all shards together; a reduce-scatter takes the same time."""
     count, members = len(ranks), Counter(rank // device.node_size for rank in ranks)
     if count < 2:
         return CollectiveTime()
     byte_ms, num_nodes = _byte_ms(device, ranks), len(members)
+    # a ring has `n - 1` steps, of which as many as there are nodes but one are between nodes
     within_us = (count - num_nodes) * device.step_latency_us(ranks[:1])
     step_us = device.step_latency_us(ranks)
     between_us = (num_nodes - 1) * step_us
@@ -82,6 +63,8 @@ def all_gather(device: Hardware, ranks: Sequence[int]) -> CollectiveTime:
         (byte_ms / rate, (within * within_us + between * between_us) / 1e3)
         for within, between, rate in (_PROTOCOLS if device.has_nccl else _PROTOCOLS[:1])
     ]
+    # PAT (NCCL 2.23; "PAT: a new algorithm for all-gather and reduce-scatter operations at scale", arXiv 2506.20252)
+    # takes a logarithmic number of steps, but only with one rank on each node
     if device.has_nccl and num_nodes == count:
         steps_us = (num_nodes - 1).bit_length() * _PAT_STEP * step_us
         ways.append((byte_ms / _PAT_RATE, (steps_us + count * _PAT_RANK_US) / 1e3))

@@ -15,8 +15,8 @@ _NUMBERS = {
 }
 _FIELDS = (*_NUMBERS, "aliases", "source")
 _NEEDED = tuple(name for name, field in _NUMBERS.items() if field.default is MISSING)
+# factors between units that are easily confused
 _FACTORS = {1000: "1,000", 2**20: "2^20", 1e6: "10^6", 2**30: "2^30", 1e9: "10^9", 1e12: "10^12"}
-"""Factors between units that are easily confused."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ _RANGES = {
     **dict.fromkeys(("masked_attention_share", "block_attention_share"), _Range(0.01, 10, "(of flash attention)")),
     **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency", "overlap_efficiency"), _SHARE),
 }
-_MAX_DIFFERENCE = 100
-"""Maximum ratio between a number and that of the `like` device."""
+_MAX_DIFFERENCE = 100  # maximum ratio between a number and that of the `like` device
+# two fields -> range of the ratio of the first to the second over all known devices
 _RATIOS = {
     ("fp16_tflops", "bf16_tflops"): (0.05, 50),
     ("tf32_tflops", "bf16_tflops"): (0.02, 10),
@@ -74,22 +74,13 @@ _RATIOS = {
     ("link_gb_per_s", "memory_gb_per_s"): (0.0005, 1),
     ("message_gb_per_s", "link_gb_per_s"): (0.003, 10),
 }
-"""Two fields -> range of the ratio of the first to the second over all known devices."""
 
 
 def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str) -> Hardware:
     """
-    Builds a device from its description.
-
-    Args:
-        name (`str`): Name of the device.
-        entry (`Mapping`): Fields of [`Hardware`]. With `like`, omitted fields are those of that device, and the number
-            of network cards scales with the node size.
-        find (`Callable`): Looks up the `like` device.
-        where (`str`): Location of the description, for errors.
-
-    Raises:
-        `ValueError`: For fields that are unknown, missing, of a wrong type, or outside the range of real devices.
+    Builds a device from fields of [`Hardware`]; with `like`, which `find` looks up, omitted fields are those of that
+    device. Raises `ValueError` for fields that are unknown, missing, of a wrong type, or outside the range of real
+    devices.
     """
     given = dict(read_mapping(entry, where, known=(*_FIELDS, "like")))
     like = given.pop("like", None)
@@ -171,14 +162,8 @@ def _check_like(given: Mapping[str, Any], base: Hardware, where: str) -> None:
 
 def read_device_file(path: str, find: Callable[[str], Hardware]) -> Hardware:
     """
-    Reads a file for `--gpu-spec`.
-
-    Args:
-        path (`str`): YAML or JSON: the fields of [`Hardware`] with a `name`, or with `like: h100` those that differ.
-        find (`Callable`): Looks up the `like` device.
-
-    Raises:
-        `ValueError`: For a file that can't be read, and for descriptions that [`device_of`] rejects.
+    Reads a file for `--gpu-spec`: YAML or JSON, the fields of [`Hardware`] with a `name`, or with `like: h100` those
+    that differ. Raises `ValueError` if it can't be read, and for descriptions that [`device_of`] rejects.
     """
     import yaml
 

@@ -97,21 +97,8 @@ def device_from(gpu_type: str, gpu_spec: str | None = None) -> Hardware:
 
 
 def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> Hardware | None:
-    """
-    Looks up the device that a driver reports.
-
-    Its memory is the reported one, whatever the table says. A MIG instance, or a device with far fewer
-    multiprocessors than the whole one (an AMD partition), is a partition: peaks scale with multiprocessors, memory
-    bandwidth with memory, and partitions communicate through the host.
-
-    Args:
-        reported (`str`): Name, such as `"NVIDIA A100-SXM4-40GB MIG 1g.5gb"`. All words must match.
-        memory_bytes (`int`): Memory of the device or partition.
-        multiprocessors (`int`): Multiprocessors of the device or partition.
-
-    Returns:
-        `Hardware`, or `None` for a device that is not in the table.
-    """
+    """Looks up the device that a driver reports, with the reported memory; `None` if the table lacks it."""
+    # all words of the reported name must match
     keys = _names().get(normalized_name(_PART.sub("", reported)), ())
     known = [device_table()[key] for key in keys]
     if len(known) > 1:
@@ -122,11 +109,13 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
     if not _PART.search(reported):
         device = _with_memory(device, normalized_name(reported), memory_bytes / _GIB)
     memory_gib, whole = memory_bytes / _GIB, device.multiprocessors
+    # a MIG instance, or a device with far fewer multiprocessors than the whole one (an AMD partition), is a partition
     if not _PART.search(reported) and (whole is None or multiprocessors > _MIN_WHOLE_SHARE * whole):
         return replace(device, memory_gib=memory_gib)
     if whole is None:
         return None
     share = min(1.0, multiprocessors / whole)
+    # peaks scale with multiprocessors, memory bandwidth with memory; partitions communicate through the host
     peaks = {field: share * getattr(device, field) for field in PEAK_OF_DTYPE.values()}
     return replace(
         device,
@@ -140,12 +129,10 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
 
 
 def _with_memory(device: Hardware, name: str, memory_gib: float) -> Hardware:
-    """
-    The device of a longer name with the reported memory, if `device` has a different size: drivers report an H20 with
-    141 GB under the same name as one with 96. `device` itself if there is none.
-    """
+    """The device of a longer name with the reported memory; `device` itself if it has that, or there is none."""
     if _has_memory(device, memory_gib):
         return device
+    # drivers report an H20 with 141 GB under the same name as one with 96
     keys = {key for alias, ids in _names().items() if alias.startswith(f"{name}-") for key in ids}
     others = [device_table()[key] for key in keys]
     fitting = [o for o in others if o.multiprocessors == device.multiprocessors and _has_memory(o, memory_gib)]

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+# compute dtype of matrix products -> the field of `Hardware` with the peak
 PEAK_OF_DTYPE = {
     "bfloat16": "bf16_tflops",
     "float16": "fp16_tflops",
     "tf32": "tf32_tflops",
     "float32": "fp32_tflops",
 }
-"""Compute dtype of matrix products -> the field of [`Hardware`] with the peak."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,7 @@ class Hardware:
 
     @property
     def host_memory_bytes_per_ms(self) -> float | None:
-        """
-        A device's share of the bandwidth of host memory, in bytes per millisecond, as far as a kernel reaches it;
-        `None` if it is unknown.
-        """
+        """Share of host memory's bandwidth that a kernel reaches, bytes/ms; `None` if it is unknown."""
         if self.host_memory_gb_per_s is None:
             return None
         return 1e6 * self.host_memory_gb_per_s * self.memory_efficiency / self.node_size
@@ -149,21 +146,17 @@ class Hardware:
         return self.node_link_gb_per_s * self.network_cards / self.node_size
 
     def link_bytes_per_ms(self, ranks: Iterable[int]) -> float:
-        """
-        Per-rank bandwidth, bytes/ms, of a collective over `ranks` (bus bandwidth of a ring); nodes have consecutive
-        ranks. Between nodes, the members of a group in one node combine their shares of the network cards, and the
-        node with the fewest members is the bottleneck; the other ranks of the node are assumed to communicate as well.
-        """
+        """Bandwidth of each rank, bytes/ms, in a collective over `ranks` (bus bandwidth of a ring)."""
+        # nodes have consecutive ranks
         members = Counter(rank // self.node_size for rank in ranks)
         if len(members) <= 1:
             return self.link_gb_per_s * 1e6
+        # members in one node combine their shares of the network cards, and the node with the fewest is the
+        # bottleneck; its other ranks are assumed to communicate as well
         return min(self.link_gb_per_s, self.network_gb_per_s * min(members.values())) * 1e6
 
     def message_bytes_per_ms(self, ranks: Iterable[int]) -> float:
-        """
-        Point-to-point bandwidth, bytes/ms, when each of several ranks sends to a different receiver; `ranks` are
-        senders and receivers.
-        """
+        """Point-to-point bandwidth, bytes/ms, when each sender of `ranks` has a receiver of its own there."""
         if self._is_one_node(ranks):
             return 1e6 * (self.link_gb_per_s if self.message_gb_per_s is None else self.message_gb_per_s)
         if self.node_message_gb_per_s is not None:

@@ -1,6 +1,6 @@
 """
-Memory traffic of a layer besides its matrix products: norms, rotary embeddings, activation functions, residuals,
-casts and the loss, one PyTorch operation at a time, each of which reads its inputs and writes its output.
+Memory traffic of a layer besides its matrix products: norms, rotary embeddings, activation functions, residuals, casts
+and the loss, one PyTorch operation at a time, each of which reads its inputs and writes its output.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from .activations import FULL, LayerShape, Matrix, Norm, Precision, chain_widths
 from .engine_traits import Engine
 
 _RMS_STEPS = 6
+# for queries or keys: two products and their sum, and the rotation of half of the values
 _ROTARY_ACCESSES, _ROTARY_STEPS = 11, 10
-"""For queries or keys: two products and their sum, and the rotation of half of the values."""
+# views, checks and calls of a layer that compute next to nothing but take the time of a kernel launch
 _LAYER_STEPS = 12
-"""Views, checks and calls of a layer that compute next to nothing but take the time of a kernel launch."""
+# bytes per token pair and head of eager attention: product, scale, mask, float32 softmax, cast, product
 SCORE_BYTES = 32.0
-"""Bytes per token pair and head of eager attention: product, scale, mask, float32 softmax, cast, product."""
 FUSED_SCORE_BYTES = 10.0
 
 
 @dataclass(frozen=True)
 class Elementwise:
-    """
-    Args:
-        token_bytes (`float`, *optional*): Bytes read or written per token in a forward.
-        num_kernels (`float`, *optional*): Number of kernels in a forward.
-    """
+    """Bytes read or written per token, and number of kernels, in a forward."""
 
     token_bytes: float = 0.0
     num_kernels: float = 0.0
@@ -50,17 +46,7 @@ def layer_elementwise(
     tp_size: int,
     engine: Engine,
 ) -> Elementwise:
-    """
-    Element-wise operations of a layer's forward; its backward moves about twice as many bytes.
-
-    Args:
-        module_spec (`ModuleSpec`): The module.
-        uses (`Sequence[ParameterUse]`): The parameters that the layer reads.
-        index (`int`): `-1` for the part before the layers, `num_layers` for the part after them.
-        precision (`Precision`): Compute and storage precision.
-        tp_size (`int`): Size of the tp group.
-        engine (`Engine`): How layers are executed.
-    """
+    """Element-wise operations of a layer's forward; its backward moves about twice as many bytes."""
     shape = LayerShape.of(module_spec, uses)
     norms = total(_norm(shape, norm, precision, tp_size, engine) for norm in shape.norms)
     if index < 0:

@@ -15,10 +15,7 @@ from .stage_times import inner_gradient_share, trainable_share, windowed_squares
 
 
 def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
-    """
-    FLOPs of a module's forward and backward without recomputation: per token, and per squared sequence length
-    averaged over its layers, see [`attended_squares`].
-    """
+    """FLOPs of a module's forward and backward without recomputation, per token and per attended square."""
     per_token = per_square = 0.0
     for index, needed in zip(
         range(-1, spec.modules[module].num_layers + 1), data_gradients(spec)[module], strict=True
@@ -49,47 +46,25 @@ def _training_flops(model: _Same, module: str) -> tuple[float, float]:
 
 
 def attended_squares(module_spec: ModuleSpec, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
-    """
-    Squared sequence lengths averaged over a module's layers; layers with a window count only what lies inside it,
-    whether or not the kernel skips the rest.
-
-    Args:
-        module_spec (`ModuleSpec`): The module.
-        tokens (`ArrayLike`): Numbers of tokens.
-        squares (`ArrayLike`): Sums of squared sequence lengths.
-    """
+    """Squared lengths of samples averaged over a module's layers, of those with a window only what is inside."""
     tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
     if not module_spec.windows:
         return squares
     is_causal = module_spec.name == LANGUAGE_MODEL
+    # whether or not the kernel skips the rest
     layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in module_spec.windows)
     return np.mean(np.stack(list(layers)), axis=0)
 
 
 def module_model_flops(spec: ModelSpec, module: str, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
-    """
-    FLOPs of a module's forward and backward for samples, without recomputation.
-
-    Args:
-        spec (`ModelSpec`): The model, with its frozen parameters marked.
-        module (`str`): The module.
-        tokens (`ArrayLike`): Tokens of each sample.
-        squares (`ArrayLike`): Sum of squared sequence lengths of each sample.
-    """
+    """FLOPs of a module's forward and backward of each sample, without recomputation."""
     per_token, per_square = _training_flops(_Same(spec), module)
     tokens = np.asarray(tokens, float)
     return per_token * tokens + per_square * attended_squares(spec.modules[module], tokens, squares)
 
 
 def model_flops(spec: ModelSpec, sizes: SampleSizes) -> float:
-    """
-    Model FLOPs of a step, as used for MFU: tokens without padding, half of the pairs in causal attention, only pairs
-    inside the window of windowed layers, no weight gradients of frozen parameters, no recomputation.
-
-    Args:
-        spec (`ModelSpec`): The model, with its frozen parameters marked.
-        sizes (`SampleSizes`): The samples of the step.
-    """
+    """Model FLOPs of a step for MFU, without padding, masked pairs, gradients of frozen weights or recomputation."""
     return math.fsum(
         float(module_model_flops(spec, name, sizes.tokens[name], sizes.squares[name]).sum()) for name in spec.modules
     )

@@ -19,43 +19,28 @@ from .sharded_passes import REDUCES_IN_PASSES, parameter_bytes
 from .stage_memory import GRADIENT_BUCKET_BYTES
 from .stage_times import layer_table
 
+# module and replicas -> tokens and squared lengths `[2, chunks]` of the chunks whose backwards are the last ones
 LastChunks = Callable[[str, NDArray], NDArray]
-"""Module and replicas -> tokens and squared lengths `[2, chunks]` of the chunks whose backwards are the last ones."""
 
 
 @dataclass(frozen=True)
 class SumTimes:
-    """
-    Times of the buckets of gradient sums, from the end of the last backward without communication beside it.
+    """Times of the buckets of gradient sums, from the end of the last backward without communication beside it."""
 
-    Args:
-        index (`np.ndarray` of shape `[buckets]`): Index of the sum of each bucket.
-        start_ms (`np.ndarray` of shape `[buckets]`): Its start; negative beside the backward.
-        end_ms (`np.ndarray` of shape `[buckets]`): Its end.
-        exposed_ms (`np.ndarray` of shape `[buckets]`): What it adds to the step.
-        computed_ms (`float`): End of the backward, which communication slows down.
-    """
-
-    index: NDArray
-    start_ms: NDArray
-    end_ms: NDArray
-    exposed_ms: NDArray
-    computed_ms: float
+    index: NDArray  # [buckets] the sum of each
+    start_ms: NDArray  # [buckets] negative beside the backward
+    end_ms: NDArray  # [buckets]
+    exposed_ms: NDArray  # [buckets] what each adds to the step
+    computed_ms: float  # end of the backward, which communication slows down
 
 
 def times_beside(index: NDArray, rest_ms: NDArray, transfer_ms: NDArray, efficiency: float) -> SumTimes:
     """
-    Transfers one after the other, each from when its gradients are complete, beside a backward.
-
-    Where `efficiency` is the compute speed beside communication, a transfer of `t` ms is beside `efficiency * t` ms of
-    the backward's own work. The transfers queue up in this work, which ends at 0.
-
-    Args:
-        index (`np.ndarray` of shape `[transfers]`): Index of the sum of each transfer.
-        rest_ms (`np.ndarray` of shape `[transfers]`): Work of the backward that is left when it may start.
-        transfer_ms (`np.ndarray` of shape `[transfers]`): Its time.
-        efficiency (`float`): Relative compute speed beside communication.
+    Transfers `[transfers]` one after the other beside a backward, each from when its gradients are complete: `rest_ms`
+    of work are left then. `efficiency` is the relative compute speed beside communication.
     """
+    # a transfer of `t` ms is beside `efficiency * t` ms of the backward's own work, in which transfers queue up and
+    # which ends at 0
     before_ms = np.cumsum(transfer_ms) - transfer_ms
     start = np.maximum.accumulate(-rest_ms - efficiency * before_ms) + efficiency * before_ms
     after_ms = np.clip((start + efficiency * transfer_ms) / efficiency, 0.0, transfer_ms)
@@ -66,14 +51,7 @@ def times_beside(index: NDArray, rest_ms: NDArray, transfer_ms: NDArray, efficie
 
 @dataclass(frozen=True)
 class _StageKind:
-    """
-    Stages of one layout.
-
-    Args:
-        stage (`Stage`): One of them.
-        module (`str`): Their module.
-        replicas (`np.ndarray`): Their replicas.
-    """
+    """Stages of one layout: one of them, their module and their replicas."""
 
     stage: Stage
     module: str
@@ -82,31 +60,16 @@ class _StageKind:
 
 @dataclass(frozen=True)
 class _Lane:
-    """
-    The buckets that a rank sums for the same stages, in order.
-
-    Args:
-        kinds (`tuple[_StageKind, ...]`): The stages.
-        index (`np.ndarray` of shape `[buckets]`): Index of the sum of each bucket.
-        layer (`np.ndarray` of shape `[buckets]`): The first of its layers; -1 if there are some in no layer.
-        transfer_ms (`np.ndarray` of shape `[buckets]`): Its time.
-    """
+    """The buckets that a rank sums for the same stages, in order."""
 
     kinds: tuple[_StageKind, ...]
-    index: NDArray
-    layer: NDArray
-    transfer_ms: NDArray
+    index: NDArray  # [buckets] the sum of each
+    layer: NDArray  # [buckets] the first of its layers; -1 if there are some in no layer
+    transfer_ms: NDArray  # [buckets]
 
 
 class GradientSumCosts:
-    """
-    What does not depend on the step of its gradient sums: buckets, their order and their times.
-
-    Args:
-        costs (`CostModel`): Costs of layers.
-        plan (`ParallelPlan`): The layout.
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
-    """
+    """What does not depend on the step of its gradient sums: buckets, their order and their times."""
 
     def __init__(self, costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup]):
         self.costs, self.plan, self.sync_groups = costs, plan, tuple(sync_groups)
@@ -114,13 +77,7 @@ class GradientSumCosts:
         self._after_ms: dict[int, float] = {}
 
     def times(self, index: int, last_chunks: LastChunks) -> SumTimes:
-        """
-        Times of the buckets that the first rank of a sum sums for the same stages.
-
-        Args:
-            index (`int`): Index of the sum.
-            last_chunks (`Callable`): See [`LastChunks`]. The replica that hides least counts for all.
-        """
+        """Times of the buckets that the first rank of a sum sums for the same stages."""
         lane = self._lane(index)
         efficiency = self.costs.device.overlap_efficiency
         return times_beside(lane.index, self._rest_ms(lane, last_chunks), lane.transfer_ms, efficiency)
@@ -134,7 +91,6 @@ class GradientSumCosts:
         return self._after_ms[index]
 
     def _bytes(self, group: SyncGroup) -> Mapping[str, float]:
-        """Parameter -> bytes of its gradient on a rank of the module's largest tp group."""
         module = group.stages[0][0]
         return self._gradient_bytes[module]
 
@@ -154,7 +110,6 @@ class GradientSumCosts:
         return result
 
     def _lane(self, index: int) -> _Lane:
-        """The buckets of the first rank of a sum."""
         group = self.sync_groups[index]
         alike = self._same_stages.get(group.stages, ()) if group.zero_stage < REDUCES_IN_PASSES else ()
         members = tuple(other for other in alike if group.ranks[0] in self.sync_groups[other].ranks)

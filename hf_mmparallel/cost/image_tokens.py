@@ -11,19 +11,11 @@ from numpy.typing import NDArray
 
 
 class ImageTokens(NamedTuple):
-    """
-    Token counts of images in a model.
+    """Token counts `[images]` of images in a model."""
 
-    Args:
-        tokens (`np.ndarray` of shape `[images]`): Tokens in the encoder's layers.
-        squares (`np.ndarray` of shape `[images]`): Sums of squared sequence lengths, averaged over the encoder's
-            layers.
-        feature_tokens (`np.ndarray` of shape `[images]`): Tokens in the language model.
-    """
-
-    tokens: NDArray
-    squares: NDArray
-    feature_tokens: NDArray
+    tokens: NDArray  # in the encoder's layers
+    squares: NDArray  # squared sequence lengths, averaged over the encoder's layers
+    feature_tokens: NDArray  # in the language model
 
 
 class ImageRule(Protocol):
@@ -34,22 +26,13 @@ class ImageRule(Protocol):
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """
-    An encoder with native resolution: an image becomes a grid of patches, and squares of patches are merged.
+    """An encoder with native resolution: an image becomes a grid of patches, and squares of patches are merged."""
 
-    Args:
-        patch_size (`int`): Side of a patch in pixels.
-        merge_size (`int`): Side in patches of a square that becomes one token of the language model.
-        num_layers (`int`): Number of layers of the encoder.
-        global_layers (`int`): Number of layers with attention over the whole image.
-        window_tokens (`int`, *optional*, defaults to 0): Patches of an attention window of the other layers.
-    """
-
-    patch_size: int
-    merge_size: int
+    patch_size: int  # side in pixels
+    merge_size: int  # side in patches of a square that becomes one token of the language model
     num_layers: int
-    global_layers: int
-    window_tokens: int = 0
+    global_layers: int  # layers with attention over the whole image
+    window_tokens: int = 0  # patches of an attention window of the other layers
 
     def __call__(self, heights: NDArray, widths: NDArray) -> ImageTokens:
         """See [`ImageRule`]; sides are rounded to whole tokens of the language model."""
@@ -63,18 +46,11 @@ class PatchGrid:
 
 @dataclass(frozen=True)
 class Crops:
-    """
-    An encoder with crops of a fixed size, one or several per image.
+    """An encoder with crops of a fixed size, one or several per image."""
 
-    Args:
-        tokens (`int`): Tokens of a crop in the encoder's layers.
-        feature_tokens (`int`): Tokens of a crop in the language model.
-        count (`Callable[[int, int], int]`, *optional*): Height and width of an image -> number of crops; 1 by default.
-    """
-
-    tokens: int
-    feature_tokens: int
-    count: Callable[[int, int], int] | None = None
+    tokens: int  # of a crop in the encoder's layers
+    feature_tokens: int  # of a crop in the language model
+    count: Callable[[int, int], int] | None = None  # height and width of an image -> number of crops; 1 by default
 
     def __call__(self, heights: NDArray, widths: NDArray) -> ImageTokens:
         """See [`ImageRule`]."""

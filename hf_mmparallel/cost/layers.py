@@ -19,11 +19,6 @@ class Polynomial:
     """
     `square * s + token * x + constant` for a chunk of `x` tokens with a sum of squared sequence lengths of `s`: the
     form of Entrain, section 4.4.1, which is `a x^2 + b x + c` for a single sequence.
-
-    Args:
-        square (`float`, *optional*, defaults to 0.0): Coefficient of the sum of squared sequence lengths.
-        token (`float`, *optional*, defaults to 0.0): Coefficient of the number of tokens.
-        constant (`float`, *optional*, defaults to 0.0): Constant per chunk.
     """
 
     square: float = 0.0
@@ -52,28 +47,17 @@ class Polynomial:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """
-    Cost of a layer on one rank of a tp group, for any choice of trained weights.
-
-    Args:
-        forward (`Polynomial`): Milliseconds of the forward.
-        data_gradient (`Polynomial`): Milliseconds of the gradient of its input, `B_d` of Cornstarch, section 4.3.
-        weight_gradient (`Polynomial`): Milliseconds of the gradients of all of its weights, `B_w`.
-        activations (`Polynomial`): Bytes saved for the backward with trained weights, without those of a loss.
-        frozen_activations (`Polynomial`): Bytes saved if only the gradient of the input is needed.
-        launch_ms (`tuple[float, float]`, *optional*):
-            Host times to launch the kernels of the forward and of the backward, whose more numerous kernels are
-            launched by autograd. Longer device times hide them. 0 if measured times include them.
-        sums (`tuple[Polynomial, Polynomial]`, *optional*):
-            Milliseconds of tensor-parallel all-reduces, besides the forward and besides the gradient of its input.
-    """
+    """Cost of a layer on one rank of a tp group, for any choice of trained weights; times are milliseconds."""
 
     forward: Polynomial
-    data_gradient: Polynomial
-    weight_gradient: Polynomial
-    activations: Polynomial
-    frozen_activations: Polynomial
+    data_gradient: Polynomial  # of its input, `B_d` of Cornstarch, section 4.3
+    weight_gradient: Polynomial  # of all of its weights, `B_w`
+    activations: Polynomial  # bytes saved for the backward with trained weights, without those of a loss
+    frozen_activations: Polynomial  # bytes saved if only the gradient of the input is needed
+    # host times to launch the kernels of the forward and, more of them, of the backward, which longer device times
+    # hide; 0 if measured times include them
     launch_ms: tuple[float, float] = (0.0, 0.0)
+    # tensor-parallel all-reduces, besides the forward and besides the gradient of its input
     sums: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
 
     @property
@@ -88,33 +72,17 @@ class LayerCosts(Protocol):
     """A source of layer costs: operation counts ([`AnalyticLayers`]) or a measured profile ([`MeasuredLayers`])."""
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
-        """
-        Args:
-            module (`str`): A module.
-            index (`int`): Index of the layer; `-1` for the part before the layers, such as embeddings, `num_layers`
-                for the part after them, such as a projector or a head.
-            tp_size (`int`): Size of the tp group.
-        """
+        """Cost of a layer; -1 is the part before all layers (embeddings), `num_layers` that after them (a head)."""
         ...
 
     def starting_at(self, first_rank: int) -> LayerCosts:
-        """
-        Costs for tp groups that start at this rank of a node, and may extend into the next node.
-
-        Args:
-            first_rank (`int`): Position in the node, from 0.
-        """
+        """Costs for tp groups from this rank of a node on, counted from 0; they may extend into the next node."""
         ...
 
 
 @dataclass(frozen=True)
 class LayersWithoutSums:
-    """
-    Layer costs with tensor-parallel all-reduces that take no time; see [`LayerCosts`].
-
-    Args:
-        layers (`LayerCosts`): The costs.
-    """
+    """Layer costs with tensor-parallel all-reduces that take no time; see [`LayerCosts`]."""
 
     layers: LayerCosts
 
@@ -127,8 +95,7 @@ class LayersWithoutSums:
         return LayersWithoutSums(self.layers.starting_at(first_rank))
 
 
-PACKED_ATTENTION = "bitfield"
-"""The attention function that separates the samples of a packed row."""
+PACKED_ATTENTION = "bitfield"  # the attention function that separates the samples of a packed row
 
 
 def can_pack(spec: ModelSpec) -> bool:
@@ -138,25 +105,15 @@ def can_pack(spec: ModelSpec) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """
-    Costs of a model's layers on a device: the source of all predicted times and memory of plans.
+    """Costs of a model's layers on a device: the source of all predicted times and memory of plans."""
 
-    Args:
-        spec (`ModelSpec`): The model, with its frozen parameters marked.
-        device (`Hardware`): The device of each rank.
-        layers (`LayerCosts`): The source of layer costs.
-        value_bytes (`int`, *optional*, defaults to 2): Bytes of an activation value.
-        engine (`Engine`, *optional*): How layers are executed.
-        packing (`bool`, *optional*):
-            Whether the samples of a language model microbatch are packed into one row without padding; by default if
-            its attention function separates them.
-    """
-
-    spec: ModelSpec
+    spec: ModelSpec  # with its frozen parameters marked
     device: Hardware
     layers: LayerCosts
-    value_bytes: int = BYTES_PER_VALUE
+    value_bytes: int = BYTES_PER_VALUE  # of an activation value
     engine: Engine = OURS
+    # whether the samples of a language model microbatch are one row without padding; by default if its attention
+    # function separates them
     packing: bool | None = None
 
     @property

@@ -17,25 +17,14 @@ from .memory import StepUse, sample_features, state_per_rank
 from .row_sizes import RowLayout
 from .stage_memory import GIB, StageMemory, stage_memories
 
+# Share of a device's memory that the tensors of a plan may fill. The rest is the only allowance for what predictions
+# leave out: memory that the caching allocator reserves beyond its tensors (rounding, fragmentation), the CUDA context
+# and the workspaces of its libraries.
 MEMORY_SHARE = 0.9
-"""
-Share of a device's memory that the tensors of a plan may fill. The rest is the only allowance for what predictions
-leave out: memory that the caching allocator reserves beyond its tensors (rounding, fragmentation), the CUDA context
-and the workspaces of its libraries.
-"""
 
 
 def usable_bytes(device: Hardware, limit_gib: float | None = None) -> float | None:
-    """
-    Memory of a rank that plans and microbatches have to fit.
-
-    Args:
-        device (`Hardware`): The device of each rank.
-        limit_gib (`float`, *optional*): The user's limit in GiB; by default 90 % of the device's memory.
-
-    Returns:
-        `float` or `None`: Bytes; `None` if the device's memory is unknown and no limit is set.
-    """
+    """Bytes of a rank that plans and microbatches must fit, 90 % of its memory by default; `None` if it is unknown."""
     if limit_gib is not None:
         return GIB * limit_gib
     return None if device.memory_gib is None else MEMORY_SHARE * GIB * device.memory_gib
@@ -44,16 +33,7 @@ def usable_bytes(device: Hardware, limit_gib: float | None = None) -> float | No
 def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, memory_bytes: float) -> dict[str, int]:
     """
     Maximum tokens of a microbatch of each module such that the microbatches in flight under 1F1B fit besides weights,
-    gradients and optimizer state. Modules on the same rank split its memory in proportion to their work.
-
-    Args:
-        costs (`CostModel`): Memory of layers.
-        plan (`ParallelPlan`): The layout.
-        sizes (`SampleSizes`): Tokens of the samples.
-        memory_bytes (`float`): Memory of a rank.
-
-    Returns:
-        `dict[str, int]`: Module -> tokens; modules without tokens in any sample are left out.
+    gradients and optimizer state; modules without tokens in any sample are left out.
 
     Raises:
         `ValueError`: If the state alone does not fit a rank.
@@ -62,6 +42,7 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
     free = free_bytes(plan, memories, memory_bytes)
     in_flight = steady_in_flight(plan)
     demands = _MemoryDemands(costs, plan, sizes)
+    # modules on the same rank split its memory in proportion to their work
     growing, cases = dict.fromkeys(free, 0.0), {rank: [np.zeros((1, 2))] for rank in free}
     for key, memory in memories.items():
         per_part, fixed, running = demands.of_stage(key, memory, in_flight[key])
@@ -116,10 +97,7 @@ class _MemoryDemands:
         self.features = {name: float(sample_features(costs, sizes, name).sum()) for name in costs.spec.encoders}
 
     def of_stage(self, key: StageKey, memory: StageMemory, in_flight: float) -> tuple[float, float, NDArray]:
-        """
-        Bytes that grow with the microbatch, constant bytes, and both `[cases, 2]` for the transient memory of each
-        case.
-        """
+        """Bytes that grow with the microbatch, constant bytes, and both `[cases, 2]` for transient memory."""
         name, replica, stage = key
         scale = np.array([self.squares[name], self.tokens[name]]) / memory.cp_size
         saved = memory.saved.sum(axis=0)
@@ -154,7 +132,7 @@ def _stored_pairs(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name
 
 
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:
-    """Rank -> memory left for activations. Raises `ValueError` if a rank has none left."""
+    """Rank -> memory left for activations; raises `ValueError` if a rank has none left."""
     states = state_per_rank(plan, memories)
     state_bytes = {rank: state.total for rank, state in states.items()}
     fullest = max(state_bytes, key=lambda rank: (state_bytes[rank], -rank))
@@ -169,11 +147,7 @@ def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory
 
 
 def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
-    """
-    (module, replica, stage) -> microbatches in flight in the steady state: the depth of 1F1B; one more in encoders,
-    whose samples may be deferred by a microbatch; all if all forwards run first; only the current one without a
-    backward.
-    """
+    """(module, replica, stage) -> microbatches in flight in the steady state, one without a backward."""
     flow = GradientFlow(plan)
     encoders = plan.encoders
     turns = {
@@ -182,6 +156,7 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
         for replica in range(module.dp_size)
     }
     depths = {
+        # the depth of 1F1B; one more in encoders, whose samples may be deferred by a microbatch
         key: turns[key[:2]] if plan.policy.keeps_all(key[0] in encoders) else depth + (key[0] in encoders)
         for key, depth in stage_depths(plan).items()
     }
@@ -193,18 +168,7 @@ def fitting_in_flight(
 ) -> dict[StageKey, float]:
     """
     Maximum microbatches in flight on each stage under the schedule `"eager"` (Entrain, section 4.5.3): those of 1F1B,
-    and more if memory allows. The memory that 1F1B leaves free goes first to encoders, whose features do not wait for
-    other modules, then to the language model, then to generators.
-
-    Args:
-        costs (`CostModel`): Memory of layers.
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each batch index of the step.
-        memory_bytes (`float`, *optional*): Memory of a rank; see [`in_flight_eager`] if it is unknown.
-
-    Returns:
-        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches, for [`build_program`].
+    and more if memory allows.
 
     Raises:
         `ValueError`: If weights, gradients and optimizer state alone exceed the memory of a rank.
@@ -228,6 +192,7 @@ def fitting_in_flight(
         for rank in plan.stage(*key).all_ranks:
             free[rank] -= max_in_flight[key] * needed[key]
     modules = list(plan.modules)
+    # encoders first, whose features wait for no other module, then the language model, then generators
     for key in sorted(stages, key=lambda key: (modules.index(key[0]), key)):
         ranks = plan.stage(*key).all_ranks
         num_microbatches = len(step.microbatches[key[0]][key[1]])

@@ -16,10 +16,7 @@ from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
 
 
 def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, RankMemory]:
-    """
-    Rank -> weights, gradients with the bucket of their sums, and optimizer state of all of its stages. The summed
-    slices of all stages but the last one to end its backwards exist beside activations, so they are part of it.
-    """
+    """Rank -> weights, optimizer state, and gradients with the bucket of their sums, of all of its stages."""
     on_rank: list[tuple[int, ...]] = [()] * plan.world_size  # the ids of the memories of its stages
     for key, memory in memories.items():
         for rank in plan.stage(*key).all_ranks:
@@ -33,6 +30,7 @@ def _summed_state(memories: Sequence[StageMemory]) -> RankMemory:
     """What a rank with some stages has besides activations, see [`state_per_rank`]."""
     result = RankMemory()
     for memory in memories:
+        # summed slices exist beside activations, but for those of the stage that ends its backwards last
         result += memory.state + RankMemory(gradients=memory.bucket_bytes + memory.slice_bytes)
     return result + RankMemory(gradients=-min((memory.slice_bytes for memory in memories), default=0.0))
 
@@ -49,10 +47,7 @@ def _last_slices(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -
 def activation_sizes(
     costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes
 ) -> dict[ChunkKey, NDArray]:
-    """
-    For each chunk `[stored token pairs, tokens, 1]`, see [`chunk_sizes`]. With a stored mask, attention also stores
-    repeated keys and values, whose values count like entries of the mask.
-    """
+    """For each chunk `[stored token pairs, tokens, 1]`, see [`chunk_sizes`]."""
     spec, result = costs.spec, {}
     # Of a rank that has most of the heads.
     copies = {
@@ -60,20 +55,19 @@ def activation_sizes(
         for name, module in plan.modules.items()
     }
     for key, size in chunk_sizes(costs, plan, step, sizes).items():
+        # with a stored mask, repeated keys and values are stored, too, and count like its entries
         pairs = size.scores + (copies[key[0]] if size.scores else 0) * size.tokens
         result[key] = np.array([pairs, size.tokens, float(size.tokens > 0)])
     return result
 
 
 def sample_features(costs: CostModel, sizes: SampleSizes, encoder: str) -> NDArray:
-    """
-    Bytes of the features of each sample `[samples]`: one feature token per encoder token after merging, at most one
-    per language model token.
-    """
+    """Bytes of the features of each sample `[samples]`."""
     consumer = costs.spec.language_model
     per_token = feature_bytes(costs, costs.spec.modules[encoder])
     row_bytes = feature_bytes(costs, costs.spec.modules[encoder], merged=False)
     tokens = sizes.tokens.get(consumer.name, sizes.tokens[encoder])
+    # one feature token per encoder token after merging, at most one per language model token
     return np.minimum(per_token * sizes.tokens[encoder], row_bytes * tokens)
 
 
@@ -85,20 +79,9 @@ def memory_per_rank(
     in_flight: Mapping[StageKey, float],
 ) -> dict[int, RankMemory]:
     """
-    Upper bound of the peak memory of every rank: all microbatches in flight count as the largest one, all gradients
-    are allocated, and the running task is the one with the largest transient memory. Where they are more, the summed
-    slices of gradients under ZeRO take the place of the activations.
-
-    Args:
-        costs (`CostModel`): Memory of layers.
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each batch index of the step.
-        in_flight (`Mapping[tuple[str, int, int], float]`):
-            (module, replica, stage) -> microbatches in flight, such as [`Simulation`]'s `peak_in_flight`.
-
-    Returns:
-        `dict[int, RankMemory]`: Rank -> its memory.
+    Upper bound of the peak memory of every rank: all microbatches in flight (such as `peak_in_flight` of a
+    [`Simulation`]) count as the largest one, all gradients are allocated, and the running task is that with the
+    largest transient memory.
     """
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
@@ -109,6 +92,7 @@ def memory_per_rank(
         for rank in plan.stage(*key).all_ranks:
             live[rank] += fixed + per_microbatch * in_flight.get(key, 0.0)
             transient[rank] = max(transient[rank], running)
+    # where they are more, the summed slices of gradients under ZeRO take the place of activations
     beside = {rank: max(live[rank] + transient[rank], last.get(rank, 0.0)) for rank in result}
     return {rank: state + RankMemory(activations=beside[rank]) for rank, state in result.items()}
 

@@ -13,14 +13,7 @@ from .stage_memory import stage_memories
 
 
 def optimizer_ms(costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup] = ()) -> float:
-    """
-    Time of [`optimizer_times`] on the slowest rank.
-
-    Args:
-        costs (`CostModel`): Costs of layers.
-        plan (`ParallelPlan`): The layout.
-        sync_groups (`Sequence[SyncGroup]`, *optional*): The gradient sums, which say who updates what.
-    """
+    """Time of [`optimizer_times`] on the slowest rank."""
     return max(map(sum, optimizer_times(costs, plan, sync_groups).values()))
 
 
@@ -29,10 +22,7 @@ def optimizer_times(
 ) -> dict[int, tuple[float, float]]:
     """
     Rank -> time of clipping and of the optimizer step, on the device or the CPU, and, where ranks update slices, of
-    the all-gather of the weights. Where passes gather the weights of layers, those outside of layers are counted here.
-
-    Args:
-        costs, plan, sync_groups: See [`optimizer_ms`].
+    the all-gather of the weights.
     """
     device = costs.device
     updates, gathers = (dict.fromkeys(range(plan.world_size), 0.0) for _ in range(2))
@@ -42,6 +32,7 @@ def optimizer_times(
         if (key[0], key[2]) not in transfers:
             transfers[key[0], key[2]] = pass_transfers(costs, plan, key[0], key[2])
         shared = transfers[key[0], key[2]]
+        # where passes gather the weights of layers, those outside of layers are gathered here
         gather_ms = 0.0 if shared is None else shared.outer_gather_ms
         for rank in plan.stage(*key).all_ranks:
             updates[rank] += update_ms

@@ -25,17 +25,7 @@ def memory_timeline(
     Bytes of the tensors on each rank over a step, with optimizer state already allocated.
 
     A chunk has saved activations from its forward to the end of its backward; a running task counts with its peak.
-    Gradients exist from the first backward of a stage on, the buffers of their all-reduces from the last one on, and
-    float32 copies of narrower gradients at the end, for the gradient norm. Features stay on the encoder's ranks until
-    they are sent, which is later for deferred samples, and longer if the encoder's backward needs them; from then on
-    they are also on the consumer's ranks.
-
-    Args:
-        costs (`CostModel`): Memory of layers.
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each batch index of the step.
-        spans (`Iterable[Span]`): All tasks of the step on one clock, such as those of a [`Simulation`].
+    Gradients exist from the first backward of a stage on, the buffers of their all-reduces from the last one on.
 
     Returns:
         `dict[int, tuple[np.ndarray, np.ndarray]]`: Rank -> times in ms `[changes]`, in order, and the bytes
@@ -54,19 +44,7 @@ def activation_peaks(
     sizes: SampleSizes,
     spans: Iterable[Span],
 ) -> dict[int, float]:
-    """
-    Peak bytes of each rank besides weights, gradients and optimizer state.
-
-    Args:
-        costs (`CostModel`): Memory of layers.
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each batch index of the step.
-        spans (`Iterable[Span]`): All tasks of the step on one clock, such as those of a [`Simulation`].
-
-    Returns:
-        `dict[int, float]`: Rank -> bytes; see [`memory_timeline`] for what is included.
-    """
+    """Peak bytes of each rank besides weights, gradients and optimizer state, see [`memory_timeline`]."""
     timeline = _MemoryEvents(costs, plan, step, sizes, spans)
     timeline.add_activations(with_gradients=False)
     return {rank: float(_levels(events)[1].max()) for rank, events in timeline.events.items()}
@@ -133,6 +111,7 @@ class _MemoryEvents:
             num_bytes = features[source.module][
                 [batch_index for batch_index in self._batch_indices(source) if batch_index in received]
             ].sum()
+            # until they are sent, which is later for deferred samples; else they stay for the encoder's backward
             if self.memories[source.stage_key].frees_features:
                 self.allocate(source.stage_key, self.times[source][1], self.times[target][0], num_bytes)
             cp_size = self.memories[target.stage_key].cp_size

@@ -21,11 +21,9 @@ from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .stage_times import windowed_squares
 
 PROFILE_VERSION = 2
-FIT_TOLERANCE = 0.15
-"""Maximum relative error of a curve at any of its points."""
+FIT_TOLERANCE = 0.15  # maximum relative error of a curve at any of its points
 TIMES = ("forward", "data_gradient", "weight_gradient")
-CURVES = (*TIMES, "activations", "frozen_activations")
-"""The measured fields of [`LayerCost`]: times and bytes."""
+CURVES = (*TIMES, "activations", "frozen_activations")  # the measured fields of `LayerCost`: times and bytes
 _CONSTANTS = {entry.name for entry in fields(Hardware) if entry.type in ("float", "float | None")}
 _CONSTANTS |= {"node_size", "network_cards"}
 _REMEDY = "Write one with `hf-mmparallel profile --output`."
@@ -85,16 +83,8 @@ class Curve:
 
 
 def attended_squares(point: MeasuredPoint, name: str, window: int, is_causal: bool) -> float:
-    """
-    Sum of squared sequence lengths that a quantity of a layer grows with: within the window for times, without it for
-    bytes, as in plans.
-
-    Args:
-        point (`MeasuredPoint`): A chunk.
-        name (`str`): The quantity, a field of [`LayerCost`].
-        window (`int`): Size of the attention window in tokens; 0 for none.
-        is_causal (`bool`): Whether attention is causal.
-    """
+    """Sum of squared sequence lengths that a field `name` of [`LayerCost`] grows with."""
+    # within the window for times, without it for bytes, as in plans
     if not window or name not in TIMES:
         return point.squares
     return float(windowed_squares(point.tokens, point.squares, window, is_causal))
@@ -102,22 +92,16 @@ def attended_squares(point: MeasuredPoint, name: str, window: int, is_causal: bo
 
 def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_causal: bool = False) -> Curve:
     """
-    Fits `a s + b x + c`, for one sequence `a x^2 + b x + c` (Entrain, section 4.4.1), by non-negative least squares of
-    relative errors. If all sequences have the same length, as the images of an encoder may, squared lengths and tokens
-    can't be told apart, and `a` is 0.
-
-    Args:
-        points (`Sequence[MeasuredPoint]`): At least one.
-        name (`str`): The quantity, a field of [`LayerCost`]. Errors of `weight_gradient` are relative to the whole
-            backward, of which it is a difference.
-        window (`int`, *optional*, defaults to 0): See [`attended_squares`].
-        is_causal (`bool`, *optional*, defaults to `False`): See [`attended_squares`].
+    Fits `a s + b x + c`, for one sequence `a x^2 + b x + c` (Entrain, section 4.4.1), to a field `name` of
+    [`LayerCost`] by non-negative least squares of relative errors.
     """
     values = np.array([getattr(point, name) for point in points])
+    # `weight_gradient` is a difference of whole backwards, so its errors are relative to these
     scales = values + (np.array([point.data_gradient for point in points]) if name == "weight_gradient" else 0.0)
     sizes = np.array(
         [(attended_squares(point, name, window, is_causal), point.tokens, 1.0) for point in points], float
     )
+    # squares and tokens of sequences of one length, such as an encoder's images, can't be told apart
     if np.ptp(sizes[:, 0] / sizes[:, 1]) == 0:
         sizes[:, 0] = 0.0
     weights = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
@@ -141,8 +125,8 @@ class MeasuredLayer:
     Args:
         module (`str`): Its module.
         kind (`str`): Its class, or `"before"` and `"after"` for the parts outside of the layers.
-        layers (`tuple[int, ...]`): Indices of the layers of this kind, of which one was measured: `-1` for the part
-            before the first one, `num_layers` for the part after the last one.
+        layers (`tuple[int, ...]`): Layers of this kind, of which one was measured: `-1` for the part before the first
+            one, `num_layers` for the part after the last one.
         shapes (`str`): Digest of the shapes of its parameters, see [`shape_digest`].
         tp_size (`int`): Size of the tp group.
         points (`tuple[MeasuredPoint, ...]`): In the order of measurement.
@@ -198,14 +182,7 @@ class MeasuredLayer:
 
 
 def shape_digest(spec: ModelSpec, module: str, index: int) -> str:
-    """
-    Digest (12 hexadecimal digits) of the names and shapes of a layer's parameters, without adapters.
-
-    Args:
-        spec (`ModelSpec`): The model.
-        module (`str`): A module.
-        index (`int`): As in [`~LayerCosts.layer`].
-    """
+    """Digest (12 hexadecimal digits) of the names and shapes of a layer's parameters, without adapters."""
     prefix = f"{spec.modules[module].stack}.{index}."
     uses = spec.uses.get((module, index), ())
     names = {use.parameter.name.replace(".base_layer.", ".").removeprefix(prefix): use.parameter.shape for use in uses}
@@ -227,8 +204,8 @@ class LayerProfile:
         versions (`Mapping[str, str]`): Package -> version.
         layers (`tuple[MeasuredLayer, ...]`): The measurements.
         left_out (`tuple[str, ...]`): Requested measurements that failed, with the reasons.
-        constants (`Mapping[str, float]`, *optional*):
-            Field of [`Hardware`] -> measured value, for the analytic costs of what the profile lacks.
+        constants (`Mapping[str, float]`, *optional*): Field of [`Hardware`] -> measured value, for the analytic costs
+            of what the profile lacks.
     """
 
     model: str
@@ -265,10 +242,7 @@ class LayerProfile:
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
         """
-        Reads a profile.
-
-        Args:
-            path (`str` or `Path`): Output of `hf-mmparallel profile`.
+        Reads the output of `hf-mmparallel profile`.
 
         Raises:
             `ValueError`: If the file has another format or version.
@@ -281,16 +255,7 @@ class LayerProfile:
 
     @classmethod
     def from_dict(cls, data: Any, path: str | Path) -> LayerProfile:
-        """
-        Reads a profile.
-
-        Args:
-            data (`Mapping`): See [`~LayerProfile.to_dict`].
-            path (`str` or `Path`): The file, for errors.
-
-        Raises:
-            `ValueError`: If the data has another format or version.
-        """
+        """Reads the content of the file `path`; raises `ValueError` for another format or version."""
         try:
             values = dict(data)
             version = values.pop("version")
@@ -312,10 +277,7 @@ class LayerProfile:
 
     def check(self, spec: ModelSpec) -> None:
         """
-        Checks that the profile was measured for a model.
-
-        Args:
-            spec (`ModelSpec`): The model, with or without adapters; frozen parameters make no difference.
+        Checks that the profile was measured for a model, with or without adapters and frozen parameters.
 
         Raises:
             `ValueError`: If a layer has other parameters, naming the first one, or if they share no module.
@@ -351,18 +313,7 @@ def _read_layer(data: Mapping[str, Any]) -> MeasuredLayer:
 
 
 class MeasuredLayers:
-    """
-    Layer costs of a profile; see [`LayerCosts`].
-
-    Tensor-parallel all-reduces are not measured and come from `fallback`. Layers that the profile lacks have the costs
-    of `fallback`, times the ratio of measured to analytic costs of the nearest measurements: the same layer at another
-    tensor-parallel size, else its module, else all of the profile.
-
-    Args:
-        spec (`ModelSpec`): The model.
-        profile ([`LayerProfile`]): The measurements.
-        fallback ([`LayerCosts`]): Analytic costs of all layers.
-    """
+    """Layer costs of a profile, with all-reduces of the analytic `fallback`, which are not measured."""
 
     def __init__(self, spec: ModelSpec, profile: LayerProfile, fallback: LayerCosts):
         self.spec, self.profile, self.fallback = spec, profile, fallback
@@ -413,6 +364,7 @@ class MeasuredLayers:
 
     def _nearest(self, module: str, index: int) -> Iterator[tuple[str, list[MeasuredLayer]]]:
         """Candidates for the ratio, nearest first; the last one is the whole profile."""
+        # the same layer at another tensor-parallel size, else its module, else all of the profile
         in_module = [layer for layer in self._layers if layer.module == module]
         same = [layer for layer in in_module if index in layer.layers]
         if same:
@@ -432,14 +384,7 @@ class MeasuredLayers:
 
 
 def window_of(spec: ModelSpec, module: str, index: int) -> int:
-    """
-    Size of a layer's attention window in tokens, 0 for none.
-
-    Args:
-        spec (`ModelSpec`): The model.
-        module (`str`): The layer's module; one that the model lacks has no windows.
-        index (`int`): As in [`~LayerCosts.layer`].
-    """
+    """Size of a layer's attention window in tokens, 0 for none, and in modules that the model lacks."""
     module_spec = spec.modules.get(module)
     return module_spec.window(index) if module_spec is not None and 0 <= index < module_spec.num_layers else 0
 
@@ -450,8 +395,7 @@ def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> 
 
     Args:
         spec (`ModelSpec`): The model, with its frozen parameters marked.
-        device (`Hardware`): The device of each rank, for its memory and for links that the profile has not measured.
-            Compute speed and launch times come from the profile.
+        device (`Hardware`): For its memory and for links that the profile has not measured; speeds are the profile's.
         profile ([`LayerProfile`]): The measurements.
 
     Raises:

@@ -20,46 +20,26 @@ _FULL_OVER_CAUSAL = 2.0  # costs per squared sequence length of the language mod
 
 
 class ChunkSize(NamedTuple):
-    """
-    Amount of computation of a chunk.
+    """Amount of computation of a chunk."""
 
-    Args:
-        tokens (`float`): Tokens in the layers, including padding.
-        squares (`float`): Sum of squared sequence lengths for the cost of attention; causal in the language model.
-        scores (`float`): Token pairs with stored values: entries of a dense mask, or attention scores.
-    """
-
-    tokens: float
-    squares: float
-    scores: float
+    tokens: float  # in the layers, including padding
+    squares: float  # squared sequence lengths for the cost of attention; causal in the language model
+    scores: float  # token pairs with stored values: entries of a dense mask, or attention scores
 
 
-NO_TOKENS = ChunkSize(0, 0, 0)
-"""The size of the chunk of an empty task, see [`build_graph`]."""
+NO_TOKENS = ChunkSize(0, 0, 0)  # the size of the chunk of an empty task, see `build_graph`
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """
-    Memory layout of the samples of a chunk in one module.
+    """Memory layout of the samples of a chunk in one module."""
 
-    Args:
-        attention (`str`): The module's attention function.
-        padded (`bool`): Whether each sample is a row, padded to the longest sample of its chunk.
-        block (`int`, *optional*, defaults to 1): Multiple that the tokens of a chunk are rounded up to.
-        causal (`bool`, *optional*, defaults to `False`): Whether costs per squared sequence length are those of causal
-            attention.
-        masked_share (`float`, *optional*, defaults to 1.0): Speed of attention with a dense mask, relative to the
-            speed that the costs assume.
-        window (`int`, *optional*, defaults to 0): Smallest sliding window of a layer in tokens, 0 for none.
-    """
-
-    attention: str
-    padded: bool
-    block: int = 1
-    causal: bool = False
-    masked_share: float = 1.0
-    window: int = 0
+    attention: str  # the module's attention function
+    padded: bool  # each sample is a row, padded to the longest sample of its chunk
+    block: int = 1  # tokens of a chunk are rounded up to a multiple of it
+    causal: bool = False  # costs per squared sequence length are those of causal attention
+    masked_share: float = 1.0  # speed of attention with a dense mask, relative to what the costs assume
+    window: int = 0  # smallest sliding window of a layer in tokens, 0 for none
 
     @classmethod
     def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
@@ -81,19 +61,12 @@ class RowLayout:
 
     def sizes(self, count: NDArray, tokens: NDArray, squares: NDArray, longest: NDArray, even: NDArray) -> NDArray:
         """
-        Sizes of chunks. `"eager"` attention computes all token pairs of a row. So do `"sdpa"`, and `"bitfield"` which
-        falls back to it for padded rows, with a dense mask: if rows are padded or at least as long as a window. Other
-        functions skip padding and masked pairs of causal attention.
+        Columns of [`ChunkSize`] `[chunks, 3]` of chunks, from `[chunks]` each: samples, their tokens and squared
+        lengths, tokens of the longest one, and whether all have equally many.
 
-        Args:
-            count (`np.ndarray` of shape `[chunks]`): Number of samples.
-            tokens (`np.ndarray` of shape `[chunks]`): Tokens of the samples.
-            squares (`np.ndarray` of shape `[chunks]`): Sum of squared sequence lengths of the samples.
-            longest (`np.ndarray` of shape `[chunks]`): Tokens of the longest sample.
-            even (`np.ndarray` of shape `[chunks]`): Whether all samples of a chunk have the same number of tokens.
-
-        Returns:
-            `np.ndarray` of shape `[chunks, 3]`: The columns of [`ChunkSize`].
+        `"eager"` attention computes all token pairs of a row. So do `"sdpa"`, and `"bitfield"` which falls back to it
+        for padded rows, with a dense mask: if rows are padded or at least as long as a window. Other functions skip
+        padding and masked pairs of causal attention.
         """
         padded_squares = count * longest.astype(float) ** 2
         pairs = padded_squares if self.padded else squares
@@ -112,15 +85,8 @@ class RowLayout:
 
     def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:
         """
-        Sizes of single samples of a module, without rounding to blocks.
-
-        Args:
-            sizes (`SampleSizes`): The samples.
-            name (`str`): The module.
-            even (`bool`): Whether the other samples of the chunk have the same length.
-
-        Returns:
-            `np.ndarray` of shape `[2, samples]`: Squared sequence lengths and tokens.
+        Squared sequence lengths and tokens `[2, samples]` of single samples, without rounding to blocks; `even` tells
+        whether the other samples of their chunk have the same length.
         """
         tokens, squares = sizes.tokens[name], sizes.squares[name]
         ones = np.ones_like(tokens)
@@ -128,29 +94,12 @@ class RowLayout:
         return result[:, [1, 0]].T
 
     def of_groups(self, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
-        """
-        Sizes of groups of samples of a module, each group on one rank.
-
-        Args:
-            sizes (`SampleSizes`): The samples.
-            name (`str`): The module.
-            groups (`Sequence`): Indices of each group's samples; no group is empty.
-
-        Returns:
-            `np.ndarray` of shape `[groups, 3]`: The columns of [`ChunkSize`].
-        """
+        """Columns of [`ChunkSize`] `[groups, 3]` of groups of samples, each on one rank; no group is empty."""
         count = np.fromiter(map(len, groups), np.int64)
         return self._of_rows(sizes, name, count, np.fromiter(chain.from_iterable(groups), np.int64))
 
     def of_chunks(self, sizes: SampleSizes, name: str, table: ChunkTable) -> NDArray:
-        """
-        [`~RowLayout.of_groups`] for the chunks of a step.
-
-        Args:
-            sizes (`SampleSizes`): The samples.
-            name (`str`): The module.
-            table ([`ChunkTable`]): At least one chunk of the module.
-        """
+        """[`~RowLayout.of_groups`] for the chunks of a step; at least one is in the module."""
         return self._of_rows(
             sizes, name, np.bincount(table.chunk_of), table.batch_indices[np.argsort(table.chunk_of, kind="stable")]
         )
@@ -165,18 +114,7 @@ class RowLayout:
 
 
 def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, ChunkSize]:
-    """
-    Sizes of all chunks of a step, which determine times and memory.
-
-    Args:
-        costs (`CostModel`): The cost model, which knows whether rows are packed.
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each batch index of the step.
-
-    Returns:
-        `dict[tuple[str, int, int, int], ChunkSize]`: (module, replica, microbatch, chunk) -> its size.
-    """
+    """(module, replica, microbatch, chunk) -> size of the chunk, which determines its times and memory."""
     result: dict[ChunkKey, ChunkSize] = {}
     by_module: dict[str, dict[ChunkKey, Sequence[int]]] = {}
     for key, parts in step.chunks.items():

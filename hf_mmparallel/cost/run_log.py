@@ -12,8 +12,7 @@ from typing import Any, Literal
 from ..plan import ModelSpec
 from .profile import shape_digest
 
-RUN_LOG = "trainer_log.jsonl"
-"""Name of the file in the output folder of a run."""
+RUN_LOG = "trainer_log.jsonl"  # name of the file in the output folder of a run
 LOG_VERSION = 3
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
@@ -22,7 +21,7 @@ KINDS: tuple[Kind, ...] = ("forward", "backward")
 @dataclass(frozen=True)
 class RunHeader:
     """
-    Description of a run.
+    The first line of a run in a log.
 
     Args:
         package (`str`): Version of `hf_mmparallel`.
@@ -56,7 +55,8 @@ class RunHeader:
 @dataclass(frozen=True)
 class TaskGroup:
     """
-    Sums over tasks of one kind and of similar size, on stages of a module with equally many layers.
+    Sums over tasks of one kind and of similar size, on stages of a module with equally many layers. Predictions but
+    `predicted_ms` are without calibration.
 
     Args:
         module (`str`): The module.
@@ -67,15 +67,12 @@ class TaskGroup:
         squares (`float`): Sum of squared sequence lengths.
         measured_ms (`float`): Measured time; of a task on several ranks, the slowest one.
         predicted_ms (`float`): Predicted time.
-        base_ms (`float`):
-            Predicted compute time without calibration, recomputation and tensor-parallel all-reduces.
+        base_ms (`float`): Predicted compute time, without recomputation and tensor-parallel all-reduces.
         squares_ms (`float`): Part of `base_ms` that grows with squared sequence lengths.
-        recomputed_ms (`float`):
-            Predicted time of recomputed forwards, without calibration and all-reduces.
+        recomputed_ms (`float`): Predicted time of recomputed forwards, without all-reduces.
         recomputed_squares_ms (`float`): Part of `recomputed_ms` that grows with squared sequence lengths.
-        launch_ms (`float`): Predicted host time to launch all kernels, without calibration. It is the time of a task
-            if it exceeds the compute time.
-        sums_ms (`float`): Predicted time of tensor-parallel all-reduces, without calibration.
+        launch_ms (`float`): Predicted host time to launch all kernels, a task's time if it exceeds the compute time.
+        sums_ms (`float`): Predicted time of tensor-parallel all-reduces.
     """
 
     module: str
@@ -97,7 +94,7 @@ class TaskGroup:
 @dataclass(frozen=True)
 class MemoryPeak:
     """
-    Memory of the rank with the highest peak, in GiB.
+    Memory in GiB of the rank with the highest peak.
 
     Args:
         rank (`int`): The rank with the highest measured peak.
@@ -127,10 +124,9 @@ class LoggedWindow:
         data_ms (`float`): Part of `wall_ms`: waiting for the batch, on the rank that waits longest.
         predicted_bubble (`float`): Simulated share of the ranks' time outside of tasks.
         bubble (`float`, *optional*): Measured share of the ranks' time outside of tasks; `None` if ranks share cores.
-        causes (`Mapping[str, float]`):
-            `"<module>/forward"` and `"<module>/backward"` -> additional step time with measured instead of predicted
-            times of these tasks. All of them together give a step with measured tasks and predicted messages and
-            all-reduces.
+        causes (`Mapping[str, float]`): `"<module>/forward"` and `"<module>/backward"` -> additional step time with
+            measured instead of predicted times of these tasks. All of them together give a step with measured tasks
+            and predicted messages and all-reduces.
         memory ([`MemoryPeak`], *optional*): `None` if memory is not measured.
         groups (`tuple[TaskGroup, ...]`): The tasks.
     """
@@ -200,17 +196,10 @@ def _rounded(value: Any) -> Any:
 
 
 def read_run_log(path: str | Path) -> list[RunLog]:
-    """
-    Reads a log, which has several runs if a run was resumed or repeated in the same folder.
-
-    Args:
-        path (`str` or `Path`): A `trainer_log.jsonl`.
-
-    Raises:
-        `ValueError`: If the file has another format or version. An incomplete last line is ignored.
-    """
+    """Reads a `trainer_log.jsonl`; raises `ValueError` for another format or version."""
     remedy = "A run under a plan writes one into its output folder, unless `log_predictions=False`."
     lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
+    # several if a run was resumed or repeated in the same folder
     runs: list[tuple[RunHeader, list[LoggedWindow]]] = []
     for number, line in enumerate(lines, start=1):
         try:

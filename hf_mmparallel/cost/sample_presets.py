@@ -18,40 +18,22 @@ PATCH_PIXELS, MERGE = 14, 2
 @dataclass(frozen=True)
 class SamplePreset:
     """
-    Distribution of the sample sizes of a dataset with one image and one text per sample. Image areas and text lengths
-    are independent and log-normal, fitted to published statistics of the datasets.
-
-    Args:
-        name (`str`): The dataset.
-        image_patches (`float`): Median area of an image, in patches of 14 x 14 pixels.
-        image_sigma (`float`): Standard deviation of the logarithm of the area.
-        template_tokens (`int`): Text tokens that all samples share.
-        text_tokens (`float`): Median number of other text tokens.
-        text_sigma (`float`): Standard deviation of their logarithm.
-        aspect_sigma (`float`, *optional*, defaults to 0.2): Standard deviation of the logarithm of width over height.
-        patch_limits (`tuple[int, int]`, *optional*, defaults to `(256, 16384)`): Range that image areas are resized
-            to.
-        max_text_tokens (`int`, *optional*, defaults to 4096): Length that texts are truncated to.
+    Sample sizes of a dataset with one image and one text per sample, whose image areas and text lengths are
+    independent and log-normal, fitted to published statistics of the dataset.
     """
 
     name: str
-    image_patches: float
-    image_sigma: float
-    template_tokens: int
-    text_tokens: float
-    text_sigma: float
-    aspect_sigma: float = 0.2
-    patch_limits: tuple[int, int] = (256, 16384)
-    max_text_tokens: int = 4096
+    image_patches: float  # median area in patches of 14 x 14 pixels
+    image_sigma: float  # standard deviation of the logarithm of the area
+    template_tokens: int  # text tokens that all samples share
+    text_tokens: float  # median number of other text tokens
+    text_sigma: float  # standard deviation of their logarithm
+    aspect_sigma: float = 0.2  # standard deviation of the logarithm of width over height
+    patch_limits: tuple[int, int] = (256, 16384)  # range that image areas are resized to
+    max_text_tokens: int = 4096  # texts are truncated to this length
 
     def draw_images(self, num_samples: int, seed: int) -> DrawnImages:
-        """
-        Draws image and text sizes of samples, independent of a model.
-
-        Args:
-            num_samples (`int`): Number of samples.
-            seed (`int`): Equal seeds give equal samples.
-        """
+        """Draws image and text sizes of samples, independent of a model; equal seeds give equal samples."""
         rng = np.random.default_rng(seed)
         area, aspect, text = rng.standard_normal((3, num_samples))
         area = np.clip(self.image_patches * exp(self.image_sigma * area), *self.patch_limits)
@@ -64,27 +46,14 @@ class SamplePreset:
 
 @dataclass(frozen=True)
 class DrawnImages:
-    """
-    Samples with one image and one text each.
-
-    Args:
-        heights (`np.ndarray` of shape `[samples]`): Image heights in pixels.
-        widths (`np.ndarray` of shape `[samples]`): Image widths in pixels.
-        text_tokens (`np.ndarray` of shape `[samples]`): Text tokens.
-    """
+    """Heights and widths in pixels, and text tokens, `[samples]` each, of samples with one image and one text."""
 
     heights: NDArray
     widths: NDArray
     text_tokens: NDArray
 
     def sizes(self, encoder: str, rule: ImageRule) -> SampleSizes:
-        """
-        Sample sizes in a model.
-
-        Args:
-            encoder (`str`): Name of its encoder.
-            rule (`ImageRule`): Token counts of images in the model.
-        """
+        """Sample sizes in a model, from the name of its encoder and the rule of its image tokens."""
         images = rule(self.heights, self.widths)
         tokens = images.feature_tokens + self.text_tokens
         return SampleSizes(

@@ -17,56 +17,34 @@ from .backwards import first_backward
 from .collectives import all_gather
 from .layers import CostModel
 
-REDUCES_IN_PASSES = 2
-"""First ZeRO stage that reduces the gradients of each layer in every backward."""
-GATHERS_IN_PASSES = 3
-"""First ZeRO stage that gathers the weights of each layer in every pass."""
+REDUCES_IN_PASSES = 2  # first ZeRO stage that reduces the gradients of each layer in every backward
+GATHERS_IN_PASSES = 3  # first ZeRO stage that gathers the weights of each layer in every pass
 
 
 @dataclass(frozen=True)
 class PassTransfers:
     """
-    Communication in the passes of a stage. While a layer computes, the weights of the next one are gathered and the
-    gradients of the one before are reduced. The first gather and the last reductions are exposed, and so is what takes
-    longer than the computation beside it. Weights outside of layers stay gathered from the first pass of a step to its
-    end; their gradients are reduced at the end of each backward.
+    Communication in the passes of a stage.
 
-    Args:
-        gather_ms (`tuple[float, ...]`): Time to gather the weights of each layer of the stage.
-        reduce_ms (`tuple[float, ...]`): Time to reduce the gradients of each.
-        outer_gather_ms (`float`):
-            Time to gather, once a step, the weights outside of layers, or all that stay gathered from pass to pass.
-        outer_reduce_ms (`float`): Time to reduce their gradients.
-        outer_rows (`tuple[int, int]`): Whether the stage has the part before all layers, and the part after them.
-        alternates (`bool`):
-            Whether a backward follows each forward and the reverse, so that the last layers of a pass stay gathered
-            for the next pass.
-        overlap_efficiency (`float`): Relative compute speed beside communication.
-        first_backward (`int`, *optional*, defaults to 0): The first layer of the stage with a backward.
+    While a layer computes, the weights of the next one are gathered and the gradients of the one before are reduced.
+    The first gather and the last reductions are exposed, and so is what takes longer than the computation beside it.
+    Weights outside of layers stay gathered from the first pass of a step to its end; their gradients are reduced at
+    the end of each backward.
     """
 
-    gather_ms: tuple[float, ...]
-    reduce_ms: tuple[float, ...]
+    gather_ms: tuple[float, ...]  # of the weights of each layer of the stage
+    reduce_ms: tuple[float, ...]  # of the gradients of each
+    # once a step, of the weights outside of layers, or all that stay gathered from pass to pass
     outer_gather_ms: float
-    outer_reduce_ms: float
-    outer_rows: tuple[int, int]
+    outer_reduce_ms: float  # of their gradients
+    outer_rows: tuple[int, int]  # whether the stage has the part before all layers, and the part after them
+    # a backward follows each forward and the reverse, so that the last layers of a pass stay gathered for the next one
     alternates: bool
-    overlap_efficiency: float
-    first_backward: int = 0
+    overlap_efficiency: float  # relative compute speed beside communication
+    first_backward: int = 0  # the first layer of the stage with a backward
 
     def of_pass(self, num_rows: int, is_backward: bool) -> tuple[NDArray, float]:
-        """
-        Communication of a pass, from the actions that run in it, see [`pass_slots`].
-
-        Args:
-            num_rows (`int`):
-                Number of parts of the stage: the part before all layers, each layer, and the part after them, if the
-                stage has these.
-            is_backward (`bool`): Whether it is a backward.
-
-        Returns:
-            `tuple[np.ndarray, float]`: Time of the communication beside each part `[rows]`, and of the rest.
-        """
+        """Time of the communication beside each of the stage's parts `[num_rows]`, and of the rest."""
         transfer, row = _placed(*self._slots_of(is_backward))
         times_ms = np.array([*self.gather_ms, 0.0, *self.reduce_ms, self.outer_reduce_ms])
         row_ms = np.bincount(row, times_ms[transfer], num_rows + 1)
@@ -74,14 +52,8 @@ class PassTransfers:
 
     def timed(self, compute_ms: NDArray, is_backward: bool) -> tuple[list[TimedTransfer], float]:
         """
-        When the weights of each layer are gathered and its gradients reduced in a pass.
-
-        Args:
-            compute_ms (`np.ndarray` of shape `[rows]`): Time of each part of the stage, without communication.
-            is_backward (`bool`): Whether it is a backward.
-
-        Returns:
-            `tuple[list[TimedTransfer], float]`: The transfers that take time, in order, and the length of the pass.
+        Returns the transfers that take time in a pass, in order, and the length of the pass, from the time of each
+        part of the stage without communication `[rows]`.
         """
         result, now = [], 0.0
         for slot in pass_slots(*self._slots_of(is_backward)):
@@ -110,20 +82,12 @@ class PassTransfers:
 
 @dataclass(frozen=True)
 class TimedTransfer:
-    """
-    A transfer in a pass.
-
-    Args:
-        action ([`PassAction`]): A gather or a sum.
-        start_ms (`float`): Its start, from that of the pass.
-        end_ms (`float`): Its end.
-        computed_ms (`float`): End of the computation beside it.
-    """
+    """A transfer in a pass: a gather or a sum."""
 
     action: PassAction
-    start_ms: float
+    start_ms: float  # from the start of the pass, as are the others
     end_ms: float
-    computed_ms: float
+    computed_ms: float  # end of the computation beside it
 
     def scaled(self, factor: float) -> TimedTransfer:
         """The transfer in a pass that takes `factor` times as long."""
@@ -132,35 +96,17 @@ class TimedTransfer:
 
 @dataclass(frozen=True)
 class PassSlot:
-    """
-    A part of a pass, at whose end both its computation and its communication are done.
+    """A part of a pass, at whose end both its computation and its communication are done."""
 
-    Args:
-        row (`int`, *optional*): The part of the stage that computes; `None` if none does.
-        beside (`tuple[PassAction, ...]`): The transfers beside it, in order.
-    """
-
-    row: int | None
-    beside: tuple[PassAction, ...]
+    row: int | None  # the part of the stage that computes; `None` if none does
+    beside: tuple[PassAction, ...]  # the transfers beside it, in order
 
 
 @lru_cache(maxsize=4096)
 def pass_slots(
     kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int = 0
 ) -> tuple[PassSlot, ...]:
-    """
-    The actions of a pass between others, by the computation beside which they run: what was issued since the one
-    before. What a layer waits for itself comes before it, beside the part of the stage before all layers if it has
-    one.
-
-    Args:
-        kind (`str`): `"fwd"` or `"bwd"`.
-        num_layers (`int`): Layers of the stage.
-        outer_rows, alternates, first_backward: See [`PassTransfers`].
-
-    Returns:
-        `tuple[PassSlot, ...]`: In order.
-    """
+    """The actions of a pass by the computation beside which they run: what was issued since the one before."""
     other: Kind = "fwd" if (kind == "bwd") == alternates else "bwd"
     every = pass_actions(kind, num_layers, first_backward=first_backward, previous=other, following=other)
     actions = [action for action in every if action.op != "free"]
@@ -172,6 +118,7 @@ def pass_slots(
         if action.op != "compute":
             issued.append(action)
             continue
+        # what a layer waits for itself is before it, beside the part before all layers if there is one
         own = max((n for n, a in enumerate(issued, 1) if (a.op, a.layer) == ("gather", action.layer)), default=0)
         if not result:
             result.append(PassSlot(first, tuple(issued[:own])))
@@ -188,13 +135,11 @@ def pass_slots(
 def _placed(
     kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int
 ) -> tuple[NDArray, NDArray]:
-    """
-    For each transfer of a pass, its index among the gathers and then the sums of `num_layers` layers and the rest, and
-    the row beside which it runs, or one past the last row.
-    """
+    """For each transfer of a pass, its index and the row beside which it runs, or one past the last row."""
     num_rows = num_layers + sum(outer_rows)
     pairs = [
         (
+            # gathers of `num_layers` layers and the rest, then their sums
             (action.op == "sum") * (num_layers + 1) + (num_layers if action.layer == REST else action.layer),
             num_rows if slot.row is None else slot.row,
         )
@@ -211,15 +156,7 @@ def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float
 
 
 def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int) -> PassTransfers | None:
-    """
-    Communication in the passes of a stage; `None` if there is none.
-
-    Args:
-        costs (`CostModel`): The model and the device.
-        plan (`ParallelPlan`): The layout.
-        module (`str`): The module.
-        index (`int`): Index of the stage in its replicas.
-    """
+    """Communication in the passes of a stage; `None` if there is none."""
     planned = plan.modules[module]
     if planned.sharding.zero_stage < REDUCES_IN_PASSES or num_shards(planned) == 1:
         return None
@@ -242,18 +179,7 @@ def transfers_among(
     sharding: ShardingSettings,
     alternates: bool,
 ) -> PassTransfers:
-    """
-    Communication in the passes of a stage.
-
-    Args:
-        ranks (`tuple[int, ...]`): The ranks that share its weights or gradients.
-        costs (`CostModel`): The model and the device.
-        module (`str`): The module.
-        layers (`tuple[int, int]`): First layer of the stage, and one past the last layer.
-        tp_size (`int`): Size of a tp group.
-        sharding ([`ShardingSettings`]): What they share.
-        alternates (`bool`): See [`PassTransfers`].
-    """
+    """Communication in the passes of a stage of some layers whose weights or gradients `ranks` share."""
     num_layers = costs.spec.modules[module].num_layers
     one = all_gather(costs.device, ranks)
 
@@ -281,9 +207,7 @@ def transfers_among(
 
 @lru_cache(maxsize=256)
 def parameter_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, tuple[float, float]]:
-    """
-    Parameter -> bytes of its weights and of its gradient, in float32 at least, on each rank of a module's tp group.
-    """
+    """Parameter -> bytes of its weights and of its gradient, in float32 at least, on each rank of a tp group."""
     result = {}
     for index in range(-1, costs.spec.modules[module].num_layers + 1):
         shares = parameter_shares(costs.spec, module, index, tp_size)
@@ -296,10 +220,7 @@ def parameter_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, tu
 
 @lru_cache(maxsize=4096)
 def held_bytes(costs: CostModel, module: str, tp_size: int, layers: tuple[int, ...]) -> tuple[float, float]:
-    """
-    Bytes of the weights of some layers (-1: the part before all, `num_layers`: after them) on a rank of a tp group,
-    and of what is sent of their gradients.
-    """
+    """Bytes of the weights of layers on a rank of a tp group, and of what is sent of their gradients."""
     known = parameter_bytes(costs, module, tp_size)
     uses = {use.parameter.name: use.parameter for index in layers for use in costs.spec.uses.get((module, index), ())}
     weights = sum(known[name][0] for name in uses)

@@ -38,37 +38,24 @@ from .layers import CostModel, Polynomial
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 
 GIB = 2**30
-GRADIENT_BUCKET_BYTES = 25 * 2**20
-"""Size of the buckets of gradient all-reduces."""
-OFFLOAD_BUCKET_BYTES = 64 * 2**20
-"""Size of the buckets in which gradients come to an optimizer on the CPU."""
+GRADIENT_BUCKET_BYTES = 25 * 2**20  # size of the buckets of gradient all-reduces
+OFFLOAD_BUCKET_BYTES = 64 * 2**20  # size of the buckets in which gradients come to an optimizer on the CPU
 _TEXT_BYTES = 24  # per token: its id, its label and its entry of the attention mask
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """
-    Estimated bytes of one rank.
+    """Estimated bytes of one rank."""
 
-    Args:
-        weights (`float`): Parameters, in the dtype of the model.
-        gradients (`float`):
-            Gradients of trainable parameters, in float32 at least, and the bucket of their all-reduce.
-        optimizer (`float`):
-            AdamW state: two values per trainable parameter, in its dtype; under ZeRO those of this rank's slices. With
-            master weights three values in float32.
-        activations (`float`): Saved activations of the microbatches in flight, transient memory of the running one,
-            and the inputs of the step.
-        master (`float`): Part of `optimizer` that are master weights.
-        host (`float`): Bytes in host memory, which are in no other number: offloaded optimizer state and weights.
-    """
-
-    weights: float = 0.0
-    gradients: float = 0.0
+    weights: float = 0.0  # in the dtype of the model
+    gradients: float = 0.0  # of trainable parameters, in float32 at least, and the bucket of their all-reduce
+    # AdamW state: two values per trainable parameter, in its dtype, or three in float32 with master weights; under
+    # ZeRO those of this rank's slices
     optimizer: float = 0.0
+    # of the microbatches in flight, transient memory of the running one, and the inputs of the step
     activations: float = 0.0
-    master: float = 0.0
-    host: float = 0.0
+    master: float = 0.0  # part of `optimizer`: master weights
+    host: float = 0.0  # in host memory and in no other number: offloaded optimizer state and weights
 
     @property
     def total(self) -> float:
@@ -94,44 +81,25 @@ class StageMemory:
     """
     Memory of a stage on each of its ranks. It has one entry for each part that runs in sequence: the part before the
     layers, each layer, the part after the layers, and the loss or the tensors that are sent.
-
-    Args:
-        state (`RankMemory`): Weights, gradients and optimizer state.
-        saved (`np.ndarray` of shape `[entries, 3]`):
-            Bytes saved for the backward: per squared token, per token, constant.
-        forward (`np.ndarray` of shape `[entries, 3]`): Peak bytes in a forward, including saved activations.
-        backward (`np.ndarray` of shape `[entries, 3]`): Bytes in a backward besides saved activations.
-        gradients (`np.ndarray` of shape `[entries]`): Bytes of the gradients that the first backward allocates.
-        largest (`np.ndarray` of shape `[entries]`):
-            Bytes of the largest gradient, which each backward allocates in its own dtype and in the accumulation
-            dtype.
-        input_bytes (`float`): Bytes of the inputs per token.
-        cp_size (`int`): Context-parallel size.
-        bucket_bytes (`float`): Bytes of the bucket of gradient sums.
-        slice_bytes (`float`):
-            Bytes of the sums of the slices that this rank updates under ZeRO, beside the gradients once the last
-            backward is done.
-        update_bytes (`float`): Memory traffic of clipping and of a fused AdamW step.
-        host_step (`HostStep`): What a step on the CPU moves.
-        kept_bytes (`float`): Bytes of weights that stay gathered from pass to pass.
-        frees_features (`bool`):
-            Whether the stage ends an encoder without a backward, so that its features are freed once they are sent.
     """
 
-    state: RankMemory
-    saved: NDArray
-    forward: NDArray
-    backward: NDArray
-    gradients: NDArray
+    state: RankMemory  # weights, gradients and optimizer state
+    saved: NDArray  # [entries, 3] bytes saved for the backward: per squared token, per token, constant
+    forward: NDArray  # [entries, 3] peak bytes in a forward, including saved activations
+    backward: NDArray  # [entries, 3] bytes in a backward besides saved activations
+    gradients: NDArray  # [entries] bytes of the gradients that the first backward allocates
+    # [entries] bytes of the largest gradient, which each backward allocates in its own dtype and in the accumulation
+    # dtype
     largest: NDArray
-    input_bytes: float
+    input_bytes: float  # per token
     cp_size: int
-    bucket_bytes: float
+    bucket_bytes: float  # of gradient sums
+    # sums of the slices that this rank updates under ZeRO, beside the gradients once the last backward is done
     slice_bytes: float
-    update_bytes: float
-    host_step: HostStep
-    kept_bytes: float
-    frees_features: bool
+    update_bytes: float  # memory traffic of clipping and of a fused AdamW step
+    host_step: HostStep  # what a step on the CPU moves
+    kept_bytes: float  # weights that stay gathered from pass to pass
+    frees_features: bool  # whether it ends an encoder without a backward, whose features are freed once they are sent
 
     def _scaled(self, chunk: NDArray) -> NDArray:
         """`[squared tokens, tokens, 1]` of a chunk on one cp rank."""
@@ -166,16 +134,12 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class _ModuleMemory:
-    """
-    The entries of a module at one tensor-parallel size, from the part before its layers to the part after them; see
-    [`StageMemory`]. `needed[i]` tells whether the input of entry `i` needs a gradient, the last one whether the output
-    does.
-    """
+    """The entries of a module at one tensor-parallel size, without the last one of [`StageMemory`]."""
 
     saved: NDArray
     forward: NDArray
     backward: NDArray
-    needed: tuple[bool, ...]
+    needed: tuple[bool, ...]  # whether the input of each entry needs a gradient, and last whether the output does
 
 
 @lru_cache(maxsize=1024)
@@ -231,10 +195,7 @@ def _array(polynomials: Iterable[Polynomial]) -> NDArray:
 
 
 def _saved(costs: CostModel, module: str, index: int, tp_size: int) -> Polynomial:
-    """
-    Saved bytes of a layer with its actual trainable parameters: interpolated between the source's values for a fully
-    trained and a frozen layer, with a share from the shapes of the parameters.
-    """
+    """Saved bytes of a layer with its actual trainable parameters."""
     layer, module_spec = costs.layers.layer(module, index, tp_size), costs.spec.modules[module]
     uses = costs.spec.uses.get((module, index), ())
     precision = Precision.of(module_spec, costs.value_bytes)
@@ -242,6 +203,7 @@ def _saved(costs: CostModel, module: str, index: int, tp_size: int) -> Polynomia
         saved_activations(module_spec, parameters, index, precision, tp_size).token
         for parameters in (with_trainable(uses, False), with_trainable(uses, True), uses)
     )
+    # interpolates the source's values for a frozen and a fully trained layer, by the shapes of parameters
     share = (actual - frozen) / (trained - frozen) if trained > frozen else 1.0
     return layer.frozen_activations * (1 - share) + layer.activations * share
 
@@ -268,22 +230,14 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
 
 @dataclass(frozen=True)
 class _Shards:
-    """
-    What the copies of a stage divide.
+    """What the copies of a stage divide."""
 
-    Args:
-        zero_stage (`int`): 1 divides the optimizer's state, 2 also gradients, 3 also weights.
-        count (`int`): Number of copies that divide it.
-        are_all (`bool`):
-            Whether these are all copies, so that the ranks of a tp group divide the optimizer's state, too, where they
-            hold a parameter whole.
-        reshards (`bool`): Whether gathered layers are freed in each pass.
-    """
-
-    zero_stage: int
-    count: int
+    zero_stage: int  # 1 divides the optimizer's state, 2 also gradients, 3 also weights
+    count: int  # copies that divide it
+    # whether these are all copies, so that the ranks of a tp group divide the optimizer's state, too, where they hold
+    # a parameter whole
     are_all: bool
-    reshards: bool
+    reshards: bool  # whether gathered layers are freed in each pass
 
     def divides(self, zero_stage: int) -> bool:
         """Whether the copies divide what a ZeRO stage divides first."""
@@ -341,48 +295,33 @@ def _stage_memory(
 
 @dataclass
 class _Weights:
-    """
-    Weight and gradient bytes of a stage on a rank.
+    """Weight and gradient bytes of a stage on a rank, by layer where they are arrays."""
 
-    Args:
-        gradients, largest (`np.ndarray` of shape `[layers]`): Gradients that it keeps, and the largest one.
-        gathered, reduced (`np.ndarray` of shape `[layers]`): Weights that passes gather, gradients that they reduce.
-        streamed (`np.ndarray` of shape `[layers]`): Weights in host memory.
-        total (`float`): All weights that it keeps on the device.
-        updated, updated_gradients (`float`): Trained weights that its optimizer updates, and their gradients.
-        master (`float`): Those of the former that are copies of 16-bit weights.
-        slices (`float`): Those of the latter that come beside all gradients when these are summed.
-        tied (`float`): Gradients of tied weights, and of those that the ranks of a tp group hold whole.
-    """
-
-    gradients: NDArray
-    largest: NDArray
-    gathered: NDArray
-    reduced: NDArray
-    streamed: NDArray
-    total: float = 0.0
-    updated: float = 0.0
-    updated_gradients: float = 0.0
-    master: float = 0.0
-    slices: float = 0.0
-    tied: float = 0.0
+    gradients: NDArray  # that the rank keeps
+    largest: NDArray  # the largest gradient of each layer
+    gathered: NDArray  # weights that passes gather
+    reduced: NDArray  # gradients that passes reduce
+    streamed: NDArray  # weights in host memory
+    total: float = 0.0  # all weights that it keeps on the device
+    updated: float = 0.0  # trained weights that its optimizer updates
+    updated_gradients: float = 0.0  # gradients of these
+    master: float = 0.0  # those of `updated` that are copies of 16-bit weights
+    slices: float = 0.0  # those of `updated_gradients` that come beside all gradients when these are summed
+    tied: float = 0.0  # gradients of tied weights, and of those that the ranks of a tp group hold whole
 
     @property
     def host_step(self) -> HostStep:
-        """
-        Weights and both moments are read and written in host memory, gradients arrive there and are read, and weights
-        are read once more to be sent. (Under ZeRO-2 and 3 the slices of this rank are all that it has.)
-        """
+        """What a step on the CPU moves; under ZeRO-2 and 3 the slices of this rank are all that it has."""
         sent = self.updated - 0.5 * self.master
+        # weights and both moments are read and written, gradients arrive and are read, and weights are read once more
+        # to be sent
         return HostStep(6.0 * self.updated + 2.0 * self.updated_gradients + sent, self.updated_gradients, sent)
 
     @property
     def update_bytes(self) -> float:
-        """
-        Memory traffic of clipping and of the optimizer: weights and both moments are read and written, and copies of
-        master weights written; gradients are read for the norm, read and written by clipping, read by the step, and
-        set to zero.
-        """
+        """Memory traffic of clipping and of the optimizer."""
+        # weights and both moments are read and written, and copies of master weights written; gradients are read for
+        # the norm, read and written by clipping, read by the step, and set to zero
         return 6.0 * self.updated + 0.5 * self.master + 5.0 * self.updated_gradients
 
 
@@ -443,19 +382,18 @@ def _weights(
 
 
 def _last_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
-    """
-    The loss, which saves all log-probabilities in float32, or the tensors that a stage sends, whose gradients are
-    received and concatenated in its backward.
-    """
+    """The loss, or the tensors that a stage sends."""
     precision, is_last = Precision.of(module_spec, costs.value_bytes), stop == module_spec.num_layers
     head = _head(costs, module_spec, stop) if is_last else 0
     if head:
+        # the loss saves all log-probabilities in float32
         saved, logits = float(FULL * head), float(precision.compute * head)
         live = Polynomial(token=saved + logits + (saved if precision.compute != FULL else 0.0))
         has_backward = float(needed[-1])
         return Polynomial(token=saved * has_backward), live, Polynomial(token=2 * saved * has_backward)
     sent = feature_bytes(costs, module_spec) if is_last else float(module_spec.hidden_size * precision.stream)
     out, gradient = Polynomial(token=sent), needed[-1] if is_last else needed[stop + 1]
+    # gradients of sent tensors are received and concatenated in a backward
     return (out, out, out * 2.0) if gradient else (Polynomial(), out, Polynomial())
 
 
@@ -480,16 +418,7 @@ def feature_bytes(costs: CostModel, module_spec: ModuleSpec, merged: bool = True
 
 
 def stage_memories(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageMemory]:
-    """
-    Memory of all stages of a plan.
-
-    Args:
-        costs (`CostModel`): Memory of layers.
-        plan (`ParallelPlan`): The layout.
-
-    Returns:
-        `dict[tuple[str, int, int], StageMemory]`: (module, replica, stage) -> its memory.
-    """
+    """(module, replica, stage) -> memory of all stages of a plan."""
     known: dict[tuple, StageMemory] = {}
     result = {}
     for name, module in plan.modules.items():

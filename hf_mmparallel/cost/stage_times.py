@@ -56,22 +56,12 @@ def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[floa
 
 @dataclass(frozen=True)
 class LayerTable:
-    """
-    Times of the layers of a module in one layout; the first row is the part before them, the last the part after.
+    """Milliseconds of the layers of a module in one layout, each a row, between the parts before and after them."""
 
-    Args:
-        forward (`np.ndarray` of shape `[num_layers + 2, 3]`): Milliseconds per squared token, per token, constant.
-        backward (`np.ndarray` of shape `[num_layers + 2, 3]`): The same for the backward; zeros without one.
-        launches (`np.ndarray` of shape `[num_layers + 2, 2]`):
-            Host times in ms to launch a forward and a backward, which longer device times hide.
-        windows (`np.ndarray` of shape `[num_layers + 2]`): Size of the attention window in tokens; 0 for none.
-        is_causal (`bool`): Whether attention is causal.
-    """
-
-    forward: NDArray
-    backward: NDArray
-    launches: NDArray
-    windows: NDArray
+    forward: NDArray  # [num_layers + 2, 3] per squared token, per token, constant
+    backward: NDArray  # [num_layers + 2, 3] the same; zeros without a backward
+    launches: NDArray  # [num_layers + 2, 2] host times of a forward and a backward, which longer device times hide
+    windows: NDArray  # [num_layers + 2] size of the attention window in tokens; 0 for none
     is_causal: bool
 
     def sizes(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> NDArray:
@@ -112,16 +102,7 @@ class LayerTable:
     def step_ms(
         self, tokens: float, squares: float, cp_size: int = 1, transfers: PassTransfers | None = None
     ) -> NDArray:
-        """
-        Forward plus backward time of a chunk in each layer `[num_layers]`. The first and last layers include the parts
-        before and after the layers, which are on the same stages.
-
-        Args:
-            tokens (`float`): Tokens of the chunk.
-            squares (`float`): Sum of its squared sequence lengths.
-            cp_size (`int`, *optional*, defaults to 1): Context-parallel size.
-            transfers (`PassTransfers`, *optional*): Communication in the passes of a stage of all layers.
-        """
+        """Forward plus backward time `[num_layers]` of a chunk, with `transfers` of a stage of all layers."""
         forward, backward = self.times(tokens, squares, cp_size)
         times = forward + backward
         if transfers is not None:
@@ -130,6 +111,7 @@ class LayerTable:
                 times += longer_ms(compute_ms, beside_ms, transfers.overlap_efficiency)
                 times[0] += exposed_ms
         layers = times[1:-1].copy()
+        # the parts before and after the layers are on the same stages as the first and last one
         layers[0] += times[0]
         layers[-1] += times[-1]
         return layers
@@ -159,18 +141,11 @@ class LayerTable:
 
 
 def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_causal: bool) -> NDArray:
-    """
-    Sum of squared lengths within an attention window, computed from the mean sequence length.
-
-    Args:
-        tokens (`ArrayLike`): Numbers of tokens.
-        squares (`ArrayLike`): Sums of squared sequence lengths.
-        window (`float`): Size of the attention window in tokens.
-        is_causal (`bool`): Whether attention is causal: then squares count each pair twice.
-    """
+    """Sum of squared lengths within an attention window in tokens, computed from the mean sequence length."""
     tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
     if not is_causal:
         return np.minimum(squares, window * tokens)
+    # causal attention's squares count each pair twice
     lengths = np.divide(squares, tokens, out=np.zeros_like(squares), where=tokens > 0)
     inverse = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > window)
     return np.where(lengths > window, tokens * (2 * window - window**2 * inverse), squares)
@@ -180,16 +155,7 @@ def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_ca
 def layer_table(
     costs: CostModel, module: str, tp_size: int = 1, checkpointing: bool = False, first_rank: int = 0
 ) -> LayerTable:
-    """
-    Times of the layers of a module in one layout.
-
-    Args:
-        costs (`CostModel`): Costs of layers.
-        module (`str`): The module.
-        tp_size (`int`, *optional*, defaults to 1): Size of the tp group.
-        checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
-        first_rank (`int`, *optional*, defaults to 0): Position in its node of the first rank of a tp group.
-    """
+    """Times of the layers of a module; `first_rank` is the position of a tp group's first rank in its node."""
     module_spec = costs.spec.modules[module]
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
     forward, backward, launches = [], [], []
@@ -218,7 +184,7 @@ def backward_of(
     """
     Time of a layer's backward: the gradient of its input if that is needed, else the input gradients for its own
     weights (`inner`, see [`inner_gradient_share`]); the gradients of the trained share of its weights; and its forward
-    again if activations are recomputed.
+    if recomputed.
     """
     result = layer.weight_gradient * share
     if data_gradient:
@@ -231,37 +197,20 @@ def backward_of(
 
 @dataclass(frozen=True)
 class StageCost:
-    """
-    Time of a chunk on a stage, as a function of its tokens and its sum of squared sequence lengths.
-
-    Args:
-        forward (`Polynomial`): Milliseconds.
-        backward (`Polynomial`): Milliseconds; zero without a backward.
-        gather_token_ms (`float`): Time per token to gather keys and values from the other cp ranks.
-        gather_square_ms (`float`): Time per squared token of the attention that overlaps with it.
-        gathers_backward (`float`, *optional*): Number of transfers in a backward, relative to a forward.
-        launch_ms (`tuple[float, float]`, *optional*): Host times to launch a forward and a backward.
-        windows (`tuple[tuple[float, float, float], ...]`, *optional*):
-            For layers with an attention window: its size in tokens, and milliseconds per squared token in the forward
-            and in the backward.
-        is_causal (`bool`, *optional*, defaults to `True`): Whether attention is causal.
-    """
+    """Milliseconds of a chunk on a stage, as a function of its tokens and its sum of squared sequence lengths."""
 
     forward: Polynomial
-    backward: Polynomial
-    gather_token_ms: float = 0.0
-    gather_square_ms: float = 0.0
-    gathers_backward: float = _GATHERS_BACKWARD
-    launch_ms: tuple[float, float] = (0.0, 0.0)
+    backward: Polynomial  # zero without a backward
+    gather_token_ms: float = 0.0  # per token, to gather keys and values from the other cp ranks
+    gather_square_ms: float = 0.0  # per squared token, of the attention that overlaps with it
+    gathers_backward: float = _GATHERS_BACKWARD  # transfers in a backward, relative to a forward
+    launch_ms: tuple[float, float] = (0.0, 0.0)  # host times to launch a forward and a backward
+    # of layers: the window in tokens, and ms per squared token in forward and backward
     windows: tuple[tuple[float, float, float], ...] = ()
     is_causal: bool = True
 
     def forward_ms(self, tokens: float, squares: float) -> float:
-        """
-        Args:
-            tokens (`float`): Tokens of the chunk.
-            squares (`float`): Sum of the squared lengths of its sequences.
-        """
+        """The forward time of a chunk."""
         # Only the part of the transfer that attention does not hide takes time.
         exposed = self.gather_token_ms * tokens - self.gather_square_ms * squares
         computed = self.forward(tokens, squares) + self._windowed_ms(tokens, squares, 1)
@@ -303,22 +252,13 @@ class StageCost:
 
 @dataclass(frozen=True)
 class SharedPasses:
-    """
-    Layers of a stage with equal times in a pass that gathers weights or reduces gradients, by kind of layer.
+    """Layers of a stage with equal times in a pass that gathers weights or reduces gradients, by kind of layer."""
 
-    Args:
-        counts (`np.ndarray` of shape `[kinds]`): Number of layers.
-        table (`LayerTable`): One row for each kind.
-        beside_ms (`np.ndarray` of shape `[kinds]`): Communication beside the computation of such a layer.
-        exposed_ms (`float`): Communication beside no computation.
-        overlap_efficiency (`float`): Relative compute speed beside communication.
-    """
-
-    counts: NDArray
-    table: LayerTable
-    beside_ms: NDArray
-    exposed_ms: float
-    overlap_efficiency: float
+    counts: NDArray  # [kinds] number of layers
+    table: LayerTable  # one row for each kind
+    beside_ms: NDArray  # [kinds] communication beside the computation of such a layer
+    exposed_ms: float  # communication beside no computation
+    overlap_efficiency: float  # relative compute speed beside communication
 
     @classmethod
     def of(cls, table: LayerTable, stage: Stage, transfers: PassTransfers, is_backward: bool) -> SharedPasses:
@@ -342,21 +282,12 @@ class SharedPasses:
 
 @dataclass(frozen=True)
 class SharedStageCost(StageCost):
-    """
-    A [`StageCost`] whose copies share weights or gradients, so that its passes communicate.
+    """A [`StageCost`] whose copies share weights or gradients, so that its passes communicate."""
 
-    Args:
-        passes (`tuple[SharedPasses, SharedPasses]`): Its forward and its backward.
-        cp_size (`int`): Context-parallel size.
-        table (`LayerTable`): Times of the layers of the module.
-        rows (`slice`): The rows of the stage.
-        transfers ([`PassTransfers`]): The communication.
-    """
-
-    passes: tuple[SharedPasses, ...] = ()
+    passes: tuple[SharedPasses, ...] = ()  # its forward and its backward
     cp_size: int = 1
-    table: LayerTable = field(kw_only=True)
-    rows: slice = field(kw_only=True)
+    table: LayerTable = field(kw_only=True)  # of the layers of the module
+    rows: slice = field(kw_only=True)  # those of the stage
     transfers: PassTransfers = field(kw_only=True)
 
     def forward_ms(self, tokens: float, squares: float) -> float:
@@ -375,29 +306,18 @@ class SharedStageCost(StageCost):
         return times_ms + self.passes[is_backward].more_ms(tokens, squares, self.cp_size, is_backward)
 
     def timed_transfers(self, tokens: float, squares: float, is_backward: bool) -> list[TimedTransfer]:
-        """
-        When weights are gathered and gradients reduced in the pass of a chunk, see [`PassTransfers.timed`]. Relative
-        to a pass of the time of [`~StageCost.times_ms`], which may have more than the layers: what they wait for.
-        """
+        """Transfers in the pass of a chunk, see [`PassTransfers.timed`], relative to its [`~StageCost.times_ms`]."""
         length_ms = (self.backward_ms if is_backward else self.forward_ms)(tokens, squares)
         if not length_ms:
             return []
+        # a pass may have more than its layers: what they wait for
         compute_ms = self.table.times(tokens, squares, self.cp_size)[is_backward][self.rows]
         found, of_layers_ms = self.transfers.timed(compute_ms, is_backward)
         return [transfer.scaled(length_ms / of_layers_ms) for transfer in found]
 
 
 def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCost]:
-    """
-    Costs of all stages of a plan.
-
-    Args:
-        costs (`CostModel`): Costs of layers.
-        plan (`ParallelPlan`): The layout.
-
-    Returns:
-        `dict[tuple[str, int, int], StageCost]`: (module, replica, stage) -> its cost.
-    """
+    """(module, replica, stage) -> cost of all stages of a plan."""
     known: dict[tuple, StageCost] = {}
     shared: dict[tuple[str, int], PassTransfers | None] = {}
     result = {}

@@ -23,18 +23,10 @@ from .stage_times import SharedStageCost, StageCost, stage_costs
 
 class StepCost:
     """
-    Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from the sizes of its chunks, see
-    [`chunk_sizes`] and [`StageCost`].
+    Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from the sizes of its chunks.
 
-    Args:
-        costs (`CostModel`): Costs of layers.
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each batch index of the step.
-        sync_groups (`Sequence[SyncGroup]` or [`GradientSumCosts`], *optional*):
-            The gradient sums, or what is known of them for all steps, for [`~StepCost.sync_ms`].
-        stages (`Mapping[tuple[str, int, int], StageCost]`, *optional*):
-            Precomputed [`stage_costs`] of the plan, or of a larger plan that it is a part of.
+    `sync_groups` may be what is known of gradient sums for all steps, and `stages` precomputed [`stage_costs`] of the
+    plan or of a larger plan that it is a part of.
     """
 
     def __init__(
@@ -180,7 +172,7 @@ class StepCost:
         return self.costs.device.latency_us(ranks) / 1e3, rate * min(map(len, grids))
 
     def _crossing_tokens(self, before: Task, after: Task) -> int:
-        """[`message_tokens`], cached, since it is the same for all stages of the consumer and for gradients."""
+        """Returns [`message_tokens`], cached: they are the same for all stages of the consumer and for gradients."""
         key = (before.module, before.replica, before.microbatch, before.chunk)
         key += (after.module, after.replica, after.microbatch, after.chunk)
         if key not in self._crossing:
@@ -188,20 +180,16 @@ class StepCost:
         return self._crossing[key]
 
     def sync_ms(self, index: int) -> float:
-        """
-        Time that a gradient sum adds to the step, of which a part runs beside the last backward: an all-reduce; under
-        ZeRO a reduce-scatter in each shard group, unless backwards reduce their gradients themselves, and an
-        all-reduce of the slices between shard groups.
-        """
+        """Time that a gradient sum adds to the step, of which a part runs beside the last backward."""
+        # an all-reduce, or under ZeRO a reduce-scatter in each shard group, unless backwards reduce their gradients
+        # themselves, and an all-reduce of the slices between shard groups
         times = self.sums.times(index, self._last_chunks)
         return float(times.exposed_ms[times.index == index].sum()) + self.sums.after_ms(index)
 
     def timed_transfers(self, task: Task) -> list[TimedTransfer]:
-        """
-        When weights are gathered and gradients reduced in a task; in joint tasks, when the longest one does it, with
-        which all others communicate.
-        """
+        """When weights are gathered and gradients reduced in a task."""
         size = self.plan.modules[task.module].joint_replicas
+        # of joint tasks the longest one decides, with which all others communicate
         first = replace(task, replica=task.replica // size * size)
         if first not in self._transfers:
             joint = [replace(task, replica=replica) for replica in range(first.replica, first.replica + size)]
@@ -229,22 +217,18 @@ class StepCost:
 
 
 def last_chunks(table: ChunkTable, replicas: NDArray) -> NDArray:
-    """
-    Indices of the last chunks of replicas, without replicas that have none. Their backwards come last, but for some
-    layouts with deferred samples or replicas of unequal speed, where the sizes of another chunk would count.
-    """
+    """Indices of the last chunks of replicas, whose backwards come last, without replicas that have none."""
+    # in some layouts with deferred samples or replicas of unequal speed another chunk's backward comes last
     last = np.searchsorted(table.replica, replicas, side="right") - 1
     return last[(last >= 0) & (table.replica[last] == replicas)]
 
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
-    """
-    Maximum number of tokens, of [`ModelSpec.edge_width`] values each, sent from the chunk of `before` to that of
-    `after`. From an encoder: one feature token per token of its layers (merging may leave fewer), at most the language
-    model tokens of the samples. To a generator: the hidden states of all language model tokens of the samples.
-    """
+    """Maximum tokens, of [`ModelSpec.edge_width`] values each, sent from the chunk of `before` to that of `after`."""
     batch_indices = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
     received = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
     shared = sorted(set(batch_indices) & set(received))
     produced, language = (sizes.tokens[name][shared] for name in (before.module, LANGUAGE_MODEL))
+    # from an encoder one feature token per token of its layers (merging may leave fewer), at most the language model
+    # tokens of the samples; to a generator the hidden states of all of these
     return int(np.minimum(produced, language).sum())

@@ -22,18 +22,9 @@ def batch_workloads(
     memory_bytes: float | None = None,
 ) -> Workloads:
     """
-    Workloads that a global batch is arranged by, from the layer costs of each sample.
-
-    Args:
-        costs (`CostModel`): Costs of layers.
-        plan (`ParallelPlan`): The layout.
-        sizes (`SampleSizes`): Tokens of the samples.
-        max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
-        memory_bytes (`float`, *optional*): Memory of a rank, which limits the tokens per microbatch of every module.
-
-    Returns:
-        `Workloads`: With the tighter of the two limits, and without constant costs per chunk. Times are rounded to
-        float32, so that ranks with processors that round differently make the same arrangement.
+    Workloads that a global batch is arranged by, from the layer costs of each sample, without constant costs per
+    chunk, and with limits of tokens: `max_tokens` of the language model, and what fits the memory of a rank of every
+    module.
 
     Raises:
         `ValueError`: If weights, gradients and optimizer state alone exceed the memory of a rank.
@@ -44,6 +35,7 @@ def batch_workloads(
         layout = RowLayout.of(costs, name, module)
         alone, padded = (layout.of_samples(sizes, name, even) for even in (True, False))
         forward, backward = table.sample_ms(alone[1], alone[0])
+        # rounded, so that ranks with processors that round differently make the same arrangement
         forward_ms[name] = (module.tp_size * forward).astype(np.float32).astype(float)
         ratios[name] = float(np.float32(backward.sum() / forward.sum())) if forward.sum() else 0.0
         if layout.padded and len(np.unique(sizes.tokens[name])) > 1:
