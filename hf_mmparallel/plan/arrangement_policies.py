@@ -8,20 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ArrangementPolicy:
-    """
-    The properties of an arrangement of samples in replicas and microbatches.
+    """The properties of an arrangement of samples in replicas and microbatches."""
 
-    Args:
-        keeps_token_limits (`bool`, *optional*, defaults to `False`):
-            Whether its microbatches respect token and memory limits.
-        is_candidate (`bool`, *optional*, defaults to `True`):
-            Whether it is predicted, and chosen if it is fastest, where the user names none.
-    """
-
-    keeps_token_limits: bool = False
-    is_candidate: bool = True
+    keeps_token_limits: bool = False  # its microbatches respect token and memory limits
+    is_candidate: bool = True  # predicted, and chosen if it is fastest, where the user names none
 
 
+# name -> properties, in the order of preference among equally fast ones
 ARRANGEMENT_POLICIES: Mapping[str, ArrangementPolicy] = {
     "hierarchical": ArrangementPolicy(keeps_token_limits=True),
     "tapered": ArrangementPolicy(keeps_token_limits=True),
@@ -31,7 +24,6 @@ ARRANGEMENT_POLICIES: Mapping[str, ArrangementPolicy] = {
     "contiguous": ArrangementPolicy(),
     "sub_microbatches": ArrangementPolicy(is_candidate=False),
 }
-"""Name -> properties, in the order of preference among equally fast ones."""
 
 ARRANGEMENT_CANDIDATES = tuple(name for name, policy in ARRANGEMENT_POLICIES.items() if policy.is_candidate)
 KEEPING_LIMITS = tuple(name for name in ARRANGEMENT_CANDIDATES if ARRANGEMENT_POLICIES[name].keeps_token_limits)

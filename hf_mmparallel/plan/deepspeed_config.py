@@ -1,10 +1,4 @@
-"""
-What a DeepSpeed configuration asks for, as settings of a module.
-
-This package does it; DeepSpeed itself does not run under a plan. It would sum gradients in each backward, of which
-replicas may have different numbers, or all of them after the last one, and it clips by the norm of its own parameters.
-Each key is honoured, has no effect on results, or is refused with a remedy.
-"""
+"""DeepSpeed configurations as settings of a module: each key is honoured, idle, or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -19,13 +13,7 @@ from .reading import read_mapping, reject_unknown_keys
 
 @dataclass(frozen=True)
 class Only:
-    """
-    A key that may have some values only.
-
-    Args:
-        values (`tuple`): The values.
-        remedy (`str`): What to do for others.
-    """
+    """A key that may have some values only, with a remedy for others."""
 
     values: tuple[Any, ...]
     remedy: str
@@ -38,19 +26,16 @@ class Only:
 
 @dataclass(frozen=True)
 class Refused:
-    """
-    A key that can't be honoured.
-
-    Args:
-        remedy (`str`): What to do in its place.
-    """
+    """A key that can't be honoured, with what to do in its place."""
 
     remedy: str
 
 
+# This package does what a configuration asks for; DeepSpeed itself does not run under a plan. It would sum gradients
+# in each backward, of which replicas may have different numbers, or all of them after the last one, and it clips by
+# the norm of its own parameters.
 HONOURED = "honoured"
-IDLE = "idle"
-"""A key that changes how DeepSpeed computes or what it prints, but no result."""
+IDLE = "idle"  # a key that changes how DeepSpeed computes or what it prints, but no result
 
 _FLOAT32 = Only((None, "fp32"), "Gradients are summed in float32; leave it out.")
 _OFF = Only((False, None), "Leave it out.")
@@ -63,6 +48,7 @@ def _named(section: str, names: str) -> list[str]:
     return [section + name for name in names.split()]
 
 
+# keys of a DeepSpeed configuration, with dots between sections; a name of a section stands for all that is in it
 KEYS: Mapping[str, str | Only | Refused] = {
     "train_batch_size": HONOURED,
     "train_micro_batch_size_per_gpu": HONOURED,
@@ -163,16 +149,10 @@ KEYS: Mapping[str, str | Only | Refused] = {
         IDLE,
     ),
 }
-"""Keys of a DeepSpeed configuration, with dots between sections; a name of a section stands for all that is in it."""
 
 
 def read_deepspeed(source: Any) -> dict[str, Any]:
-    """
-    Reads a DeepSpeed configuration: a dict, or the path of a JSON file.
-
-    Raises:
-        `ValueError`: For what is neither, and for a key that is there twice.
-    """
+    """Reads a dict or the path of a JSON file; raises `ValueError` for anything else and repeated keys."""
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, (str, Path)):
@@ -198,15 +178,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def deepspeed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    The settings of [`ModulePlugin`] that a DeepSpeed configuration asks for.
-
-    Args:
-        config (`Mapping[str, Any]`): The configuration.
-
-    Raises:
-        `ValueError`: For a key that DeepSpeed does not have, and for one that can't be honoured.
-    """
+    """Settings of [`ModulePlugin`] that a configuration asks for; raises `ValueError` for keys it can't honour."""
     values = dict(entries(config))
     for name, value in values.items():
         entry = KEYS[name]
@@ -226,12 +198,7 @@ def idle_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def entries(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """
-    The keys of [`KEYS`] that a configuration has, with their values.
-
-    Raises:
-        `ValueError`: For a key that DeepSpeed does not have.
-    """
+    """The keys of [`KEYS`] that a configuration has, with their values; raises `ValueError` for others."""
     where = f"`{section}` of `deepspeed`" if section else "`deepspeed`"
     for key, value in read_mapping(config, where).items():
         name = f"{section}.{key}" if section else str(key)

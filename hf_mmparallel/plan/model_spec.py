@@ -13,14 +13,7 @@ LANGUAGE_MODEL = "language_model"
 
 @dataclass(frozen=True)
 class Edge:
-    """
-    A boundary: feature `i` of module `source` enters module `target` at layer `layers[i]`.
-
-    Args:
-        source (`str`): The producer, such as an encoder.
-        target (`str`): The consumer of its features.
-        layers (`tuple[int, ...]`, *optional*, defaults to `(0,)`): The layer of `target` at which each feature enters.
-    """
+    """A boundary: feature `i` of module `source` enters module `target`, its consumer, at layer `layers[i]`."""
 
     source: str
     target: str
@@ -29,34 +22,20 @@ class Edge:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """
-    One parameter of the whole model.
+    """One parameter of the whole model."""
 
-    Args:
-        name (`str`): Name in the state dict of the whole HF model.
-        shape (`tuple[int, ...]`): Shape before any sharding.
-        layer (`int`):
-            Layer that uses it: `-1` before the first layer of its module's stack, `i` for layer `i`, `num_layers`
-            after the last one.
-        dtype (`str`, *optional*, defaults to `"float32"`): Name of the torch dtype.
-        trainable (`bool`, *optional*, defaults to `True`): Whether it gets a gradient.
-        active_share (`float`, *optional*, defaults to 1.0):
-            Fraction of its elements that each token is multiplied with: `experts per token / experts` in a mixture of
-            experts.
-        tp_dim (`int`, *optional*, defaults to 0):
-            The dimension that tensor parallelism shards; `None` where each rank of a tp group has all of it, as of
-            norms and embeddings.
-        tp_blocks (`int`, *optional*, defaults to 1):
-            Equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    layer: int
-    dtype: str = "float32"
-    trainable: bool = True
+    name: str  # in the state dict of the whole HF model
+    shape: tuple[int, ...]  # before any sharding
+    layer: int  # layer that uses it: -1 before the first one of its module's stack, `num_layers` after the last one
+    dtype: str = "float32"  # name of the torch dtype
+    trainable: bool = True  # whether it gets a gradient
+    # fraction of its elements that each token is multiplied with: `experts per token / experts` in a mixture of
+    # experts
     active_share: float = 1.0
+    # the dimension that tensor parallelism shards; `None` where each rank of a tp group has all of it, as of norms and
+    # embeddings
     tp_dim: int | None = 0
+    # equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor
     tp_blocks: int = 1
 
     @property
@@ -79,13 +58,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """
-    One use of a parameter; a tied parameter has several.
-
-    Args:
-        parameter (`ParameterSpec`): The parameter.
-        multiplies (`bool`): Whether this use multiplies activations with it.
-    """
+    """One use of a parameter, which may multiply activations with it; a tied parameter has several."""
 
     parameter: ParameterSpec
     multiplies: bool
@@ -98,72 +71,42 @@ class ParameterUse:
 
 @dataclass(frozen=True)
 class FeatureSpec:
-    """
-    One feature tensor that an encoder passes to the language model, with one feature token for each placeholder token.
+    """A feature tensor that an encoder passes to the language model, one feature token per placeholder token."""
 
-    Args:
-        modality (`str`): `"image"`, `"video"`, `"audio"`, or the encoder's name in a composed model.
-        field (`str`): Attribute of the encoder's output with the tensor.
-        layer (`int`): Layer of the language model that it enters: 0 for embeddings, `i` for DeepStack features.
-        index (`int`, *optional*): Index of the tensor if the attribute is a list of several features.
-    """
-
-    modality: str
-    field: str = "pooler_output"
-    layer: int = 0
-    index: int | None = None
+    modality: str  # `"image"`, `"video"`, `"audio"`, or the encoder's name in a composed model
+    field: str = "pooler_output"  # attribute of the encoder's output with the tensor
+    layer: int = 0  # layer of the language model that it enters: 0 for embeddings, `i` for DeepStack features
+    index: int | None = None  # index of the tensor if the attribute is a list of several features
 
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """
-    A part of the model with a parallel layout of its own: an encoder with its projector, or the language model.
+    """A part of the model with a parallel layout of its own: an encoder with its projector, or the language model."""
 
-    Args:
-        name (`str`): The module's name, such as `vision` or `language_model`.
-        stack (`str`): Name, in the whole model, of the list of layers that is split into pipeline stages.
-        num_layers (`int`): Number of layers in the stack.
-        hidden_size (`int`): Width of the hidden states between layers.
-        num_heads (`int`): Attention heads of a layer.
-        num_kv_heads (`int`): Key and value heads of a layer.
-        intermediate_size (`int`): Width of the feed-forward layers.
-        parameters (`tuple[ParameterSpec, ...]`): In state-dict order, one entry for tied names.
-        features (`tuple[FeatureSpec, ...]`):
-            Features passed to the modules behind it, see [`ModelSpec.edge_features`]; empty for a module that passes
-            its hidden states, and for the last one.
-        tower (`str`): Name of the submodule without the projector.
-        inner_features (`bool`):
-            Whether features are read from inside the stack, which then can't be split into stages.
-        head_dim (`int`, *optional*): Width of an attention head; `hidden_size / num_heads` by default.
-        attention (`str`, *optional*, defaults to `"sdpa"`): The attention function, such as `"eager"`.
-        activation_copies (`int`, *optional*, defaults to 1):
-            Tensors that the activation function saves for its backward: 1 for its input, more if the model computes it
-            in several steps.
-        windows (`tuple[int, ...]`, *optional*):
-            Attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has a window.
-    """
-
-    name: str
-    stack: str
+    name: str  # such as `vision` or `language_model`
+    stack: str  # name, in the whole model, of the list of layers that is split into pipeline stages
     num_layers: int
-    hidden_size: int
+    hidden_size: int  # width of the hidden states between layers
     num_heads: int
     num_kv_heads: int
-    intermediate_size: int
-    parameters: tuple[ParameterSpec, ...]
+    intermediate_size: int  # width of the feed-forward layers
+    parameters: tuple[ParameterSpec, ...]  # in state-dict order, one entry for tied names
+    # passed to the modules behind it, see `ModelSpec.edge_features`; empty for a module that passes its hidden states,
+    # and for the last one
     features: tuple[FeatureSpec, ...] = ()
-    tower: str = ""
-    inner_features: bool = False
-    head_dim: int | None = None
-    attention: str = "sdpa"
+    tower: str = ""  # name of the submodule without the projector
+    inner_features: bool = False  # features are read from inside the stack, which then can't be split into stages
+    head_dim: int | None = None  # width of an attention head; `hidden_size / num_heads` by default
+    attention: str = "sdpa"  # the attention function, such as `"eager"`
+    # tensors that the activation function saves for its backward: its input, and more if the model computes it in
+    # several steps
     activation_copies: int = 1
+    # attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has a window
     windows: tuple[int, ...] = ()
 
     def window(self, layer: int) -> int:
-        """
-        Attention window of a layer in tokens, 0 for the whole sequence. In a language model a window only saves time
-        with attention functions that skip blocks outside of it; for the others this is 0.
-        """
+        """Attention window of a layer in tokens, 0 for the whole sequence."""
+        # a language model's window only saves time if its attention function skips blocks outside of it
         skips = self.is_encoder or any(kind in self.attention for kind in ("bitfield", "flash", "flex"))
         return self.windows[layer] if self.windows and skips else 0
 
@@ -186,9 +129,7 @@ class ModuleSpec:
         return next((p.name for p in self.parameters if p.dtype == "int8"), None)
 
     def with_frozen(self, freeze: bool | Literal["tower"] | str | Sequence[str]) -> ModuleSpec:
-        """
-        A copy of the module in which the parameters that match `freeze` (see [`ModulePlugin`]) are not trainable.
-        """
+        """A copy in which all that matches `freeze` is frozen, see [`ModulePlugin`]; `ValueError` if nothing does."""
         if freeze is False:
             return self
         if freeze is True:
@@ -212,20 +153,14 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """
-    A multimodal model as a graph of modules.
+    """A multimodal model as a graph of modules."""
 
-    Args:
-        modules (`Mapping[str, ModuleSpec]`):
-            Encoders, then the language model, then generators, which consume its hidden states.
-        tied (`Mapping[str, tuple[str, int]]`, *optional*):
-            Name of each parameter with a second use (the embedding that is also `lm_head.weight`) -> (module, layer)
-            of the second use.
-        placeholders (`Mapping[str, int]`, *optional*): Modality -> id of its placeholder token in `input_ids`.
-    """
-
+    # encoders, then the language model, then generators, which consume its hidden states
     modules: Mapping[str, ModuleSpec]
+    # name of each parameter with a second use (the embedding that is also `lm_head.weight`) -> (module, layer) of the
+    # second use
     tied: Mapping[str, tuple[str, int]] = None  # type: ignore[assignment]
+    # modality -> id of its placeholder token in `input_ids`
     placeholders: Mapping[str, int] = None  # type: ignore[assignment]
 
     def __post_init__(self):
@@ -258,15 +193,14 @@ class ModelSpec:
         """
         The features that go from one module to another, in the order of [`Edge.layers`]; `None` if hidden states do:
         between the stages of a module, and from a module without features, as the language model of a plan with
-        generators. (The executor carries only features from one module to another, so that such plans don't run.)
+        generators.
         """
+        # the executor carries only features from one module to another, so that plans with generators don't run
         return self.modules[source].features or None if source != target else None
 
     def edge_width(self, source: str, target: str) -> int:
-        """
-        Width of the tensors that go from one module to another, or between the stages of one: a module with features
-        ends in a projector to the width of its target, others pass their hidden states.
-        """
+        """Width of the tensors that go from one module to another, or between the stages of one."""
+        # a module with features ends in a projector to the width of its target, others pass hidden states
         return self.modules[source if self.edge_features(source, target) is None else target].hidden_size
 
     @cached_property
@@ -302,7 +236,7 @@ class ModelSpec:
 
 
 def sources_first(modules: Mapping[str, Any], edges: Sequence[Edge]) -> dict[str, Any]:
-    """Sorts modules topologically; the sort is stable."""
+    """Sorts modules topologically, in a stable way; raises `ValueError` if edges form a cycle."""
     depth = dict.fromkeys(modules, 0)
     for _ in modules:
         for edge in edges:

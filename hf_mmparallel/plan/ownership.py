@@ -57,26 +57,14 @@ def partly_frozen_stages(
 
 @dataclass(frozen=True)
 class Cut:
-    """
-    Consecutive ones of the equal slices into which a dimension of a tensor is cut.
+    """Consecutive ones of the equal slices into which a dimension of a tensor is cut."""
 
-    Args:
-        axis (`str`): The axis of parallelism that cuts: `"tp"`, `"ep"` (experts) or `"dp"` (ZeRO).
-        dim (`int`, *optional*): The dimension that is cut; `None` for the flattened tensor.
-        index (`int`): Index of the first of them.
-        num_slices (`int`): Number of slices of the dimension.
-        num_blocks (`int`, *optional*, defaults to 1):
-            Equal blocks of the dimension that are each cut, such as gate and up matrices in one tensor.
-        count (`int`, *optional*, defaults to 1):
-            How many slices these are; more than one where tp groups of unlike sizes hold the parameter.
-    """
-
-    axis: Literal["tp", "ep", "dp"]
-    dim: int | None
-    index: int
-    num_slices: int
-    num_blocks: int = 1
-    count: int = 1
+    axis: Literal["tp", "ep", "dp"]  # the axis of parallelism that cuts: experts are `"ep"`, ZeRO is `"dp"`
+    dim: int | None  # the dimension that is cut; `None` for the flattened tensor
+    index: int  # index of the first of these slices
+    num_slices: int  # slices of the whole dimension
+    num_blocks: int = 1  # equal blocks of the dimension that are each cut, such as gate and up matrices in one tensor
+    count: int = 1  # how many slices these are; more than one where tp groups of unlike sizes hold the parameter
 
     def bounds(self, size: int) -> tuple[int, int]:
         """First index, and one past the last, in a block of `size` indices; the last slices may be shorter."""
@@ -86,21 +74,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """
-    A slice of a parameter, and the ranks that hold it.
+    """A slice of a parameter, and the ranks that hold it."""
 
-    Args:
-        cuts (`tuple[Cut, ...]`): Each cuts what the ones before leave; empty for the whole parameter.
-        holders (`tuple[int, ...]`): The ranks that compute with it and sum their gradients, in ascending order.
-        owner (`int`): The updater that counts the slice in the gradient norm.
-        updaters (`tuple[int, ...]`, *optional*):
-            The holders whose optimizers update it, in ascending order; all of them by default, one of each shard
-            group under ZeRO.
-    """
-
-    cuts: tuple[Cut, ...]
-    holders: tuple[int, ...]
-    owner: int
+    cuts: tuple[Cut, ...]  # each cuts what the ones before leave; empty for the whole parameter
+    holders: tuple[int, ...]  # ascending ranks that compute with it and sum their gradients
+    owner: int  # the updater that counts the slice in the gradient norm
+    # ascending holders whose optimizers update it: all by default, one of each shard group under ZeRO
     updaters: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -120,18 +99,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class ParameterShards:
-    """
-    Where one parameter lives. Its shards cover it; a parameter that all of its ranks hold whole has one.
+    """Where one parameter lives: its shards cover it, and one that all of its ranks hold whole has one."""
 
-    Args:
-        stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of each copy.
-        shards (`tuple[Shard, ...]`): In the order of their slices.
-        zero_stage (`int`, *optional*, defaults to 0): What its copies divide among them, see [`ShardingSettings`].
-    """
-
-    stages: tuple[StageKey, ...]
-    shards: tuple[Shard, ...]
-    zero_stage: int = 0
+    stages: tuple[StageKey, ...]  # (module, replica, stage) of each copy
+    shards: tuple[Shard, ...]  # in the order of their slices
+    zero_stage: int = 0  # what its copies divide among them, see `ShardingSettings`
 
     @classmethod
     def from_copies(
@@ -139,20 +111,14 @@ class ParameterShards:
         stages: tuple[StageKey, ...],
         copies: Iterable[tuple[tuple[Cut, ...], tuple[int, ...]]],
     ) -> ParameterShards:
-        """
-        Puts equal slices together.
-
-        Args:
-            stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of each copy.
-            copies (`Iterable[tuple[tuple[Cut, ...], tuple[int, ...]]]`):
-                Slices and ranks that hold them, in ascending order; of those of a slice the very first is the owner.
-        """
+        """Puts the slices and the ranks that hold them together where slices are equal."""
         by_slice: dict[tuple[Cut, ...], list[tuple[int, ...]]] = {}
         for cuts, ranks in copies:
             by_slice.setdefault(cuts, []).append(ranks)
         shards = []
         for cuts, sets in by_slice.items():
             holders = sets[0] if len(sets) == 1 else tuple(sorted(set().union(*sets)))
+            # the ranks of a copy ascend; the first one of the first copy is the owner
             shards.append(Shard(cuts, holders, sets[0][0]))
         return cls(stages, tuple(shards))
 
@@ -170,25 +136,20 @@ class ParameterShards:
         return tuple(shard for shard in self.shards if shard.owner == rank)
 
     def divided(self, sharding: ShardingSettings, trainable: bool) -> ParameterShards:
-        """
-        The same with each shard divided among its holders (ZeRO): the optimizer's work on it, and its values in
-        stage 3, where frozen parameters are divided, too. A parameter that several pipeline stages use, such as tied
-        embeddings, is gathered by none of them alone: of it only the optimizer's work is divided.
-
-        Args:
-            sharding ([`ShardingSettings`]):
-                The settings. All holders divide a shard where their number is no multiple of `shard_size`, as may be
-                that of tied parameters.
-            trainable (`bool`): Whether the parameter gets a gradient.
-        """
+        """Divides the optimizer's work on each shard among its holders (ZeRO), in stage 3 its values, too."""
+        # what several pipeline stages use, such as tied embeddings, is gathered by none of them alone, so only the
+        # optimizer's work is divided
         is_in_one_stage = len({(name, index) for name, _, index in self.stages}) == 1
         zero_stage = sharding.zero_stage if is_in_one_stage else min(sharding.zero_stage, 1)
+        # stage 3 divides frozen parameters, too
         if zero_stage < (1 if trainable else 3):
             return self
         result: list[Shard] = []
         for shard in self.shards:
             count = len(shard.holders)
             size = sharding.shard_size or count
+            # all holders divide a shard where their number is no multiple of `shard_size`, as may be that of tied
+            # parameters
             size = size if count % size == 0 else count
             if size == 1:
                 result.append(shard)
@@ -235,13 +196,11 @@ def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Parameter
 def _tp_copies(
     parameter: ParameterSpec, tp_groups: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[tuple[Cut, ...], tuple[int, ...]]]:
-    """
-    The slices of a parameter on the ranks of each tp group. Where tp groups have unlike sizes, all of their borders
-    divide it, so that a rank of a smaller tp group has several slices.
-    """
+    """The slices of a parameter on the ranks of each tp group."""
     if parameter.tp_dim is None:
         yield from (((), (rank,)) for ranks in tp_groups for rank in ranks)
         return
+    # all borders of tp groups of unlike sizes divide it, so that a rank of a smaller one has several slices
     sizes = {len(ranks) for ranks in tp_groups}
     finest = math.lcm(*sizes)
     slices = []
@@ -277,37 +236,21 @@ def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, t
 def _tp_groups(
     plan: ParallelPlan, uses: Sequence[tuple[str, Sequence[int]]]
 ) -> tuple[tuple[StageKey, ...], list[tuple[int, ...]]]:
-    """
-    The stages that use a parameter, and their tp groups, that of the lowest first rank in front.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        uses (`Sequence[tuple[str, Sequence[int]]]`): Modules that use it, with the stage of each replica.
-    """
+    """The stages that use a parameter, and their tp groups, that of the lowest first rank in front."""
     keys = dict.fromkeys((name, replica, index) for name, table in uses for replica, index in enumerate(table))
     return tuple(keys), sorted({tp_group for key in keys for tp_group in plan.stage(*key).mesh})
 
 
 @dataclass(frozen=True)
 class SyncGroup:
-    """
-    Parameters whose gradients the same ranks sum together, or which they divide among them.
-
-    Args:
-        ranks (`tuple[int, ...]`): The ranks.
-        parameters (`tuple[str, ...]`): Names, in the order of the model.
-        stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) whose backwards must be done before.
-        shard_size (`int`, *optional*, defaults to 1):
-            Number of consecutive `ranks` that divide the sum of each parameter, since each of them updates a slice.
-        zero_stage (`int`, *optional*, defaults to 0):
-            In stages 2 and 3 gradients are summed in each backward, and the sum of the step is one between the groups
-            that divide them; in stage 3 the ranks divide the parameters themselves.
-    """
+    """Parameters whose gradients the same ranks sum together, or which they divide among them."""
 
     ranks: tuple[int, ...]
-    parameters: tuple[str, ...]
-    stages: tuple[StageKey, ...]
-    shard_size: int = 1
+    parameters: tuple[str, ...]  # names, in the order of the model
+    stages: tuple[StageKey, ...]  # (module, replica, stage) whose backwards must be done before
+    shard_size: int = 1  # consecutive `ranks` that divide the sum of each parameter, since each updates a slice
+    # 2 and 3 sum gradients in each backward, and the sum of the step is one between the groups that divide them; in
+    # stage 3 the ranks divide the parameters themselves
     zero_stage: int = 0
 
     @property
@@ -324,11 +267,7 @@ class SyncGroup:
 
 
 def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
-    """
-    The gradient sums of a step, in one order for all ranks; parameters on one rank and frozen ones are left out.
-
-    See [`sync_groups_of`].
-    """
+    """The gradient sums of a step, see [`sync_groups_of`], without frozen parameters and those on one rank."""
     shards = parameter_shards(spec, plan)
     trained = {name: shards[name] for name, parameter in spec.parameters.items() if parameter.trainable}
     return sync_groups_of(trained, list(plan.modules))
@@ -347,18 +286,14 @@ def frozen_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
 
 def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str]) -> list[SyncGroup]:
     """
-    The gradient sums of trained parameters: the holders of a shard sum theirs, all of them at once, so that all apply
-    the same bits. Sums stand in the order in which backwards end: from the last module to the first and, in each, from
-    the last stage to the first.
-
-    Args:
-        trained (`Mapping[str, ParameterShards]`): Parameter -> where it lives, in the order of the model.
-        modules (`Sequence[str]`): In topological order.
+    The gradient sums of trained parameters (in the order of the model) in one order for all ranks: that in which
+    backwards end, from the last of `modules` to the first and, in each, from the last stage to the first.
     """
     names: dict[tuple[tuple[StageKey, ...], tuple[int, ...], int, int], list[str]] = {}
     lists: dict[int, list[list[str]]] = {}  # of each object, which many parameters share
     for name, shards in trained.items():
         if id(shards) not in lists:
+            # all holders of a shard sum at once, so that all apply the same bits
             summed = dict.fromkeys(
                 (shards.stages, shard.holders, shard.zero_cut.num_slices if shard.zero_cut else 1, shards.zero_stage)
                 for shard in shards.shards

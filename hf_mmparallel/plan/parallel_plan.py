@@ -33,62 +33,31 @@ PARTLY = "partly"  # `trainable` in a plan file, for a stage with trained and fr
 
 @dataclass(frozen=True)
 class ContextSettings:
-    """
-    How the tokens of a row are distributed over the cp ranks of a mesh.
+    """How the tokens of a row are distributed over the cp ranks of a mesh, `context` in a plan file."""
 
-    Args:
-        method (`str`, *optional*, defaults to `"lpt"`):
-            How blocks are assigned to ranks: by attention work, the heaviest first (`"lpt"`), or one of the baselines
-            `"zigzag"`, `"contiguous"` and `"random"`.
-        mode (`str`, *optional*, defaults to `"auto"`):
-            `"row"` gathers the keys and values of the whole row, `"segments"` keeps samples that fit on one rank whole
-            and gathers keys and values of the others only, `"auto"` chooses the mode that is predicted to be faster.
-        block (`int`, *optional*, defaults to 128): Tokens per block; the kernels are tuned for 128.
-    """
-
-    method: str = "lpt"
-    mode: str = "auto"
-    block: int = 128
+    method: str = "lpt"  # how blocks are assigned to ranks, see `cp_method` of `ModulePlugin`
+    mode: str = "auto"  # which keys and values are gathered, see `cp_mode` of `ModulePlugin`
+    block: int = 128  # tokens per block; the kernels are tuned for 128
 
 
 @dataclass(frozen=True)
 class ShardingSettings:
-    """
-    What the data-parallel and context-parallel copies of a module divide among them (ZeRO).
+    """What the data- and context-parallel copies of a module divide (ZeRO), `sharding` in a plan file."""
 
-    Args:
-        zero_stage (`int`, *optional*, defaults to 0):
-            0 divides nothing, 1 the optimizer's state, 2 also the gradients, 3 also the weights.
-        shard_size (`int`, *optional*):
-            Number of copies that divide it, such as those of a node; other groups of as many copies repeat it
-            (hybrid sharding). All copies by default.
-        reshard_after_forward (`bool`, *optional*, defaults to `True`):
-            In ZeRO-3, whether the weights of a layer are freed after each forward and backward, and gathered again for
-            the next. If not, they stay gathered from the first forward of a step to its last backward.
-    """
-
-    zero_stage: int = 0
-    shard_size: int | None = None
+    zero_stage: int = 0  # 0 divides nothing, 1 the optimizer's state, 2 also the gradients, 3 also the weights
+    shard_size: int | None = None  # copies that divide it, such as those of a node; all copies by default
+    # whether ZeRO-3 frees the weights of a layer after each pass, see `ModulePlugin`
     reshard_after_forward: bool = True
 
 
 @dataclass(frozen=True)
 class StorageSettings:
-    """
-    In which precision and in which memory a module's optimizer and frozen weights are.
+    """Precision and memory of a module's optimizer and frozen weights, `storage` in a plan file."""
 
-    Args:
-        master_weights (`bool`, *optional*):
-            Whether the optimizer updates float32 copies of trained 16-bit weights. `None` means that it does.
-        offload_optimizer (`bool`, *optional*, defaults to `False`):
-            Whether the optimizer's state and step are on the CPU.
-        offload_params (`bool`, *optional*, defaults to `False`):
-            Whether the frozen weights of layers are in host memory.
-    """
-
+    # whether the optimizer updates float32 copies of trained 16-bit weights; `None`: it does
     master_weights: bool | None = None
-    offload_optimizer: bool = False
-    offload_params: bool = False
+    offload_optimizer: bool = False  # whether the optimizer's state and step are on the CPU
+    offload_params: bool = False  # whether the frozen weights of layers are in host memory
 
     @property
     def has_master_weights(self) -> bool:
@@ -110,8 +79,7 @@ class Stage:
         layers (`tuple[int, int]`): First layer, and one past the last layer.
         mesh (`tuple[tuple[int, ...], ...]`): Its ranks in `cp_size` tp groups of `tp_size`; `ranks` in a plan file.
         trainable (`bool`, *optional*, defaults to `True`): Whether any parameter of the stage gets a gradient.
-        partly_frozen (`bool`, *optional*, defaults to `False`):
-            Whether some of its parameters are frozen; a plan does not say which.
+        partly_frozen (`bool`, *optional*, defaults to `False`): Whether some are frozen; a plan does not say which.
     """
 
     layers: tuple[int, int]
@@ -187,10 +155,8 @@ class ModulePlan:
 
     @property
     def joint_replicas(self) -> int:
-        """
-        Number of consecutive replicas whose tasks of equal microbatch and chunk run at the same time, since their
-        ranks exchange gradients or weights in them (ZeRO-2 and ZeRO-3); 1 if each runs by itself.
-        """
+        """Number of consecutive replicas whose tasks of equal microbatch and chunk run at the same time."""
+        # in ZeRO-2 and ZeRO-3 their ranks exchange gradients or weights in tasks
         if self.sharding.zero_stage < 2:
             return 1
         copies = self.dp_size * self.cp_size
@@ -235,15 +201,13 @@ class ParallelPlan:
     Args:
         modules (`Mapping[str, ModulePlan]`): In topological order: encoders, then the language model.
         edges (`tuple[Edge, ...]`): The boundaries between modules.
-        schedule (`str`, *optional*, defaults to `"1f1b"`):
-            `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
-            `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): See [`MultimodalParallelPlugin`].
         num_microbatches (`int`, *optional*, defaults to 1):
             Microbatches of each language-model replica in a full global batch; their mean, rounded up, if
             `replica_microbatches` is given, whatever is passed.
         replica_microbatches (`tuple[int, ...]`, *optional*):
-            Microbatches of each language-model replica in a full global batch; `num_microbatches` for each by default.
-            Smaller global batches have fewer in the same proportions, see [`~ParallelPlan.microbatches_for`].
+            The same for each of these replicas; `num_microbatches` for each by default. Smaller global batches have
+            fewer in the same proportions, see [`~ParallelPlan.microbatches_for`].
         microbatch_assignment (`str`, *optional*):
             How the samples of a global batch are assigned to microbatches, if the plan comes from a search: the
             default of the Trainer's argument of the same name.
@@ -275,21 +239,14 @@ class ParallelPlan:
         return sum(self.microbatch_counts)
 
     def microbatches_for(self, total: int) -> tuple[int, ...]:
-        """
-        Microbatches of each language-model replica in a global batch of another size: at least `total` together, in
-        the proportions of a full one, at least one each.
-
-        Args:
-            total (`int`): Microbatches that the global batch needs, at least 1.
-        """
+        """Microbatches of each language-model replica in a global batch that needs `total` (at least 1) in all."""
+        # in the proportions of a full one, at least one each
         return tuple(-(-count * total // self.total_microbatches) for count in self.microbatch_counts)
 
     def served_replicas(self, module: str, replica: int) -> range:
-        """
-        The language-model replicas that a replica of `module` works with, if replicas form as many groups as divide
-        the numbers of replicas of both; a replica of the language model itself works alone.
-        """
+        """The language-model replicas that a replica of `module` works with, one of the language model alone."""
         num_replicas, dp_size = self.modules[LANGUAGE_MODEL].dp_size, self.modules[module].dp_size
+        # replicas form as many groups as divide the numbers of replicas of both
         groups = math.gcd(num_replicas, dp_size)
         served = num_replicas // groups
         first = replica // (dp_size // groups) * served
@@ -317,12 +274,7 @@ class ParallelPlan:
         return tuple(name for name in self.modules if name in targets)
 
     def part(self, members: Collection[tuple[str, int]]) -> ParallelPlan:
-        """
-        The plan with the stages of some replicas only. Replica indices and ranks do not change.
-
-        Args:
-            members (`Collection[tuple[str, int]]`): (module, replica) of the replicas that are kept.
-        """
+        """The plan with the stages of some (module, replica) only; replica indices and ranks do not change."""
         replicas: dict[str, list[tuple[Stage, ...]]] = {name: [()] * m.dp_size for name, m in self.modules.items()}
         for name, replica in members:
             replicas[name][replica] = self.modules[name].replicas[replica]
@@ -440,7 +392,6 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
 
 
 def _read_module(data: Any, name: str) -> ModulePlan:
-    """Reads the layout of one module."""
     what = f"Module `{name}` of the plan"
     data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context", "sharding", "storage"])
     context = read_mapping(data.get("context", {}), f"`context` of `{name}`", (), ["method", "mode", "block"])
@@ -469,7 +420,6 @@ def _read_module(data: Any, name: str) -> ModulePlan:
 
 
 def _read_stage(data: Any, what: str) -> Stage:
-    """Reads one stage."""
     data = read_mapping(data, what, ["layers", "ranks"], ["trainable"])
     layers = tuple(read_count(n, f"A layer of {what}") for n in read_list(data["layers"], f"`layers` of {what}"))
     if len(layers) != 2 or layers[0] >= layers[1]:

@@ -15,7 +15,8 @@ _REQUIRED = ("gpu_type", "dtype", "seq_len", "image_tokens", "seed", "num_sample
 @dataclass(frozen=True)
 class PlannedFor:
     """
-    What a plan was made for, stored beside it, so that its prediction can be repeated.
+    What a plan was made for, stored beside it, so that its prediction can be repeated; raises `ValueError` for wrong
+    types.
 
     Args:
         gpu_type (`str`, *optional*, defaults to `"h100"`): Device of each rank.
@@ -29,9 +30,6 @@ class PlannedFor:
         image_tokens (`int`, *optional*, defaults to 576): Tokens per sample in each encoder, without a dataset.
         num_samples (`int`, *optional*, defaults to 4096): Maximum number of measured samples of a dataset.
         seed (`int`, *optional*, defaults to 0): Seed of the drawn samples.
-
-    Raises:
-        `ValueError`: For values of a wrong type.
     """
 
     gpu_type: str = "h100"

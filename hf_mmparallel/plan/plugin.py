@@ -32,8 +32,8 @@ CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode",
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
 NOT_SEARCHED = ("deepspeed",)
+# settings that a finished plan contains; the others are written beside the plan
 HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
-"""Settings that a finished plan contains; the others are written beside the plan."""
 
 
 @dataclass
@@ -49,8 +49,8 @@ class ModulePlugin:
             Context-parallel ranks, which share the tokens of a microbatch; language model only. Above 1 the samples
             are packed into one row, and the attention function is `"bitfield"`.
         cp_method (`str`, *optional*, defaults to `"lpt"`):
-            How tokens are assigned to ranks: balanced by attention work (`"lpt"`), or one of the baselines
-            `"zigzag"`, `"contiguous"` and `"random"`.
+            How tokens are assigned to ranks: by attention work, the heaviest block first (`"lpt"`), or one of the
+            baselines `"zigzag"`, `"contiguous"` and `"random"`.
         cp_mode (`str`, *optional*, defaults to `"auto"`):
             `"row"` gathers all keys and values, `"segments"` only those of samples that are split over ranks; `"auto"`
             chooses the mode that is predicted to be faster.
@@ -59,11 +59,8 @@ class ModulePlugin:
         freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
             `True` freezes the module with its projector, `"tower"` everything but the projector; other strings are
             regular expressions, searched for in parameter names.
-        activation_checkpointing (`bool`, *optional*, defaults to `False`):
-            Whether to recompute the activations of each layer in the backward pass.
-        colocate_with (`str`, *optional*):
-            Name of another module whose ranks this one shares, stage by stage. Its sizes are then those of that
-            module.
+        activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
+        colocate_with (`str`, *optional*): Another module whose ranks and sizes this one shares, stage by stage.
         peft_config (*optional*): `peft` config, or its dict, of the adapters in this module.
         attn_implementation (`str`, *optional*): Attention function, set in this module's config.
         zero_stage (`int`, *optional*, defaults to 0):
@@ -71,8 +68,8 @@ class ModulePlugin:
             state, its step and the sum of its gradients (1); also the gradients, which are summed in each backward
             (2); also the weights, which are gathered layer by layer in each forward and backward (3).
         shard_size (`int`, *optional*):
-            Number of copies that divide it, such as those of a node; other groups of as many copies repeat it. All
-            copies by default.
+            Number of copies that divide it, such as those of a node; other groups of as many copies repeat it (hybrid
+            sharding). All copies by default.
         reshard_after_forward (`bool`, *optional*, defaults to `True`):
             In ZeRO-3, whether the weights of a layer are freed after each forward and backward, and gathered again for
             the next. If not, they stay gathered from the first forward of a step to its last backward: fewer bytes
@@ -85,8 +82,7 @@ class ModulePlugin:
             Whether the optimizer's state of this module is in host memory and its step runs on the CPU; Adam and AdamW
             only. With `deepspeed` installed the step is that of `DeepSpeedCPUAdam`.
         offload_params (`bool`, *optional*, defaults to `False`):
-            Whether the frozen weights of this module's layers are in host memory and come to the device layer by
-            layer, one layer ahead of its use.
+            Whether the frozen weights of layers are in host memory and come to the device one layer ahead of use.
         deepspeed (`str` or `dict`, *optional*):
             DeepSpeed configuration, as the path of its JSON file or as a dict. Its ZeRO stage and the offloading of
             its optimizer become settings of this module; batch sizes, clipping, precision and optimizer in it must be
@@ -151,12 +147,7 @@ class ModulePlugin:
             )
 
     def _read_deepspeed(self) -> None:
-        """
-        Takes the settings of a DeepSpeed configuration.
-
-        Raises:
-            `ValueError`: If it asks for another value than one that is given beside it.
-        """
+        """Takes the settings of a DeepSpeed configuration, unless one contradicts a given one."""
         if self.deepspeed is None:
             return
         self.deepspeed = read_deepspeed(self.deepspeed)
@@ -310,8 +301,7 @@ class MultimodalParallelPlugin:
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
             Defaults to `"1f1b"`; with `auto` the search chooses it.
         num_microbatches (`int`, *optional*):
-            Microbatches of each language-model replica, for plans without a Trainer. The Trainer computes it from the
-            batch sizes.
+            Microbatches of each language-model replica, for plans without a Trainer, which computes it itself.
         plan (`ParallelPlan`, *optional*): A finished plan; `modules` may then contain settings, but no sizes.
         auto (`bool`, *optional*, defaults to `False`):
             Whether the Trainer searches for the best plan for the model, the dataset and the launched ranks. Sizes
@@ -378,12 +368,7 @@ class MultimodalParallelPlugin:
         self.check_searched("leave `auto=True` out and lay out all modules")
 
     def check_searched(self, remedy: str) -> None:
-        """
-        Raises `ValueError` for a setting of a module that a search chooses by itself or knows nothing of.
-
-        Args:
-            remedy (`str`): What to do to keep the setting.
-        """
+        """Raises `ValueError` for a setting that a search can't keep; `remedy` says what to do to keep it."""
         default = ModulePlugin()
         for name, module in self.modules.items():
             for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
@@ -476,11 +461,6 @@ def layout_data(
 ) -> dict[str, Any]:
     """
     The value of `parallel=` that repeats a run.
-
-    Args:
-        plan (`ParallelPlan`): The plan of the run.
-        modules (`Mapping[str, ModulePlugin]`): The settings of its modules.
-        planned_for (`PlannedFor`, *optional*): What the plan was made for.
 
     Returns:
         `dict`: The plan and, under `modules`, the settings that a plan does not contain, such as `freeze`. The plan

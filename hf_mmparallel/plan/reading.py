@@ -20,16 +20,8 @@ def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) ->
 
 def read_mapping(value: Any, what: str, needed: Sequence[str] = (), known: Sequence[str] | None = None) -> Mapping:
     """
-    Checks that a value is a mapping with the right keys, and returns it.
-
-    Args:
-        value: The value.
-        what (`str`): Its name in error messages.
-        needed (`Sequence[str]`, *optional*): Required keys.
-        known (`Sequence[str]`, *optional*): Optional keys; any key is allowed when left out.
-
-    Raises:
-        `ValueError`: For a wrong type, an unknown key or a missing key.
+    Returns a mapping with all `needed` keys and no others but `known` ones, which are any by default; raises
+    `ValueError` for anything else.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is `{value!r}`; it must be a mapping of keys to values.")

@@ -15,12 +15,7 @@ from .schedules import Schedule
 
 
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
-    """
-    Layer range of each stage; extra layers go to the first stages.
-
-    Raises:
-        `ValueError`: If there are more stages than layers, or `layers_per_stage` does not add up to `num_layers`.
-    """
+    """Layer range of each stage, extra layers in the first ones; raises `ValueError` if they don't add up."""
     pp_size = plugin.pp_size
     if pp_size > num_layers:
         raise ValueError(
@@ -135,13 +130,6 @@ def resolve_plan(
     Modules get consecutive ranks in the order of `spec`. Within a module the replica varies slowest, then the stage,
     the cp rank and the tp rank, so that the ranks that communicate most are neighbours.
 
-    Args:
-        spec (`ModelSpec`): The model.
-        plugins (`Mapping[str, ModulePlugin]`): Settings by module; modules left out get one rank.
-        world_size (`int`, *optional*): Number of launched ranks; checked if given.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
-        num_microbatches (`int`, *optional*, defaults to 1): Microbatches of each language-model replica.
-
     Raises:
         `ValueError`: For sizes that do not fit the model or the number of ranks.
     """
@@ -227,12 +215,7 @@ def check_world_size(plan: ParallelPlan, world_size: int) -> None:
 
 
 def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
-    """
-    Checks a finished plan against the model.
-
-    Raises:
-        `ValueError`: If modules, edges, layers or ranks do not match.
-    """
+    """Raises `ValueError` unless modules, edges, layers and ranks of a finished plan match the model."""
     reject_unknown_keys("The model", list(plan.modules), list(spec.modules))
     missing = [name for name in spec.modules if name not in plan.modules]
     if missing:
@@ -289,10 +272,7 @@ def _check_replica_microbatches(plan: ParallelPlan) -> None:
 
 
 def _check_meshes(name: str, module: ModulePlan) -> None:
-    """
-    Raises `ValueError` unless all stages have meshes of one number of rows, without duplicate ranks, and each rank has
-    the same place in all of them.
-    """
+    """Raises `ValueError` unless meshes have equally many rows, and each rank has one place in all of them."""
     meshes = [stage.mesh for _, _, stage in module.stages()]
     if not meshes:
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
@@ -327,15 +307,8 @@ def _check_meshes(name: str, module: ModulePlan) -> None:
 
 def check_tp_sizes(spec: ModuleSpec, module: ModulePlan, tp_sizes: Sequence[int]) -> None:
     """
-    Checks what stages with tp groups of unlike sizes can't have; a single size has no limits.
-
-    Args:
-        spec ([`ModuleSpec`]): The module.
-        module ([`ModulePlan`]): Its settings.
-        tp_sizes (`Sequence[int]`): Sizes of tp groups, in one plan or in plans that follow each other.
-
-    Raises:
-        `ValueError`: For ZeRO, context parallelism, and a matrix of which not all borders are those of equal slices.
+    Raises `ValueError` for what stages with tp groups of unlike sizes, in one plan or in plans that follow each other,
+    can't have: ZeRO, context parallelism, and a matrix of which not all borders are those of equal slices.
     """
     if len(tp_sizes) == 1:
         return
@@ -362,14 +335,7 @@ def check_tp_sizes(spec: ModuleSpec, module: ModulePlan, tp_sizes: Sequence[int]
 
 
 def frozen_as_planned(spec: ModelSpec, plugin: MultimodalParallelPlugin) -> ModelSpec:
-    """
-    Freezes the parameters of stages with `trainable: false` in a finished plan, unless `freeze` of the module is set
-    beside the plan.
-
-    Args:
-        spec (`ModelSpec`): The model.
-        plugin (`MultimodalParallelPlugin`): The plan, if any, and the settings beside it.
-    """
+    """Freezes stages with `trainable: false` in a finished plan, unless `freeze` is set beside the plan."""
     if plugin.plan is None:
         return spec
     frozen: set[str] = set()

@@ -17,20 +17,11 @@ class SchedulePolicy:
     A step has phases: a rank starts no task of a phase before it has finished its tasks of earlier phases. The
     dependencies of a task are never in a later phase, so phases can't deadlock. Within a phase the order comes from a
     simulation that limits the number of microbatches in flight.
-
-    Args:
-        encoders (`tuple[int, int]`, *optional*, defaults to `(0, 0)`):
-            Phases of the encoders' forwards and backwards.
-        others (`tuple[int, int]`, *optional*, defaults to `(0, 0)`):
-            Phases of the forwards and backwards of the language model and of generators.
-        fills_memory (`bool`, *optional*, defaults to `False`):
-            Whether as many microbatches are in flight as fit into memory, rather than the fewest that keep all stages
-            busy.
     """
 
-    encoders: tuple[int, int] = (0, 0)
-    others: tuple[int, int] = (0, 0)
-    fills_memory: bool = False
+    encoders: tuple[int, int] = (0, 0)  # phases of the encoders' forwards and backwards
+    others: tuple[int, int] = (0, 0)  # phases of the forwards and backwards of the language model and of generators
+    fills_memory: bool = False  # as many microbatches in flight as fit, not the fewest that keep all stages busy
 
     def phases(self, is_encoder: bool) -> tuple[int, int]:
         """Phases of a module's forwards and of its backwards."""
@@ -47,12 +38,12 @@ class SchedulePolicy:
         return len({*self.encoders, *self.others}) == 1
 
 
+# Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2).
 POLICIES: Mapping[Schedule, SchedulePolicy] = {
     "1f1b": SchedulePolicy(),
     "gpipe": SchedulePolicy(encoders=(0, 1), others=(0, 1)),
     "eager": SchedulePolicy(fills_memory=True),
     "encoders_first": SchedulePolicy(encoders=(0, 2), others=(1, 1)),
 }
-"""Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2)."""
 
 SCHEDULES = tuple(POLICIES)

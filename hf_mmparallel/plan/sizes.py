@@ -12,23 +12,13 @@ from .model_spec import LANGUAGE_MODEL
 
 @dataclass(frozen=True)
 class SampleSizes:
-    """
-    Token counts of the samples of a global batch, known before the samples are read.
+    """Token counts of the samples of a global batch, known before the samples are read."""
 
-    Args:
-        tokens (`Mapping[str, np.ndarray]`):
-            Module -> int64 `[samples]`: tokens of each sample in the module's layers; 0 if the sample has no input for
-            the module, such as a sample without images.
-        squares (`Mapping[str, np.ndarray]`):
-            Module -> float64 `[samples]`: sum of the squared lengths of the sample's attention sequences (its images,
-            for example).
-        known (`bool`, *optional*, defaults to `True`):
-            Whether the sizes were measured. Otherwise all samples count the same, and any sample may have inputs for
-            each module.
-    """
-
+    # module -> int64 (samples,) in its layers; 0 if a sample has no input for it, such as no images
     tokens: Mapping[str, np.ndarray]
+    # module -> float64 (samples,) sum of the squared lengths of attention sequences, such as images
     squares: Mapping[str, np.ndarray]
+    # whether sizes were measured; if not, all samples count the same, and any may have inputs for each module
     known: bool = True
 
     @property
@@ -54,14 +44,7 @@ class SampleSizes:
 
     @classmethod
     def of_sequences(cls, lengths: Mapping[str, Sequence[Sequence[int]]]) -> SampleSizes:
-        """
-        Sizes from sequence lengths.
-
-        Args:
-            lengths (`Mapping[str, Sequence[Sequence[int]]]`):
-                Module -> for each sample, its sequence lengths (one for the language model, one per image for an
-                encoder).
-        """
+        """Sizes from the sequence lengths of each sample: one in the language model, one per image in encoders."""
         return cls(
             {name: np.array([sum(s) for s in samples], dtype=np.int64) for name, samples in lengths.items()},
             {name: np.array([sum(n * n for n in s) for s in samples], float) for name, samples in lengths.items()},
@@ -85,11 +68,6 @@ def typical_batches(sizes: SampleSizes, global_batch_size: int, seed: int) -> li
     """
     The global batches that predictions are the mean of: a search, the commands and the Trainer have the same. Samples
     are drawn at random, each as often as the others where there are too few.
-
-    Args:
-        sizes (`SampleSizes`): Sizes of samples of the dataset.
-        global_batch_size (`int`): Samples of a step.
-        seed (`int`): Seed.
     """
     count, whole = sizes.num_samples, np.arange(sizes.num_samples)
     batches = []
@@ -101,28 +79,18 @@ def typical_batches(sizes: SampleSizes, global_batch_size: int, seed: int) -> li
 
 @dataclass(frozen=True)
 class Workloads:
-    """
-    Computation times and token counts of a global batch, by which its samples are arranged into microbatches. Arrays
-    are indexed by batch index.
+    """Computation times and token counts of a global batch, by which its samples are arranged into microbatches."""
 
-    Args:
-        forward_ms (`Mapping[str, np.ndarray]`):
-            Module -> float64 `[samples]`: forward time of each sample through the whole module on one rank; 0 if the
-            sample has no input for the module. Such samples are in no microbatch of an encoder.
-        backward_ratio (`Mapping[str, float]`): Module -> backward time / forward time, 0 without a backward.
-        tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
-        token_limits (`Mapping[str, int]`):
-            Module -> maximum tokens per microbatch, from the user's setting or the memory limit; no limit for modules
-            left out. A sample with more tokens gets a microbatch of its own.
-        row_ms (`np.ndarray` of shape `[samples]`, *optional*):
-            Forward time of each sample in a padded microbatch of the language model, with a dense mask. `None` if
-            samples are packed or have equal lengths, where a sample in a microbatch takes as long as alone.
-    """
-
+    # module -> float64 (samples,) time through the whole module on one rank; 0 if a sample has no input for it, and
+    # then it is in no microbatch of an encoder
     forward_ms: Mapping[str, np.ndarray]
-    backward_ratio: Mapping[str, float]
-    tokens: Mapping[str, np.ndarray]
+    backward_ratio: Mapping[str, float]  # module -> backward time / forward time, 0 without a backward
+    tokens: Mapping[str, np.ndarray]  # module -> int64 (samples,)
+    # module -> maximum tokens per microbatch, from the user's setting or the memory limit; no limit for modules left
+    # out; a sample with more tokens gets a microbatch of its own
     token_limits: Mapping[str, int]
+    # (samples,) forward time in a padded microbatch of the language model, with a dense mask; `None` if samples are
+    # packed or have equal lengths, where one in a microbatch takes as long as alone
     row_ms: np.ndarray | None = None
 
     @property
@@ -130,10 +98,8 @@ class Workloads:
         return len(next(iter(self.forward_ms.values())))
 
     def tokens_of_limit(self, module: str) -> np.ndarray:
-        """
-        Tokens of each sample that count against `token_limits`, int64 `[samples]`: at most the limit, so that a
-        larger sample fills a microbatch by itself.
-        """
+        """Tokens of each sample that count against `token_limits`, int64 `[samples]`."""
+        # at most the limit, so that a larger sample fills a microbatch by itself
         return np.minimum(self.tokens[module], self.token_limits[module])
 
     def take(self, batch_indices: Sequence[int] | np.ndarray) -> Workloads:
@@ -146,17 +112,8 @@ class Workloads:
 
     def microbatch_ms(self, module: str, batch_indices: np.ndarray, microbatch: np.ndarray, count: int) -> np.ndarray:
         """
-        Forward time of each microbatch through a whole module on one rank. In a padded microbatch of the language
-        model all rows have the length of the longest; rows of equal length need no dense mask.
-
-        Args:
-            module (`str`): The module.
-            batch_indices (`np.ndarray` of shape `[n]`): Batch indices of the samples.
-            microbatch (`np.ndarray` of shape `[n]`): Microbatch of each sample.
-            count (`int`): Number of microbatches.
-
-        Returns:
-            `np.ndarray`: Milliseconds, float64 `[count]`; 0 for a microbatch without samples.
+        Forward time in ms, float64 `[count]`, of microbatches through a whole module on one rank, from the microbatch
+        of each of `batch_indices`; 0 for one without samples.
         """
         alone = np.bincount(microbatch, self.forward_ms[module][batch_indices], count).astype(float)
         if module != LANGUAGE_MODEL or self.row_ms is None:
@@ -164,6 +121,7 @@ class Workloads:
         longest, shortest = np.zeros(count), np.full(count, np.inf)
         np.maximum.at(longest, microbatch, self.row_ms[batch_indices])
         np.minimum.at(shortest, microbatch, self.row_ms[batch_indices])
+        # all padded rows have the length of the longest one; rows of equal length need no dense mask
         return np.where(longest > shortest, longest * np.bincount(microbatch, minlength=count), alone)
 
     @classmethod

@@ -18,50 +18,29 @@ BatchIndices = tuple[int, ...]
 
 
 def turn_of(index: Any, count: Any, turns: Any) -> Any:
-    """
-    Turn, of `turns`, of microbatch `index` if the `count` microbatches of a replica are spread evenly over turns.
-    """
+    """Turn of microbatch `index` if the `count` microbatches of a replica are spread evenly over `turns`."""
     return (2 * index + 1) * turns // (2 * count)
 
 
 @dataclass(frozen=True)
 class SampleLocations:
-    """
-    Replica and microbatch of the batch indices of a module.
-
-    Args:
-        batch_indices (`np.ndarray` of shape `[samples]`): Batch indices.
-        replica (`np.ndarray` of shape `[samples]`): Replica of each batch index.
-        microbatch (`np.ndarray` of shape `[samples]`): Index of its microbatch within the replica.
-        microbatch_index (`np.ndarray` of shape `[samples]`):
-            Index of its microbatch among the microbatches of all these replicas.
-    """
+    """Replica and microbatch of the batch indices of a module, `[samples]` each."""
 
     batch_indices: NDArray
     replica: NDArray
-    microbatch: NDArray
-    microbatch_index: NDArray
+    microbatch: NDArray  # within the replica
+    microbatch_index: NDArray  # among the microbatches of all these replicas
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """
-    Chunks of a module as arrays, ordered by replica and microbatch.
+    """Chunks of a module as arrays, ordered by replica and microbatch."""
 
-    Args:
-        replica (`np.ndarray` of shape `[chunks]`): Replica of each chunk.
-        microbatch (`np.ndarray` of shape `[chunks]`): Microbatch of each chunk.
-        chunk (`np.ndarray` of shape `[chunks]`): Index of each chunk in its microbatch.
-        batch_indices (`np.ndarray` of shape `[samples]`): Batch indices of all chunks.
-        chunk_of (`np.ndarray` of shape `[samples]`):
-            For each of `batch_indices`, the index of its chunk in the arrays above.
-    """
-
-    replica: NDArray
-    microbatch: NDArray
-    chunk: NDArray
-    batch_indices: NDArray
-    chunk_of: NDArray
+    replica: NDArray  # (chunks,)
+    microbatch: NDArray  # (chunks,)
+    chunk: NDArray  # (chunks,) in its microbatch
+    batch_indices: NDArray  # (samples,) of all chunks
+    chunk_of: NDArray  # (samples,) for each of `batch_indices`, the index of its chunk in the arrays above
 
     def find(self, replica: NDArray, microbatch: NDArray, chunk: NDArray) -> NDArray:
         """Indices in the arrays of chunks, given by replica, microbatch and chunk; -1 for those without samples."""
@@ -81,22 +60,14 @@ class StepPlan:
     that works for several replicas of the language model counts in turns, as many as the largest number of
     microbatches among these replicas, over which the microbatches of each are spread evenly; see
     [`StepPlan.consumer_turns`].
-
-    Args:
-        samples (`tuple[int, ...]`):
-            Dataset indices in the sampler's order. A sample's *batch index* is its index here.
-        microbatches (`Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]]`):
-            Module -> replica -> microbatch -> its batch indices.
-        targets (`Mapping[str, tuple[str, ...]]`): Module -> the consumers of its features.
-        epoch (`int`, *optional*, defaults to 0): The epoch of the samples.
-        whole (`StepPlan`, *optional*):
-            For a part of a step ([`~StepPlan.part`]), the whole step, which has the locations of all batch indices.
     """
 
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # dataset indices in the sampler's order; a sample's *batch index* is its index here
+    # module -> replica -> microbatch -> its batch indices
     microbatches: Mapping[str, tuple[tuple[BatchIndices, ...], ...]]
-    targets: Mapping[str, tuple[str, ...]]
+    targets: Mapping[str, tuple[str, ...]]  # module -> the consumers of its features
     epoch: int = 0
+    # for a part of a step, the whole step, which has the locations of all batch indices
     whole: StepPlan | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -106,10 +77,7 @@ class StepPlan:
 
     @cached_property
     def locations(self) -> dict[str, tuple[NDArray, NDArray]]:
-        """
-        Module -> replica and microbatch of every batch index, int64 `[num_samples]` each; -1 for a batch index that is
-        not in the module. For a part of a step, the locations in the whole step.
-        """
+        """Module -> replica and microbatch of every batch index, int64 `[num_samples]` each; -1 for one not in it."""
         if self.whole is not None:
             return self.whole.locations
         return {module: self._locations(replicas) for module, replicas in self.microbatches.items()}
@@ -134,16 +102,8 @@ class StepPlan:
 
     def consumer_turns(self, module: str, replica: int, target: str) -> dict[int, int]:
         """
-        The turns in which `target` consumes the outputs of a replica of `module`.
-
-        Args:
-            module (`str`): The producer: an encoder, or the language model in front of a generator.
-            replica (`int`): Replica of the producer.
-            target (`str`): The consumer.
-
-        Returns:
-            `dict[int, int]`: Batch index -> turn, in the order of the replica's batch indices. The number of turns is
-            the largest number of microbatches among the replicas of `target` that this replica feeds.
+        Batch index of a replica of `module` -> the turn in which `target` consumes its output; there are as many turns
+        as the largest number of microbatches among the replicas of `target` that this replica feeds.
         """
         samples = self.batch_indices_of(module, [replica])
         used, turns, _ = self.turns(samples, target)
@@ -151,10 +111,7 @@ class StepPlan:
 
     @cached_property
     def chunks(self) -> _Chunks:
-        """
-        (module, replica, microbatch) -> its chunks, each with its own forward and backward: those of
-        [`~StepPlan.chunk_table`], which are computed for a replica on first access.
-        """
+        """(module, replica, microbatch) -> its chunks, each with a forward and a backward of its own."""
         return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
 
     def chunk(self, module: str, replica: int, microbatch: int, index: int) -> BatchIndices:
@@ -165,21 +122,15 @@ class StepPlan:
 
     def chunk_table(self, module: str, replicas: Sequence[int]) -> ChunkTable:
         """
-        The chunks of several replicas of a module as arrays.
-
-        An encoder's microbatch is split into chunks by the turn in which its features are consumed; samples that
-        nothing consumes have the microbatch's index in place of a turn. A microbatch without samples has no chunks. A
-        microbatch of the language model is one chunk.
-
-        Args:
-            module (`str`): The module.
-            replicas (`Sequence[int]`): Its replicas, in ascending order.
+        The chunks of several replicas (ascending) of a module: an encoder's microbatch is split by the turn in which
+        its features are consumed; one without samples has no chunks, and one of the language model is one chunk.
         """
         samples = self.batch_indices_of(module, replicas)
         key = np.full(len(samples.batch_indices), -1)
         for target in self.targets.get(module, ()) if module != LANGUAGE_MODEL else ():
             used, turns, _ = self.turns(samples, target)
             key[used] = np.maximum(key[used], turns)
+        # samples that nothing consumes have the microbatch's index in place of a turn
         key = np.where(key < 0, samples.microbatch, key)
         width = int(key.max(initial=0)) + 1
         cells, chunk_of = np.unique(samples.microbatch_index * width + key, return_inverse=True)
@@ -191,13 +142,7 @@ class StepPlan:
         return ChunkTable(replica, microbatch, chunk, samples.batch_indices, chunk_of)
 
     def batch_indices_of(self, module: str, replicas: Sequence[int]) -> SampleLocations:
-        """
-        The batch indices of several replicas of a module, ordered by microbatch.
-
-        Args:
-            module (`str`): The module.
-            replicas (`Sequence[int]`): Its replicas, in ascending order.
-        """
+        """The batch indices of several replicas (ascending) of a module, ordered by microbatch."""
         chosen = [self.microbatches[module][replica] for replica in replicas]
         counts = np.fromiter(map(len, chosen), np.int64, len(chosen))
         microbatches = list(chain.from_iterable(chosen))
@@ -210,15 +155,8 @@ class StepPlan:
 
     def turns(self, given: SampleLocations, target: str) -> tuple[NDArray, NDArray, NDArray]:
         """
-        [`~StepPlan.consumer_turns`] for many replicas at once.
-
-        Args:
-            given ([`SampleLocations`]): Replica and microbatch of the producer's batch indices.
-            target (`str`): The consumer.
-
-        Returns:
-            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Positions in `given` of the samples that `target` consumes,
-            and for each of them its turn and the number of turns.
+        [`~StepPlan.consumer_turns`] for many replicas at once: positions in `given` of the samples that `target`
+        consumes, and for each of them its turn and the number of turns.
         """
         consumers, indices = (location[given.batch_indices] for location in self.locations[target])
         used = np.flatnonzero(consumers >= 0)
@@ -234,13 +172,8 @@ class StepPlan:
         return list(compress(range(len(replicas)), replicas))
 
     def part(self, members: Collection[tuple[str, int]]) -> StepPlan:
-        """
-        The step with the microbatches of some replicas only. Replica indices and batch indices do not change.
-
-        Args:
-            members (`Collection[tuple[str, int]]`):
-                (module, replica) of the replicas that are kept, which include all that they exchange tensors with.
-        """
+        """The step with the microbatches of some (module, replica) only; its indices do not change."""
+        # members include all that they exchange tensors with
         of_members: dict[str, list[tuple[BatchIndices, ...]]] = {
             name: [()] * len(all_) for name, all_ in self.microbatches.items()
         }
