@@ -27,10 +27,10 @@ LastChunks = Callable[[str, NDArray], NDArray]
 class SumTimes:
     """Times of the buckets of gradient sums, from the end of the last backward without communication beside it."""
 
-    index: NDArray  # [buckets] the sum of each
-    start_ms: NDArray  # [buckets] negative beside the backward
-    end_ms: NDArray  # [buckets]
-    exposed_ms: NDArray  # [buckets] what each adds to the step
+    index: NDArray  # (buckets,) the sum of each
+    start_ms: NDArray  # (buckets,) negative beside the backward
+    end_ms: NDArray  # (buckets,)
+    exposed_ms: NDArray  # (buckets,) what each adds to the step
     computed_ms: float  # end of the backward, which communication slows down
 
 
@@ -63,9 +63,9 @@ class _Lane:
     """The buckets that a rank sums for the same stages, in order."""
 
     kinds: tuple[_StageKind, ...]
-    index: NDArray  # [buckets] the sum of each
-    layer: NDArray  # [buckets] the first of its layers; -1 if there are some in no layer
-    transfer_ms: NDArray  # [buckets]
+    index: NDArray  # (buckets,) the sum of each
+    layer: NDArray  # (buckets,) the first of its layers; -1 if there are some in no layer
+    transfer_ms: NDArray  # (buckets,)
 
 
 class GradientSumCosts:

@@ -84,11 +84,11 @@ class StageMemory:
     """
 
     state: RankMemory  # weights, gradients and optimizer state
-    saved: NDArray  # [entries, 3] bytes saved for the backward: per squared token, per token, constant
-    forward: NDArray  # [entries, 3] peak bytes in a forward, including saved activations
-    backward: NDArray  # [entries, 3] bytes in a backward besides saved activations
-    gradients: NDArray  # [entries] bytes of the gradients that the first backward allocates
-    # [entries] bytes of the largest gradient, which each backward allocates in its own dtype and in the accumulation
+    saved: NDArray  # (entries, 3) bytes saved for the backward: per squared token, per token, constant
+    forward: NDArray  # (entries, 3) peak bytes in a forward, including saved activations
+    backward: NDArray  # (entries, 3) bytes in a backward besides saved activations
+    gradients: NDArray  # (entries,) bytes of the gradients that the first backward allocates
+    # (entries,) bytes of the largest gradient, which each backward allocates in its own dtype and in the accumulation
     # dtype
     largest: NDArray
     input_bytes: float  # per token

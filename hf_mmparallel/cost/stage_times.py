@@ -58,10 +58,10 @@ def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[floa
 class LayerTable:
     """Milliseconds of the layers of a module in one layout, each a row, between the parts before and after them."""
 
-    forward: NDArray  # [num_layers + 2, 3] per squared token, per token, constant
-    backward: NDArray  # [num_layers + 2, 3] the same; zeros without a backward
-    launches: NDArray  # [num_layers + 2, 2] host times of a forward and a backward, which longer device times hide
-    windows: NDArray  # [num_layers + 2] size of the attention window in tokens; 0 for none
+    forward: NDArray  # (num_layers + 2, 3) per squared token, per token, constant
+    backward: NDArray  # (num_layers + 2, 3) the same; zeros without a backward
+    launches: NDArray  # (num_layers + 2, 2) host times of a forward and a backward, which longer device times hide
+    windows: NDArray  # (num_layers + 2,) size of the attention window in tokens; 0 for none
     is_causal: bool
 
     def sizes(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> NDArray:
@@ -254,9 +254,9 @@ class StageCost:
 class SharedPasses:
     """Layers of a stage with equal times in a pass that gathers weights or reduces gradients, by kind of layer."""
 
-    counts: NDArray  # [kinds] number of layers
+    counts: NDArray  # (kinds,) number of layers
     table: LayerTable  # one row for each kind
-    beside_ms: NDArray  # [kinds] communication beside the computation of such a layer
+    beside_ms: NDArray  # (kinds,) communication beside the computation of such a layer
     exposed_ms: float  # communication beside no computation
     overlap_efficiency: float  # relative compute speed beside communication
 
