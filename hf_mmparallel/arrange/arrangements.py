@@ -18,6 +18,7 @@ from .hierarchical import hierarchical, tapered
 Microbatches = Mapping[str, tuple[tuple[BatchIndices, ...], ...]]
 Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 
+# name in `ARRANGEMENT_POLICIES` -> function
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     "hierarchical": hierarchical,
     "tapered": tapered,
@@ -27,38 +28,25 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     "contiguous": contiguous,
     "sub_microbatches": sub_microbatches,
 }
-"""Name in [`ARRANGEMENT_POLICIES`] -> function."""
 
 
 def arrange_step(
     plan: ParallelPlan,
-    samples: Sequence[int],
+    samples: Sequence[int],  # dataset indices of the global batch, in the sampler's order
     workloads: Workloads,
-    microbatch_size: int,
-    arrangement: str | Arrangement = "hierarchical",
+    microbatch_size: int,  # mean samples of a microbatch of one language model replica
+    arrangement: str | Arrangement = "hierarchical",  # a name in `ARRANGEMENTS`, or a function with the same signature
     epoch: int = 0,
 ) -> StepPlan:
     """
-    Arranges a global batch. Its samples and its gradient do not depend on the arrangement, only the order does.
+    Arranges a global batch; only the order of its samples depends on the arrangement, not the gradient.
 
-    The function arranges encoders and the language model; generators have the language model's microbatches, see
-    [`generated`].
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
-        workloads (`Workloads`): Workloads of the samples.
-        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        arrangement (`str` or `Callable`, *optional*, defaults to `"hierarchical"`):
-            A name in [`ARRANGEMENTS`], or a function with the same signature.
-        epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
-
-    Raises:
-        `ValueError`: If a workload is negative or not finite.
+    Raises `ValueError` if a workload is negative or not finite.
     """
     _check_workloads(samples, workloads)
     arrange = ARRANGEMENTS[arrangement] if isinstance(arrangement, str) else arrangement
     arranged = arrange(plan, workloads, microbatch_size)
+    # `arrange` knows encoders and the language model only; generators have the language model's microbatches.
     arranged = {**arranged, **generated(plan, workloads, arranged[LANGUAGE_MODEL])}
     microbatches = {name: _with_work(arranged[name], workloads.forward_ms[name], name) for name in plan.modules}
     targets: dict[str, tuple[str, ...]] = {}
@@ -70,7 +58,7 @@ def arrange_step(
 
 
 def _with_work(replicas: tuple[tuple[BatchIndices, ...], ...], forward_ms: np.ndarray, name: str) -> Any:
-    """The microbatches of a module without samples that have no work in it; the language model has all samples."""
+    """Drops the samples that have no work in a module from its microbatches; the language model has all samples."""
     busy = np.asarray(forward_ms) > 0
     if name == LANGUAGE_MODEL or busy.all():
         return replicas

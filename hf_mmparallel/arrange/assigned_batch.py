@@ -31,35 +31,17 @@ _HEAVIEST = 16  # number of heaviest samples of a replica that are considered on
 
 @dataclass(frozen=True)
 class SamplePlacement:
-    """
-    Assignment of samples to replicas and microbatches.
+    """Assignment of samples to replicas and microbatches."""
 
-    Args:
-        counts (`numpy.ndarray` of shape `[replicas]`): Number of microbatches of each replica.
-        replica (`numpy.ndarray` of shape `[num_samples]`): Language model replica of each sample.
-        microbatch (`numpy.ndarray` of shape `[num_samples]`): Language model microbatch of each sample.
-        encoder (`tuple[numpy.ndarray, ...]`): For each group of colocated encoders, the microbatch `[num_samples]` of
-            each sample.
-        copy (`tuple[numpy.ndarray, ...]`): For each group of colocated encoders, the encoder replica `[num_samples]`
-            of each sample.
-    """
-
-    counts: NDArray
-    replica: NDArray
-    microbatch: NDArray
-    encoder: tuple[NDArray, ...]
-    copy: tuple[NDArray, ...]
+    counts: NDArray  # [replicas] number of microbatches
+    replica: NDArray  # [num_samples] language model replica
+    microbatch: NDArray  # [num_samples] language model microbatch
+    encoder: tuple[NDArray, ...]  # for each group of colocated encoders: [num_samples] microbatch
+    copy: tuple[NDArray, ...]  # for each group of colocated encoders: [num_samples] encoder replica
 
 
 class Batch:
-    """
-    A global batch with samples assigned to replicas, to be split into microbatches.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples.
-        total (`int`): Microbatches of all replicas.
-    """
+    """A global batch with samples assigned to replicas, to be split into microbatches (`total` on all replicas)."""
 
     def __init__(self, plan: ParallelPlan, workloads: Workloads, total: int):
         if workloads.row_ms is not None:
@@ -109,9 +91,7 @@ class Batch:
 
     @cached_property
     def totals(self) -> NDArray:
-        """
-        Work `[replicas, 1 + groups]` in the language model and in each group of colocated modules, generators last.
-        """
+        """Work `[replicas, 1 + groups]` in the language model and each group of colocated modules, generators last."""
         columns = [self.language, *self.work.T]
         return np.stack([np.bincount(self.replica, column, self.dp_size) for column in columns], axis=1)
 
@@ -124,10 +104,7 @@ class Batch:
         }
 
     def capacity(self, names: list[str], per_copy: bool = False) -> Capacity | None:
-        """
-        Limits of a microbatch of some modules: of an encoder replica if `per_copy`, otherwise its share of one replica
-        of the language model.
-        """
+        """Limits of a microbatch: of an encoder replica if `per_copy`, else its share of a language model replica."""
         names = [name for name in names if name in self.token_limits]
         if not names:
             return None
@@ -166,20 +143,16 @@ class Batch:
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
 
     def placed(
-        self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]
+        self,
+        bins: NDArray,  # [num_samples] language model microbatch in whose turn each sample is encoded, as far as known
+        microbatch: NDArray,  # [num_samples] language model microbatch
+        counts: NDArray,  # [replicas]
+        wanted: Mapping[int, Sizes],  # number of microbatches -> target sizes
     ) -> SamplePlacement:
         """
         Assigns the work of encoders and generators to their microbatches and replicas.
 
-        Args:
-            bins (`numpy.ndarray` of shape `[num_samples]`):
-                Microbatch of the language model in whose turn each sample is encoded, as far as known.
-            microbatch (`numpy.ndarray` of shape `[num_samples]`): Language model microbatch of each sample.
-            counts (`numpy.ndarray` of shape `[replicas]`): Number of microbatches of each replica.
-            wanted (`Mapping[int, Sizes]`): Number of microbatches -> their target sizes.
-
-        Raises:
-            `CapacityError`: If a microbatch does not fit.
+        Raises [`CapacityError`] if a microbatch does not fit.
         """
         max_count = int(counts.max())
         encoder = tuple(self._balanced(colocated, bins, microbatch, counts, wanted) for colocated in self.encoders)
@@ -194,17 +167,16 @@ class Batch:
             colocated.copies(self.replica, turn, max_count, self.capacity(list(colocated.modules), per_copy=True))
         return SamplePlacement(counts, self.replica, microbatch, encoder, copies)
 
-    def divide(self, sizes: Sizes, language_weight: float, spread: bool) -> tuple[NDArray, NDArray]:
+    def divide(
+        self,
+        sizes: Sizes,
+        language_weight: float,  # of exchanges, relative to an encoder
+        spread: bool,  # see `arrange_batch`
+    ) -> tuple[NDArray, NDArray]:
         """
         Splits the samples of replicas with equal numbers of microbatches.
 
-        Args:
-            sizes ([`Sizes`]): Target sizes of microbatches.
-            language_weight (`float`): Weight of the language model in exchanges, relative to an encoder.
-            spread (`bool`): See [`arrange_batch`].
-
-        Returns:
-            For each sample the microbatch of the language model in whose turn it is encoded, and its own microbatch.
+        Returns for each sample the language model microbatch in whose turn it is encoded, and its own microbatch.
         """
         encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
         count = len(encoder_sizes)
@@ -218,10 +190,7 @@ class Batch:
         return bins, bins + defer(self.replica * count + bins, self.language, nothing, targets, _SWEEPS, capacity)
 
     def _stratified(self, sizes: NDArray, language_sizes: NDArray, language_weight: float) -> NDArray:
-        """
-        Microbatch of each sample by its work in encoders and generators; samples without any are then assigned by the
-        language model's work.
-        """
+        """Microbatch of each sample by its work in encoders and generators; without any, by the language model's."""
         count, some = len(sizes), np.flatnonzero(self.busy)
         replica, work = self.replica[some], np.append(self.work[some], self.language[some, None], axis=1)
         sums = np.stack([_sums(replica, column, self.dp_size) for column in work.T], axis=1)
@@ -282,10 +251,7 @@ class Batch:
         return position[self.replica, bins]
 
     def spread_out(self, bins: NDArray, count: int) -> NDArray:
-        """
-        Reorders microbatches such that those of replicas with a shared encoder or generator fit together: largest
-        first, each to the position with the most free capacity.
-        """
+        """Reorders microbatches such that those of replicas with a shared encoder or generator fit together."""
         shared = [
             (name, colocated)
             for colocated in self.colocated
@@ -306,6 +272,7 @@ class Batch:
         groups = np.stack([self.members // colocated.num_served for _, colocated in shared])
         used, module = np.zeros((len(shared), self.all_replicas, count)), np.arange(len(shared))
         position, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
+        # largest first, each to the position with the most free capacity
         for index in np.argsort(-demand.max(axis=0), axis=None, kind="stable").tolist():
             replica, number = divmod(index, count)
             group = module, groups[:, replica]
@@ -316,13 +283,9 @@ class Batch:
         return position[self.replica, bins]
 
     def _soonest(self, order: NDArray, full: NDArray, bins: NDArray, language: NDArray) -> NDArray:
-        """
-        The order of pairs `[replicas, len(full)]` with the shortest estimated step of each replica, among random
-        orders.
-
-        Microbatches with a sample above their target size stall all stages. If two of them, of different modules, are
-        computed at the same time, they stall the stages only once.
-        """
+        """Returns the order of pairs `[replicas, len(full)]` with the shortest estimated step, of random orders."""
+        # A microbatch with a sample above its target size stalls all stages. Two of them, of different modules, stall
+        # the stages only once if they are computed at the same time.
         count, loads = language.shape[1], {}
         for name in (name for colocated in self.colocated for name in colocated.modules):
             scale = self.all_replicas / self.plan.modules[name].dp_size
@@ -352,13 +315,10 @@ class Batch:
         counts: NDArray,
         sizes: Mapping[int, Sizes],
     ) -> NDArray:
-        """
-        Microbatch of each sample in colocated encoders: the one before that of the language model or the same,
-        whichever makes their microbatches more even. They are even already if all encoders are colocated and serve one
-        replica each, unless microbatches are grouped by length.
-        """
+        """Microbatch of each sample in colocated encoders: the language model's or the one before, to even them."""
         early = colocated.turn(self.replica, bins, counts)
         capacity, by_length = self.capacity(list(colocated.modules)), self.workloads.row_ms is not None
+        # Encoders that serve one replica each are even already, unless microbatches are grouped by length.
         if not by_length and (self._each_alone or capacity is not None):
             return early
         count, some = int(counts.max()), np.flatnonzero(colocated.work > 0)

@@ -17,22 +17,14 @@ Times = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class Balance:
-    """
-    Forward times of all microbatches of a step, estimated or measured.
+    """Forward times of all microbatches of a step, estimated or measured."""
 
-    Args:
-        forward_ms (`Mapping[str, tuple[np.ndarray, ...]]`):
-            Module -> replica -> float64 `[microbatches]`: forward time of each microbatch through the whole module; 0
-            for empty ones.
-        deferred_ms (`Mapping[str, tuple[np.ndarray, ...]]`):
-            The part of deferred samples, which an encoder processes in an earlier microbatch, if known; only of the
-            language model.
-        deferred_fraction (`float`, *optional*, defaults to 0.0): Share of the step's samples that are deferred.
-    """
-
+    # module -> replica -> float64 [microbatches], through the whole module; 0 if empty
     forward_ms: Mapping[str, Times]
+    # the part of deferred samples, which an encoder processes in an earlier microbatch, if known; only of the language
+    # model
     deferred_ms: Mapping[str, Times]
-    deferred_fraction: float = 0.0
+    deferred_fraction: float = 0.0  # of the step's samples
 
     @property
     def num_microbatches(self) -> int:
@@ -60,13 +52,7 @@ def excess(values: Iterable[float]) -> float:
 
 
 def step_balance(step: StepPlan, workloads: Workloads) -> Balance:
-    """
-    Estimates the balance of an arrangement from the workloads of its samples.
-
-    Args:
-        step (`StepPlan`): The arrangement.
-        workloads (`Workloads`): Workloads of its samples.
-    """
+    """Estimates the balance of an arrangement from the workloads of its samples."""
     times = {name: _microbatch_ms(step, name, workloads) for name in step.microbatches}
     late = is_deferred(step)
     deferred = _sums(step, LANGUAGE_MODEL, workloads.forward_ms[LANGUAGE_MODEL] * late)
@@ -92,13 +78,7 @@ def deferred_fraction(step: StepPlan) -> float:
 
 
 def measured_balance(step: StepPlan, spans: Iterable[Span]) -> Balance:
-    """
-    The balance of a step that ran.
-
-    Args:
-        step (`StepPlan`): The arrangement.
-        spans (`Iterable[Span]`): Its tasks, see [`microbatch_forward_ms`].
-    """
+    """Measures the balance of a step that ran from the spans of its tasks, see [`microbatch_forward_ms`]."""
     forward_ms = microbatch_forward_ms(spans)
     times: dict[str, Times] = {}
     for name, replicas in step.microbatches.items():
@@ -114,15 +94,7 @@ def measured_balance(step: StepPlan, spans: Iterable[Span]) -> Balance:
 def compare_with_contiguous(
     plan: ParallelPlan, step: StepPlan, workloads: Workloads, microbatch_size: int
 ) -> tuple[Balance, Balance]:
-    """
-    The balance of a step's samples in the sampler's order, and in the step's order.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        step (`StepPlan`): The arrangement.
-        workloads (`Workloads`): Workloads of its samples.
-        microbatch_size (`int`): Samples of a microbatch of one language model replica.
-    """
+    """Estimates the balance of a step's samples in the sampler's order, and in the step's order."""
     before = arrange_step(plan, step.samples, workloads, microbatch_size, "contiguous", step.epoch)
     return step_balance(before, workloads), step_balance(step, workloads)
 

@@ -18,15 +18,9 @@ def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: i
     """
     The algorithm of transformers' `BatchRebalanceSampler` on the samples of one global batch.
 
-    The samples, longest first, are split into as many groups as there are microbatches, and the boundaries are moved
-    until the cost of padded tokens is as even as possible. The most expensive groups are the first microbatches of the
-    replicas. The length of a sample is its number of language model tokens; encoders have the same microbatches, see
-    [`coupled`].
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Only the tokens of the language model are used.
-        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
+    The samples, longest first (by language model tokens), are split into as many groups as there are microbatches, and
+    the boundaries are moved until the cost of padded tokens is as even as possible. The most expensive groups are the
+    first microbatches of the replicas. Encoders have the same microbatches, see [`coupled`].
     """
     lengths = workloads.tokens[LANGUAGE_MODEL]
     counts = counts_of(plan, workloads, microbatch_size)
@@ -45,8 +39,7 @@ class _PaddedGroups:
     Consecutive groups of samples in order of decreasing length, defined by the number of samples in each.
 
     Each iteration moves one sample from the most to the least expensive group, which moves all boundaries between
-    them. If the most expensive group is a single sample, the groups that run at the same time are filled up to its
-    cost, and are frozen. It ends when a state repeats, and returns the state with the smallest spread.
+    them. It ends when a state repeats, and returns the state with the smallest spread.
     """
 
     def __init__(self, lengths: np.ndarray, dp_size: int, size: int):
@@ -93,7 +86,7 @@ class _PaddedGroups:
         return best
 
     def _fill_and_freeze(self, counts: np.ndarray, costs: np.ndarray, high: int) -> None:
-        """Fills the groups that run at the same time as `high` up to its cost, and freezes them all."""
+        """Fills the groups that run at the same time as `high`, a single sample, up to its cost; freezes all."""
         ranking, limit = self.ranking(costs), costs[high]
         position = ranking.index(high) // self.dp_size * self.dp_size
         # Not a list: the iteration order of a set of ints decides which group is filled first, as in transformers.
@@ -119,15 +112,10 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
     DistTrain's reordering of samples over replicas (its algorithm 2) and of microbatches (algorithm 3).
 
     Each sample is assigned to the replica with the smallest sum, smallest samples first as in the paper, although the
-    bound that it cites is that of largest first. The size of a sample is its forward time through all modules. A
-    replica's samples are split in this order into microbatches of nearly `microbatch_size` samples, which are then
-    ordered, see [`interleaved_order`]. Encoders have the same microbatches, see [`coupled`].
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Forward times and backward ratios are used.
-        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
+    bound that it cites is that of largest first. A replica's samples are split in this order into microbatches of
+    nearly `microbatch_size` samples. Encoders have the same microbatches, see [`coupled`].
     """
+    # the size of a sample: forward time through all modules
     sizes = np.sum([workloads.forward_ms[name] for name in plan.modules], axis=0)
     counts = counts_of(plan, workloads, microbatch_size)
     pipeline = _Pipeline.longest(plan, workloads)
@@ -154,12 +142,9 @@ def _even_cuts(num_samples: int, count: int) -> list[int]:
 
 
 def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
-    """
-    Greedy number partitioning in ascending order (DistTrain, algorithm 2); ties go to the first group. Groups with
-    fewer microbatches get less work.
-    """
+    """Greedy number partitioning in ascending order (DistTrain, algorithm 2); ties go to the first group."""
     heap = [(0.0, group) for group in range(len(counts))]
-    paces = [max(counts) / count for count in counts]
+    paces = [max(counts) / count for count in counts]  # groups with fewer microbatches get less work
     groups: list[list[int]] = [[] for _ in counts]
     for batch_index in np.argsort(sizes, kind="stable").tolist():
         load, group = heap[0]
@@ -194,26 +179,23 @@ class _Pipeline:
         return cls(np.array(times), np.array(ratios))
 
 
-def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes: np.ndarray) -> list[int]:
+def interleaved_order(
+    forward_ms: np.ndarray,  # [microbatches, stages]
+    backward_ratio: np.ndarray,  # [stages] backward over forward time
+    sizes: np.ndarray,  # [microbatches]
+) -> list[int]:
     """
-    The order of microbatches of DistTrain's algorithm 3, for 1F1B over `p` stages.
+    Orders microbatches by DistTrain's algorithm 3, for 1F1B over `p` stages.
 
     The smallest microbatch is first and the `p - 1` smallest of the others are last, in ascending order. The first gap
     of the first stage is filled by `p - 1` microbatches, each later one by one: those whose forward times on the first
-    stage come closest to the gap. The paper does not say how to find the `p - 1` microbatches in linear time; here it
-    is the best run of neighbors in the order of forward times.
-
-    Args:
-        forward_ms (`np.ndarray` of shape `[microbatches, stages]`): Forward times.
-        backward_ratio (`np.ndarray` of shape `[stages]`): Backward over forward time.
-        sizes (`np.ndarray` of shape `[microbatches]`): Sizes of the microbatches.
-
-    Returns:
-        `list[int]`: The order of the microbatches.
+    stage come closest to the gap.
     """
     num_stages, stages_ms = forward_ms.shape[1], forward_ms.tolist()
     smallest = sorted(range(len(stages_ms)), key=sizes.tolist().__getitem__)
     order, rear, pending = smallest[:1], smallest[1:num_stages], smallest[num_stages:]
+    # The paper does not say how to find the `p - 1` microbatches in linear time; here it is the best run of neighbors
+    # in the order of forward times.
     pending.sort(key=lambda index: stages_ms[index][0])
     gaps = _Gaps(stages_ms, backward_ratio.tolist(), order)
     width = max(1, num_stages - 1)
@@ -297,19 +279,13 @@ def sub_microbatches(
     plan: ParallelPlan, workloads: Workloads, microbatch_size: int, per_microbatch: int = 2
 ) -> dict[str, Replicas]:
     """
-    The sampler's microbatches, each split into smaller ones for the encoders, in the manner of DIP.
+    Splits the sampler's microbatches into smaller ones for the encoders, in the manner of DIP.
 
     According to Entrain (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
     stay inside of it. Their number and the rule are not described; here there are `per_microbatch`, and samples go
     largest first to the one with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's
     microbatch `k * per_microbatch + s`. DIP also colocates the modules and runs all encoder forwards first, which is
     up to the plan and its schedule.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Only the forward times of the encoders are used.
-        microbatch_size (`int`): Samples of a microbatch of one language model replica.
-        per_microbatch (`int`, *optional*, defaults to 2): Sub-microbatches per microbatch.
     """
     whole = coupled(plan, contiguous(plan, workloads, microbatch_size)[LANGUAGE_MODEL])
     return {

@@ -26,20 +26,13 @@ class ColocatedModules:
 
     Replicas form groups, as many as divide the numbers of replicas of these modules and of the language model: the
     replicas of a group serve the language model replicas of the same group, so that a rank has few peers.
-
-    Args:
-        modules (`tuple[str, ...]`): The encoders, or the generators.
-        work (`numpy.ndarray` of shape `[num_samples]`): Time of each sample on their slowest stages.
-        dp_size (`int`): Number of replicas of each module.
-        num_groups (`int`): Number of groups of replicas.
-        language_dp_size (`int`): Number of replicas of the language model.
     """
 
-    modules: tuple[str, ...]
-    work: NDArray
-    dp_size: int
-    num_groups: int
-    language_dp_size: int
+    modules: tuple[str, ...]  # the encoders, or the generators
+    work: NDArray  # [num_samples] time on their slowest stages
+    dp_size: int  # replicas of each module
+    num_groups: int  # of replicas
+    language_dp_size: int  # replicas of the language model
 
     @property
     def num_copies(self) -> int:
@@ -51,21 +44,17 @@ class ColocatedModules:
         """Number of language model replicas in a group."""
         return self.language_dp_size // self.num_groups
 
-    def copies(self, replica: NDArray, turn: NDArray, count: int, capacity: Capacity | None) -> NDArray:
+    def copies(
+        self,
+        replica: NDArray,  # [num_samples] language model replica
+        turn: NDArray,  # [num_samples] microbatch in these modules
+        count: int,  # maximum number of microbatches of a group
+        capacity: Capacity | None,
+    ) -> NDArray:
         """
-        Splits the microbatches of each group over its replicas.
+        Splits the microbatches of each group over its replicas: int64 `[num_samples]`, arbitrary without work.
 
-        Args:
-            replica (`numpy.ndarray` of shape `[num_samples]`): Language model replica of each sample.
-            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in these modules.
-            count (`int`): Maximum number of microbatches of a group.
-            capacity ([`Capacity`], *optional*): Limits of a microbatch.
-
-        Returns:
-            `numpy.ndarray`: Replica of each sample in these modules, int64 `[num_samples]`; arbitrary without work.
-
-        Raises:
-            `CapacityError`: If a microbatch does not fit.
+        Raises [`CapacityError`] if a microbatch does not fit.
         """
         group = replica // self.num_served
         if self.num_copies == 1 and capacity is None:
@@ -88,41 +77,30 @@ class ColocatedModules:
         return result
 
     def turns(self, counts: NDArray) -> NDArray:
-        """
-        Number of microbatches of the replicas of each group, int64 `[num_groups]`: the maximum over the language model
-        replicas of the group.
-        """
+        """Number of microbatches of each group, int64 `[num_groups]`: the maximum over its language model replicas."""
         return counts.reshape(self.num_groups, self.num_served).max(axis=1)
 
-    def turn(self, replica: NDArray, microbatch: NDArray, counts: NDArray) -> NDArray:
-        """
-        The turn of its group in which each sample is due, see [`StepPlan`].
-
-        Args:
-            replica (`numpy.ndarray` of shape `[num_samples]`): Language model replica of each sample.
-            microbatch (`numpy.ndarray` of shape `[num_samples]`): A microbatch of that replica for each sample.
-            counts (`numpy.ndarray` of shape `[language_dp_size]`): Number of microbatches of each replica.
-        """
+    def turn(
+        self,
+        replica: NDArray,  # [num_samples] language model replica
+        microbatch: NDArray,  # [num_samples] microbatch of that replica
+        counts: NDArray,  # [language_dp_size] microbatches
+    ) -> NDArray:
+        """Returns the turn of its group in which each sample is due, see [`StepPlan`]."""
         return turn_of(microbatch, counts[replica], self.turns(counts)[replica // self.num_served])
 
-    def microbatches(self, copy: NDArray, turn: NDArray, counts: NDArray) -> tuple[tuple[BatchIndices, ...], ...]:
-        """
-        Args:
-            copy (`numpy.ndarray` of shape `[num_samples]`): Replica of each sample in these modules.
-            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in these modules.
-            counts (`numpy.ndarray` of shape `[language_dp_size]`): Number of microbatches of each language model
-                replica.
-
-        Returns:
-            `tuple[tuple[tuple[int, ...], ...], ...]`: Replica -> microbatch -> batch indices with work, ascending.
-        """
+    def microbatches(
+        self,
+        copy: NDArray,  # [num_samples] replica in these modules
+        turn: NDArray,  # [num_samples] microbatch in these modules
+        counts: NDArray,  # [language_dp_size] microbatches
+    ) -> tuple[tuple[BatchIndices, ...], ...]:
+        """Replica -> microbatch -> batch indices with work, ascending."""
         some = np.flatnonzero(self.work > 0)
         return cut(some, copy[some], turn[some], self.turns(counts).repeat(self.num_copies))
 
     def _owners(self, sums: NDArray) -> NDArray:
-        """
-        Replica of each share `[groups, count, copies]`: the heaviest goes to the replica with the least work so far.
-        """
+        """Replica of each share `[groups, count, copies]`: the heaviest goes to the one with the least work so far."""
         total, owner = np.zeros(sums[:, 0].shape), np.empty(sums.shape, np.int64)
         for index in range(sums.shape[1]):
             shares = np.argsort(-sums[:, index], axis=1, kind="stable")
@@ -163,16 +141,11 @@ def _by_ranks(key: ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], .
 
 
 def colocated_encoders(
-    plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]
+    plan: ParallelPlan,
+    workloads: Workloads,
+    weight: Mapping[str, float],  # module -> weight of a millisecond of its forward
 ) -> tuple[ColocatedModules, ...]:
-    """
-    The colocated encoders of a plan.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples.
-        weight (`Mapping[str, float]`): Module -> weight of a millisecond of its forward.
-    """
+    """Groups the encoders of a plan by shared ranks."""
     return _colocated(plan, workloads, weight, plan.encoders)
 
 

@@ -24,13 +24,8 @@ def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -
     Splits a global batch into consecutive microbatches of `microbatch_size` samples.
 
     The replicas of the language model get them in turns; the last ones may be smaller or empty. The samples of all
-    replicas in one turn are split evenly over the replicas of each encoder, or within groups, see [`coupled`], if
-    replicas have different numbers of microbatches.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Only the number of samples is used; all work if replicas have different stages.
-        microbatch_size (`int`): Samples of a microbatch of one language model replica.
+    replicas in one turn are split evenly over the replicas of each encoder, or within groups if replicas have
+    different numbers of microbatches, see [`coupled`]. Workloads only matter if replicas have different stages.
     """
     counts = counts_of(plan, workloads, microbatch_size)
     language: list[list[BatchIndices]] = [[()] * count for count in counts]
@@ -46,15 +41,9 @@ def coupled(
     """
     Gives the encoders the microbatches of the language model.
 
-    Replicas form `gcd(dp, dp')` groups: the samples of the language model replicas of a group in one turn are split
-    evenly over the encoder replicas of the same group, which take turns in getting one more. With equal sizes, encoder
-    replica `d` has exactly the samples of language model replica `d`.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> batch indices of the language model.
-        in_groups (`bool`, *optional*, defaults to `True`): Whether to form groups; otherwise all replicas are one
-            group.
+    Replicas form `gcd(dp, dp')` groups (one group if not `in_groups`): the samples of the language model replicas of a
+    group in one turn are split evenly over the encoder replicas of the same group, which take turns in getting one
+    more. With equal sizes, encoder replica `d` has exactly the samples of language model replica `d`.
     """
     result: dict[str, Replicas] = {}
     for name in plan.encoders:

@@ -30,26 +30,15 @@ def _heaviest_first(bins: NDArray, weights: NDArray, num_bins: int) -> NDArray:
 
 @dataclass(frozen=True)
 class Pairs:
-    """
-    Overloaded and underloaded halves of the microbatches, and the best deferral from each overloaded to each other
-    one.
+    """Overloaded and underloaded halves of the microbatches, and the best deferral for each pair."""
 
-    Args:
-        over (`numpy.ndarray` of shape `[num_problems, half]`): Overloaded microbatches, heaviest first.
-        under (`numpy.ndarray` of shape `[num_problems, half]`): Underloaded microbatches, heaviest first.
-        costs (`numpy.ndarray` of shape `[num_problems, half, half]`):
-            Maximum load of the two after the deferral (Entrain, equation 4.3), at least 0.
-        members (`numpy.ndarray` of shape `[num_problems * half, slots]`): Items of each overloaded microbatch.
-        table (`SubsetSums`): Sums of their subsets.
-        chosen (`numpy.ndarray` of shape `[num_problems, half, half]`): Index of the deferred sum in the table.
-    """
-
-    over: NDArray
-    under: NDArray
+    over: NDArray  # [num_problems, half] overloaded microbatches, heaviest first
+    under: NDArray  # [num_problems, half] underloaded microbatches, heaviest first
+    # [num_problems, half, half] maximum load of the two after the deferral (Entrain, equation 4.3), at least 0
     costs: NDArray
-    members: NDArray
-    table: SubsetSums
-    chosen: NDArray
+    members: NDArray  # [num_problems * half, slots] items of each overloaded microbatch
+    table: SubsetSums  # sums of their subsets
+    chosen: NDArray  # [num_problems, half, half] index of the deferred sum in the table
 
     def moved(self, problem: int, over: int, under: int) -> NDArray:
         """The items that overloaded microbatch `over` of a problem defers to `under`."""
@@ -59,18 +48,13 @@ class Pairs:
         return items[(bits >> np.minimum(np.arange(len(items)), 63)) & 1 > 0]
 
 
-def possible_pairs(bins: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
-    """
-    For each pair of an overloaded and an underloaded microbatch, finds the subset of the overloaded one with the sum
-    closest to half of the difference (Entrain, section 4.5.2).
-
-    Args:
-        bins (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
-            `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
-        weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
-        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Load of each microbatch, or its excess
-            over the target.
-    """
+def possible_pairs(
+    # [num_items] microbatch; those of problem `p` start at `p * num_microbatches`, those of no problem are larger
+    bins: NDArray,
+    weights: NDArray,  # [num_items] workload in the language model
+    surplus: NDArray,  # [num_problems, num_microbatches] load, or its excess over the target
+) -> Pairs:
+    """Finds the best deferral for each pair of overloaded and underloaded microbatch (Entrain, section 4.5.2)."""
     num_problems, count = surplus.shape
     half = count // 2
     descending = np.argsort(-surplus, axis=1, kind="stable")
@@ -82,6 +66,7 @@ def possible_pairs(bins: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     members = _heaviest_first(np.where(inside, bins, num_problems * count), padded_weights, num_problems * count + 1)
     members = members[(over + first).ravel()]
     table = _sums(members, padded_weights)
+    # the best subset has the sum closest to half of the difference
     wanted = ((above[:, :, None] - below[:, None, :]) / 2).reshape(num_problems * half, half)
     chosen = table.nearest(wanted)
     moved = np.take_along_axis(table.sums, chosen, 1).reshape(num_problems, half, half)
@@ -90,24 +75,18 @@ def possible_pairs(bins: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     return Pairs(over, under, costs - lowest, members, table, chosen.reshape(costs.shape))
 
 
-def pair_order(bins: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
+def pair_order(
+    bins: NDArray,  # [num_items], see `possible_pairs`
+    weights: NDArray,  # [num_items] workload in the language model
+    surplus: NDArray,  # [num_problems, num_microbatches] excess over the target
+    start: NDArray,  # [num_problems] surplus of the microbatches before these
+) -> NDArray:
     """
-    Orders microbatches such that each overloaded one is directly before the underloaded one that it defers to.
+    Orders microbatches of each problem such that each overloaded one is directly before the one that it defers to.
 
-    The heavier half is paired with the lighter half, see [`possible_pairs`], such that the heaviest resulting
-    microbatch is as light as possible ([`bottleneck_matching`]; Entrain, section 4.5.2). Pairs are ordered such that
-    the running sum of their surplus stays small and, if possible, not negative: only then can later deferrals pass it
-    on. With an odd number of microbatches the middle one defers nothing and comes last.
-
-    Args:
-        bins (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
-            `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
-        weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
-        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Excess of each over its target.
-        start (`numpy.ndarray` of shape `[num_problems]`): Surplus of the microbatches before these.
-
-    Returns:
-        `numpy.ndarray`: int64 `[num_problems, num_microbatches]`, the microbatches of each problem in order.
+    The heavier half is paired with the lighter half such that the heaviest resulting microbatch is as light as
+    possible ([`bottleneck_matching`]; Entrain, section 4.5.2). With an odd number of microbatches the middle one
+    defers nothing and comes last.
     """
     num_problems, count = surplus.shape
     half = count // 2
@@ -118,6 +97,7 @@ def pair_order(bins: NDArray, weights: NDArray, surplus: NDArray, start: NDArray
     partner = bottleneck_matching(candidates.costs)
     under = np.take_along_axis(candidates.under, partner, 1)
     totals = np.take_along_axis(surplus, candidates.over, 1) + np.take_along_axis(surplus, under, 1)
+    # Later deferrals can pass on the surplus of the pairs before only if it is not negative.
     sequence = _running_order(totals, start)
     pairs = np.stack([candidates.over, under], axis=2)
     pairs = np.take_along_axis(pairs, sequence[:, :, None], 1).reshape(num_problems, 2 * half)
@@ -140,17 +120,11 @@ def _running_order(values: NDArray, start: NDArray) -> NDArray:
     return order
 
 
-def pair_means(order: NDArray, loads: NDArray) -> NDArray:
-    """
-    Loads if each pair shares its work evenly.
-
-    Args:
-        order (`numpy.ndarray` of shape `[num_problems, any]`): Result of [`pair_order`].
-        loads (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Loads of all microbatches.
-
-    Returns:
-        `numpy.ndarray`: float64 `[num_problems, num_microbatches]`.
-    """
+def pair_means(
+    order: NDArray,  # [num_problems, any]
+    loads: NDArray,  # [num_problems, num_microbatches]
+) -> NDArray:
+    """Returns loads `[num_problems, num_microbatches]` as if each pair of [`pair_order`] shares its work evenly."""
     shared = loads.copy()
     for first, second in order[:, : order.shape[1] // 2 * 2].reshape(len(order), -1, 2).transpose(1, 2, 0):
         problems = np.arange(len(order))
@@ -158,17 +132,11 @@ def pair_means(order: NDArray, loads: NDArray) -> NDArray:
     return shared
 
 
-def shuffled_pairs(order: NDArray, num_trials: int) -> NDArray:
-    """
-    An order, and random other orders of the same pairs.
-
-    Args:
-        order (`numpy.ndarray` of shape `[num_problems, count]`): Result of [`pair_order`].
-        num_trials (`int`): Number of orders.
-
-    Returns:
-        `numpy.ndarray`: int64 `[num_trials, num_problems, count]`, the given order first.
-    """
+def shuffled_pairs(
+    order: NDArray,  # [num_problems, count], of `pair_order`
+    num_trials: int,
+) -> NDArray:
+    """Returns an order and random orders of the same pairs after it, `[num_trials, num_problems, count]`."""
     half = order.shape[1] // 2
     rng = np.random.default_rng(half)  # the same on every rank
     trials = np.stack([np.arange(half), *(rng.permutation(half) for _ in range(num_trials - 1))])
@@ -178,31 +146,18 @@ def shuffled_pairs(order: NDArray, num_trials: int) -> NDArray:
 
 
 def defer(
-    bins: NDArray,
-    weights: NDArray,
-    late: NDArray,
-    targets: NDArray,
-    sweeps: int,
-    capacity: Capacity | None = None,
+    bins: NDArray,  # [num_items]; those of problem `p` start at `p * num_bins`
+    weights: NDArray,  # [num_items] at least 0
+    late: NDArray,  # [num_items] whether each item initially goes to the next bin
+    targets: NDArray,  # [num_problems, num_bins] loads
+    sweeps: int,  # maximum number of decisions per bin
+    capacity: Capacity | None = None,  # a single limit, which holds afterwards if it held before
 ) -> NDArray:
     """
-    Decides for each item between its own bin and the next one, such that loads come close to their targets.
+    Decides for each item between its own bin and the next one (true), such that loads come close to their targets.
 
     Each bin in turn decides which of its items go to the next bin: of all subsets within the limits, the one after
-    which both loads are closest to their targets (least squares). Bins of equal parity decide together, since they
-    do not interact.
-
-    Args:
-        bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item; those of problem `p` start at
-            `p * num_bins`.
-        weights (`numpy.ndarray` of shape `[num_items]`): Weight of each item, at least 0.
-        late (`numpy.ndarray` of shape `[num_items]`): Whether each item initially goes to the next bin.
-        targets (`numpy.ndarray` of shape `[num_problems, num_bins]`): Target loads.
-        sweeps (`int`): Maximum number of decisions per bin.
-        capacity ([`Capacity`], *optional*): A single limit, which holds afterwards if it held before.
-
-    Returns:
-        `numpy.ndarray`: bool `[num_items]`, whether each goes to the next bin.
+    which both loads are closest to their targets (least squares).
     """
     num_problems, count = targets.shape
     if count < 2 or not len(bins):
@@ -221,7 +176,7 @@ def defer(
     deferred_size = by_bin(sizes * late) if sizes is not None else deferred.copy()
     chosen = np.full((num_problems, count), -1)
     for sweep in range(2 * sweeps):
-        here = np.arange(sweep % 2, count - 1, 2)
+        here = np.arange(sweep % 2, count - 1, 2)  # bins of equal parity do not interact and decide together
         before = np.pad(deferred, ((0, 0), (1, 0)))[:, here]
         surplus = before + total[:, here] - targets[:, here]
         missing = targets[:, here + 1] - total[:, here + 1] + deferred[:, here + 1]

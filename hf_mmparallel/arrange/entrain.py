@@ -18,33 +18,18 @@ from .replicas import deal_samples
 
 
 def entrain(
-    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, deferral: bool = True
+    plan: ParallelPlan,
+    workloads: Workloads,
+    microbatch_size: int,  # mean samples of a microbatch of one language model replica
+    deferral: bool = True,  # whether to run lines 7 to 15
 ) -> dict[str, Replicas]:
     """
-    Arranges a global batch by Entrain's algorithm 4 (sections 4.3, 4.5.1 and 4.5.2), line by line.
-
-    - Lines 1 and 2: samples go in the order of decreasing encoder workload, each to the replica with the least work
-      in the language model.
-    - Line 3: a replica has at most as many microbatches as its encoder work divided by that of its largest sample.
-    - Lines 4 to 6: samples above the median of the language model come first, then the others, each in the order of
-      decreasing encoder workload, to the microbatch with the least encoder work. The largest microbatch is within
-      `2 - 1 / K` of the optimum for `K` microbatches.
-    - Lines 7 to 15: [`deferred_pairs`].
+    Arranges encoders and the language model by Entrain's algorithm 4 (sections 4.3, 4.5.1 and 4.5.2), line by line.
 
     The paper leaves some cases open. Here all encoders count as one, with the sum of their forward times; samples
     without encoder work come last, to the microbatch with the least work in the language model; with an odd number of
     microbatches the middle one has no partner and comes last; and if an encoder has another number of replicas than
     the language model, these split microbatches as in `hierarchical`. Token limits are ignored.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Only the forward times are used.
-        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        deferral (`bool`, *optional*, defaults to `True`): Whether to run lines 7 to 15.
-
-    Returns:
-        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its batch indices, for
-        encoders and the language model.
     """
     language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
     encoder = np.zeros(len(language))
@@ -52,6 +37,7 @@ def entrain(
         encoder += workloads.forward_ms[name]
     counts = np.array(counts_of(plan, workloads, microbatch_size))
     long_first = np.where(encoder > 0, 0.0, -language)
+    # lines 1 and 2: by decreasing encoder work, each to the replica with the least work in the language model
     replica = deal_samples(language, np.lexsort((long_first, -encoder)), counts)
     bins = np.zeros(len(replica), np.int64)
     for index in range(len(counts)):
@@ -74,23 +60,19 @@ def entrain(
 
 
 def effective_count(encoder: NDArray, count: int) -> int:
-    """Effective number of microbatches (algorithm 4, line 3): at most `count`; `count` without encoder work."""
+    """Effective number of microbatches (line 3): at most `count`, and `count` without encoder work."""
+    # at most the encoder work divided by that of the largest sample
     largest = float(encoder.max(initial=0.0))
     return max(1, min(count, int(encoder.sum() / largest * (1 + 1e-12)))) if largest else count
 
 
-def stratified(encoder: NDArray, language: NDArray, count: int) -> NDArray:
-    """
-    Lines 4 to 6: microbatches of the samples of a replica.
-
-    Args:
-        encoder (`numpy.ndarray` of shape `[num_samples]`): Workload in the encoders.
-        language (`numpy.ndarray` of shape `[num_samples]`): Workload in the language model.
-        count (`int`): Number of microbatches.
-
-    Returns:
-        `numpy.ndarray`: int64 `[num_samples]`.
-    """
+def stratified(
+    encoder: NDArray,  # [num_samples] workload in the encoders
+    language: NDArray,  # [num_samples] workload in the language model
+    count: int,
+) -> NDArray:
+    """Lines 4 to 6: microbatches `[num_samples]` of a replica, the largest within `2 - 1 / count` of the optimum."""
+    # Samples above the median of the language model come first, then the others, each by decreasing encoder work.
     fine = np.ones(len(language), dtype=bool)
     fine[np.argsort(-language, kind="stable")[: (len(language) + 1) // 2]] = False
     order = np.lexsort((-encoder, fine))
@@ -115,22 +97,17 @@ def _fill(bins: NDArray, order: NDArray, work: NDArray, loads: Sequence[float]) 
     return [load for load, _ in heap]
 
 
-def deferred_pairs(flat_bins: NDArray, language: NDArray, num_replicas: int, count: int) -> tuple[NDArray, NDArray]:
+def deferred_pairs(
+    flat_bins: NDArray,  # [num_samples] `replica * count + microbatch`
+    language: NDArray,  # [num_samples] workload in the language model
+    num_replicas: int,
+    count: int,  # microbatches of each replica
+) -> tuple[NDArray, NDArray]:
     """
-    Lines 7 to 15: pairs of an overloaded and an underloaded microbatch, whose work in the language model is balanced
-    by one deferral, in the order `(ol_0, ul_0, ol_1, ul_1, ...)`.
+    Lines 7 to 15: pairs of microbatches whose work in the language model is balanced by one deferral.
 
-    The threshold is the lowest one that each overloaded microbatch meets alone or together with its underloaded
-    partner. Those that meet it alone defer nothing.
-
-    Args:
-        flat_bins (`numpy.ndarray` of shape `[num_samples]`): `replica * count + microbatch` of each sample.
-        language (`numpy.ndarray` of shape `[num_samples]`): Workload in the language model.
-        num_replicas (`int`): Number of replicas, each with `count` microbatches.
-        count (`int`): Number of microbatches.
-
-    Returns:
-        For each sample the new index of its microbatch in encoders and in the language model, int64.
+    Returns for each sample the new index of its microbatch in encoders and in the language model, in the order
+    `(ol_0, ul_0, ol_1, ul_1, ...)` of overloaded and underloaded microbatches.
     """
     loads = np.bincount(flat_bins, language, num_replicas * count).reshape(num_replicas, count)
     half = count // 2
@@ -141,6 +118,8 @@ def deferred_pairs(flat_bins: NDArray, language: NDArray, num_replicas: int, cou
     partner = bottleneck_matching(pairs.costs)
     reached = np.take_along_axis(pairs.costs, partner[:, :, None], 2)[:, :, 0]
     alone = np.take_along_axis(loads, pairs.over, 1)
+    # The threshold is the lowest one that each overloaded microbatch meets alone or together with its partner; those
+    # that meet it alone defer nothing.
     critical = alone > reached.max(axis=1, keepdims=True) * (1 + 1e-12)
     for problem, number in np.argwhere(critical).tolist():
         late[pairs.moved(problem, number, int(partner[problem, number]))] = True

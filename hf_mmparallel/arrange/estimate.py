@@ -20,28 +20,20 @@ def stage_share(plan: ParallelPlan, module: str, stage: Stage) -> float:
 @dataclass(frozen=True)
 class Pipeline:
     """
-    The stages that a microbatch passes, with their times.
+    The stages that a microbatch passes, with their times; the first replica of each module represents all of them.
 
-    The first replica of each module represents all of its replicas. Encoders are parallel chains that end directly
-    before the language model, generators parallel chains that start directly after it. A stage on the ranks of another
-    module adds to the time of that module's stage. `"encoders_first"` is estimated as 1F1B.
-
-    Args:
-        modules (`tuple[str, ...]`): Names.
-        ratios (`tuple[float, ...]`): Backward over forward time of each module.
-        shares (`tuple[tuple[float, ...], ...]`):
-            For each module and stage, the time of the stage per millisecond of the whole module on one rank.
-        depth (`tuple[int, ...]`): Distance of each stage from the start of the longest chain.
-        before (`tuple[tuple[int, ...], ...]`): The stages that send inputs to each stage.
-        forwards_first (`bool`): Whether all forwards run before all backwards.
+    Encoders are parallel chains that end directly before the language model, generators parallel chains that start
+    directly after it. A stage on the ranks of another module adds to the time of that module's stage.
+    `"encoders_first"` is estimated as 1F1B.
     """
 
     modules: tuple[str, ...]
-    ratios: tuple[float, ...]
+    ratios: tuple[float, ...]  # backward over forward time of each module
+    # for each module and stage: time of the stage per millisecond of the whole module on one rank
     shares: tuple[tuple[float, ...], ...]
-    depth: tuple[int, ...]
-    before: tuple[tuple[int, ...], ...]
-    forwards_first: bool
+    depth: tuple[int, ...]  # distance of each stage from the start of the longest chain
+    before: tuple[tuple[int, ...], ...]  # the stages that send inputs to each stage
+    forwards_first: bool  # all forwards run before all backwards
 
     @classmethod
     def of(cls, plan: ParallelPlan, backward_ratio: Mapping[str, float]) -> Pipeline:
@@ -121,26 +113,23 @@ class Pipeline:
 
         Under 1F1B stage `s` of `S` runs its forward of microbatch `k` in time step `2 k + s` and its backward in time
         step `2 k + 2 S - 1 - s`, so that it never runs two tasks in one time step, and the inputs of both were
-        computed one time step before. Under GPipe all forwards come before all backwards.
+        computed one time step before.
         """
         depth, microbatch = np.array(self.depth), np.arange(count)[:, None]
-        if self.forwards_first:
+        if self.forwards_first:  # GPipe
             return np.stack([microbatch + depth, count + 2 * self.num_stages - 2 - depth + microbatch])
         return np.stack([2 * microbatch + depth, 2 * microbatch + 2 * self.num_stages - 1 - depth])
 
-    def iteration_ms(self, loads: Mapping[str, NDArray]) -> NDArray:
+    def iteration_ms(
+        self,
+        # module -> milliseconds [arrangements, microbatches] of the forward of the whole module on one rank
+        loads: Mapping[str, NDArray],
+    ) -> NDArray:
         """
-        End of the last task of several arrangements, with every stage in the order of [`Pipeline.time_steps`].
+        Milliseconds `[arrangements]` to the end of the last task, with every stage in the order of
+        [`Pipeline.time_steps`].
 
-        All stages of all arrangements advance time step by time step. Deferred samples count as if their backward were
-        in the encoder's microbatch.
-
-        Args:
-            loads (`Mapping[str, numpy.ndarray]`):
-                Module -> milliseconds `[arrangements, microbatches]` of the forward of the whole module on one rank.
-
-        Returns:
-            `numpy.ndarray`: Milliseconds, float64 `[arrangements]`.
+        Deferred samples count as if their backward were in the encoder's microbatch.
         """
         work = np.stack([loads[name] for name in self.modules])
         costs = np.einsum("wms,mqk->wksq", self.costs, work)
@@ -149,20 +138,18 @@ class Pipeline:
         for direction in range(2):
             by_time_step[time_steps[direction], np.arange(len(self.depth))] += costs[direction]
         done = np.zeros(by_time_step.shape[1:])
-        for wait, cost in zip(waits, by_time_step, strict=True):
+        for wait, cost in zip(waits, by_time_step, strict=True):  # all stages of all arrangements together
             done = np.maximum.reduce(done[wait], axis=0) + cost
         return done.max(axis=0)
 
 
 @lru_cache(maxsize=64)
 def _waits(pipeline: Pipeline, count: int) -> tuple[NDArray, NDArray]:
-    """
-    The time steps, and the stages that each stage waits for in each of them `[num_time_steps, num_waits, stages]`:
-    itself, and its neighbors on the path of the microbatch.
-    """
+    """The time steps, and the stages that each stage waits for in them `[num_time_steps, num_waits, stages]`."""
     time_steps, stages = pipeline.time_steps(count), np.arange(len(pipeline.depth))
     consumers = np.bincount([source for sources in pipeline.before for source in sources], minlength=1)
     inputs = 1 + max(1, *map(len, pipeline.before), int(consumers.max()))
+    # itself, and its neighbors on the path of the microbatch
     waits = np.broadcast_to(stages, (int(time_steps.max()) + 1, inputs, len(stages))).copy()
     known = [0] * len(stages)
     for stage, sources in enumerate(pipeline.before):

@@ -21,19 +21,12 @@ def stable_order(numbers: NDArray, limit: int) -> NDArray:
     return np.argsort(small, kind="stable")
 
 
-def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
-    """
-    Table of the items of each bin.
-
-    Args:
-        bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item.
-        num_bins (`int`): Number of bins.
-        spare (`int`, *optional*, defaults to 0): Empty slots at the end of the fullest bin.
-
-    Returns:
-        `numpy.ndarray`: int64 `[num_bins, slots]`, each bin's items in ascending order; empty slots contain the
-        number of items.
-    """
+def padded(
+    bins: NDArray,  # [num_items]
+    num_bins: int,
+    spare: int = 0,  # empty slots at the end of the fullest bin
+) -> NDArray:
+    """Lists each bin's items, ascending: int64 `[num_bins, slots]`; empty slots contain the number of items."""
     counts = np.bincount(bins, minlength=num_bins)
     items = stable_order(bins, num_bins)
     slot = np.arange(len(bins)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -44,20 +37,18 @@ def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
 
 @dataclass(frozen=True)
 class Capacity:
-    """
-    Limits of bins.
+    """Limits of bins."""
 
-    Args:
-        sizes (`numpy.ndarray` of shape `[num_items, num_limits]`): Size of each item under each limit.
-        limits (`numpy.ndarray` of shape `[num_limits]`): Maximum size of a bin under each limit.
-    """
-
-    sizes: NDArray
-    limits: NDArray
+    sizes: NDArray  # [num_items, num_limits]
+    limits: NDArray  # [num_limits] maximum size of a bin
 
 
 def exchange(
-    bins: NDArray, weights: NDArray, targets: NDArray, rounds: int, capacity: Capacity | None = None
+    bins: NDArray,  # [num_items]; those of problem `p` start at `p * bins_per_problem`
+    weights: NDArray,  # [num_items, num_weights] on comparable scales
+    targets: NDArray,  # [num_problems, bins_per_problem, num_weights] sums
+    rounds: int,  # at most
+    capacity: Capacity | None = None,  # limits that hold afterwards if they held before
 ) -> NDArray:
     """
     Exchanges or moves single items between the bins of a problem until loads are close to their targets.
@@ -65,17 +56,6 @@ def exchange(
     In each round the bin furthest above its target is paired with the one furthest below, the second with the second,
     and so on, by one of the weights in turn. A pair makes the exchange that minimizes the sum of squared distances
     from the targets over all weights; the sum never grows.
-
-    Args:
-        bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item; those of problem `p` start at
-            `p * bins_per_problem`.
-        weights (`numpy.ndarray` of shape `[num_items, num_weights]`): Weights of each item, on comparable scales.
-        targets (`numpy.ndarray` of shape `[num_problems, bins_per_problem, num_weights]`): Target sums.
-        rounds (`int`): Maximum number of rounds.
-        capacity ([`Capacity`], *optional*): Limits that hold afterwards if they held before.
-
-    Returns:
-        `numpy.ndarray`: The bin of each item, int64 `[num_items]`.
     """
     num_problems, per_problem, num_weights = targets.shape
     if per_problem < 2 or not len(bins):

@@ -19,24 +19,15 @@ Replicas = tuple[tuple[BatchIndices, ...], ...]
 
 
 def generated(
-    plan: ParallelPlan, workloads: Workloads, language: Sequence[Sequence[BatchIndices]]
+    plan: ParallelPlan,
+    workloads: Workloads,
+    language: Sequence[Sequence[BatchIndices]],  # replica -> microbatch -> batch indices of the language model
 ) -> dict[str, Replicas]:
     """
-    Microbatches of generators.
+    Arranges generators: generator -> replica -> microbatch -> batch indices with work.
 
     A sample is generated in its microbatch of the language model, since its hidden states are available there and wait
-    for the gradient. The samples of the language model replicas of a group in one turn are split over the generator's
-    replicas of the group by its work, see [`ColocatedModules`]. Samples without work in a generator are in none of its
-    microbatches.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples. Token limits are respected as far as the language model's
-            microbatches allow it.
-        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> batch indices of the language model.
-
-    Returns:
-        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Generator -> replica -> microbatch -> its batch indices.
+    for the gradient. Token limits are respected as far as the language model's microbatches allow it.
     """
     if not plan.generators:
         return {}
@@ -48,6 +39,7 @@ def generated(
     result = {}
     for colocated in colocated_generators(plan, workloads, Pipeline.of(plan, workloads.backward_ratio).bottleneck):
         turn = colocated.turn(replica, microbatch, counts)
+        # the group's samples of a turn, split over its replicas by work
         copy = _copies(colocated, workloads, replica, turn, int(counts.max()))
         result.update(dict.fromkeys(colocated.modules, colocated.microbatches(copy, turn, counts)))
     return result

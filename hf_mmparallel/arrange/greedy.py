@@ -17,36 +17,21 @@ class CapacityError(Exception):
 
 
 def fill_bins(
-    problem: NDArray,
-    weights: NDArray,
-    order: NDArray,
-    shares: NDArray,
+    problem: NDArray,  # [num_items] the problem of each item
+    weights: NDArray,  # [num_items, num_weights] on comparable scales, at least 0
+    order: NDArray,  # [num_items] the items in order
+    shares: NDArray,  # [num_bins] target load of each bin, relative to the others
+    # [num_problems, num_bins, num_weights] initial; by default nothing, for the problems that occur
     loads: NDArray | None = None,
-    capacity: Capacity | None = None,
-    used: NDArray | None = None,
+    capacity: Capacity | None = None,  # limits of every bin
+    used: NDArray | None = None,  # [num_problems, num_bins, num_limits] initial sizes
 ) -> NDArray:
     """
     Assigns items to bins one after the other, each to the bin with the lowest maximum of its resulting loads.
 
     With one weight and equal shares this is the greedy algorithm with Graham's bound of `2 - 1 / num_bins`, in any
-    order, and `4/3` from the heaviest to the lightest (Entrain, section 4.5.1).
-
-    Args:
-        problem (`numpy.ndarray` of shape `[num_items]`): The problem of each item.
-        weights (`numpy.ndarray` of shape `[num_items, num_weights]`): Weights on comparable scales, at least 0; some
-            may be 0.
-        order (`numpy.ndarray` of shape `[num_items]`): The order of the items.
-        shares (`numpy.ndarray` of shape `[num_bins]`): Target load of each bin, relative to the others.
-        loads (`numpy.ndarray` of shape `[num_problems, num_bins, num_weights]`): Initial loads of bins; by default
-            nothing, and the problems are those that occur.
-        capacity ([`Capacity`], *optional*): Limits of every bin.
-        used (`numpy.ndarray` of shape `[num_problems, num_bins, num_limits]`, *optional*): Initial sizes of bins.
-
-    Returns:
-        `numpy.ndarray`: The bin of each item within its problem, int64 `[num_items]`.
-
-    Raises:
-        `CapacityError`: If an item fits no bin.
+    order, and `4/3` from the heaviest to the lightest (Entrain, section 4.5.1). Raises [`CapacityError`] if an item
+    fits no bin.
     """
     num_items, num_bins = len(problem), len(shares)
     bins = np.zeros(num_items, np.int64)
@@ -89,15 +74,12 @@ def fill_bins(
     return result[:-1]
 
 
-def _fill_uniform(weights: NDArray, inverse: float, loads: NDArray) -> list[int]:
-    """
-    [`fill_bins`] for one problem with one weight and equal shares, where the lowest bin is the best one.
-
-    Args:
-        weights (`numpy.ndarray` of shape `[num_items]`): Weights of the items in order.
-        inverse (`float`): One over the share.
-        loads (`numpy.ndarray` of shape `[num_bins]`): Initial loads of bins.
-    """
+def _fill_uniform(
+    weights: NDArray,  # [num_items] in order
+    inverse: float,  # one over the share
+    loads: NDArray,  # [num_bins] initial
+) -> list[int]:
+    """[`fill_bins`] for one problem with one weight and equal shares, where the lowest bin is the best one."""
     bins_of: dict[float, list[int]] = {}  # load -> heap of the bins with this load
     for index, load in enumerate(loads.tolist()):
         bins_of.setdefault(load, []).append(index)

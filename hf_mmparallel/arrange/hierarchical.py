@@ -4,9 +4,6 @@ The hierarchical arrangement: every microbatch has its target load in each modul
 Samples are assigned to replicas of the language model, then to microbatches by their cost in the encoders, and the
 language model defers some of them by one microbatch, so that its microbatches are even as well (Entrain, sections 4.3
 and 4.5).
-
-Where token limits do not hold, in this order: another order of microbatches for encoders that several replicas share,
-more microbatches, and at last no limits of encoders, only that of the language model.
 """
 
 from __future__ import annotations
@@ -27,22 +24,13 @@ from .microbatch_sizes import Sizes
 _LANGUAGE_EVEN = 0.5  # weight of the language model in exchanges, relative to encoders
 
 
-def arrange_batch(batch: Batch, total: int, taper: bool = False, spread: bool = False) -> SamplePlacement:
-    """
-    Splits a batch into microbatches.
-
-    Args:
-        batch ([`Batch`]): The batch.
-        total (`int`): Microbatches of all replicas, see [`microbatch_counts`]. Replicas with equal numbers are
-            arranged together.
-        taper (`bool`, *optional*, defaults to `False`):
-            Use microbatches of different sizes, with equal weights of encoders and the language model.
-        spread (`bool`, *optional*, defaults to `False`):
-            Order microbatches such that the limits of encoders shared by several replicas hold.
-
-    Raises:
-        `CapacityError`: If the limits need more microbatches.
-    """
+def arrange_batch(
+    batch: Batch,
+    total: int,
+    taper: bool = False,  # different sizes, with equal weights of encoders and the language model
+    spread: bool = False,  # order microbatches such that the limits of encoders shared by several replicas hold
+) -> SamplePlacement:
+    """Splits a batch into `total` microbatches of all replicas; raises [`CapacityError`] if the limits need more."""
     counts = batch.counts(total)
     if (counts < batch.fewest).any():
         raise CapacityError
@@ -50,7 +38,7 @@ def arrange_batch(batch: Batch, total: int, taper: bool = False, spread: bool = 
         return arrange_by_length(batch, counts, taper, spread)
     bins, microbatch = np.zeros((2, len(batch.replica)), np.int64)
     wanted = {}
-    for own_count in np.unique(counts).tolist():
+    for own_count in np.unique(counts).tolist():  # replicas with equal numbers together
         subset, chosen = batch.of_replicas(np.flatnonzero(counts == own_count))
         wanted[own_count] = subset.sizes(own_count) if taper else Sizes.even(own_count)
         bins[chosen], microbatch[chosen] = subset.divide(wanted[own_count], 1.0 if taper else _LANGUAGE_EVEN, spread)
@@ -58,10 +46,13 @@ def arrange_batch(batch: Batch, total: int, taper: bool = False, spread: bool = 
 
 
 def hierarchical(
-    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, taper: bool = False
+    plan: ParallelPlan,
+    workloads: Workloads,
+    microbatch_size: int,  # mean samples of a microbatch of one language model replica
+    taper: bool = False,
 ) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
     """
-    Arranges a global batch such that each microbatch takes about its target time in every module.
+    Arranges encoders and the language model such that each microbatch takes about its target time in every module.
 
     1. Samples are assigned to replicas of the language model such that all have similar work in each module.
     2. Each replica splits its samples into microbatches whose work in the encoders is close to a target, and close to
@@ -70,43 +61,29 @@ def hierarchical(
        the language model defers some samples by one microbatch. Encoders on separate ranks then decide again for each
        sample between its microbatch in the language model and the one before.
 
-    The number of microbatches is that of the contiguous arrangement; more if token limits require it, fewer if single
-    samples are so large that fewer are faster by an estimate of the step time; replicas differ as in
-    [`microbatch_counts`]. Targets are equal, and those of the encoders come first, as in Entrain (sections 4.3 and
-    4.5). If replicas share an encoder and their microbatches do not fit together, microbatches are ordered by that
-    instead of in pairs. Generators have the microbatches of the language model; their work counts in steps 1 and 2
-    like that of encoders.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples.
-        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        taper (`bool`, *optional*, defaults to `False`):
-            Use the targets with the fastest warm-up and cool-down of the pipeline, see [`best_sizes`], with equal
-            weights of all modules. The step is shorter, but the microbatches in its middle are larger.
-
-    Returns:
-        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its batch indices, for
-        encoders and the language model. A sample is in its microbatch of the language model or the one before in
-        every encoder that has work for it.
-
-    A sample with more tokens than the limit of a microbatch gets a microbatch of its own. If replicas share encoder
-    replicas such that the encoder's limit can't hold, only that of the language model does.
+    Targets are equal, and those of the encoders come first, as in Entrain (sections 4.3 and 4.5). With `taper`, they
+    are those with the fastest warm-up and cool-down of the pipeline ([`best_sizes`]) and all modules weigh the same:
+    the step is shorter, but the microbatches in its middle are larger. Generators have the microbatches of the
+    language model; their work counts in steps 1 and 2 like that of encoders. A sample is in its microbatch of the
+    language model or the one before in every encoder that has work for it; one above the token limit has a microbatch
+    of its own.
     """
     total = num_microbatches(workloads.num_samples, microbatch_size)
     batch = Batch(plan, workloads, total)
     dp_size = batch.dp_size
+    # fewer if single samples are so large that fewer are faster by an estimate of the step time
     total = min(total, dp_size * batch.best_count(-(-total // dp_size)))
     if (batch.counts(total) < batch.fewest).any():
         total = max(total, dp_size * int(batch.fewest.max()))
     while True:
-        for spread in (False, True):
+        for spread in (False, True):  # not in pairs if microbatches of replicas that share an encoder do not fit
             with suppress(CapacityError):
                 return batch.microbatches(arrange_batch(batch, total, taper and not spread, spread))
         if batch.counts(total).min() > workloads.num_samples:
+            # Replicas share encoder replicas such that the encoder's limit can't hold.
             limits = {name: limit for name, limit in workloads.token_limits.items() if name == LANGUAGE_MODEL}
             return hierarchical(plan, replace(workloads, token_limits=limits), microbatch_size, taper)
-        total += dp_size * max(1, -(-total // dp_size) // 16)
+        total += dp_size * max(1, -(-total // dp_size) // 16)  # token limits require more microbatches
 
 
 def tapered(

@@ -13,19 +13,15 @@ from .lengths import NUM_ORDERS, group_by_length, possible_orders
 from .microbatch_sizes import Sizes
 
 
-def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) -> SamplePlacement:
+def arrange_by_length(
+    batch: Batch,
+    counts: NDArray,  # [replicas] number of microbatches
+    taper: bool,  # whether microbatches have different sizes
+    spread: bool,  # whether to order them such that the limits of shared encoders hold
+) -> SamplePlacement:
     """
-    See [`arrange_batch`]: language model microbatches are formed first, each of samples of similar length, and
-    encoders process samples a microbatch earlier if that balances them.
-
-    Args:
-        batch ([`Batch`]): The batch, whose samples are assigned to replicas anew.
-        counts (`numpy.ndarray` of shape `[replicas]`): Number of microbatches of each replica.
-        taper (`bool`): Whether microbatches have different sizes.
-        spread (`bool`): Whether to order them such that the limits of shared encoders hold.
-
-    Raises:
-        `CapacityError`: If the limits need more microbatches.
+    [`arrange_batch`] with language model microbatches formed first, each of samples of similar length, assigned to
+    replicas anew; encoders process samples a microbatch earlier if that balances them.
     """
     wanted = {count: batch.sizes(count) if taper else Sizes.even(count) for count in np.unique(counts).tolist()}
     sizes = [np.array(wanted[count].language) for count in counts.tolist()]
@@ -53,10 +49,7 @@ def microbatch_ms(batch: Batch, module: str, microbatch: NDArray, count: int) ->
 
 
 def estimates_ms(batch: Batch, placements: Sequence[SamplePlacement]) -> NDArray:
-    """
-    Estimated step times `[placements]`: those of the slowest replica, see [`Pipeline`]. All placements have the same
-    replicas.
-    """
+    """Estimates step times `[placements]` of the slowest replica; all placements have the same replicas."""
     slowest, counts = np.zeros(len(placements)), placements[0].counts
     for count in np.unique(counts).tolist():
         subset, chosen = batch.of_replicas(np.flatnonzero(counts == count))

@@ -17,27 +17,19 @@ _EQUAL = 0.02  # maximum relative difference of microbatches that may swap posit
 
 
 def group_by_length(
-    row_ms: NDArray, tokens: NDArray, sizes: Sequence[NDArray], work: NDArray, limit: float | None = None
+    row_ms: NDArray,  # [num_samples] forward time in a row of its own length
+    tokens: NDArray,  # [num_samples]
+    sizes: Sequence[NDArray],  # for each replica: relative target sizes of its microbatches
+    work: NDArray,  # [num_samples, num_encoders]
+    limit: float | None = None,  # tokens of a microbatch, including padding
 ) -> tuple[NDArray, NDArray]:
     """
     Splits samples into microbatches with target costs of padded rows, and assigns these to replicas.
 
     Samples in order of decreasing length are split such that the maximum ratio of cost to target size is as small as
     possible; a sample above it forms a microbatch of its own. The longest samples go into the largest microbatches. Of
-    microbatches of the same size, the one with the most encoder work goes to the replica with the least.
-
-    Args:
-        row_ms (`np.ndarray` of shape `[num_samples]`): Forward time of a sample in a row of its own length.
-        tokens (`np.ndarray` of shape `[num_samples]`): Tokens of each sample.
-        sizes (`Sequence[np.ndarray]`): For each replica, the relative target sizes of its microbatches.
-        work (`np.ndarray` of shape `[num_samples, num_encoders]`): Workload in encoders.
-        limit (`float`, *optional*): Maximum tokens of a microbatch, including padding.
-
-    Returns:
-        The replica and the microbatch of each sample, int64 `[num_samples]` each.
-
-    Raises:
-        `CapacityError`: If the limit needs more microbatches.
+    microbatches of the same size, the one with the most encoder work goes to the replica with the least. Raises
+    [`CapacityError`] if the limit needs more microbatches.
     """
     largest_first = [
         (-size, i, replica) for replica, values in enumerate(sizes) for i, size in enumerate(values.tolist())
@@ -105,23 +97,20 @@ def _assigned(loads: NDArray, kinds: Sequence[tuple], replicas: NDArray, sizes: 
     return owner
 
 
-def possible_orders(replica: NDArray, microbatch: NDArray, language: NDArray, work: NDArray, sizes: Sizes) -> NDArray:
+def possible_orders(
+    replica: NDArray,  # [num_samples]
+    microbatch: NDArray,  # [num_samples]
+    language: NDArray,  # [replicas, count] forward times of the microbatches in the language model
+    work: NDArray,  # [num_samples, num_encoders]
+    sizes: Sizes,  # targets of the microbatches
+) -> NDArray:
     """
-    Candidates for the order of microbatches. Only the largest ones, which are equal, change positions.
+    Candidates for the order of microbatches, int64 `[NUM_ORDERS, num_samples]`. Only the largest ones, which are
+    equal, change positions.
 
     In pairs, the one with less encoder work first, so that encoders can process some of the second one early; the same
     pairs by decreasing work in the language model, so that neighbors are similar; and single microbatches by
     decreasing work.
-
-    Args:
-        replica (`np.ndarray` of shape `[num_samples]`): Replica of each sample.
-        microbatch (`np.ndarray` of shape `[num_samples]`): Microbatch of each sample.
-        language (`np.ndarray` of shape `[replicas, count]`): Forward times of the microbatches in the language model.
-        work (`np.ndarray` of shape `[num_samples, num_encoders]`): Workload in encoders.
-        sizes ([`Sizes`]): Target sizes of the microbatches.
-
-    Returns:
-        `np.ndarray`: int64 `[NUM_ORDERS, num_samples]`, the microbatch of each sample.
     """
     dp_size, count = language.shape
     wanted = np.array(sizes.language)

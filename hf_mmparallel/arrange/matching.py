@@ -9,22 +9,16 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 
-def bottleneck_matching(costs: NDArray) -> NDArray:
+def bottleneck_matching(
+    costs: NDArray,  # [num_problems, size, size] finite, at least 0
+) -> NDArray:
     """
-    Matches every row to a different column such that the largest cost is as small as possible, for many problems.
+    Matches every row to a different column `[num_problems, size]` such that the largest cost is as small as possible.
 
-    The largest cost of each problem is found by binary search over its costs, for all problems at once: each trial is
-    one bipartite matching of all problems together (Entrain, section 4.5.2). Of the optimal matchings, the one with
-    the smallest sum of squares is returned.
-
-    Entrain's vector `L` is not needed: a microbatch that defers nothing has cost `V[i, j] = L[i]`, and the best
-    deferral never costs more, so that `V` alone tells whether `i` is within a threshold with any `j`.
-
-    Args:
-        costs (`numpy.ndarray` of shape `[num_problems, size, size]`): Finite costs, at least 0.
-
-    Returns:
-        `numpy.ndarray`: int64 `[num_problems, size]`, the column of each row.
+    Each trial of a binary search over the costs is one bipartite matching of all problems together (Entrain, section
+    4.5.2). Of the optimal matchings, the one with the smallest sum of squares is returned. Entrain's vector `L` is not
+    needed: a microbatch that defers nothing has cost `V[i, j] = L[i]`, and the best deferral never costs more, so that
+    `V` alone tells whether `i` is within a threshold with any `j`.
     """
     num_problems, size, _ = costs.shape
     if not size:

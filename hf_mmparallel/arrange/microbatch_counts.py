@@ -20,17 +20,15 @@ def num_microbatches(num_samples: int, microbatch_size: int, dp_size: int = 1) -
     return max(1, -(-num_samples // (microbatch_size * dp_size)))
 
 
-def plan_for_batch(plan: ParallelPlan, num_samples: int, microbatch_size: int) -> ParallelPlan:
+def plan_for_batch(
+    plan: ParallelPlan,
+    num_samples: int,  # of a full global batch
+    microbatch_size: int,  # of one language model replica
+) -> ParallelPlan:
     """
-    The plan with the number of microbatches that a full global batch has.
+    Sets the plan's number of microbatches to that of a full global batch.
 
-    Args:
-        plan (`ParallelPlan`): The plan.
-        num_samples (`int`): Samples of a full global batch.
-        microbatch_size (`int`): Samples of a microbatch of one language model replica.
-
-    Raises:
-        `ValueError`: If `replica_microbatches` of the plan add up to another number.
+    Raises `ValueError` if `replica_microbatches` of the plan add up to another number.
     """
     if plan.replica_microbatches is None:
         dp_size = plan.modules[LANGUAGE_MODEL].dp_size
@@ -46,21 +44,17 @@ def plan_for_batch(plan: ParallelPlan, num_samples: int, microbatch_size: int) -
     return plan
 
 
-def fastest_counts(fill_ms: Sequence[float], slowest_ms: Sequence[float], num_microbatches: int) -> list[int]:
+def fastest_counts(
+    fill_ms: Sequence[float],  # time of the first microbatch in each pipeline, through all of its stages
+    slowest_ms: Sequence[float],  # time of each further one, that of the slowest stage
+    num_microbatches: int,  # of all pipelines
+) -> list[int]:
     """
-    Microbatches of each of unequal pipelines such that the last one ends as early as possible, at least one each.
+    Divides microbatches over unequal pipelines such that the last one ends as early as possible, at least one each.
 
     A pipeline takes `fill + (count - 1) * slowest` (Entrain, equation 4.2; Oobleck, section 2.4.2.2). Each microbatch
     goes to the pipeline that would end with it first. That is optimal: ends only grow, and if a pipeline had fewer,
-    another one would exceed the resulting maximum.
-
-    Args:
-        fill_ms (`Sequence[float]`): Time of the first microbatch in each pipeline, through all of its stages.
-        slowest_ms (`Sequence[float]`): Time of each further one, that of the slowest stage.
-        num_microbatches (`int`): Microbatches of all pipelines.
-
-    Raises:
-        `ValueError`: If there are fewer microbatches than pipelines.
+    another one would exceed the resulting maximum. Raises `ValueError` if there are fewer microbatches than pipelines.
     """
     num_pipelines = len(fill_ms)
     if num_microbatches < num_pipelines:
@@ -83,23 +77,16 @@ def fastest_counts(fill_ms: Sequence[float], slowest_ms: Sequence[float], num_mi
 
 def microbatch_counts(plan: ParallelPlan, workloads: Workloads, total: int) -> NDArray:
     """
-    Number of microbatches of each replica of the language model: in the proportions of `replica_microbatches`, by
-    default such that the last replica is predicted to end as early as possible.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples; microbatches count as equal.
-        total (`int`): Microbatches that all replicas need together.
-
-    Returns:
-        `numpy.ndarray`: int64 `[language_dp_size]`, at least 1 each and `total` together.
+    Number of microbatches `[language_dp_size]` of each replica, `total` together and at least 1 each: in the
+    proportions of `replica_microbatches`, by default such that the last replica is predicted to end as early as
+    possible.
     """
     if plan.replica_microbatches is not None:
         return np.array(plan.microbatches_for(total))
     whole, ranks = _shares(ByIdentity(plan))
     names = list(plan.modules)
     work = np.array([float(np.sum(workloads.forward_ms[n])) * (1 + workloads.backward_ratio[n]) for n in names])
-    stage_ms = whole * work
+    stage_ms = whole * work  # as if microbatches were equal
     sides = (plan.encoders, [LANGUAGE_MODEL], plan.generators)
     # Encoders are parallel chains, and so are generators.
     fill_ms = np.sum([stage_ms[:, [names.index(n) for n in side]].max(axis=1, initial=0.0) for side in sides], axis=0)
@@ -109,14 +96,14 @@ def microbatch_counts(plan: ParallelPlan, workloads: Workloads, total: int) -> N
     )
 
 
-def with_fastest_counts(plan: ParallelPlan, workloads: Workloads) -> ParallelPlan:
+def with_fastest_counts(
+    plan: ParallelPlan,
+    workloads: Workloads,  # of a typical global batch
+) -> ParallelPlan:
     """
-    The plan with `replica_microbatches`: its own, or the [`microbatch_counts`] of a full global batch, with which the
-    last replica is predicted to end as early as possible. A plan whose replicas are alike stays the same.
+    Sets the plan's `replica_microbatches`, if it has none, to the [`microbatch_counts`] of a full global batch.
 
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples of a typical global batch.
+    A plan whose replicas are alike stays the same.
     """
     counts = tuple(microbatch_counts(plan, workloads, plan.total_microbatches).tolist())
     return plan if counts == plan.microbatch_counts else replace(plan, replica_microbatches=counts)
@@ -146,11 +133,8 @@ class ByIdentity:
 @lru_cache(maxsize=16)
 def _shares(key: ByIdentity) -> tuple[NDArray, NDArray]:
     """
-    Times of the stages on the path of a language model replica per millisecond of each module.
-
-    Returns:
-        All stages together `[replicas, modules]`, and each rank `[replicas, ranks, modules]`. On ranks, modules that
-        serve several replicas are left out: their work does not depend on the replica of a microbatch.
+    Times of the stages on the path of a language model replica per millisecond of each module: all stages together
+    `[replicas, modules]`, and each rank `[replicas, ranks, modules]`.
     """
     plan = key.plan
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
@@ -161,6 +145,7 @@ def _shares(key: ByIdentity) -> tuple[NDArray, NDArray]:
             copies = module.dp_size * len(served) // dp_size
             shares = [stage_share(plan, name, stage) / copies for stage in stages]
             whole[served, number] = np.maximum(whole[served, number], sum(shares))
+            # The work of a module that serves several replicas does not depend on the replica of a microbatch.
             for stage, share in zip(stages, shares, strict=True) if len(served) == 1 else ():
                 for rank in stage.all_ranks:
                     by_rank[served[0]].setdefault(rank, np.zeros(len(plan.modules)))[number] += share

@@ -27,13 +27,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """
-    Share of the work of each microbatch, 1 on average.
-
-    Args:
-        encoder (`tuple[float, ...]`): Shares in the encoders.
-        language (`tuple[float, ...]`): Shares in the language model.
-    """
+    """Share of the work of each microbatch in the encoders and in the language model, 1 on average."""
 
     encoder: tuple[float, ...]
     language: tuple[float, ...]
@@ -45,34 +39,27 @@ class Sizes:
 
 
 def best_sizes(
-    pipeline: Pipeline, totals: Mapping[str, float], count: int, smallest: float = 0.0, largest: float = LARGEST
+    pipeline: Pipeline,
+    totals: Mapping[str, float],  # module -> milliseconds of one replica's samples
+    count: int,
+    smallest: float = 0.0,  # relative to the mean, at least 0.05
+    largest: float = LARGEST,  # relative to the mean
 ) -> Sizes:
     """
-    The sizes with the shortest step if samples could be divided arbitrarily.
+    Finds the sizes with the shortest step if samples could be divided arbitrarily.
 
     Microbatches are small at the start, while the pipeline fills, and at the end, while it drains, because stages wait
     for them there. Sizes and the times of all tasks are the solution of a linear program for the order of
     [`Pipeline.time_steps`], where the language model processes samples in the encoder's microbatch or one later.
-    Solutions are cached, since batches of a dataset are similar. If there are many microbatches, those in the middle
-    are equal.
-
-    Args:
-        pipeline ([`Pipeline`]): The stages.
-        totals (`Mapping[str, float]`): Module -> milliseconds of one replica's samples in it.
-        count (`int`): Number of microbatches.
-        smallest (`float`, *optional*, defaults to 0): Minimum size relative to the mean, at least 0.05.
-        largest (`float`, *optional*, defaults to 1.35): Maximum size relative to the mean.
-
-    Returns:
-        [`Sizes`]: The size of each microbatch.
     """
     max_total_ms = max(totals.values())
     if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3 or max_total_ms <= 0:
         return Sizes.even(count)
     weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * max_total_ms
     work = weights * np.array(list(pipeline.bottleneck.values()))
+    # rounded, since batches of a dataset are similar and solutions are cached
     steps = np.rint(log(work / work.max()) / _STEP).astype(int)
-    solved = min(count, 4 * pipeline.num_stages + 16)
+    solved = min(count, 4 * pipeline.num_stages + 16)  # of many microbatches, those in the middle are equal
     smallest = max(_SMALLEST, math.ceil(10 * smallest) / 10)
     solution = _solve(pipeline, tuple(steps.tolist()), solved, smallest, round(largest, 2))
     return Sizes(_stretched(solution.encoder, count), _stretched(solution.language, count))
@@ -103,10 +90,9 @@ class _Constraints:
 
 @lru_cache(maxsize=256)
 def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: float, largest: float) -> Sizes:
-    """
-    Solves the linear program. Its variables are the sizes in the encoders and in the language model, the starts of all
-    tasks, the end, and smoothing terms: changes of sizes, and differences between encoders and language model.
-    """
+    """Solves the linear program of [`best_sizes`]."""
+    # Variables: sizes in the encoders and in the language model, starts of all tasks, the end, and smoothing terms:
+    # changes of sizes, and differences between encoders and language model.
     work = exp(_STEP * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
     costs = pipeline.costs * work[:, None]
     # Generators have the language model's microbatches.
@@ -175,23 +161,19 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     return Sizes(tuple(sizes[:count].tolist()), tuple(sizes[count:].tolist()))
 
 
-def best_count(pipeline: Pipeline, totals: Mapping[str, float], count: int, heaviest: Mapping[str, NDArray]) -> int:
+def best_count(
+    pipeline: Pipeline,
+    totals: Mapping[str, float],  # module -> milliseconds of one replica's samples
+    count: int,
+    # encoder -> milliseconds [replicas, any] of the heaviest samples of each replica, descending
+    heaviest: Mapping[str, NDArray],
+) -> int:
     """
-    Best number of microbatches, at most `count`, if single samples are heavier than a microbatch should be.
+    Finds the best number of microbatches, at most `count`, if single samples are heavier than a microbatch should be.
 
     With fewer microbatches such a sample is closer to the others, but the pipeline takes longer to fill and to drain;
     the trade-off is estimated. (Entrain, section 4.5.1, divides the work of all samples by that of the largest one,
     regardless of the pipeline.)
-
-    Args:
-        pipeline ([`Pipeline`]): The stages.
-        totals (`Mapping[str, float]`): Module -> milliseconds of one replica's samples in it.
-        count (`int`): Maximum number of microbatches.
-        heaviest (`Mapping[str, numpy.ndarray]`): Encoder -> milliseconds `[replicas, any]` of the heaviest samples of
-            each replica, descending.
-
-    Returns:
-        `int`: Number of microbatches.
     """
     best, best_ms = count, math.inf
     for trial in (count, *(max(1, round(share * count)) for share in _FEWER)):

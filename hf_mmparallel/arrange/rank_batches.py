@@ -18,17 +18,12 @@ from ..plan.step_plan import BatchIndices
 from .arrangements import ARRANGEMENTS
 from .contiguous import Replicas
 
+# the names in `ARRANGEMENTS` that do without stages; the others order microbatches for a pipeline
 RANK_ARRANGEMENTS = ("hierarchical", "batch_rebalance", "disttrain", "contiguous")
-"""The names in [`ARRANGEMENTS`] that do without stages; the others order microbatches for a pipeline."""
 
 
 def whole_model_workloads(workloads: Workloads) -> Workloads:
-    """
-    Workloads of a whole model as those of one module: forward and backward times of all modules are added up.
-
-    Args:
-        workloads (`Workloads`): Workloads of the modules.
-    """
+    """Adds up forward and backward times of all modules, as those of one module."""
     times = {name: ms * (1 + workloads.backward_ratio[name]) for name, ms in workloads.forward_ms.items()}
     total = np.sum(list(times.values()), axis=0)
     row_ms = workloads.row_ms
@@ -39,32 +34,22 @@ def whole_model_workloads(workloads: Workloads) -> Workloads:
 
 
 def arrange_for_ranks(
-    workloads: Workloads,
-    has_input: Mapping[str, NDArray],
+    workloads: Workloads,  # see `whole_model_workloads`
+    has_input: Mapping[str, NDArray],  # encoder -> bool [samples]: whether a sample has an input for it
     num_ranks: int,
-    microbatch_size: int,
-    arrangement: str = "hierarchical",
+    microbatch_size: int,  # mean; there are at least as many samples as microbatches
+    arrangement: str = "hierarchical",  # in `RANK_ARRANGEMENTS`
 ) -> Replicas:
     """
     Arranges a global batch over data-parallel ranks and gradient accumulation steps.
 
     The microbatches of a rank are in ascending order of their cost, those with inputs of encoders last, so that those
-    of one turn are alike on all ranks. `"contiguous"` is the order of the stock Trainer, and is left as it is.
-
-    Args:
-        workloads (`Workloads`): See [`whole_model_workloads`].
-        has_input (`Mapping[str, numpy.ndarray]`): Encoder -> bool `[samples]`: whether a sample has an input for it.
-        num_ranks (`int`): Number of ranks.
-        microbatch_size (`int`): Mean samples of a microbatch; at least as many samples as microbatches.
-        arrangement (`str`, *optional*, defaults to `"hierarchical"`): A name in [`RANK_ARRANGEMENTS`].
-
-    Returns:
-        `tuple[tuple[tuple[int, ...], ...], ...]`: Rank -> microbatch -> its batch indices.
+    of one turn are alike on all ranks.
     """
     replicas = tuple((Stage((0, 1), ((rank,),)),) for rank in range(num_ranks))
     plan = ParallelPlan({LANGUAGE_MODEL: ModulePlan(replicas)})
     arranged = ARRANGEMENTS[arrangement](plan, workloads, microbatch_size)[LANGUAGE_MODEL]
-    if arrangement == "contiguous":
+    if arrangement == "contiguous":  # the order of the stock Trainer stays as it is
         return tuple(map(tuple, arranged))
     times, count = workloads.forward_ms[LANGUAGE_MODEL], len(arranged[0])
     bins = _bins(arranged, workloads.num_samples)
@@ -111,17 +96,15 @@ def _fill(bins: NDArray, times: NDArray, num_bins: int) -> None:
         bins[members[times[members].argmin()]] = empty
 
 
-def _align(bins: NDArray, has: NDArray, aligned: Sequence[NDArray], times: NDArray, shape: tuple[int, int]) -> None:
+def _align(
+    bins: NDArray,  # [samples], see `_bins`; changed in place
+    has: NDArray,  # [samples] whether a sample has an input for the encoder
+    aligned: Sequence[NDArray],  # the same of encoders whose inputs stay where they are
+    times: NDArray,  # [samples]; samples with the closest times are exchanged
+    shape: tuple[int, int],  # ranks, and microbatches of each
+) -> None:
     """
-    Exchanges samples such that the last turns have inputs of an encoder on every rank, and the others on none, as far
-    as the samples allow that.
-
-    Args:
-        bins (`numpy.ndarray` of shape `[samples]`): See [`_bins`]; changed in place.
-        has (`numpy.ndarray` of shape `[samples]`): Whether a sample has an input for the encoder.
-        aligned (`Sequence[numpy.ndarray]`): The same of encoders whose inputs stay where they are.
-        times (`numpy.ndarray` of shape `[samples]`): Times of the samples; the closest ones are exchanged.
-        shape (`tuple[int, int]`): Number of ranks, and of microbatches of each.
+    Exchanges samples such that, if possible, the last turns have an encoder's inputs on all ranks, others on none.
     """
     num_ranks, count = shape
     num_turns = min(count, int(has.sum()) // num_ranks)

@@ -12,18 +12,12 @@ from .exchange import exchange
 _ROUNDS = 5
 
 
-def deal_samples(work: NDArray, order: NDArray, counts: NDArray) -> NDArray:
-    """
-    Assigns samples in order, each to the replica with the least work per microbatch.
-
-    Args:
-        work (`numpy.ndarray` of shape `[num_samples]`): Workload in the language model.
-        order (`numpy.ndarray` of shape `[num_samples]`): The samples in order.
-        counts (`numpy.ndarray` of shape `[num_replicas]`): Number of microbatches of each replica.
-
-    Returns:
-        `numpy.ndarray`: The replica of each sample, int64 `[num_samples]`.
-    """
+def deal_samples(
+    work: NDArray,  # [num_samples] workload in the language model
+    order: NDArray,  # [num_samples] the samples in order
+    counts: NDArray,  # [num_replicas] microbatches
+) -> NDArray:
+    """Assigns samples in order, each to the replica with the least work per microbatch."""
     replicas = np.zeros(len(work), np.int64)
     if len(counts) == 1 or not len(work):
         return replicas
@@ -43,21 +37,17 @@ def deal_samples(work: NDArray, order: NDArray, counts: NDArray) -> NDArray:
     return replicas
 
 
-def assign_replicas(language: NDArray, encoders: NDArray, counts: NDArray) -> NDArray:
+def assign_replicas(
+    language: NDArray,  # [num_samples] workload
+    encoders: NDArray,  # [num_samples, num_encoders] workload
+    counts: NDArray,  # [num_replicas] microbatches
+) -> NDArray:
     """
     Assigns samples to replicas such that all have similar work per microbatch, in every module.
 
     Samples go in the order of decreasing encoder workload, each to the replica with the least work in the language
     model (Entrain, section 4.3); samples without encoder work come last, longest first. Exchanges then balance the
-    totals of all modules.
-
-    Args:
-        language (`numpy.ndarray` of shape `[num_samples]`): Workload in the language model.
-        encoders (`numpy.ndarray` of shape `[num_samples, num_encoders]`): Workload in encoders.
-        counts (`numpy.ndarray` of shape `[num_replicas]`): Number of microbatches of each replica.
-
-    Returns:
-        `numpy.ndarray`: The replica of each sample, int64 `[num_samples]`.
+    totals.
     """
     replicas = deal_samples(language, np.lexsort((-language, -encoders.sum(axis=1))), counts)
     if len(counts) == 1 or not len(language):

@@ -12,18 +12,11 @@ MAX_ITEMS = 62  # a subset is a bit mask in an int64
 
 @dataclass(frozen=True)
 class SubsetSums:
-    """
-    Reachable sums, with a subset for each of them.
+    """Reachable sums, with a subset for each of them; all fields are `[num_sets, num_sums]`."""
 
-    Args:
-        sums (`numpy.ndarray` of shape `[num_sets, num_sums]`): float64, not sorted; infinite padding.
-        subsets (`numpy.ndarray` of shape `[num_sets, num_sums]`): int64; bit `i` is set if item `i` is in the subset.
-        extra (`numpy.ndarray` of shape `[num_sets, num_sums]`): float64; the subset's sum of a second set of numbers.
-    """
-
-    sums: NDArray
-    subsets: NDArray
-    extra: NDArray
+    sums: NDArray  # float64, not sorted; infinite padding
+    subsets: NDArray  # int64; bit `i` is set if item `i` is in the subset
+    extra: NDArray  # float64; the subset's sum of a second set of numbers
 
     def nearest(self, targets: NDArray) -> NDArray:
         """Index `[num_sets, num_targets]` of the sum closest to each target `[num_sets, num_targets]`."""
@@ -34,24 +27,18 @@ class SubsetSums:
         return SubsetSums(self.sums[sets], self.subsets[sets], self.extra[sets])
 
 
-def subset_sums(weights: NDArray, max_sums: int, extra: NDArray | None = None) -> SubsetSums:
+def subset_sums(
+    weights: NDArray,  # [num_sets, num_items] at least 0; padded with zeros
+    max_sums: int,  # maximum length of a list, a power of two
+    extra: NDArray | None = None,  # [num_sets, num_items] second numbers to add up for the same subsets
+) -> SubsetSums:
     """
-    Computes the sums of all subsets by dynamic programming, item by item (Entrain, section 4.5.2).
+    Computes the sums of all subsets of at most the first 62 items by dynamic programming (Entrain, section 4.5.2).
 
     If a list exceeds `max_sums`, its sums are put into `max_sums` cells of equal width, with one sum per cell, which
     is the exact sum of its subset. With `n` items and cells of width `q = total / (max_sums - 1)`, every reachable sum
-    has one in the list at a distance of at most `q max(0, n - log2(max_sums))`. All sums are present if
-    `2^n <= max_sums`, and if the weights are integers with a total below `max_sums`.
-
-    Args:
-        weights (`numpy.ndarray` of shape `[num_sets, num_items]`):
-            Weights of at least 0; sets with fewer items are padded with zeros.
-        max_sums (`int`): Maximum length of a list, a power of two.
-        extra (`numpy.ndarray` of shape `[num_sets, num_items]`, *optional*): Second numbers to add up for the same
-            subsets.
-
-    Returns:
-        [`SubsetSums`]: Sums of each set. Subsets contain at most the first 62 items.
+    has one in the list at a distance of at most `q max(0, n - log2(max_sums))`. All sums are present if `2^n <=
+    max_sums`, and if the weights are integers with a total below `max_sums`.
     """
     num_sets, num_items = weights.shape
     added = [weights] if extra is None else [weights, extra]
@@ -85,10 +72,7 @@ def subset_sums(weights: NDArray, max_sums: int, extra: NDArray | None = None) -
 def _put_into_cells(
     cells: tuple[list[NDArray], NDArray], entries: tuple[list[NDArray], NDArray], width: NDArray
 ) -> None:
-    """
-    Writes entries into the cells of their sums; the last of several entries wins. Both are tables of the same shape:
-    sums, second sums, and subsets.
-    """
+    """Writes entries into the cells of their sums (the last wins); both are sums, second sums and subsets."""
     sums, count = entries[0][0], entries[1].shape[1]
     index = np.flatnonzero(np.isfinite(sums))
     row = index // count

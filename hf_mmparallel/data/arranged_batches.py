@@ -11,19 +11,16 @@ from .global_batches import GlobalBatch, GlobalBatchSampler
 
 
 class EvenOrder:
-    """
-    The samples of an epoch, as many for each rank, as accelerate's `BatchSamplerShard` gives them to ranks.
+    """The samples of an epoch, as many for each rank, as accelerate's `BatchSamplerShard` gives them to ranks."""
 
-    Args:
-        sampler (`Iterable[int]`): Dataset indices of an epoch, the same on all ranks.
-        multiple (`int`): Samples of a batch of all ranks.
-        drop_last (`bool`):
-            Whether the samples of an incomplete batch are left out; otherwise the first ones of the epoch fill it up.
-        fills (`bool`, *optional*, defaults to `True`):
-            Whether they do so: one process alone has a smaller last batch.
-    """
-
-    def __init__(self, sampler: Any, multiple: int, drop_last: bool, fills: bool = True):
+    def __init__(
+        self,
+        sampler: Any,  # dataset indices of an epoch, the same on all ranks
+        multiple: int,  # samples of a batch of all ranks
+        # leave out the samples of an incomplete batch; otherwise the first ones of the epoch fill it up
+        drop_last: bool,
+        fills: bool = True,  # whether they do so: one process alone has a smaller last batch
+    ):
         self.sampler = sampler
         self.multiple = multiple
         self.drop_last = drop_last
@@ -52,27 +49,15 @@ class EvenOrder:
 
 
 class RankBatchSampler:
-    """
-    A batch sampler with the batches of one rank, which accelerate must not divide among ranks again.
-
-    Args:
-        global_batches ([`GlobalBatchSampler`]): The global batches, over an [`EvenOrder`].
-        arrange (`Callable[[GlobalBatch], Sequence[Sequence[Sequence[int]]]]`):
-            Global batch -> rank -> batch -> its batch indices.
-        rank (`int`): This rank.
-        batch_size (`int`): Mean samples of a batch of one rank.
-        num_ranks (`int`): Number of ranks.
-
-    Raises:
-        [`BadSampleError`]: On every rank, while it is iterated over, for a sample that could not be measured.
-    """
+    """A batch sampler with the batches of one rank, which accelerate must not divide among ranks again."""
 
     def __init__(
         self,
-        global_batches: GlobalBatchSampler,
+        global_batches: GlobalBatchSampler,  # over an `EvenOrder`
+        # global batch -> rank -> batch -> batch indices
         arrange: Callable[[GlobalBatch], Sequence[Sequence[Sequence[int]]]],
         rank: int,
-        batch_size: int,
+        batch_size: int,  # mean samples of a batch of one rank
         num_ranks: int,
     ):
         self.global_batches = global_batches
@@ -95,7 +80,7 @@ class RankBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         for global_batch in self.global_batches:
-            for bad in global_batch.bad.values():
+            for bad in global_batch.bad.values():  # the same on every rank
                 raise BadSampleError(f"{bad} Remove it from the dataset.")
             for batch_indices in self.arrange(global_batch)[self.rank]:
                 yield [global_batch.samples[batch_index] for batch_index in batch_indices]

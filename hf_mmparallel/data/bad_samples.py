@@ -26,31 +26,21 @@ class _ReadingError(Exception):
 
 @dataclass(frozen=True)
 class BadSample:
-    """
-    A sample that a rank couldn't read.
+    """A sample that a rank couldn't read."""
 
-    Args:
-        index (`int`): The dataset index, or the position in a stream.
-        file (`str`, *optional*): Its files, if the row or the exception names them.
-        reason (`str`): Type and message of the exception.
-        details (`str`, *optional*, defaults to `""`): The traceback.
-    """
-
-    index: int
-    file: str | None
-    reason: str
-    details: str = ""
+    index: int  # dataset index, or position in a stream
+    file: str | None  # its files, if the row or the exception names them
+    reason: str  # type and message of the exception
+    details: str = ""  # traceback
 
     @classmethod
-    def of(cls, index: int, error: Exception, row: Any = None) -> BadSample:
-        """
-        Describes a failure.
-
-        Args:
-            index (`int`): The dataset index.
-            error (`Exception`): The exception raised by reading or collating it.
-            row: The sample, if possible with undecoded media; searched for file names.
-        """
+    def of(
+        cls,
+        index: int,
+        error: Exception,
+        row: Any = None,  # if possible with undecoded media; searched for file names
+    ) -> BadSample:
+        """Describes the failure of reading or collating a sample."""
         reason = f"{type(error).__name__}: {error}".rstrip(". ")
         return cls(
             index, _file_of_error(error) or _file_of_row(row), reason, "".join(traceback.format_exception(error))
@@ -61,12 +51,7 @@ class BadSample:
         return f"Sample {self.index}{where} can't be read: {self.reason}."
 
     def error(self, rank: int | None = None) -> BadSampleError:
-        """
-        The error that ends a run because of this sample.
-
-        Args:
-            rank (`int`, *optional*): The rank that could not read it, if there are several ranks.
-        """
+        """The error that ends a run because of this sample; `rank` could not read it, if there are several ranks."""
         where = "" if rank is None else f" It failed on rank {rank}."
         result = BadSampleError(f'{self}{where} Remove it, or use `on_bad_sample="skip"`.')
         result.__cause__ = _ReadingError(f"\n{self.details}")
@@ -74,13 +59,7 @@ class BadSample:
 
 
 def stored_row(dataset: Any, index: int) -> Any:
-    """
-    The row of a sample with undecoded media; `None` if the dataset does not provide it.
-
-    Args:
-        dataset: A map-style dataset.
-        index (`int`): The dataset index.
-    """
+    """Returns the row of a sample with undecoded media; `None` if the map-style dataset does not provide it."""
     while isinstance(dataset, Subset):
         dataset, index = dataset.dataset, dataset.indices[index]
     try:

@@ -27,26 +27,22 @@ class _Text:
 
 
 def encode_together(
-    collator: ChatCollator, read: Callable[[int], Mapping[str, Any]], indices: Sequence[int]
+    collator: ChatCollator,  # from `ChatCollator.without_media`
+    read: Callable[[int], Mapping[str, Any]],  # index -> conversation
+    indices: Sequence[int],
 ) -> list[dict[str, Any] | None]:
     """
-    [`~ChatCollator.encode_by_size`] for many conversations, without labels and masks. It is faster: arguments are
-    checked once, and all texts are tokenised in one call, in threads of the tokenizer.
+    Encodes many conversations as [`~ChatCollator.encode_by_size`] does, without labels and masks.
 
-    Args:
-        collator ([`ChatCollator`]): From [`~ChatCollator.without_media`].
-        read (`Callable[[int], Mapping[str, Any]]`): Index -> conversation.
-        indices (`Sequence[int]`): The conversations.
-
-    Returns:
-        `list[dict[str, Any] | None]`: For each conversation `input_ids` (`list[int]`) and the entries of its images.
-        `None` for a conversation that can't be encoded or is longer than `max_length`, and for all if the processor
-        overrides `__call__`; these have to be encoded by [`~ChatCollator.encode_by_size`].
+    Returns `input_ids` (`list[int]`) and the entries of its images for each. `None` for one that can't be encoded or
+    is longer than `max_length`, and for all if the processor overrides `__call__`: [`~ChatCollator.encode_by_size`]
+    has to encode these.
     """
     processor: Any = collator.processor
     result: list[dict[str, Any] | None] = [None] * len(indices)
     if isinstance(processor, ProcessorMixin) and type(processor).__call__ is not ProcessorMixin.__call__:
         return result
+    # Faster than one by one: arguments are checked once, and one call tokenises all texts, in the tokenizer's threads.
     settings: dict[bool, dict[str, Any]] = {}
     waiting: dict[bool, list[_Text]] = {}
     for position, index in enumerate(indices):
@@ -85,17 +81,12 @@ def _settings(processor: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand(processor: Any, text: str, images: list[Any], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """
-    Expands the placeholders of a text, and returns it with the image processor's entries. These are the steps of
-    `ProcessorMixin.__call__` before the tokenizer.
-
-    Raises:
-        `ValueError`: If the processor does not replace each image.
-    """
+    """Expands the placeholders of a text, and returns it with the image processor's entries."""
     if not isinstance(processor, ProcessorMixin):
         if images:
             raise ValueError("A tokenizer places no images.")
         return text, {}
+    # the steps of `ProcessorMixin.__call__` before the tokenizer
     given, texts, _, _ = processor.prepare_inputs_layout(images=images or None, text=[text])
     processor.validate_inputs(images=given, text=texts)
     entries, replacements = {}, []

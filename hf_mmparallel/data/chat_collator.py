@@ -91,7 +91,8 @@ class ChatCollator:
 
     def without_media(self, entries: Collection[str] | None = None) -> ChatCollator:
         """
-        A collator of the same batches without pixels, which decodes no image.
+        A collator of the same batches without pixels, which decodes no image; `self` if pixels are not among
+        `entries`.
 
         The size of an image is read from its header, and the image processor runs on a blank image of that size, so
         that placeholders and integers such as grids are the same. If that is not possible, for an image behind a URL
@@ -99,10 +100,7 @@ class ChatCollator:
 
         Args:
             entries (`Collection[str]`, *optional*):
-                Names of the floating-point entries to leave out; by default all except token fields.
-
-        Returns:
-            [`ChatCollator`]: The collator; `self` if pixels are not among `entries`.
+                Floating-point entries to leave out; by default all except token fields.
         """
         image_processor = getattr(self.processor, "image_processor", None)
         if entries is not None and image_processor is not None and image_processor.model_input_names[0] not in entries:
@@ -127,17 +125,12 @@ class ChatCollator:
         """
         return self.collate([self.encode(sample, index) for index, sample in enumerate(samples)])
 
-    def encode(self, sample: Mapping[str, Any], index: int = 0) -> dict[str, Tensor]:
-        """
-        Encodes one sample as inputs of the model.
-
-        Args:
-            sample (`Mapping[str, Any]`): A conversation.
-            index (`int`, *optional*, defaults to 0): Its index in the batch, for error messages.
-
-        Returns:
-            `dict[str, Tensor]`: Token fields without a batch dimension, including `labels`, and media.
-        """
+    def encode(
+        self,
+        sample: Mapping[str, Any],
+        index: int = 0,  # in the batch, for error messages
+    ) -> dict[str, Tensor]:
+        """Encodes one sample as token fields without a batch dimension, including `labels`, and media."""
         if self._with_media is None:
             return self._encode(sample, index, decoded_image)
         try:
@@ -157,12 +150,10 @@ class ChatCollator:
 
     def encode_by_size(self, sample: Mapping[str, Any], index: int = 0) -> dict[str, Tensor]:
         """
-        [`~ChatCollator.encode`] with zeros in place of pixels, without decoding or fetching images. Only for collators
-        from [`~ChatCollator.without_media`].
+        [`~ChatCollator.encode`] for [`~ChatCollator.without_media`]: zeros for pixels, no image is decoded or fetched.
 
-        Raises:
-            `UnknownSizeError`: If the size of an image can't be read from the header of a local file.
-            `OSError`: If a local file can't be read.
+        Raises `UnknownSizeError` for an image whose size no header of a local file gives, `OSError` for an unreadable
+        file.
         """
         return self._encode(sample, index, blank_image)
 

@@ -24,40 +24,21 @@ WORDS = "attention_words"
 
 @dataclass(frozen=True, eq=False)
 class ContextSharding:
-    """
-    The distribution of a packed row of tokens over cp ranks. All batch entries with one value per token, and the
-    features of placeholder tokens, are distributed alike.
+    """Distribution of a packed row over cp ranks, alike for all values per token and features of placeholders."""
 
-    Args:
-        assignment ([`ContextAssignment`]): The cp rank of each token.
-        words (`torch.Tensor` of shape `[1, length]`): The mask words of the row, on the CPU.
-        order (`torch.Tensor` of shape `[cp_size, tokens]`): int64: the tokens of each cp rank, -1 for padding.
-        owners (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
-            Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
-            placeholders of the modality on that rank.
-        num_tokens (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
-        token_dims (`Mapping[str, int]`): Batch entry -> its token dimension.
-        filler (`int`): The id of padding tokens, which is not a placeholder.
-    """
-
-    assignment: ContextAssignment
-    words: Tensor
-    order: Tensor
+    assignment: ContextAssignment  # the cp rank of each token
+    words: Tensor  # [1, length] the mask words of the row, on the CPU
+    order: Tensor  # [cp_size, tokens] int64 tokens of each cp rank, -1 for padding
+    # modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among those on that rank
     owners: Mapping[str, tuple[Tensor, Tensor]]
-    num_tokens: Mapping[str, list[int]]
-    token_dims: Mapping[str, int]
-    filler: int
+    num_tokens: Mapping[str, list[int]]  # modality -> number of placeholder tokens of each sample
+    token_dims: Mapping[str, int]  # batch entry -> its token dimension
+    filler: int  # id of padding tokens, which is not a placeholder
 
     def local(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
-        """
-        The tokens of a cp rank in a batch, without the mask words. Labels become `shift_labels`, since the next token
-        may be on another rank.
-
-        Args:
-            batch (`Mapping[str, Any]`): The batch.
-            cp_rank (`int`): The cp rank.
-        """
+        """Selects the tokens of a cp rank in a batch, without the mask words."""
         fields = {name: value for name, value in batch.items() if name not in (WORDS, "labels")}
+        # the next token may be on another rank
         if "labels" in batch and "shift_labels" not in batch:
             fields["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
         tokens = self.order[cp_rank].to(batch["input_ids"].device)
@@ -69,14 +50,7 @@ class ContextSharding:
         }
 
     def shard(self, cp_rank: int, group: Any, device: torch.device) -> SequenceShard:
-        """
-        The shard of the attention on a cp rank.
-
-        Args:
-            cp_rank (`int`): The cp rank, which is this rank's index in `group`.
-            group (`torch.distributed.ProcessGroup`): The ranks that share the tokens.
-            device (`torch.device`): The device of the attention.
-        """
+        """The shard of the attention on a cp rank: this rank's index in `group`, which shares the tokens."""
         return shard_row(self.words, self.assignment, cp_rank, group, device)
 
 
@@ -89,25 +63,14 @@ def _select_tokens(value: Tensor, dim: int, tokens: Tensor, padding: int) -> Ten
 
 @dataclass(frozen=True)
 class ContextSharder:
-    """
-    Distributes the microbatches of the language model over its cp ranks. The result is the same on every rank. It can
-    be pickled, for the workers of a data loader.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        rank (`int`): This rank.
-        placeholders (`Mapping[str, int]`): Modality -> id of its placeholder token.
-        media (`frozenset[str]`): Inputs of encoders in a batch, which have no token dimension.
-        costs (`ContextCosts`, *optional*): Costs of a layer, for the choice of a mode; the same on all ranks.
-        windows (`Mapping[int, int]`, *optional*): Sliding window in tokens, 0 for none -> layers that have it.
-    """
+    """Distributes the language model's microbatches over cp ranks, alike on all ranks; can be pickled, for workers."""
 
     plan: ParallelPlan
     rank: int
-    placeholders: Mapping[str, int]
-    media: frozenset[str]
-    costs: ContextCosts | None = None
-    windows: Mapping[int, int] | None = None
+    placeholders: Mapping[str, int]  # modality -> id of its placeholder token
+    media: frozenset[str]  # inputs of encoders in a batch, which have no token dimension
+    costs: ContextCosts | None = None  # of a layer, for the choice of a mode; the same on all ranks
+    windows: Mapping[int, int] | None = None  # sliding window in tokens, 0 for none -> layers that have it
 
     @property
     def settings(self) -> ContextSettings:
@@ -115,13 +78,12 @@ class ContextSharder:
 
     def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
         """
-        (module, replica, microbatch, chunk) -> batch indices, for each microbatch whose distribution this rank needs:
-        its own, and those for which its encoders compute features.
+        (module, replica, microbatch, chunk) -> batch indices, if this rank needs the distribution of a microbatch.
         """
         if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
             return {}
         mine = {(module, replica) for module, replica, _ in self.plan.stages_of_rank(self.rank)}
-        needed = set()
+        needed = set()  # its own microbatches, and those for which its encoders compute features
         for module, replica in mine:
             for index, batch_indices in enumerate(step.microbatches[module][replica]):
                 if module == LANGUAGE_MODEL:
@@ -135,15 +97,7 @@ class ContextSharder:
         }
 
     def __call__(self, batch: Mapping[str, Any]) -> ContextSharding:
-        """
-        Distributes a batch.
-
-        Args:
-            batch (`Mapping[str, Any]`): A packed row from [`PackingCollator`].
-
-        Raises:
-            `ValueError`: If the batch is not a packed row.
-        """
+        """Distributes a packed row from [`PackingCollator`]; raises `ValueError` for any other batch."""
         words, ids = batch.get(WORDS), batch.get("input_ids")
         if not isinstance(words, Tensor) or not isinstance(ids, Tensor) or words.shape != ids.shape or len(ids) != 1:
             shapes = {name: tuple(batch[name].shape) for name in ("input_ids", WORDS) if name in batch}
@@ -214,13 +168,10 @@ def cut_row(
         method (`str`, *optional*, defaults to `"lpt"`): `"lpt"`, `"zigzag"`, `"contiguous"` or `"random"`.
         mode (`str`, *optional*, defaults to `"row"`):
             `"row"` gathers the keys and values of the whole row, `"segments"` those of samples on several ranks,
-            `"auto"` chooses the mode that is faster according to `costs`.
+            `"auto"` chooses the faster mode according to `costs`.
         costs ([`ContextCosts`], *optional*): Costs of a layer, for `"auto"`.
         windows (`Mapping[int, int]`, *optional*):
             Sliding window in tokens, 0 for none -> number of layers with it. Work is then that of the mean layer.
-
-    Returns:
-        [`ContextAssignment`]: The assignment, for [`shard_row`].
 
     Raises:
         `ValueError`: If the words are not one row, and for contradicting arguments.
@@ -246,13 +197,7 @@ def _mean_bounds(mask: BitfieldMask, windows: Mapping[int, int]) -> tuple[Tensor
 
 
 def layer_windows(config: Any, num_layers: int) -> dict[int, int]:
-    """
-    The sliding windows of a language model's layers: tokens, 0 for none -> number of layers.
-
-    Args:
-        config ([`~transformers.PreTrainedConfig`]): Of the language model.
-        num_layers (`int`): Its layers.
-    """
+    """The sliding windows of a language model's layers: tokens, 0 for none -> number of layers."""
     window = getattr(config, "sliding_window", None) or 0
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
     sliding = list(types).count("sliding_attention") if window else 0
@@ -267,7 +212,7 @@ def shard_row(
 
     Args:
         words (`torch.Tensor` of shape `[1, length]`): int64 mask words of the row.
-        assignment ([`ContextAssignment`]): The assignment of its tokens.
+        assignment ([`ContextAssignment`]): What [`cut_row`] returned.
         rank (`int`): This rank in `group`.
         group (`torch.distributed.ProcessGroup`): The ranks that share the row; `None` for one rank.
         device (`torch.device`, *optional*): The device of the attention; that of `words` when left out.
@@ -288,13 +233,7 @@ def shard_row(
 
 
 def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
-    """
-    Costs of a layer of the language model on one rank.
-
-    Args:
-        costs (`CostModel`): The cost model.
-        plan (`ParallelPlan`): The plan.
-    """
+    """Costs of a layer of the language model on one rank."""
     module = costs.spec.language_model
     tp_size = plan.modules[LANGUAGE_MODEL].tp_size
     uses = [costs.spec.uses.get((LANGUAGE_MODEL, layer), ()) for layer in range(module.num_layers)]

@@ -15,6 +15,7 @@ from .layer_tokens import measure_layers
 from .sample_sizes import size_source
 from .size_sources import drawn_samples
 
+# ending of a file -> what `datasets` reads it with
 FORMATS = {
     ".parquet": "parquet",
     ".json": "json",
@@ -22,53 +23,35 @@ FORMATS = {
     ".csv": "csv",
     ".arrow": "arrow",
 }
-"""Ending of a file -> what `datasets` reads it with."""
+
 _SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
 _LABELS = ("labels", "label", "label_ids")
 
 
 @dataclass(frozen=True)
 class MeasuredSamples:
-    """
-    Sizes of some samples of a dataset.
+    """Sizes of some samples of a dataset."""
 
-    Args:
-        sizes (`SampleSizes`): Of the samples that were drawn, in tokens of the modules' layers.
-        num_samples (`int`): Samples of the whole split.
-        split (`str`): Its name.
-    """
-
-    sizes: SampleSizes
-    num_samples: int
-    split: str
+    sizes: SampleSizes  # of the samples that were drawn, in tokens of the modules' layers
+    num_samples: int  # of the whole split
+    split: str  # name
 
 
 def measure_dataset(
-    source: str,
-    model: Any,
-    spec: ModelSpec,
-    columns: str | Mapping[str, str] | None = None,
+    source: str,  # a file, a folder, or an id on the Hub
+    model: Any,  # a `PreTrainedModel`, which may be on the meta device
+    spec: ModelSpec,  # of the same model
+    columns: str | Mapping[str, str] | None = None,  # as the Trainer's `token_columns`
+    # loads the model's processor; only called for conversations; raises OSError or ValueError without one
     processor: Callable[[], Any] | None = None,
-    split: str | None = None,
+    split: str | None = None,  # `train`, or the only one, when left out
     num_samples: int = 4096,
     seed: int = 0,
 ) -> MeasuredSamples:
     """
-    Measures samples of a dataset, see [`size_source`].
+    Measures samples of a dataset, drawn at random if there are more than `num_samples`, see [`size_source`].
 
-    Args:
-        source (`str`): A file, a folder, or an id on the Hub.
-        model ([`~transformers.PreTrainedModel`]): The model, which may be on the meta device.
-        spec ([`ModelSpec`]): The same model.
-        columns (`str` or `Mapping[str, str]`, *optional*): As the Trainer's `token_columns`.
-        processor (`Callable[[], ProcessorMixin]`, *optional*):
-            Loads the model's processor; only called for conversations. Raises `OSError` or `ValueError` without one.
-        split (`str`, *optional*): The split; `train`, or the only one, when left out.
-        num_samples (`int`, *optional*, defaults to 4096): Number of samples that are drawn, if there are more.
-        seed (`int`, *optional*, defaults to 0): Seed of the drawing.
-
-    Raises:
-        `ValueError`: For a dataset that can't be read, or whose columns do not say how large samples are.
+    Raises `ValueError` for a dataset that can't be read, or whose columns do not say how large samples are.
     """
     dataset, split = open_dataset(source, split)
     total = len(dataset)
@@ -90,13 +73,9 @@ def measure_dataset(
 
 def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
     """
-    A split of what `datasets` reads: a file, a folder of files, a folder from `save_to_disk`, an id on the Hub.
+    Opens a file, a folder (of files, or from `save_to_disk`) or an id of the Hub; returns a split and its name.
 
-    Returns:
-        The `datasets.Dataset`, and the name of the split.
-
-    Raises:
-        `ValueError`: If there is no such dataset or split, it has no samples, or it can't be reached.
+    Raises `ValueError` if there is no such dataset or split, it has no samples, or it can't be reached.
     """
     from datasets import load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError

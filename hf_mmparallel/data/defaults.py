@@ -29,13 +29,13 @@ class DefaultCollator(PretokenizedCollator):
     The stock collator can't batch fields of tokens of several lengths, samples of which only some have an image, and
     images of several sizes. It stacks images, `[channels, height, width]` in a sample to `[batch, channels, height,
     width]`; where samples hold lists of images, of which the model takes them all in a row, they are concatenated.
-
-    Args:
-        processor (*optional*): The Trainer's `processing_class`: a tokenizer pads as `DataCollatorWithPadding` does.
-        form ([`ItemForm`], *optional*): How samples hold images, from [`item_form`].
     """
 
-    def __init__(self, processor: Any = None, form: ItemForm | None = None):
+    def __init__(
+        self,
+        processor: Any = None,  # the Trainer's `processing_class`: a tokenizer pads as `DataCollatorWithPadding` does
+        form: ItemForm | None = None,  # how samples hold images, from `item_form`
+    ):
         pad = getattr(getattr(processor, "tokenizer", processor), "pad_token_id", None)
         super().__init__(pad_token_id=0 if pad is None else pad)
         pads = isinstance(processor, (PreTrainedTokenizerBase, SequenceFeatureExtractor))
@@ -45,20 +45,11 @@ class DefaultCollator(PretokenizedCollator):
         self.marks_tokens = False
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """
-        Args:
-            samples (`Sequence[Mapping[str, Any]]`): Samples that are tokenised.
-
-        Returns:
-            `dict[str, Any]`: The batch. If `marks_tokens`, `attention_mask` is always in it.
-
-        Raises:
-            `Exception`: Any error of the stock collator, which collates samples without a label for each token.
-        """
+        """Collates tokenised samples, with an `attention_mask` if `marks_tokens`."""
         samples = [_without(sample, self._left_out) for sample in samples]
         names = [{name for name, value in sample.items() if value is not None} for sample in samples]
         if not _has_token_labels(samples):
-            return self.stock(samples)
+            return self.stock(samples)  # its errors are passed on
         if all(own == names[0] for own in names) and not names[0] & self.form.listed:
             try:
                 batch = dict(self.stock(samples))
@@ -70,20 +61,15 @@ class DefaultCollator(PretokenizedCollator):
         return super().__call__(samples)
 
 
-def default_collator(dataset: Any, processor: Any, model: Any = None) -> tuple[Callable | None, bool]:
+def default_collator(
+    dataset: Any,
+    processor: Any,  # the Trainer's `processing_class`
+    # decides whether images are stacked or concatenated where samples allow for both; without it they are stacked
+    model: Any = None,
+) -> tuple[Callable | None, bool]:
     """
-    Chooses a collator by the columns of a dataset.
-
-    Args:
-        dataset: The training dataset, or `None`.
-        processor: The Trainer's `processing_class`.
-        model ([`~transformers.PreTrainedModel`], *optional*):
-            The whole model, which decides whether images are stacked or concatenated where samples allow for both.
-            Without it they are stacked where they can be.
-
-    Returns:
-        The collator (`None` leaves the choice to the stock Trainer), and whether it reads raw columns, which must not
-        be removed for not being arguments of the model.
+    Chooses a collator by the columns of a dataset, and says whether it reads raw columns, which must not be removed
+    for not being arguments of the model; `None` leaves the choice to the stock Trainer.
     """
     columns = columns_of(dataset)
     if "messages" in columns and hasattr(processor, "apply_chat_template"):
@@ -107,10 +93,8 @@ def columns_of(dataset: Any) -> list[str]:
 
 
 def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """
-    The first samples of a dataset, and some spread over it, without those that can't be read or have no fields. The
-    state of random generators is not changed.
-    """
+    """The first samples of a dataset, and some spread over it, without those that can't be read or have no fields."""
+    # `seeded` leaves the state of random generators as it is.
     if is_stream(dataset):
         dataset = StreamWindow(dataset)
         with seeded(0):

@@ -16,23 +16,12 @@ _FILE_KEYS = frozenset({"bytes", "array"})  # of what `datasets` makes of a file
 
 
 def row_digest(rows: Any) -> int:
-    """
-    A 31-bit number of a row as it is stored.
-
-    Args:
-        rows: Nested lists and mappings, of which everything counts; of long values only both ends.
-    """
+    """A 31-bit number of nested lists and mappings as they are stored; of long values only both ends count."""
     return zlib.crc32(repr(_sketch(rows)).encode()) >> 1
 
 
 def text_digest(sample: Any) -> int:
-    """
-    A 31-bit number of the tokens, or else of the text and the whole numbers of a sample: what ranks that read it with
-    and without its media have in common.
-
-    Args:
-        sample: What a dataset returns, or a row as it is stored.
-    """
+    """A 31-bit number of the tokens, or of text and whole numbers: equal where a sample is read without media, too."""
     if isinstance(sample, Mapping) and "input_ids" in sample:
         sample = {name: sample.get(name) for name in ("input_ids", "labels")}
     return zlib.crc32(repr(_text(sample)).encode()) >> 1

@@ -23,51 +23,32 @@ _NUM_LOOKED_AT = 1024  # numbers of a tensor; another augmentation changes most 
 
 @dataclass(frozen=True)
 class StepFingerprint:
-    """
-    Checksums of all decisions that the ranks of a step make independently and that must be equal.
+    """Checksums of all decisions that the ranks of a step make independently and that must be equal."""
 
-    Args:
-        step (`int`): Checksum of the samples and of their microbatches.
-        programs (`Mapping[int, int]`):
-            Replica of the language model -> checksum of the ordered actions of all ranks that exchange tensors with
-            it in the step; for the replicas in the part of the step that this rank has planned.
-        shardings (`Mapping[int, int]`, *optional*):
-            Index of a microbatch of the language model, over all replicas -> checksum of the distribution of its
-            tokens over cp ranks; for the microbatches of this rank.
-        samples (`Mapping[int, Collection[int]]`, *optional*):
-            Batch index -> checksums of the sample as this rank read it, once for each dataset that it reads.
-        inputs (`Mapping[tuple[str, int, int], int]`, *optional*):
-            (module, replica, microbatch) of this rank -> checksum of the whole numbers of its inputs.
-        media (`Mapping[tuple[str, int, int], int]`, *optional*):
-            (module, replica, microbatch) of this rank -> a number of its floating-point inputs, which differs by at
-            most `MEDIA_ROUNDING` where they differ by rounding, as between processors.
-    """
-
-    step: int
+    step: int  # of the samples and of their microbatches
+    # language model replica -> checksum of the ordered actions of all ranks that exchange tensors with it in the step;
+    # for the replicas in the part of the step that this rank has planned
     programs: Mapping[int, int]
+    # index of a language model microbatch, over all replicas -> checksum of the distribution of its tokens over cp
+    # ranks; for the microbatches of this rank
     shardings: Mapping[int, int] = field(default_factory=dict)
+    # batch index -> checksums of the sample as this rank read it, once for each dataset that it reads
     samples: Mapping[int, Collection[int]] = field(default_factory=dict)
+    # (module, replica, microbatch) of this rank -> checksum of the whole numbers of its inputs
     inputs: Mapping[tuple[str, int, int], int] = field(default_factory=dict)
+    # (module, replica, microbatch) of this rank -> a number of its floating-point inputs, which differs by at most
+    # `MEDIA_ROUNDING` where they differ by rounding, as between processors
     media: Mapping[tuple[str, int, int], int] = field(default_factory=dict)
 
 
 def fingerprint(
     step: StepPlan,
-    program: Program,
-    shardings: Mapping[ChunkKey, ContextSharding],
-    batches: Mapping[ChunkKey, Mapping[str, Any]],
-    samples: Mapping[int, Collection[int]],
+    program: Program,  # actions of all ranks, or of those in the part of one
+    shardings: Mapping[ChunkKey, ContextSharding],  # of this rank's microbatches
+    batches: Mapping[ChunkKey, Mapping[str, Any]],  # collated inputs of this rank's chunks
+    samples: Mapping[int, Collection[int]],  # batch index -> checksums of the sample
 ) -> StepFingerprint:
-    """
-    The fingerprint of a step.
-
-    Args:
-        step ([`StepPlan`]): The arrangement.
-        program ([`Program`]): The actions of all ranks, or of those in the part of one.
-        shardings (`Mapping[ChunkKey, ContextSharding]`): Distribution of the tokens of this rank's microbatches.
-        batches (`Mapping[ChunkKey, Mapping[str, Any]]`): The collated inputs of this rank's chunks.
-        samples (`Mapping[int, Collection[int]]`): Batch index -> checksums of the sample.
-    """
+    """Computes the fingerprint of a step."""
     starts = list(accumulate(map(len, step.microbatches[LANGUAGE_MODEL]), initial=0))
     chunks: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for (module, replica, index, _), batch in sorted(batches.items()):

@@ -15,24 +15,15 @@ from .bad_samples import BadSample
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """
-    The samples of one global batch.
+    """The samples of one global batch."""
 
-    Args:
-        samples (`tuple[int, ...]`): Dataset indices in the sampler's order.
-        epoch (`int`, *optional*, defaults to 0): The epoch of the samples.
-        position (`int`, *optional*, defaults to 0): Number of samples drawn in the epoch, including these.
-        sizes (`SampleSizes`, *optional*): Sizes of the samples, if measured during drawing.
-        bad (`Mapping[int, BadSample]`, *optional*): Batch index -> its sample, if it could not be measured.
-        token_limits (`Mapping[str, int]`, *optional*):
-            Module -> maximum tokens per microbatch; overrides the planner's.
-    """
-
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # dataset indices in the sampler's order
     epoch: int = 0
-    position: int = 0
-    sizes: SampleSizes | None = field(default=None, compare=False)
+    position: int = 0  # samples drawn in the epoch, including these
+    sizes: SampleSizes | None = field(default=None, compare=False)  # if measured during drawing
+    # batch index -> a sample that could not be measured
     bad: Mapping[int, BadSample] = field(default_factory=dict, compare=False)
+    # module -> maximum tokens per microbatch; overrides the planner's
     token_limits: Mapping[str, int] | None = field(default=None, compare=False)
 
     def without(self, batch_indices: Collection[int]) -> GlobalBatch:
@@ -50,20 +41,15 @@ LimitFunction = Callable[[GlobalBatch], Mapping[str, int] | None]
 
 
 class GlobalBatchSampler:
-    """
-    A batch sampler that yields a [`GlobalBatch`] for each global batch of an epoch.
-
-    Args:
-        sampler (`Iterable[int]`):
-            Dataset indices of an epoch, the same on all ranks. Its `set_epoch`, if any, sets the epoch.
-        global_batch_size (`int`): Samples per global batch.
-        drop_last (`bool`, *optional*, defaults to `False`): Whether an incomplete last global batch is dropped.
-        limits_of (`Callable[[GlobalBatch], Mapping[str, int] | None]`, *optional*):
-            Global batch -> its limits, which override the planner's; called when the global batch is yielded.
-    """
+    """A batch sampler that yields a [`GlobalBatch`] for each global batch of an epoch."""
 
     def __init__(
-        self, sampler: Any, global_batch_size: int, drop_last: bool = False, limits_of: LimitFunction | None = None
+        self,
+        sampler: Any,  # dataset indices of an epoch, the same on all ranks; its `set_epoch`, if any, sets the epoch
+        global_batch_size: int,
+        drop_last: bool = False,  # an incomplete last global batch
+        # limits that override the planner's; called when the global batch is yielded
+        limits_of: LimitFunction | None = None,
     ):
         self.sampler = sampler
         self.global_batch_size = global_batch_size
@@ -82,17 +68,14 @@ class GlobalBatchSampler:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def resume(self, epoch: int, position: int, num_batches: int, global_batch_size: int | None = None) -> None:
-        """
-        Continues an epoch after some of its samples; the size of global batches may have changed.
-
-        Args:
-            epoch (`int`): The epoch.
-            position (`int`): Number of its samples that were drawn.
-            num_batches (`int`): Number of empty global batches in their place, which the Trainer skips.
-            global_batch_size (`int`, *optional*):
-                Size of global batches at the start of the epoch, on which its order depends.
-        """
+    def resume(
+        self,
+        epoch: int,
+        position: int,  # number of the epoch's samples that were drawn
+        num_batches: int,  # empty global batches in their place, which the Trainer skips
+        global_batch_size: int | None = None,  # at the start of the epoch, on which its order depends
+    ) -> None:
+        """Continues an epoch after some of its samples; the size of global batches may have changed."""
         self._resumed = epoch, position, num_batches
         if global_batch_size is not None and isinstance(self.sampler, LengthGroups):
             self.sampler.global_batch_sizes[epoch] = global_batch_size
@@ -127,16 +110,15 @@ class GlobalBatchSampler:
 
 
 class LengthGroups:
-    """
-    An order of samples grouped by length, different in each epoch.
+    """An order of samples grouped by length, different in each epoch."""
 
-    Args:
-        sampler (`LengthGroupedSampler`): Computes the order of an epoch from its `batch_size` and `generator`.
-        global_batch_size (`int`): Samples per global batch.
-        seed (`int`): Base of the seed of each epoch.
-    """
-
-    def __init__(self, sampler: Any, global_batch_size: int, seed: int):
+    def __init__(
+        self,
+        # a `LengthGroupedSampler`, which computes the order of an epoch from its `batch_size` and `generator`
+        sampler: Any,
+        global_batch_size: int,
+        seed: int,  # base of the seed of each epoch
+    ):
         self.sampler = sampler
         self.global_batch_size = global_batch_size
         self.seed = seed

@@ -5,16 +5,13 @@ from __future__ import annotations
 _SECONDS = 10.0  # for an answer of a slow network
 
 
-def check_hub(kind: str, name: str, subject: str, remedy: str) -> None:
-    """
-    Raises `ValueError` unless the Hub has a model or a dataset, which may also be in its cache.
-
-    Args:
-        kind (`str`): `"model"` or `"dataset"`.
-        name (`str`): Its id.
-        subject (`str`): Start of the message, such as ``"Dataset `a/b`"``.
-        remedy (`str`): The remedy if the Hub can't be reached.
-    """
+def check_hub(
+    kind: str,  # "model" or "dataset"
+    name: str,  # its id
+    subject: str,  # start of the message, such as "Dataset `a/b`"
+    remedy: str,  # if the Hub can't be reached
+) -> None:
+    """Raises `ValueError` unless the Hub has a model or a dataset, which may also be in its cache."""
     from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 

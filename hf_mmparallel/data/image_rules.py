@@ -25,15 +25,9 @@ FITTING = "models with one image size (Llava, Gemma3, PaliGemma), the tiles of I
 
 def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
     """
-    How many tokens images have in an encoder and in the language model.
+    Derives how many tokens images have in an encoder and in the language model; the model may be on the meta device.
 
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The model, on the meta device or any other.
-        spec ([`ModelSpec`]): The same model.
-        name (`str`): The encoder, which takes images.
-
-    Raises:
-        `ValueError`: If the configuration does not say into what an image is cut, or the encoder can't be run.
+    Raises `ValueError` if the configuration does not say into what an image is cut, or the encoder can't be run.
     """
     part = module_parts(model)[name]
     tower = model.get_submodule(part.tower)

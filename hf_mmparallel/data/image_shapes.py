@@ -20,16 +20,10 @@ NO_PIXEL_STEPS = {"do_convert_rgb": False, "do_rescale": False, "do_normalize": 
 
 @dataclass(frozen=True)
 class BlankRun:
-    """
-    A way to run an image processor on blank images.
+    """A way to run an image processor on blank images."""
 
-    Args:
-        image (`Callable[[tuple[int, int]], Any]`): Height and width -> a blank image.
-        options (`dict[str, Any]`): Arguments of the image processor that it sets.
-    """
-
-    image: Callable[[tuple[int, int]], Any]
-    options: dict[str, Any]
+    image: Callable[[tuple[int, int]], Any]  # (height, width) -> a blank image
+    options: dict[str, Any]  # arguments of the image processor that it sets
 
 
 def _zeros(size: tuple[int, int]) -> np.ndarray:
@@ -61,25 +55,12 @@ class _Known:
 
 
 def blank_array(size: tuple[int, int]) -> np.ndarray:
-    """
-    An image of a size that takes no memory.
-
-    Args:
-        size (`tuple[int, int]`): Height and width.
-
-    Returns:
-        `np.ndarray` of shape `(3, height, width)`: One zero, repeated.
-    """
+    """Returns an image `(3, height, width)` of a size `(height, width)` that takes no memory: one zero, repeated."""
     return np.broadcast_to(np.uint8(0), (3, *size))
 
 
 def without_pixels(processor: Any) -> Any:
-    """
-    A processor that takes [`blank_array`]s for images: the same text, tokens and numbers, and pixels without memory.
-
-    Args:
-        processor: A [`~transformers.ProcessorMixin`], which stays as it is; anything else is returned.
-    """
+    """Copies a processor to take [`blank_array`]s as images: same text, tokens and numbers, pixels without memory."""
     if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
         return processor
     processor = copy.copy(processor)
@@ -94,11 +75,7 @@ class ImageShapes:
     What an image processor computes besides pixels (grids, numbers of patches, sizes) depends on sizes alone, so the
     cheapest run will do: on the meta device where the processor works with torch, else without the steps that only
     change values, and once for each combination of sizes. The first run leaves nothing out and decides which of these
-    gives the same numbers. Entries of pixels, which are those that are floating-point, come back as one zero
-    repeated, since processors read their shapes.
-
-    Args:
-        image_processor ([`~transformers.BaseImageProcessor`]): Any; other attributes are looked up in it.
+    gives the same numbers. Other attributes are looked up in the image processor.
     """
 
     def __init__(self, image_processor: Any):
@@ -116,14 +93,7 @@ class ImageShapes:
         return images
 
     def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
-        """
-        Args:
-            images: [`blank_array`]s, in nested lists or not.
-            kwargs: Those of the image processor.
-
-        Returns:
-            `BatchFeature`: The entries of the image processor.
-        """
+        """The entries of the image processor for [`blank_array`]s, in nested lists or not."""
         sizes = _nested(images, lambda image: tuple(image.shape[-2:]))
         settings = repr(sorted(kwargs.items(), key=lambda item: item[0]))
         key = settings, repr(sizes)
@@ -143,6 +113,7 @@ class ImageShapes:
         if known is None or result is None or result.keys() != known.names:
             result, known = self._compare(sizes, kwargs)
             self._known[settings] = known
+        # Pixels, the floating-point entries, come back as one zero repeated, since processors read their shapes.
         return {name: _nested(v, _without_memory) if name in known.pixels else v for name, v in result.items()}
 
     def _compare(self, sizes: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Known]:

@@ -20,15 +20,7 @@ class UnknownSizeError(ValueError):
 
 
 def decoded_image(value: Any) -> Any:
-    """
-    An image as a processor takes it.
-
-    Args:
-        value: An image, or its undecoded form in a dataset: a mapping with `bytes` or `path`.
-
-    Returns:
-        What `datasets.Image` decodes, upright as its EXIF data say; anything else as it is.
-    """
+    """Decodes an image of an undecoded column as `datasets.Image` does, upright by its EXIF data; else keeps it."""
     if not _is_undecoded(value):
         return value
     if _is_elsewhere(value):
@@ -40,21 +32,15 @@ def decoded_image(value: Any) -> Any:
     return ImageOps.exif_transpose(image) if _orientation(image) is not None else image
 
 
-def image_size(value: Any) -> tuple[int, int]:
+def image_size(
+    # an image of Pillow, which may be a file that is just opened; an array; a mapping with `bytes` or a local `path`,
+    # or with `height` and `width`; a local path
+    value: Any,
+) -> tuple[int, int]:
     """
     Height and width in pixels of the image that a processor would see, without decoding it.
 
-    Args:
-        value:
-            An image of Pillow, which may be a file that is just opened; an array; a mapping with `bytes` or a local
-            `path`, or with `height` and `width`; a local path.
-
-    Returns:
-        `tuple[int, int]`: Height and width.
-
-    Raises:
-        `UnknownSizeError`: If the size can't be known without reading more than the header of a local file.
-        `OSError`: If a local file can't be read.
+    Raises `UnknownSizeError` if more than the header of a local file is needed, and `OSError` if it can't be read.
     """
     if isinstance(value, Image.Image):
         return value.height, value.width
@@ -105,11 +91,8 @@ def _array_size(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """
-    The EXIF orientation that the header gives.
-
-    A PNG's own `getexif` decodes the image, to see what comes after its pixels.
-    """
+    """The EXIF orientation that the header gives."""
+    # A PNG's own `getexif` decodes the image, to see what comes after its pixels.
     return Image.Image.getexif(image).get(ExifTags.Base.Orientation)
 
 

@@ -17,32 +17,20 @@ from .token_collator import TOKEN_FIELDS, as_array
 
 @dataclass(frozen=True)
 class ItemForm:
-    """
-    How samples hold the inputs of encoders.
+    """How samples hold the inputs of encoders."""
 
-    Args:
-        stacked (`frozenset[str]`, *optional*): Entries of which the model takes a batch that is stacked.
-        listed (`frozenset[str]`, *optional*): Entries of which it takes one that is concatenated.
-    """
-
-    stacked: frozenset[str] = frozenset()
-    listed: frozenset[str] = frozenset()
+    stacked: frozenset[str] = frozenset()  # entries of which the model takes a batch that is stacked
+    listed: frozenset[str] = frozenset()  # entries of which it takes one that is concatenated
 
 
-def item_form(model: Any, samples: Iterable[Mapping[str, Any]]) -> ItemForm:
+def item_form(
+    model: Any,
+    samples: Iterable[Mapping[str, Any]],  # looked at until there was one for each modality
+) -> ItemForm:
     """
     Finds out in which form samples hold the inputs of a model's encoders, such as pixels and grids.
 
-    A sample is batched with itself, stacked, and the encoder is run on it up to its first layer, on the CPU and
-    without its weights. If it gets there, the entries are stacked, else concatenated.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The whole model on any device (`meta` too). It is not changed.
-        samples (`Iterable[Mapping[str, Any]]`): Samples, looked at until there was one for each modality.
-
-    Returns:
-        [`ItemForm`]: Entries of modalities that no sample has count as concatenated; empty for a model whose encoders
-        are not known.
+    The model may be on any device, `meta` too, and is not changed; the form is empty if its encoders are not known.
     """
     parts = _encoders(model)
     pending = {
@@ -57,12 +45,14 @@ def item_form(model: Any, samples: Iterable[Mapping[str, Any]]) -> ItemForm:
             if skeleton is None:
                 whole = _whole(model)
                 skeleton = make_skeleton(whole, [find_stack(whole, part.tower) for part in parts.values()])
+            # A sample batched with itself: entries are stacked if the encoder, run on the CPU without its weights,
+            # takes it up to its first layer, else concatenated.
             batch = {entry: torch.stack([value, value]) for entry, value in arrays.items()}
             (stacked if _takes(skeleton, name, modality, batch) else listed).update(names)
             del pending[name, modality]
         if not pending:
             break
-    listed.update(entry for names in pending.values() for entry in names)
+    listed.update(entry for names in pending.values() for entry in names)  # modalities that no sample has
     return ItemForm(frozenset(stacked), frozenset(listed - stacked))
 
 

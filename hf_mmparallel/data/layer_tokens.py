@@ -29,35 +29,23 @@ logger = logging.get_logger(__name__)
 NUM_CANDIDATES = 512
 NUM_STREAMED = 64
 NUM_PROBES = 4
-PROPORTIONAL = 0.01
-"""Largest relative error with which tokens count as proportional to rows."""
+PROPORTIONAL = 0.01  # largest relative error with which tokens count as proportional to rows
 
 
 def measure_layers(
-    model: PreTrainedModel,
+    model: PreTrainedModel,  # the whole model on any device (`meta` too), or what a rank keeps of it; not changed
     spec: ModelSpec,
-    dataset: Any,
+    dataset: Any,  # the training dataset, or the `StreamWindow` of a stream, of which the first samples are looked at
     collator: Callable[[list], Mapping[str, Any]],
-    source: SizeSource | None,
+    source: SizeSource | None,  # of `size_source` for the dataset
 ) -> dict[str, LayerTokens]:
     """
     Finds out what the layers of each encoder see of the rows of its features, for [`~TableSizes.with_layers`].
 
     Reads and collates up to four samples with media of different sizes, and runs each encoder on them up to its first
     layer, on the CPU and without its weights. Samples may fail to be read on one rank and not on another: measure on
-    one rank and give the result to all.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The whole model on any device (`meta` too), or what a rank keeps of it. It is not changed.
-        spec ([`ModelSpec`]): The same model.
-        dataset: The training dataset, or the [`StreamWindow`] of a stream, of which the first samples are looked at.
-        collator (`Callable[[list], Mapping[str, Any]]`): Collates its samples.
-        source (`Callable[[Sequence[int]], SampleSizes]` or `None`): The result of [`size_source`] for the dataset.
-
-    Returns:
-        `dict[str, LayerTokens]`: Encoder -> its tokens; without encoders that could not be measured, of which a row is
-        one token, and empty where sizes are given by the user.
+    one rank and give the result to all. Encoders that could not be measured are left out, for which a row is one
+    token; the result is empty where sizes are given by the user.
     """
     if source is None or not source.counts_rows:
         return {}

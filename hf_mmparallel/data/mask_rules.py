@@ -28,11 +28,11 @@ from ..kernels.bitfield_attention import encode_words
 
 PROBE = "hf_mmparallel_probe"
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
+# arguments of transformers' mask functions that change the visible pairs
 ADDED_TO_MASKS = ("block_sequence_ids", "or_mask_function", "and_mask_function")
-"""Arguments of transformers' mask functions that change the visible pairs."""
 PAIRS_AT_A_TIME = 2**20
+# modality -> setting of a config that holds the tokens of every item; a grid in the batch comes first
 ITEM_LENGTHS = {"image": "mm_tokens_per_image"}
-"""Modality -> setting of a config that holds the tokens of every item; a grid in the batch comes first."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,8 @@ AttentionMaskInterface.register(PROBE, _probe)
 
 def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
     """
-    A model's config and class.
-
-    Args:
-        config_or_model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`]):
-            A model, with or without adapters, compiled or not, or the config of one; a config that names no class is
-            looked up in the classes of transformers with a language-model head.
-
-    Returns:
-        The config, and the class (`None` when transformers has none for the config).
+    Returns the config and the class (`None` if transformers has none) of a model, with adapters or compiled, or of a
+    config; one that names no class is looked up in the classes of transformers with a language-model head.
     """
     if isinstance(config_or_model, torch.nn.Module):
         model: Any = extract_model_from_parallel(config_or_model, keep_torch_compile=False)
@@ -84,26 +77,14 @@ def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
 
 class MaskRule:
     """
-    Computes the mask words of batches of one model.
+    Computes the mask words of batches of one model; can be pickled, since it holds a config and a class, no weights.
 
     Padding has the word 0. Every other token sees earlier tokens of its sample, and all tokens of its span. Spans come
     from the model's own masks, with one difference: neighbouring images, which transformers would merge into one span,
     are separate spans if the batch's grids or the config give the number of tokens per image.
 
-    It can be pickled: it contains a config and a class, no weights.
-
-    Args:
-        config_or_model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`]): The model.
-
-    Raises:
-        `ValueError`: For a model whose samples would see each other in one row, or whose masks can't be expressed by
-        words.
-
-    Example:
-
-    ```python
-    >>> words = MaskRule(model)(batch)  # int64 of shape (batch, length)
-    ```
+    Raises `ValueError` for a model whose samples would see each other in one row, or whose masks can't be expressed by
+    words.
     """
 
     def __init__(self, config_or_model: Any):
@@ -118,13 +99,9 @@ class MaskRule:
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """
-        Args:
-            batch (`Mapping[str, Any]`):
-                A padded batch with `input_ids` and `attention_mask` of shape `(batch, length)`, with what the
-                processor says of its tokens and media (`token_type_ids`, `mm_token_type_ids`, `image_grid_thw`).
-
-        Returns:
-            `torch.Tensor` of shape `(batch, length)`: int64 words, in which each row is one sample.
+        The int64 words `(batch, length)` of a padded batch, with `input_ids` and `attention_mask` of that shape and
+        what the processor says of its tokens and media (`token_type_ids`, `mm_token_type_ids`, `image_grid_thw`); a
+        row is one sample.
         """
         real = real_tokens(batch)
         masks = self._masks(batch)
@@ -238,12 +215,7 @@ def words_of_batch(config_or_model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
-    """
-    Mask of the tokens that are not padding: bool `(batch, length)`.
-
-    Raises:
-        `ValueError`: Without an `attention_mask` of that shape.
-    """
+    """Mask `(batch, length)` of tokens that are not padding; `ValueError` without an `attention_mask` of the shape."""
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.shape != batch["input_ids"].shape:
         found = "no `attention_mask`" if mask is None else f"an `attention_mask` of shape {tuple(mask.shape)}"
@@ -254,16 +226,13 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
     return mask != 0
 
 
-def _span_ids(groups: Tensor, runs: Tensor, rows: Tensor, items: Tensor) -> Tensor:
-    """
-    Spans, from 1 in each row, of the tokens of a batch; 0 for tokens that are alone.
-
-    Args:
-        groups (`torch.Tensor` of shape `[runs]`): The first run of each run's group.
-        runs (`torch.Tensor` of shape `[tokens]`): The run of each token.
-        rows (`torch.Tensor` of shape `[tokens]`): The row of each token, ascending.
-        items (`torch.Tensor` of shape `[tokens]`): The item of each token, -1 for text.
-    """
+def _span_ids(
+    groups: Tensor,  # [runs] the first run of each run's group
+    runs: Tensor,  # [tokens] the run of each token
+    rows: Tensor,  # [tokens] ascending
+    items: Tensor,  # [tokens] the item of each token, -1 for text
+) -> Tensor:
+    """Spans, from 1 in each row, of the tokens of a batch; 0 for tokens that are alone."""
     of_token = groups[runs]
     inside = of_token.bincount()[of_token] > 1
     # A group that is one run of nothing but items has a span for each; any other is one span.

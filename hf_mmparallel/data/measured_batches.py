@@ -33,51 +33,32 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class BatchShare:
-    """
-    The share of a global batch that one rank measures.
-
-    Args:
-        global_batch (`GlobalBatch`): The global batch.
-        indices (`tuple[int, ...]`): Dataset indices that this rank measures.
-    """
+    """The share of a global batch that one rank measures."""
 
     global_batch: GlobalBatch
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # dataset indices that this rank measures
 
 
 @dataclass(frozen=True)
 class MeasuredShare:
-    """
-    The measurements of one rank.
-
-    Args:
-        global_batch (`GlobalBatch`): The global batch.
-        indices (`tuple[int, ...]`): Dataset indices of the samples that were measured.
-        sizes (`SampleSizes`, *optional*): Their sizes; `None` if there are none.
-        unknown (`tuple[int, ...]`): Dataset indices of samples of unknown size.
-        bad (`dict[int, BadSample]`): Dataset index -> the sample, if it could not be measured.
-        checksum (`int`, *optional*, defaults to 0):
-            Checksum of the samples of the global batch, compared by the ranks.
-    """
+    """The measurements of one rank."""
 
     global_batch: GlobalBatch
-    indices: tuple[int, ...]
-    sizes: SampleSizes | None
-    unknown: tuple[int, ...]
-    bad: dict[int, BadSample]
-    checksum: int = 0
+    indices: tuple[int, ...]  # dataset indices of the samples that were measured
+    sizes: SampleSizes | None  # `None` if there are none
+    unknown: tuple[int, ...]  # dataset indices of samples of unknown size
+    bad: dict[int, BadSample]  # dataset index -> a sample that could not be measured
+    checksum: int = 0  # of the samples of the global batch, compared by the ranks
 
 
 class ShareReader(Dataset):
-    """
-    Measures shares of global batches.
+    """Measures shares of global batches by a size source."""
 
-    Args:
-        source (`Callable[[Sequence[int]], SampleSizes]`): The size source.
-        dataset: The dataset, for the names of unreadable files.
-    """
-
-    def __init__(self, source: Any, dataset: Any):
+    def __init__(
+        self,
+        source: Any,
+        dataset: Any,  # for the names of unreadable files
+    ):
         self.source = source
         self.dataset = dataset
 
@@ -97,20 +78,12 @@ class ShareReader(Dataset):
 
 @dataclass(frozen=True)
 class MeasuringRanks:
-    """
-    The ranks that measure together, as one of them sees them.
-
-    Args:
-        rank (`int`): This rank.
-        world_size (`int`): Number of ranks.
-        exchange ([`Exchange`]): All-gather of values over the ranks.
-        keeps (`bool`, *optional*, defaults to `False`):
-            Whether this rank writes the sizes measured by all ranks to the cache of their source, for later runs.
-    """
+    """The ranks that measure together, as one of them sees them."""
 
     rank: int
     world_size: int
-    exchange: Exchange
+    exchange: Exchange  # all-gather of values over the ranks
+    # this rank writes the sizes measured by all ranks to the cache of their source, for later runs
     keeps: bool = False
 
 
@@ -119,28 +92,19 @@ class MeasuredBatchSampler(GlobalBatchSampler):
     Global batches with the sizes of their samples, the same on all ranks.
 
     Each rank measures an equal share of the samples of a global batch whose sizes are unknown, ahead in worker
-    processes if the loader has some. The measurements are exchanged when the global batch is yielded. Sizes are
-    stored for later epochs, 16 bytes per sample and module.
-
-    Args:
-        global_batches ([`GlobalBatchSampler`]): The global batches.
-        source (`Callable[[Sequence[int]], SampleSizes]`): The size source, the same on all ranks.
-        dataset: The dataset.
-        unknown (`SampleSizes`): The size of one sample, used for samples of unknown size.
-        ranks ([`MeasuringRanks`]): The ranks that measure, as this one sees them.
-        num_workers (`int`, *optional*, defaults to 0): Number of workers of the loader of steps.
-        context (*optional*): Start method of processes, see `multiprocessing_context` of a `DataLoader`.
+    processes if the loader has some. The measurements are exchanged when the global batch is yielded. Sizes are stored
+    for later epochs, 16 bytes per sample and module.
     """
 
     def __init__(
         self,
         global_batches: GlobalBatchSampler,
-        source: Any,
+        source: Any,  # the size source, the same on all ranks
         dataset: Any,
-        unknown: SampleSizes,
+        unknown: SampleSizes,  # the size of one sample, used for samples of unknown size
         ranks: MeasuringRanks,
-        num_workers: int = 0,
-        context: Any = None,
+        num_workers: int = 0,  # of the loader of steps
+        context: Any = None,  # start method of processes, see `multiprocessing_context` of a `DataLoader`
     ):
         super().__init__(
             global_batches.sampler,
@@ -185,12 +149,7 @@ class MeasuredBatchSampler(GlobalBatchSampler):
             yield BatchShare(global_batch, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
 
     def _sized(self, share: MeasuredShare) -> GlobalBatch:
-        """
-        Exchanges the measurements of a global batch; returns the global batch with the sizes of its samples.
-
-        Raises:
-            `RuntimeError`: On all ranks, if they drew different samples.
-        """
+        """Adds the exchanged sizes to a global batch; `RuntimeError` on all ranks if they drew different samples."""
         global_batch, bad = share.global_batch, {}
         if not global_batch.samples:  # a step that a resumed run skips
             return global_batch

@@ -21,13 +21,13 @@ logger = logging.get_logger(__name__)
 
 
 def readers(
-    dataset: Any,
+    dataset: Any,  # map-style, or the window of a stream; a `Subset` or `ConcatDataset` is looked into
     collator: Callable[[list], Mapping[str, Any]],
     spec: ModelSpec,
-    inputs: Mapping[str, frozenset[str]],
+    inputs: Mapping[str, frozenset[str]],  # encoder -> the entries of a batch that it reads
 ) -> dict[str, Reader]:
     """
-    How each module reads samples, so that it decodes and collates only what it needs.
+    Makes a reader for each module (one for modules that read the same), which decodes and collates only what it needs.
 
     A collator says how it leaves entries out by a method `without_media(entries)`, which returns the collator to use;
     without one it gets whole samples for every module. Of a `datasets.Dataset`, columns of media that the collator
@@ -35,15 +35,6 @@ def readers(
     floating-point arrays that the module does not read are not read. Any other dataset may have a method
     `without_media(index)`, which returns the sample without media; it serves the language model, with whatever
     collator.
-
-    Args:
-        dataset: A map-style dataset or the window of a stream; a `Subset` or `ConcatDataset` is looked into.
-        collator (`Callable[[list], Mapping[str, Any]]`): Of its samples.
-        spec ([`ModelSpec`]): The model.
-        inputs (`Mapping[str, frozenset[str]]`): Encoder -> the entries of a batch that it reads.
-
-    Returns:
-        `dict[str, Reader]`: Module -> its reader. Modules that read the same have the same one.
     """
     every = frozenset().union(*inputs.values())
     made: dict[frozenset[str], Reader] = {}
@@ -68,16 +59,7 @@ def _reader(dataset: Any, collator: Any, unused: frozenset[str], reads_media: bo
 
 
 def collator_without(collator: Any, entries: frozenset[str]) -> Any:
-    """
-    A collator that leaves out floating-point entries.
-
-    Args:
-        collator (`Callable`): Any, also in the Trainer's wrapper that removes columns.
-        entries (`frozenset[str]`): Their names.
-
-    Returns:
-        `Callable`: What its `without_media` gives; the same one if it has no such method.
-    """
+    """Leaves floating-point entries out by the collator's `without_media`, if any, also in the Trainer's wrapper."""
     if isinstance(collator, RemoveColumnsCollator):
         inner = collator_without(collator.data_collator, entries)
         if inner is collator.data_collator:
@@ -98,17 +80,10 @@ def innermost(collator: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """
-    What a module sees of a dataset.
+    """What a module sees of a dataset."""
 
-    Args:
-        decodes: The kinds of media columns that are decoded.
-        unused: Names of columns that are left out if they hold floating-point arrays.
-        reads_media: Whether the module reads any media.
-    """
-
-    decodes: frozenset[str]
-    unused: frozenset[str]
+    decodes: frozenset[str]  # the kinds of media columns that are decoded
+    unused: frozenset[str]  # columns that are left out if they hold floating-point arrays
     reads_media: bool
 
     def of(self, dataset: Any) -> Any:
@@ -189,11 +164,7 @@ def _is_number(feature: Any) -> bool:
 
 
 def _with_features(dataset: Any, features: Mapping[str, Any]) -> Any:
-    """
-    The same table with other features of the same storage types.
-
-    `Dataset.cast` would write a nested column anew.
-    """
+    """The same table with other features of the same storage; `Dataset.cast` would write a nested column anew."""
     from datasets import Features
     from datasets.fingerprint import update_fingerprint
 

@@ -76,13 +76,10 @@ class PackingCollator:
 
     def without_media(self, entries: Collection[str] | None = None) -> PackingCollator:
         """
-        A collator of the same rows without media.
+        A collator of the same rows without media; `self` if the wrapped one leaves nothing out.
 
         Args:
             entries (`Collection[str]`, *optional*): As the wrapped collator's `without_media` takes them.
-
-        Returns:
-            [`PackingCollator`]: The collator; this one if the wrapped one leaves nothing out.
         """
         without_media: Any = getattr(self.collator, "without_media", None)
         collator = self.collator if without_media is None else without_media(entries)
@@ -109,15 +106,7 @@ class PackingCollator:
         return self.pack(self.collator(samples))
 
     def pack(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """
-        Packs a padded batch.
-
-        Args:
-            batch (`Mapping[str, Any]`): With `input_ids` and `attention_mask` of shape `(batch, length)`.
-
-        Returns:
-            `dict[str, Any]`: The packed row, as from a call.
-        """
+        """Packs a padded batch with `input_ids` and `attention_mask` of shape `(batch, length)`."""
         real = real_tokens(batch)
         self._check_lengths(real.sum(-1).tolist())
         fields = {name: value for name, value in batch.items() if name != "attention_mask"}

@@ -15,26 +15,15 @@ FILE = "data_position.json"
 
 @dataclass(frozen=True)
 class DataPosition:
-    """
-    The position of a run in its training set.
-
-    Args:
-        epoch (`int`, *optional*, defaults to 0): The epoch.
-        num_samples (`int`, *optional*, defaults to 0): Number of its samples drawn so far, including skipped ones.
-        num_steps (`int`, *optional*, defaults to 0): Number of steps that drew them.
-        global_step (`int`, *optional*, defaults to 0): Number of steps of the run.
-        batch_size (`int`, *optional*): Global batch size at the start of the epoch, on which the order may depend.
-        num_skipped (`int`, *optional*, defaults to 0): Number of samples of the run that could not be read.
-        memory_ratio (`list`, *optional*):
-            What was learned of memory, and the last global batch that was planned without it.
-    """
+    """The position of a run in its training set; the fields are those of the file in a checkpoint."""
 
     epoch: int = 0
-    num_samples: int = 0
-    num_steps: int = 0
-    global_step: int = 0
-    batch_size: int | None = None
-    num_skipped: int = 0
+    num_samples: int = 0  # of the epoch, drawn so far, including skipped ones
+    num_steps: int = 0  # that drew them
+    global_step: int = 0  # steps of the run
+    batch_size: int | None = None  # global batch size at the start of the epoch, on which the order may depend
+    num_skipped: int = 0  # samples of the run that could not be read
+    # what was learned of memory, and the last global batch that was planned without it
     memory_ratio: list | None = None
 
     @classmethod
@@ -51,13 +40,7 @@ class DataPosition:
         (Path(folder) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def after(self, global_batch: GlobalBatch, global_batch_size: int) -> DataPosition:
-        """
-        The position after one more step.
-
-        Args:
-            global_batch (`GlobalBatch`): The global batch of the step.
-            global_batch_size (`int`): The size of a full global batch.
-        """
+        """The position after one more step; `global_batch_size` is that of a full global batch."""
         goes_on = global_batch.epoch == self.epoch and self.num_steps > 0
         return dataclasses.replace(
             self,
@@ -67,17 +50,12 @@ class DataPosition:
             batch_size=self.batch_size if goes_on else global_batch_size,
         )
 
-    def resume(self, global_batches: GlobalBatchSampler, num_samples: int | None) -> tuple[int, int]:
-        """
-        Continues global batches from this position.
-
-        Args:
-            global_batches ([`GlobalBatchSampler`]): Global batches of the resumed run.
-            num_samples (`int` or `None`): Samples per epoch, `None` for a stream of unknown length.
-
-        Returns:
-            `tuple[int, int]`: The epoch to continue, and the number of its finished steps at the current batch size.
-        """
+    def resume(
+        self,
+        global_batches: GlobalBatchSampler,
+        num_samples: int | None,  # per epoch, `None` for a stream of unknown length
+    ) -> tuple[int, int]:
+        """Continues global batches; returns the epoch and its number of finished steps at the current batch size."""
         num_steps = self.num_steps
         if num_samples is not None:
             left = global_batches.num_batches(max(0, num_samples - self.num_samples))

@@ -14,12 +14,12 @@ from transformers.models.auto import modeling_auto
 
 from .mask_rules import config_and_class, real_tokens
 
+# argument of `get_rope_index` that no batch has by that name -> how the model makes it of the batch
 DERIVED_INPUTS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     # The omni models compute these from other entries of the batch before they call `get_rope_index`.
     "audio_seqlens": lambda batch: batch["feature_attention_mask"].sum(-1),
     "second_per_grids": lambda batch: batch["video_second_per_grid"],
 }
-"""Argument of `get_rope_index` that no batch has by that name -> how the model makes it of the batch."""
 
 
 class PositionRule:
@@ -28,9 +28,6 @@ class PositionRule:
 
     A model with a `get_rope_index` (multimodal rotary embeddings) makes its own, on a copy of it without weights;
     every other model counts the tokens of a sample from 0. Can be pickled: it holds a config and a class.
-
-    Args:
-        config_or_model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`]): The model.
     """
 
     def __init__(self, config_or_model: Any):
@@ -49,17 +46,9 @@ class PositionRule:
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """
-        Args:
-            batch (`Mapping[str, Any]`):
-                A padded batch with `input_ids` and `attention_mask` of shape `(batch, length)`, and the grids of its
-                media.
-
-        Returns:
-            `torch.Tensor`: int64 position ids of shape `(batch, length)`, or `(axes, batch, length)` of a model with
-            multimodal rotary embeddings; 0 or more for padding.
-
-        Raises:
-            `ValueError`: If the batch lacks what the model's position ids depend on.
+        int64 position ids `(batch, length)` of a padded batch, or `(axes, batch, length)` of a model with multimodal
+        rotary embeddings; 0 or more for padding. Raises `ValueError` if the batch lacks what they depend on, such as
+        grids.
         """
         real = real_tokens(batch)
         if self.owner is None:

@@ -30,12 +30,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class OwnGenerators:
-    """
-    Generators of Python, NumPy and torch on the host that go on where they stopped each time they are used.
-
-    Args:
-        seed (`int`): Where they start.
-    """
+    """Generators of Python, NumPy and torch on the host that go on where they stopped each time they are used."""
 
     def __init__(self, seed: int):
         with seeded(seed):

@@ -26,24 +26,31 @@ from .token_tables import token_lengths
 
 logger = logging.get_logger(__name__)
 
+# samples; fewer take less time than processes take to start, and are all measured before the first step
 PARALLEL_FROM = 5_000
-"""Samples; fewer take less time than processes take to start, and are all measured before the first step."""
 
+# dataset indices -> `SampleSizes`; can be pickled, for the workers of a data loader
 SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes | StreamSizes
-"""Dataset indices -> [`SampleSizes`]. Can be pickled, for the workers of a data loader."""
 
 
 def size_source(
-    dataset: Any,
+    dataset: Any,  # map-style, or the `StreamWindow` of a stream, whose samples are measured when they come
+    # wrapped ones are found in `collator.collator`; by default what the Trainer would choose
     collator: Callable[[list], Mapping[str, Any]] | None,
     spec: ModelSpec,
+    # the language model's column of lengths, or module -> column, with a number or a list of them (one for each
+    # image); an encoder without a column counts one token for each sample
     columns: str | Mapping[str, str] | None = None,
+    # sample -> module -> tokens, or a list of them (one for each image); an encoder that is left out has nothing to do
+    # for the sample
     function: Callable[[Any], Mapping[str, Any]] | None = None,
-    processor: Any = None,
-    num_proc: int | None = None,
+    processor: Any = None,  # the Trainer's `processing_class`
+    num_proc: int | None = None,  # processes that measure a `datasets.Dataset`, if it is large
 ) -> SizeSource | None:
     """
-    Finds out how the samples of a dataset can be measured. The first of these that there is:
+    Finds out how the samples of a dataset can be measured; `None` where all have to count the same.
+
+    The first of these that there is:
 
     1. `columns` of the dataset that hold the lengths;
     2. `function`, called with a sample;
@@ -52,38 +59,12 @@ def size_source(
     5. the conversations of a dataset for [`ChatCollator`], whose placeholders are expanded from the sizes of images in
        the headers of their files.
 
-    Samples of a `datasets.Dataset` are measured once, with `Dataset.map`, on rows in which media are not decoded, if
-    that is a matter of microseconds (1 and 4) or there are at most 5,000. The sizes are kept in memory, and beside a
-    dataset on disk in its cache, by fingerprints of dataset and measure. Other samples are measured when they are
-    first asked for; those of a large dataset on disk are read from what earlier runs have kept, see [`SizeCache`]. A
-    `Subset` and a `ConcatDataset` have the sizes of what they are made of. Samples that only the dataset's own code
-    can make (of a plain torch dataset, or with a transform from `set_transform`) are not read for 4 and 5.
-
     Nothing is fetched or decoded. A conversation that does not say its size, with an image behind a URL say, or whose
     file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such; of a
     large one it raises [`UnknownSizeError`] or `OSError` when it is asked for. Of a list it counts one token in each
-    module, and an unreadable file raises `OSError`.
-
-    Args:
-        dataset: A map-style dataset, or the [`StreamWindow`] of a stream, whose samples are measured when they come.
-        collator (`Callable`, *optional*):
-            Of its samples; wrapped ones are found in `collator.collator`. By default what the Trainer would choose.
-        spec ([`ModelSpec`]): The model.
-        columns (`str` or `Mapping[str, str]`, *optional*):
-            The column of the language model's lengths, or module -> column. A column holds a number or a list of them
-            (one for each image). An encoder without a column counts one token for each sample.
-        function (`Callable[[Any], Mapping[str, int | Sequence[int]]]`, *optional*):
-            Sample -> module -> tokens, or a list of them (one for each image). An encoder that is left out has nothing
-            to do for the sample.
-        processor ([`~transformers.ProcessorMixin`], *optional*): The Trainer's `processing_class`.
-        num_proc (`int`, *optional*): Processes that measure a `datasets.Dataset`, if it is large.
-
-    Returns:
-        `Callable[[Sequence[int]], SampleSizes]` or `None`: None where all samples have to count the same. Rows of
-        features count as tokens of the encoder until [`~TableSizes.with_layers`] says what its layers see.
-
-    Raises:
-        `ValueError`: For a column that the dataset hasn't got, numbers that are no lengths, and two sources at once.
+    module, and an unreadable file raises `OSError`. Rows of features count as tokens of the encoder until
+    [`~TableSizes.with_layers`] says what its layers see. Raises `ValueError` for a column that the dataset hasn't got,
+    numbers that are no lengths, and two sources at once.
     """
     if columns is not None and function is not None:
         raise ValueError(
@@ -127,8 +108,10 @@ class _Choice:
         if _is_datasets(dataset):
             measure = self.given or self.measure(dataset, dataset.column_names)
             has_transform = self.given is None and dataset.format["type"] == "custom"
-            if measure is None or has_transform:
+            if measure is None or has_transform:  # with a transform, only the dataset's own code can make samples
                 return None
+            # Small or fast ones are measured at once, with sizes in memory and in the cache of the dataset on disk by
+            # fingerprints of dataset and measure; others are measured when they are first asked for.
             if len(dataset) > PARALLEL_FROM and not isinstance(measure, (ColumnMeasure, TokenMeasure)):
                 view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
                 cache = SizeCache.of(view, measure)

@@ -24,31 +24,25 @@ _MAX_FILES = 8  # per folder; the most recently written ones are kept
 
 
 class SizeCache:
-    """
-    Sizes of some samples of a `datasets.Dataset`, in a file in the folder of its Arrow files: 8 bytes for a sample and
-    16 for each of its modules. Many processes may read and write it at once.
+    """Sizes of some samples of a `datasets.Dataset` in a file that many processes may read and write at once."""
 
-    Args:
-        folder (`str` or `Path`): Where the file is.
-        key (`str`): Identifies dataset, processor and settings.
-        num_samples (`int`): Samples of the dataset.
-    """
-
-    def __init__(self, folder: str | Path, key: str, num_samples: int):
+    def __init__(
+        self,
+        folder: str | Path,  # of its Arrow files; the file takes 8 bytes for a sample and 16 for each of its modules
+        key: str,  # identifies dataset, processor and settings
+        num_samples: int,  # of the dataset
+    ):
         self.folder = Path(folder)
         self.key = key
         self.num_samples = num_samples
 
     @classmethod
-    def of(cls, view: Any, measure: Any) -> SizeCache | None:
-        """
-        The cache of a `datasets.Dataset` on disk, as `Dataset.map` has one; `None` of one in memory, or where nothing
-        can be written or hashed.
-
-        Args:
-            view (`datasets.Dataset`): The columns that are read.
-            measure ([`SampleMeasure`]): The measure of the samples.
-        """
+    def of(
+        cls,
+        view: Any,  # the columns that are read
+        measure: Any,
+    ) -> SizeCache | None:
+        """The cache of a `datasets.Dataset`, `None` of one in memory, or where nothing can be written or hashed."""
         from datasets.fingerprint import Hasher
 
         folders = [os.path.dirname(file["filename"]) for file in view.cache_files]
@@ -71,12 +65,7 @@ class SizeCache:
         return self.folder / f"sizes-{self.key}.npz"
 
     def load(self, modules: list[str]) -> tuple[np.ndarray, SampleSizes] | None:
-        """
-        Dataset indices and the sizes of these samples; `None` without a file, or with one that can't be read.
-
-        Args:
-            modules (`list[str]`): Modules of the model.
-        """
+        """Dataset indices and the sizes of these samples; `None` without a file, or with one that can't be read."""
         try:
             with np.load(self.path) as file:
                 indices = file["indices"]
@@ -95,21 +84,12 @@ class SizeCache:
         return indices, SampleSizes(tokens, squares)
 
     def add(self, indices: np.ndarray, sizes: SampleSizes) -> bool:
-        """
-        Adds samples to the file. What other processes have added meanwhile stays.
-
-        Args:
-            indices (`np.ndarray`): Dataset indices.
-            sizes (`SampleSizes`): Of these samples.
-
-        Returns:
-            `bool`: Whether they are in the file; not where others write for long, or the disk is full.
-        """
+        """Adds samples to the file; returns false where others write for long, or the disk is full."""
         modules = list(sizes.tokens)
         try:
             with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS):
                 before = self.load(modules)
-                if before is not None:
+                if before is not None:  # what other processes have added meanwhile stays
                     indices = np.append(before[0], indices)
                     sizes = SampleSizes(
                         {name: np.append(before[1].tokens[name], sizes.tokens[name]) for name in modules},

@@ -20,23 +20,17 @@ from .randomness import seeded
 
 logger = logging.get_logger(__name__)
 
+# module -> the lengths of a sample's sequences: one in the language model, one for each image of an encoder
 Lengths = dict[str, list[int]]
-"""Module -> the lengths of a sample's sequences: one in the language model, one for each image of an encoder."""
 
-_TOGETHER = 32
-"""Conversations that are measured at once."""
+_TOGETHER = 32  # conversations that are measured at once
 
 
 class SampleMeasure(Protocol):
-    """
-    Measures a sample without decoding its media.
-
-    Attributes:
-        counts_rows (`bool`): Whether lengths in encoders are rows of features, not tokens of the encoder's layers.
-    """
+    """Measures a sample without decoding its media."""
 
     @property
-    def counts_rows(self) -> bool: ...
+    def counts_rows(self) -> bool: ...  # lengths in encoders are rows of features, not tokens of the layers
 
     def reads(self, present: Sequence[str]) -> list[str]:
         """The columns that it reads."""
@@ -45,13 +39,7 @@ class SampleMeasure(Protocol):
     def __call__(self, sample: Any) -> Lengths: ...
 
     def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
-        """
-        Lengths of many samples, or why one can't be measured.
-
-        Args:
-            read (`Callable[[int], Any]`): Index -> sample.
-            indices (`Sequence[int]`): Dataset indices of the samples.
-        """
+        """Lengths of the samples that `read` gives for dataset indices, or why one can't be measured."""
         ...
 
 
@@ -78,16 +66,10 @@ def _attempt(measure: Callable[[Any], Lengths], read: Callable[[int], Any], inde
 
 @dataclass(frozen=True)
 class ColumnMeasure(_OneByOne):
-    """
-    Lengths from columns; modules without one count one token for each sample.
+    """Lengths from columns; modules without one count one token for each sample."""
 
-    Args:
-        names (`Mapping[str, str]`): Module -> its column, which holds a number or a list of numbers.
-        modules (`tuple[str, ...]`): All modules of the model.
-    """
-
-    names: Mapping[str, str]
-    modules: tuple[str, ...]
+    names: Mapping[str, str]  # module -> its column, which holds a number or a list of numbers
+    modules: tuple[str, ...]  # all modules of the model
     counts_rows: bool = field(default=False, init=False)
 
     @classmethod
@@ -126,18 +108,11 @@ class ColumnMeasure(_OneByOne):
 
 @dataclass(frozen=True)
 class FunctionMeasure(_OneByOne):
-    """
-    Lengths from a user's function.
+    """Lengths from a user's function."""
 
-    Args:
-        function (`Callable[[Any], Mapping[str, int | Sequence[int]]]`):
-            Sample -> module -> its tokens, or one number for each of its sequences. Encoders that it leaves out have
-            nothing to do for the sample.
-        modules (`tuple[str, ...]`): All modules of the model.
-    """
-
+    # sample -> module -> its tokens, or one number for each of its sequences; encoders left out have nothing to do
     function: Callable[[Any], Mapping[str, Any]]
-    modules: tuple[str, ...]
+    modules: tuple[str, ...]  # all modules of the model
     counts_rows: bool = field(default=False, init=False)
 
     def reads(self, present: Sequence[str]) -> list[str]:
@@ -163,12 +138,9 @@ class TokenMeasure(_OneByOne):
     A sequence of an encoder is an item of the sample's metadata (a row of an integer array such as `image_grid_thw`,
     of which the frames of a video attend apart), where these share out its rows evenly; otherwise a run of
     placeholders.
-
-    Args:
-        placeholders (`Mapping[str, tuple[tuple[str, int], ...]]`):
-            Module -> (modality, id of its placeholder) of each of its modalities.
     """
 
+    # module -> (modality, id of its placeholder) of each of its modalities
     placeholders: Mapping[str, tuple[tuple[str, int], ...]]
     counts_rows: bool = field(default=True, init=False)
 
@@ -191,10 +163,7 @@ class TokenMeasure(_OneByOne):
         )
 
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
-        """
-        Args:
-            sample (`Mapping[str, Any]`): `input_ids` of shape `(length,)`, and what else goes with them.
-        """
+        """Lengths of a sample with `input_ids` of shape `(length,)`, and what else goes with them."""
         ids, mask = np.asarray(sample["input_ids"]).reshape(-1), sample.get("attention_mask")
         if mask is not None:
             ids = ids[np.asarray(mask).reshape(-1) != 0]
@@ -207,16 +176,10 @@ class TokenMeasure(_OneByOne):
 
 @dataclass(frozen=True)
 class ChatMeasure:
-    """
-    Lengths of a conversation, with placeholders expanded without decoding media.
+    """Lengths of a conversation, with placeholders expanded without decoding media."""
 
-    Args:
-        collator ([`ChatCollator`]): Places the images.
-        tokens ([`TokenMeasure`]): Counts the tokens of its batches.
-    """
-
-    collator: ChatCollator
-    tokens: TokenMeasure
+    collator: ChatCollator  # places the images
+    tokens: TokenMeasure  # counts the tokens of its batches
     counts_rows: bool = field(default=True, init=False)
 
     @cached_property
@@ -228,14 +191,9 @@ class ChatMeasure:
 
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
         """
-        Args:
-            sample (`Mapping[str, Any]`): A conversation.
-
-        Raises:
-            `UnknownSizeError`:
-                For images that have to be fetched or decoded to know their size, and for a conversation that can't be
-                collated. Equal on all ranks that have the sample.
-            `OSError`: For a file that can't be read, maybe by this rank only.
+        Measures a conversation; raises `OSError` for a file that can't be read, maybe by this rank only, and
+        `UnknownSizeError`, equal on all ranks that have the sample, for one that can't be collated or with images that
+        have to be fetched or decoded to know their size.
         """
         try:
             return self.tokens(self._bare.encode_by_size(sample))
@@ -253,13 +211,7 @@ class ChatMeasure:
 
 @dataclass(frozen=True)
 class OrOne:
-    """
-    Wraps a measure; samples of unknown size count as one token in each module.
-
-    Args:
-        measure ([`SampleMeasure`]): The wrapped measure.
-        modules (`tuple[str, ...]`): All modules of the model.
-    """
+    """Wraps a measure; samples of unknown size count as one token in each of the model's modules."""
 
     measure: SampleMeasure
     modules: tuple[str, ...]
@@ -290,12 +242,7 @@ class OrOne:
 
 
 def as_lengths(value: Any, source: str) -> list[int]:
-    """
-    Lengths from a number, a list of them, or nothing.
-
-    Raises:
-        `ValueError`: For what is no length, naming its `source`.
-    """
+    """Lengths from a number, a list of them, or nothing; `ValueError` with the `source` for what is no length."""
     array = np.asarray([] if value is None else value)
     whole = array.dtype.kind in "biu" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all()))
     if array.size and (array.ndim > 1 or not whole or (array < 0).any()):

@@ -16,39 +16,28 @@ from ..plan import SampleSizes
 from .size_cache import SizeCache
 from .size_measures import Lengths
 
-NUM_SPREAD = 1024
-"""Samples of a large dataset that stand for all of it."""
+NUM_SPREAD = 1024  # samples of a large dataset that stand for all of it
 
 
 @dataclass(frozen=True)
 class LayerTokens:
-    """
-    Numbers of tokens in an encoder's layers, as a function of feature tokens and items.
+    """Numbers of tokens in an encoder's layers, as a function of feature tokens and items."""
 
-    Args:
-        per_row (`float`, *optional*, defaults to 1.0): Tokens in the layers per feature token.
-        per_item (`float`, *optional*, defaults to 0.0): Additional tokens per item.
-        sequence (`int`, *optional*):
-            Length of the sequences that attend to themselves, if all have the same: crops of an image, or windows of
-            sound. Otherwise an item is one sequence. That layers attend within windows of it, costs know
-            ([`ModuleSpec.window`]).
-    """
-
-    per_row: float = 1.0
-    per_item: float = 0.0
+    per_row: float = 1.0  # tokens in the layers per feature token
+    per_item: float = 0.0  # additional tokens per item
+    # length of the sequences that attend to themselves, if all have the same: crops of an image, or windows of sound;
+    # otherwise an item is one sequence. Costs know that layers attend within windows of it (`ModuleSpec.window`).
     sequence: int | None = None
 
 
 class Ragged:
-    """
-    Lengths of the sequences of many samples in one module.
+    """Lengths of the sequences of many samples in one module."""
 
-    Args:
-        lengths (`np.ndarray`): Of all sequences, in the order of the samples.
-        counts (`np.ndarray` of shape `(samples,)`): Sequences of each sample.
-    """
-
-    def __init__(self, lengths: np.ndarray, counts: np.ndarray):
+    def __init__(
+        self,
+        lengths: np.ndarray,  # of all sequences, in the order of the samples
+        counts: np.ndarray,  # (samples,) sequences of each sample
+    ):
         self.lengths = lengths
         self.counts = counts
 
@@ -66,12 +55,7 @@ class Ragged:
 
     @classmethod
     def of_arrow(cls, column: Any, name: str) -> Ragged:
-        """
-        From an Arrow column of numbers, or of lists of them, where nothing means none.
-
-        Raises:
-            `ValueError`: For values that are no lengths.
-        """
+        """From an Arrow column of numbers or lists of them, nothing means none; `ValueError` for no lengths."""
         import pyarrow as pa
 
         array = column.combine_chunks()
@@ -110,15 +94,9 @@ def drawn_samples(num_samples: int, most: int, seed: int) -> np.ndarray:
 
 
 def spread(num_samples: int, count: int) -> list[int]:
-    """
-    Dataset indices from all over a dataset, ascending. Of a large dataset all such choices are among the same few
-    samples, so that what is measured for one is known for another.
-
-    Args:
-        num_samples (`int`): Samples of the dataset.
-        count (`int`): Maximum number of samples.
-    """
+    """Dataset indices from all over a dataset, ascending, at most `count`."""
     few = np.arange(num_samples)
+    # Of a large dataset all choices are among the same few samples: what is measured for one is known for another.
     if num_samples > NUM_SPREAD >= count:
         few = np.linspace(0, num_samples - 1, NUM_SPREAD).astype(np.int64)
     return few[np.linspace(0, len(few) - 1, min(count, len(few))).astype(np.int64)].tolist()
@@ -133,17 +111,15 @@ def sizes_of(lengths: Mapping[str, Ragged], layers: Mapping[str, LayerTokens]) -
 
 
 class TableSizes:
-    """
-    Sizes of all samples of a dataset, in memory: 16 bytes for each sample and module.
-
-    Args:
-        lengths (`Mapping[str, Ragged]`): Module -> lengths of all samples.
-        counts_rows (`bool`): Whether lengths in encoders are rows of features.
-    """
+    """Sizes of all samples of a dataset, in memory: 16 bytes for each sample and module."""
 
     is_table = True
 
-    def __init__(self, lengths: Mapping[str, Ragged], counts_rows: bool):
+    def __init__(
+        self,
+        lengths: Mapping[str, Ragged],  # module -> lengths of all samples
+        counts_rows: bool,  # lengths in encoders are rows of features
+    ):
         self.counts_rows = counts_rows
         self.lengths: Mapping[str, Ragged] | None = lengths if counts_rows else None
         self.sizes = sizes_of(lengths, {})
@@ -164,13 +140,7 @@ class TableSizes:
 
 
 class KnownSizes:
-    """
-    Sizes of some samples of a dataset: 16 bytes for each sample and module once they are written to.
-
-    Args:
-        num_samples (`int`): Samples of the dataset.
-        modules (`Sequence[str]`): Modules of the model.
-    """
+    """Sizes of some samples of a dataset: 16 bytes for each sample and module once they are written to."""
 
     def __init__(self, num_samples: int, modules: Sequence[str]):
         self.is_known = np.zeros(num_samples, dtype=bool)
@@ -198,16 +168,7 @@ class KnownSizes:
 
 
 def measure_samples(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequence[int]) -> dict[int, Exception]:
-    """
-    Measures samples, many at once where that is faster.
-
-    Args:
-        sizes (`Callable[[Sequence[int]], SampleSizes]`): Dataset indices -> sizes.
-        indices (`Sequence[int]`): Dataset indices of the samples.
-
-    Returns:
-        `dict[int, Exception]`: Index -> why a sample can't be measured.
-    """
+    """Measures samples, many at once where that is faster; dataset index -> why a sample can't be measured."""
     if isinstance(sizes, (LazySizes, SubsetSizes, ConcatSizes)):
         return sizes.measure(indices)
     errors: dict[int, Exception] = {}
@@ -228,27 +189,18 @@ def keep_sizes(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequence[
 
 
 class LazySizes:
-    """
-    Sizes that are measured on first access and stored.
-
-    Args:
-        num_samples (`int`): Samples of the dataset.
-        read (`Callable[[Sequence[int]], list[Lengths | Exception]]`):
-            Indices -> lengths of the samples, or why there are none.
-        modules (`Sequence[str]`): Modules of the model.
-        counts_rows (`bool`): Whether lengths in encoders are rows of features.
-        cache ([`SizeCache`], *optional*): Sizes that earlier runs have measured.
-    """
+    """Sizes that are measured on first access and stored."""
 
     is_table = False
 
     def __init__(
         self,
         num_samples: int,
+        # indices -> lengths of the samples, or why there are none
         read: Callable[[Sequence[int]], list[Lengths | Exception]],
         modules: Sequence[str],
-        counts_rows: bool,
-        cache: SizeCache | None = None,
+        counts_rows: bool,  # lengths in encoders are rows of features
+        cache: SizeCache | None = None,  # sizes that earlier runs have measured
     ):
         self.read = read
         self.cache = cache

@@ -24,22 +24,18 @@ class _Entered(Exception):
         self.shape = shape
 
 
-def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
-    """
-    A copy of a model on the CPU, without hooks and with identity layers.
-
-    Its parameters use no memory: each is one expanded zero.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The whole model on any device, or what a rank keeps of it.
-        stacks (`Iterable[str]`): Names of its lists of layers.
-    """
+def make_skeleton(
+    model: PreTrainedModel,
+    stacks: Iterable[str],  # names of its lists of layers
+) -> Any:
+    """Copies a model of any device, or what a rank keeps of it, to the CPU, without hooks, with identity layers."""
     memo: dict[int, Any] = {}
     for stack in stacks:
         memo |= {id(layer): identity_layer(layer) for layer in layers_of(model, stack)}
     for module in model.modules():  # hooks may hold process groups, which can't be copied
         memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith(_HOOKS)}
     for parameter in model.parameters():
+        # one expanded zero, which uses no memory
         zeros = torch.zeros((), dtype=torch.float32).expand(whole_shape(parameter))
         memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
     for buffer in model.buffers():
@@ -47,19 +43,13 @@ def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
     return copy.deepcopy(model, memo).eval()
 
 
-def entered_shape(skeleton: Any, module: str, modality: str, inputs: Mapping[str, Any]) -> tuple[int, ...]:
-    """
-    The input shape of the first layer of an encoder.
-
-    Args:
-        skeleton: The result of [`make_skeleton`].
-        module (`str`): The encoder.
-        modality (`str`): One of its modalities.
-        inputs (`Mapping[str, Any]`): The entries of a batch that its features are made of.
-
-    Raises:
-        `Exception`: Any error of the encoder for inputs that it does not support.
-    """
+def entered_shape(
+    skeleton: Any,  # of `make_skeleton`
+    module: str,
+    modality: str,
+    inputs: Mapping[str, Any],  # the entries of a batch that its features are made of
+) -> tuple[int, ...]:
+    """The input shape of an encoder's first layer; raises any error of the encoder for unsupported inputs."""
     part = module_parts(skeleton)[module]
     layer = layers_of(skeleton, find_stack(skeleton, part.tower))[0]
     handle = layer.register_forward_pre_hook(_leave, with_kwargs=True)

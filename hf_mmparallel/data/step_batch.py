@@ -21,23 +21,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepData:
-    """
-    The samples of a step that one rank computes on: what [`~StepDataset.read`] returns.
+    """The samples of a step that one rank computes on: what [`~StepDataset.read`] returns."""
 
-    Args:
-        step (`StepPlan`): The assignment of samples to microbatches.
-        batches (`dict[ChunkKey, dict[str, Any]]`):
-            (module, replica, microbatch, chunk) -> the collated samples, for each chunk of this rank.
-        shardings (`dict[ChunkKey, ContextSharding]`):
-            Distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs
-            it.
-        checksums (`dict[int, set[int]]`, *optional*):
-            Batch index -> checksums of the sample, of each dataset that it was read from.
-    """
-
-    step: StepPlan
+    step: StepPlan  # the assignment of samples to microbatches
+    # (module, replica, microbatch, chunk) -> the collated samples, for each chunk of this rank
     batches: dict[ChunkKey, dict[str, Any]] = field(default_factory=dict)
+    # distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs it
     shardings: dict[ChunkKey, ContextSharding] = field(default_factory=dict)
+    # batch index -> checksums of the sample, of each dataset that it was read from
     checksums: dict[int, set[int]] = field(default_factory=dict)
 
     def __getitem__(self, name: Any) -> Any:
@@ -66,53 +57,33 @@ class StepData:
 
 @dataclass(frozen=True)
 class StreamRows:
-    """
-    The stored samples of a stream that a worker read for a global batch.
+    """The stored samples of a stream that a worker read for a global batch."""
 
-    Args:
-        digest (`int`): Their checksum, which the ranks compare.
-        packed (`torch.Tensor`, *optional*): Their bytes, if the main process may have to plan the step again.
-    """
-
-    digest: int
-    packed: torch.Tensor | None = None
+    digest: int  # their checksum, which the ranks compare
+    packed: torch.Tensor | None = None  # their bytes, if the main process may have to plan the step again
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch(StepData):
-    """
-    A step that an engine can run: an item of a loader.
+    """A step that an engine can run: an item of a loader."""
 
-    Args:
-        program (`Program`): The actions of this rank.
-        fingerprint (`StepFingerprint`): Checksums that ranks compare before they run the step.
-        global_batch (`GlobalBatch`): The global batch of the step.
-        sizes (`SampleSizes`, *optional*): Sizes of the samples, if known.
-        workloads (`Workloads`, *optional*): The workloads by which samples were assigned.
-        stream ([`StreamRows`], *optional*): The stored samples, if they come from a stream.
-    """
-
-    program: Program
-    fingerprint: StepFingerprint
+    program: Program  # the actions of this rank
+    fingerprint: StepFingerprint  # checksums that ranks compare before they run the step
     global_batch: GlobalBatch
     sizes: SampleSizes | None = None
-    workloads: Workloads | None = None
-    stream: StreamRows | None = None
+    workloads: Workloads | None = None  # by which samples were assigned
+    stream: StreamRows | None = None  # if they come from a stream
 
     @classmethod
     def of(
-        cls, data: StepData, program: Program, rank: int, global_batch: GlobalBatch | None = None, **known: Any
+        cls,
+        data: StepData,
+        program: Program,  # actions of all ranks, or of those in the part of the rank
+        rank: int,
+        global_batch: GlobalBatch | None = None,  # made of the samples of the step if left out
+        **known: Any,  # `sizes`, `workloads` and `stream`, as far as they are known
     ) -> StepBatch:
-        """
-        The batch of a rank.
-
-        Args:
-            data ([`StepData`]): The samples that the rank computes on.
-            program (`Program`): The actions of all ranks, or of those in the part of the rank.
-            rank (`int`): The rank.
-            global_batch (`GlobalBatch`, *optional*): The global batch; made of the samples of the step if left out.
-            known: `sizes`, `workloads` and `stream`, as far as they are known.
-        """
+        """Makes the batch of a rank from the samples that it computes on."""
         return cls(
             data.step,
             data.batches,
@@ -131,19 +102,11 @@ class StepBatch(StepData):
 
 @dataclass(frozen=True)
 class UnreadableBatch:
-    """
-    A global batch with samples that this rank can't read: an item of a loader that is never run. The ranks agree to
-    leave the samples out, or to end the run.
-
-    Args:
-        global_batch (`GlobalBatch`): The global batch.
-        bad (`Mapping[int, BadSample]`): Batch index -> its sample, at least one.
-        stream ([`StreamRows`], *optional*): The stored samples, if they come from a stream.
-    """
+    """A global batch with unreadable samples, never run: the ranks agree to leave these out, or to end the run."""
 
     global_batch: GlobalBatch
-    bad: Mapping[int, BadSample]
-    stream: StreamRows | None = None
+    bad: Mapping[int, BadSample]  # batch index -> its sample, at least one
+    stream: StreamRows | None = None  # if they come from a stream
 
     def __reduce__(self) -> tuple:
         return _unpacked, (type(self), *pack(self.__dict__))

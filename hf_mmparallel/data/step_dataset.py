@@ -23,13 +23,7 @@ from .streams import StreamWindow
 
 @dataclass(frozen=True)
 class Reader:
-    """
-    Dataset and collator of a module.
-
-    Args:
-        dataset: A map-style dataset.
-        collator (`Callable[[list], Mapping[str, Any]]`): Collates its samples.
-    """
+    """Map-style dataset and collator of a module."""
 
     dataset: Any
     collator: Callable[[list], Mapping[str, Any]]
@@ -37,22 +31,14 @@ class Reader:
 
 @dataclass(frozen=True)
 class RankInputs:
-    """
-    The inputs that one rank reads of a step. It can be pickled, for the workers of a data loader.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        rank (`int`): The rank.
-        unused (`Mapping[str, frozenset[str]]`, *optional*):
-            Module -> floating-point entries of a collated batch that it does not need, such as pixels in the language
-            model. They are dropped.
-        sharder ([`ContextSharder`], *optional*): Distributes the language model's microbatches over cp ranks.
-    """
+    """The inputs that one rank reads of a step. It can be pickled, for the workers of a data loader."""
 
     plan: ParallelPlan
     rank: int
+    # module -> floating-point entries of a collated batch that it does not need, such as pixels in the language model,
+    # and that are dropped
     unused: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    sharder: ContextSharder | None = None
+    sharder: ContextSharder | None = None  # distributes the language model's microbatches over cp ranks
 
     def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
         """(module, replica, microbatch, chunk) -> batch indices, for every chunk of the rank."""
@@ -79,22 +65,15 @@ class StepDataset(Dataset):
 
     Random generators are seeded by epoch and dataset index while a sample is read or collated, so that all ranks get
     the same sample, and a resumed run repeats it.
-
-    Args:
-        readers (`Mapping[str, Reader]` or `Reader`): Module -> its reader, or one reader for all modules.
-        inputs ([`RankInputs`]): What this rank reads.
-        seed (`int`): Base of all seeds.
-        planner ([`StepPlanner`], *optional*): Plans the steps of global batches; not used by [`~StepDataset.read`].
-        window ([`StreamWindow`], *optional*): The window of the stream that the readers read from, if any.
     """
 
     def __init__(
         self,
-        readers: Mapping[str, Reader] | Reader,
+        readers: Mapping[str, Reader] | Reader,  # module -> its reader, or one reader for all modules
         inputs: RankInputs,
-        seed: int,
-        planner: StepPlanner | None = None,
-        window: StreamWindow | None = None,
+        seed: int,  # base of all seeds
+        planner: StepPlanner | None = None,  # plans the steps of global batches; not used by `read`
+        window: StreamWindow | None = None,  # of the stream that the readers read from, if any
     ):
         self.readers = readers
         self.inputs = inputs
@@ -107,10 +86,7 @@ class StepDataset(Dataset):
         return self.readers if isinstance(self.readers, Reader) else self.readers[module]
 
     def __len__(self) -> int:
-        """
-        Number of samples, although an item is a step: `Trainer.num_examples` reads it. The number of steps is the
-        length of the batch sampler.
-        """
+        """Number of samples, which `Trainer.num_examples` reads; the length of the batch sampler is that of steps."""
         return len(self.reader(LANGUAGE_MODEL).dataset)
 
     def __getitems__(self, global_batch: GlobalBatch) -> StepBatch | UnreadableBatch | None:
@@ -129,11 +105,8 @@ class StepDataset(Dataset):
         return self._planned(batch.global_batch.without(batch_indices), batch.stream)
 
     def digests(self, global_batch: GlobalBatch, count: int) -> list[int | None]:
-        """
-        A checksum of each of the first samples of a global batch, `None` for one that can't be read. The language
-        model's reader is used, so that no media are decoded.
-        """
-        dataset, result = self.reader(LANGUAGE_MODEL).dataset, []
+        """A checksum of each of the first samples of a global batch, `None` for one that can't be read."""
+        dataset, result = self.reader(LANGUAGE_MODEL).dataset, []  # decodes no media
         for index in global_batch.samples[:count]:
             try:
                 with seeded(stable_seed(self.seed, global_batch.epoch, index)):
@@ -201,15 +174,13 @@ class StepDataset(Dataset):
 
 
 class _Collated:
-    """
-    The collated samples of a step. Modules with the same reader share batches, and each sample is read once from each
-    dataset. A batch with a bad sample is empty.
-    """
+    """The collated samples of a step, each read once from each dataset; a batch with a bad sample is empty."""
 
     def __init__(self, source: StepDataset, step: StepPlan):
         self.source = source
         self.step = step
         self.samples: dict[tuple[int, int], Any] = {}
+        # by the reader's id, so that modules with the same reader share batches
         self.batches: dict[tuple[int, tuple[int, ...]], Mapping[str, Any]] = {}
         self.bad: dict[int, BadSample] = {}
         self.checksums: dict[int, set[int]] = {}

@@ -11,13 +11,7 @@ MEDIA_FEATURES = frozenset({"Image", "Audio", "Video"})
 
 
 def undecoded(feature: Any, kinds: Collection[str] = MEDIA_FEATURES) -> Any:
-    """
-    A feature of `datasets` whose media stay as they are stored.
-
-    Args:
-        feature: A feature, or features by name.
-        kinds (`Collection[str]`, *optional*): The classes of features that stay so.
-    """
+    """A feature of `datasets`, or features by name, whose media of some classes stay as they are stored."""
     if isinstance(feature, dict):
         return {name: undecoded(part, kinds) for name, part in feature.items()}
     if isinstance(feature, (list, tuple)):
@@ -28,15 +22,9 @@ def undecoded(feature: Any, kinds: Collection[str] = MEDIA_FEATURES) -> Any:
 
 
 def stored_rows(table: Any) -> list[dict[str, Any]]:
-    """
-    The rows of a table, as `datasets` gives them in the format "arrow".
-
-    `datasets` stores parts of messages that have unlike keys as strings of JSON (its feature `Json`), which it decodes
-    in other formats, and in which media are decoded, too.
-
-    Args:
-        table (`pyarrow.Table`): The table.
-    """
+    """The rows of a `pyarrow.Table`, as `datasets` gives them in the format "arrow"."""
+    # `datasets` stores parts of messages that have unlike keys as strings of JSON (its feature `Json`), which it
+    # decodes in other formats, and in which media are decoded, too.
     kinds = {field.name: field.type for field in table.schema if "json" in str(field.type)}
     rows = table.to_pylist()
     for row in rows:

@@ -33,19 +33,18 @@ class StreamWindow:
     sample is read, so that what a rank does not need costs it the reading of a row. A stream that gives a part of its
     samples to each worker gives all of them here: it is not told that it runs in one.
 
-    Random numbers that the stream draws from the global generators are seeded by epoch, for all ranks alike.
-    A `generator` of a torch stream is seeded by the epoch, and `set_epoch` is called, as the Trainer does.
-
-    Args:
-        stream (`IterableDataset`): Of torch or of `datasets`; each `iter` starts it anew.
-        seed (`int`, *optional*, defaults to 0): Base of the seeds.
-        drop_last (`bool`, *optional*, defaults to `False`):
-            Whether a global batch that the stream can't fill is dropped.
-        carries_rows (`bool`, *optional*, defaults to `False`):
-            Whether a worker hands the rows on with each batch, so that the main process can plan it again.
+    Random numbers that the stream draws from the global generators are seeded by epoch, for all ranks alike. A
+    `generator` of a torch stream is seeded by the epoch, and `set_epoch` is called, as the Trainer does.
     """
 
-    def __init__(self, stream: Any, seed: int = 0, drop_last: bool = False, carries_rows: bool = False):
+    def __init__(
+        self,
+        stream: Any,  # an `IterableDataset` of torch or of `datasets`; each `iter` starts it anew
+        seed: int = 0,  # base of the seeds
+        drop_last: bool = False,  # a global batch that the stream can't fill is dropped
+        # a worker hands the rows on with each batch, so that the main process can plan it again
+        carries_rows: bool = False,
+    ):
         self.features = _media_features(stream)
         self.stream = stream if self.features is None else stream.decode(False)
         self._stored_features = None if self.features is None else type(self.features)(undecoded(self.features))
@@ -85,18 +84,13 @@ class StreamWindow:
         """The same window, decoded as `features` says."""
         return StreamView(self, features)
 
-    def fetch(self, global_batch: GlobalBatch) -> GlobalBatch:
+    def fetch(
+        self,
+        global_batch: GlobalBatch,  # its samples are positions in the stream, in order
+    ) -> GlobalBatch:
         """
-        Moves the window to a global batch.
-
-        Args:
-            global_batch (`GlobalBatch`): Its samples are positions in the stream, in order.
-
-        Returns:
-            `GlobalBatch`: The part of it that the stream has; without samples behind its end.
-
-        Raises:
-            [`BadSampleError`]: If the stream itself raises, after which it can't go on.
+        Moves the window to a global batch, and returns the part of it that the stream has, without samples behind its
+        end; raises [`BadSampleError`] if the stream itself raises, after which it can't go on.
         """
         wanted = global_batch.samples
         if global_batch.epoch == self.epoch and all(position in self.rows for position in wanted):
@@ -156,13 +150,7 @@ class StreamWindow:
 
 
 class StreamView:
-    """
-    A window as a module sees it.
-
-    Args:
-        window ([`StreamWindow`]): The window.
-        features (`Mapping[str, Any]`): Column -> feature; which media are decoded.
-    """
+    """A window as a module sees it, decoded as `features` (column -> feature) say."""
 
     def __init__(self, window: StreamWindow, features: Mapping[str, Any]):
         from datasets import Features
@@ -180,12 +168,7 @@ class StreamView:
 
 
 class StreamSampler:
-    """
-    The positions of a stream in order, without an end.
-
-    Args:
-        window ([`StreamWindow`]): The stream; its length, if it tells one, is that of an epoch.
-    """
+    """The positions of a stream in order, without an end; its length is that of an epoch, if the stream tells it."""
 
     def __init__(self, window: StreamWindow):
         self.window = window
@@ -198,27 +181,18 @@ class StreamSampler:
 
 
 class StreamSizes:
-    """
-    Sizes of the samples in a window.
-
-    Args:
-        window ([`StreamWindow`]): The window.
-        choose (`Callable[[Sequence[str]], Any]`):
-            Names of a sample's fields -> how such samples are measured, `None` where nothing says it.
-        modules (`Sequence[str]`): Modules of the model.
-        counts_rows (`bool`, *optional*, defaults to `True`): Whether lengths in encoders are rows of features.
-        layers (`Mapping[str, LayerTokens]`, *optional*): Tokens in the encoders' layers by feature tokens.
-    """
+    """Sizes of the samples in a window."""
 
     is_table = False
 
     def __init__(
         self,
         window: StreamWindow,
+        # names of a sample's fields -> how such samples are measured, `None` where nothing says it
         choose: Callable[[Sequence[str]], Any],
         modules: Sequence[str],
-        counts_rows: bool = True,
-        layers: Mapping[str, LayerTokens] | None = None,
+        counts_rows: bool = True,  # lengths in encoders are rows of features
+        layers: Mapping[str, LayerTokens] | None = None,  # tokens in the encoders' layers by feature tokens
     ):
         self.window = window
         self.choose = choose

@@ -66,11 +66,7 @@ class PretokenizedCollator:
 
         Args:
             entries (`Collection[str]`, *optional*):
-                Names of the floating-point entries to leave out, which samples may lack; by default all except token
-                fields.
-
-        Returns:
-            [`PretokenizedCollator`]: The collator.
+                Floating-point entries to leave out, which samples may lack; by default all except token fields.
         """
         bare = copy.copy(self)
         bare._left_out = entries

@@ -13,18 +13,11 @@ from .size_measures import TokenMeasure
 from .size_sources import Ragged
 
 
-def token_lengths(table: Any, measure: TokenMeasure) -> dict[str, Ragged] | None:
-    """
-    What [`TokenMeasure`] gives for each row, of all rows together.
-
-    Args:
-        table (`pyarrow.Table`): Rows with `input_ids`, and what else the measure reads.
-        measure ([`TokenMeasure`]): The measure, which knows the placeholder tokens.
-
-    Returns:
-        `dict[str, Ragged]` or `None`: Module -> lengths; `None` where `input_ids` or `attention_mask` are no lists of
-        numbers, such as nested lists.
-    """
+def token_lengths(
+    table: Any,  # a `pyarrow.Table` with `input_ids`, and what else the measure reads
+    measure: TokenMeasure,
+) -> dict[str, Ragged] | None:
+    """[`TokenMeasure`] of all rows together: module -> lengths; `None` where ids or mask are no lists of numbers."""
     ids, mask = _lists(table, "input_ids"), None
     if "attention_mask" in table.column_names:
         mask = _lists(table, "attention_mask")
@@ -107,11 +100,11 @@ def _items(table: Any, ids: _Lists, modality: str, token: int) -> _Lists:
     return _Lists(whole.lengths, whole.counts)
 
 
-def _shares(array: Any, num_rows: np.ndarray) -> tuple[_Lists, np.ndarray]:
-    """
-    Rows by the extents of items, lists of two numbers or of three with the frames first, and for which rows of the
-    table they fit, bool `[rows]`.
-    """
+def _shares(
+    array: Any,  # lists of two numbers or of three with the frames first
+    num_rows: np.ndarray,
+) -> tuple[_Lists, np.ndarray]:
+    """Rows by the extents of items, and for which rows of the table they fit, bool `[rows]`."""
     import pyarrow as pa
 
     nothing = _Lists(np.zeros(0, np.int64), np.zeros(len(num_rows), np.int64)), np.zeros(len(num_rows), dtype=bool)

@@ -13,20 +13,11 @@ _ALIGNMENT = 64
 
 
 def pack(value: Any) -> tuple[bytes, Tensor]:
-    """
-    Packs all tensors of an object into one.
-
-    Sending a tensor to another process takes a message and an open file, and a batch can have hundreds of tensors.
-
-    Args:
-        value: Any object that can be pickled, with tensors on the CPU.
-
-    Returns:
-        `bytes` and `torch.Tensor` of shape `[num_bytes]`: The object without its tensors, and their bytes as uint8.
-    """
+    """Packs the tensors of a picklable object into one: the object without them, and their bytes as uint8."""
     stream = io.BytesIO()
     packer = _Packer(stream)
     packer.dump(value)
+    # One tensor, since each takes a message and an open file to send, and a batch can have hundreds of them.
     buffer = torch.empty(packer.num_bytes, dtype=torch.uint8)
     for offset, tensor in packer.found.values():
         _view(buffer, offset, tensor.dtype, tensor.shape).copy_(tensor)
@@ -34,12 +25,7 @@ def pack(value: Any) -> tuple[bytes, Tensor]:
 
 
 def unpack(packed: tuple[bytes, Tensor]) -> Any:
-    """
-    The object that was packed. Its tensors are views of the one that has their bytes.
-
-    Args:
-        packed (`tuple[bytes, torch.Tensor]`): The result of [`pack`].
-    """
+    """The object that was packed, whose tensors are views of the one that has their bytes."""
     content, buffer = packed
     return _Unpacker(io.BytesIO(content), buffer).load()
 

@@ -11,8 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .blocks import BLOCK, Method, block_workloads, distribute
 
-Mode = Literal["row", "segments"]
-"""Which keys are gathered: those of all blocks, or only those of segments that span ranks."""
+Mode = Literal["row", "segments"]  # which keys are gathered: of all blocks, or only of segments that span ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,27 +21,16 @@ class ContextAssignment:
 
     The tokens are reordered (`layout`; the row itself in mode `"row"`), split into blocks of `block` tokens, and each
     rank gets some of the blocks. The tokens of a segment stay consecutive and in order.
-
-    Args:
-        layout (`numpy.ndarray` of shape `[padded_length]`):
-            int64 index into the row for each position, -1 for added padding.
-        blocks (`numpy.ndarray` of shape `[num_ranks, blocks_per_rank]`): int64 blocks of the layout on each rank,
-            ascending.
-        gathered (`numpy.ndarray` of shape `[num_ranks, num_gathered]`): int64 indices into the rank's blocks,
-            ascending: blocks whose keys and values other ranks need, plus others such that all ranks send equally
-            many.
-        work (`numpy.ndarray` of shape `[num_ranks]`): Attention work of each rank, see [`block_workloads`].
-        num_tokens (`int`): Tokens of the row.
-        block (`int`): Tokens of a block.
-        mode (`str`): `"row"` if all blocks are gathered, `"segments"` if only those of segments that span ranks.
     """
 
-    layout: NDArray
-    blocks: NDArray
+    layout: NDArray  # [padded_length] int64 index into the row for each position, -1 for added padding
+    blocks: NDArray  # [num_ranks, blocks_per_rank] int64 blocks of the layout on each rank, ascending
+    # [num_ranks, num_gathered] int64 indices into the rank's blocks, ascending: blocks whose keys and values other
+    # ranks need, plus others such that all ranks send equally many
     gathered: NDArray
-    work: NDArray
-    num_tokens: int
-    block: int = BLOCK
+    work: NDArray  # [num_ranks] attention work, see `block_workloads`
+    num_tokens: int  # of the row
+    block: int = BLOCK  # tokens of a block
     mode: Mode = "row"
 
     @property
@@ -73,10 +61,11 @@ class ContextAssignment:
     @cached_property
     def positions(self) -> NDArray:
         """
-        int32 `[padded_length]` positions in the layout, in the order of `order`.
+        int32 `[padded_length]` positions in the layout, in the order of `order`, which serve as positions for the
+        mask.
 
-        They serve as positions for the mask: within a segment their differences equal those in the row, all are
-        distinct, and those of a block are consecutive.
+        Within a segment their differences equal those in the row, all are distinct, and those of a block are
+        consecutive.
         """
         starts = (self.blocks.reshape(-1, 1) * self.block).astype(np.int32)
         return (starts + np.arange(self.block, dtype=np.int32)).reshape(-1)
@@ -88,25 +77,14 @@ def padded_length(num_tokens: int, num_ranks: int, block: int = BLOCK) -> int:
 
 
 def assign_rows(
-    first: ArrayLike,
-    last: ArrayLike,
+    first: ArrayLike,  # [num_tokens] the first position that each token sees
+    last: ArrayLike,  # [num_tokens] the last one; less than `first` for a token that sees nothing
     num_ranks: int,
-    block: int = BLOCK,
-    method: Method = "lpt",
-    seed: int = 0,
+    block: int = BLOCK,  # tokens of a block
+    method: Method = "lpt",  # see `distribute`
+    seed: int = 0,  # of the method "random"
 ) -> ContextAssignment:
-    """
-    Assigns the blocks of a row to ranks; all keys are gathered.
-
-    Args:
-        first (array of shape `[num_tokens]`, integers): The first position that each token sees.
-        last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
-            token that sees nothing.
-        num_ranks (`int`): Number of ranks.
-        block (`int`, *optional*, defaults to 128): Tokens of a block.
-        method (`str`, *optional*, defaults to `"lpt"`): See [`distribute`].
-        seed (`int`, *optional*, defaults to 0): Seed of the method `"random"`.
-    """
+    """Assigns the blocks of a row to ranks; all keys are gathered."""
     num_tokens = len(np.asarray(first))
     length = padded_length(num_tokens, num_ranks, block)
     work = block_workloads(first, last, block)

@@ -8,11 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 BLOCK = 128
+# additional cost of a partially visible block for the test of each pair, relative to a full block; a multiple of a
+# power of two, so that all sums of work are exact
 PARTIAL_COST = round(0.3 * 2**20) / 2**20
-"""
-Additional cost of a partially visible block for the test of each pair, relative to a full block. It is a multiple of a
-power of two, so that all sums of work are exact.
-"""
 
 Method = Literal["lpt", "zigzag", "contiguous", "random"]
 
@@ -20,20 +18,15 @@ _EXCHANGES = 64  # each takes about 50 microseconds with 1,000 blocks per rank
 _CLOSE_ENOUGH = 1e-4  # relative to the mean; smaller differences are below the accuracy of the estimate
 
 
-def block_counts(first: ArrayLike, last: ArrayLike, block: int = BLOCK) -> tuple[NDArray, NDArray]:
+def block_counts(
+    first: ArrayLike,  # [num_tokens] the first position that each token sees
+    last: ArrayLike,  # [num_tokens] the last one; less than `first` for a token that sees nothing
+    block: int = BLOCK,  # tokens of a block; the last block may be shorter
+) -> tuple[NDArray, NDArray]:
     """
-    Counts the key blocks that each query block visits, and those that are only partially visible.
+    Counts the key blocks that each query block visits, and those that are only partially visible, `[num_blocks]` each.
 
     Each query block visits all key blocks from the first to the last token that any of its queries sees.
-
-    Args:
-        first (array of shape `[num_tokens]`, integers): The first position that each token sees.
-        last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
-            token that sees nothing.
-        block (`int`, *optional*, defaults to 128): Tokens of a block; the last block may be shorter.
-
-    Returns:
-        `tuple[numpy.ndarray, numpy.ndarray]`: Visited blocks and partial blocks, int64 `[num_blocks]`.
     """
     first, last = np.asarray(first), np.asarray(last)
     starts = np.arange(0, len(first), block)
@@ -65,46 +58,25 @@ def _per_block(reduce: np.ufunc, values: NDArray, block: int) -> NDArray:
 def block_workloads(
     first: ArrayLike, last: ArrayLike, block: int = BLOCK, partial_cost: float = PARTIAL_COST
 ) -> NDArray:
-    """
-    Estimates the attention work of each query block, in units of key blocks, from the intervals of its tokens.
-
-    Args:
-        first (array of shape `[num_tokens]`, integers): The first position that each token sees.
-        last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
-            token that sees nothing.
-        block (`int`, *optional*, defaults to 128): Tokens of a block.
-        partial_cost (`float`, *optional*, defaults to 0.3): Additional cost of a partially visible block.
-
-    Returns:
-        `numpy.ndarray`: float64 `[num_blocks]`.
-    """
+    """Estimates the attention work `[num_blocks]` of each query block in key blocks, see [`block_counts`]."""
     visited, partial = block_counts(first, last, block)
     return visited + partial_cost * partial
 
 
-def distribute(workloads: ArrayLike, num_ranks: int, method: Method = "lpt", seed: int = 0) -> NDArray:
+def distribute(
+    workloads: ArrayLike,  # [num_blocks]; blocks without work are appended up to a multiple of `num_ranks`
+    num_ranks: int,
+    method: Method = "lpt",
+    seed: int = 0,  # of "random"
+) -> NDArray:
     """
-    Distributes blocks over ranks, the same number to each.
+    Distributes blocks over ranks, the same number to each: ascending indices `[num_ranks, blocks_per_rank]`.
 
     `"lpt"` (longest processing time first) works in rounds: of the blocks sorted by work, each `num_ranks` consecutive
     ones go to the ranks, the heaviest to the rank with the least work. Two ranks then differ by at most the largest
     difference within a round. Exchanges of two blocks between the heaviest rank and another one follow while they
     help. The other methods are for comparison: `"zigzag"` gives each rank a run from the front and one from the back,
-    `"contiguous"` one run.
-
-    Args:
-        workloads (array of shape `[num_blocks]`): Work of each block. Blocks without work are appended until the
-            number of blocks is a multiple of `num_ranks`.
-        num_ranks (`int`): Number of ranks.
-        method (`str`, *optional*, defaults to `"lpt"`): `"lpt"`, `"zigzag"`, `"contiguous"` or `"random"`.
-        seed (`int`, *optional*, defaults to 0): Seed of `"random"`.
-
-    Returns:
-        `numpy.ndarray`: The blocks of each rank, ascending, int64 `[num_ranks, blocks_per_rank]`. Indices past the end
-        are appended blocks.
-
-    Raises:
-        `ValueError`: For an unknown method or less than one rank.
+    `"contiguous"` one run. Raises `ValueError` for an unknown method or less than one rank.
     """
     if num_ranks < 1:
         raise ValueError(f"`num_ranks={num_ranks}`: blocks need at least one rank. Use 1 or more.")

@@ -17,52 +17,32 @@ _BACKWARD_BYTES = 2.0  # keys and values are gathered again, and their gradients
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """
-    Costs of a layer on one rank.
+    """Costs of a layer on one rank."""
 
-    Args:
-        flops_per_pair (`float`): Forward FLOPs of attention per pair of query and key, all heads.
-        flops_per_token (`float`): Forward FLOPs of the rest of the layer per token.
-        bytes_per_token (`float`): Bytes of the keys and values of a token.
-        flops_per_ms (`float`): FLOPs per millisecond of a rank.
-        bytes_per_ms (`float`): Bytes that a rank receives per millisecond.
-    """
-
-    flops_per_pair: float
-    flops_per_token: float
-    bytes_per_token: float
-    flops_per_ms: float
-    bytes_per_ms: float
+    flops_per_pair: float  # forward FLOPs of attention per pair of query and key, all heads
+    flops_per_token: float  # forward FLOPs of the rest of the layer
+    bytes_per_token: float  # of keys and values
+    flops_per_ms: float  # of a rank
+    bytes_per_ms: float  # that a rank receives
 
     @classmethod
     def of_layer(
         cls,
-        num_heads: int,
+        num_heads: int,  # query heads
         num_kv_heads: int,
         head_dim: int,
-        num_parameters: int,
+        num_parameters: int,  # elements of the matrices that a token is multiplied with
         flops_per_ms: float,
         bytes_per_ms: float,
-        bytes_per_value: int = 2,
+        bytes_per_value: int = 2,  # of keys and values
     ) -> ContextCosts:
-        """
-        Costs of a layer from its sizes.
-
-        Args:
-            num_heads (`int`): Query heads on the rank.
-            num_kv_heads (`int`): Key and value heads on the rank.
-            head_dim (`int`): Width of a head.
-            num_parameters (`int`): Elements of the layer's matrices on the rank that a token is multiplied with.
-            flops_per_ms (`float`): FLOPs per millisecond of a rank.
-            bytes_per_ms (`float`): Bytes that a rank receives per millisecond.
-            bytes_per_value (`int`, *optional*, defaults to 2): Bytes of a value of keys and values.
-        """
+        """Computes the costs of a layer from its sizes on the rank."""
         kv_bytes = 2.0 * num_kv_heads * head_dim * bytes_per_value
         return cls(4.0 * num_heads * head_dim, 2.0 * num_parameters, kv_bytes, flops_per_ms, bytes_per_ms)
 
     def layer_ms(self, assignment: ContextAssignment) -> float:
         """
-        Predicted time of one layer, forward and backward, on the rank with the most work.
+        Predicts the forward and backward time of one layer on the rank with the most work.
 
         The gather overlaps with attention, so that only the longer of the two counts.
         """
@@ -75,39 +55,22 @@ class ContextCosts:
 
 
 def assign_context(
-    first: ArrayLike,
-    last: ArrayLike,
+    first: ArrayLike,  # [num_tokens] the first position that each token sees; gaps up to the last one count as seen
+    last: ArrayLike,  # [num_tokens] the last one; less than `first` for a token that sees nothing, such as padding
     num_ranks: int,
-    block: int = BLOCK,
-    method: Method = "lpt",
+    block: int = BLOCK,  # tokens of a block
+    method: Method = "lpt",  # see `distribute`; other than "lpt" for whole rows only
     mode: Mode | Literal["auto"] = "row",
-    segment_ids: ArrayLike | None = None,
-    costs: ContextCosts | None = None,
-    seed: int = 0,
+    segment_ids: ArrayLike | None = None,  # [num_tokens] from 1, 0 for padding; for "segments" and "auto"
+    costs: ContextCosts | None = None,  # for "auto"
+    seed: int = 0,  # of the method "random"
 ) -> ContextAssignment:
     """
-    Assigns a row of tokens to context-parallel ranks.
+    Assigns a row of tokens to context-parallel ranks, with the same result on all ranks for the same arguments.
 
-    All ranks that call it with the same arguments get the same result.
-
-    Args:
-        first (array of shape `[num_tokens]`, integers): The first position that each token sees. Gaps between it and
-            the last one count as seen.
-        last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
-            token that sees nothing, such as padding.
-        num_ranks (`int`): Number of ranks.
-        block (`int`, *optional*, defaults to 128): Tokens of a block.
-        method (`str`, *optional*, defaults to `"lpt"`): Distribution of the blocks of the row, see [`distribute`].
-        mode (`str`, *optional*, defaults to `"row"`): `"row"` gathers the keys and values of the whole row,
-            `"segments"` keeps segments whole if possible ([`assign_segments`]), `"auto"` uses the faster one by
-            `costs`. Methods other than `"lpt"` apply to whole rows only.
-        segment_ids (array of shape `[num_tokens]`, integers, *optional*):
-            The segment of each token, from 1, 0 for padding; for `"segments"` and `"auto"`.
-        costs (`ContextCosts`, *optional*): Costs of a layer, for `"auto"`.
-        seed (`int`, *optional*, defaults to 0): Seed of the method `"random"`.
-
-    Raises:
-        `ValueError`: For arguments that contradict each other.
+    Mode `"row"` gathers the keys and values of the whole row, `"segments"` keeps segments whole if possible
+    ([`assign_segments`]), `"auto"` uses the faster one by `costs`. Raises `ValueError` for arguments that contradict
+    each other.
     """
     if mode not in ("row", "segments", "auto"):
         raise ValueError(f"`mode={mode!r}` is unknown. Use 'row', 'segments' or 'auto'.")

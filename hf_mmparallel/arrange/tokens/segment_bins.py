@@ -22,27 +22,17 @@ _OVERFLOW_PRICE = 10.0  # cost of a whole rank's tokens; twice the mean work cos
 
 @dataclass(frozen=True)
 class SegmentBins:
-    """
-    Segments that each go to one rank, and the capacities of the ranks.
+    """Segments that each go to one rank, and the capacities of the ranks."""
 
-    Args:
-        length (`numpy.ndarray` of shape `[num_segments]`): Tokens of each segment.
-        work (`numpy.ndarray` of shape `[3, num_segments]`): Work of each segment that starts at a block boundary,
-            inside a block, and so late in a block that it touches an additional one.
-        capacity (`numpy.ndarray` of shape `[num_ranks]`): Token capacity of each rank's bin.
-        loads (`numpy.ndarray` of shape `[num_ranks]`): Initial work of each rank.
-        offset (`numpy.ndarray` of shape `[num_ranks]`): Tokens of its first block before the bin.
-        block (`int`): Tokens of a block.
-        shared (`float`): Work that two neighbors save by sharing a block.
-    """
-
-    length: NDArray
+    length: NDArray  # [num_segments] tokens
+    # [3, num_segments] work of each segment that starts at a block boundary, inside a block, and so late in a block
+    # that it touches an additional one
     work: NDArray
-    capacity: NDArray
-    loads: NDArray
-    offset: NDArray
-    block: int
-    shared: float
+    capacity: NDArray  # [num_ranks] tokens of each bin
+    loads: NDArray  # [num_ranks] initial work
+    offset: NDArray  # [num_ranks] tokens of its first block before the bin
+    block: int  # tokens of a block
+    shared: float  # work that two neighbors save by sharing a block
 
     @property
     def num_ranks(self) -> int:
@@ -151,7 +141,7 @@ class SegmentBins:
         Exchanges segments of the heaviest rank while its actual work decreases and all bins are within their capacity.
 
         Up to two segments are exchanged for up to two others: a long and a short one for two of medium length changes
-        the work but not the tokens. For ranks with many segments, only pairs of some of them are considered.
+        the work but not the tokens.
         """
         owner, trials = owner.copy(), 0
         tokens = self.tokens(owner)

@@ -26,16 +26,13 @@ _MANY_SEGMENTS = 1024  # larger numbers are bundled with their neighbors to keep
 _CORRECTIONS = 10
 
 
-def independent_segments(segment_ids: ArrayLike) -> tuple[NDArray, NDArray]:
+def independent_segments(
+    segment_ids: ArrayLike,  # [num_tokens] the segment of each token, from 1; 0 is padding
+) -> tuple[NDArray, NDArray]:
     """
-    Splits a row into consecutive pieces such that no segment is in two of them.
+    Splits a row into consecutive pieces such that no segment is in two of them; returns their starts and lengths.
 
-    Args:
-        segment_ids (array of shape `[num_tokens]`, integers): The segment of each token, from 1; 0 is padding.
-
-    Returns:
-        `tuple[numpy.ndarray, numpy.ndarray]`: Start and length of each piece, int64. Each padding token outside of all
-        segments is a piece of its own.
+    Each padding token outside of all segments is a piece of its own.
     """
     ids = np.asarray(segment_ids)
     if not len(ids):
@@ -49,28 +46,17 @@ def independent_segments(segment_ids: ArrayLike) -> tuple[NDArray, NDArray]:
 
 
 def assign_segments(
-    first: ArrayLike,
-    last: ArrayLike,
-    segment_ids: ArrayLike,
+    first: ArrayLike,  # [num_tokens] the first position that each token sees
+    last: ArrayLike,  # [num_tokens] the last one; less than `first` for a token that sees nothing
+    segment_ids: ArrayLike,  # [num_tokens] from 1; 0 is padding
     num_ranks: int,
-    block: int = BLOCK,
-    max_padding: float = 0.02,
+    block: int = BLOCK,  # tokens of a block
+    max_padding: float = 0.02,  # relative increase of a rank's tokens to keep segments whole
 ) -> ContextAssignment:
     """
     Assigns whole segments to ranks, and blocks of segments that have to be split.
 
-    Args:
-        first (array of shape `[num_tokens]`, integers): The first position that each token sees.
-        last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
-            token that sees nothing.
-        segment_ids (array of shape `[num_tokens]`, integers): The segment of each token, from 1; 0 is padding.
-        num_ranks (`int`): Number of ranks.
-        block (`int`, *optional*, defaults to 128): Tokens of a block.
-        max_padding (`float`, *optional*, defaults to 0.02):
-            Maximum relative increase of a rank's tokens to keep segments whole.
-
-    Returns:
-        [`ContextAssignment`]: The assignment; in mode `"row"` if all blocks would be gathered anyway.
+    The result has mode `"row"` if all blocks would be gathered anyway.
     """
     first, last, ids = np.asarray(first), np.asarray(last), np.asarray(segment_ids)
     min_tokens = padded_length(len(first), num_ranks, block) // num_ranks
@@ -91,20 +77,13 @@ def assign_segments(
 
 @dataclass(frozen=True)
 class _SegmentedRow:
-    """
-    A row of tokens with its segments, which do not attend to each other.
+    """A row of tokens with its segments, which do not attend to each other."""
 
-    Args:
-        first, last (`numpy.ndarray` of shape `[num_tokens]`): The first and the last position that each token sees.
-        start, length (`numpy.ndarray` of shape `[num_segments]`): Start and length of each segment.
-        block (`int`): Tokens of a block.
-    """
-
-    first: NDArray
-    last: NDArray
-    start: NDArray
-    length: NDArray
-    block: int
+    first: NDArray  # [num_tokens] the first position that each token sees
+    last: NDArray  # [num_tokens] the last one
+    start: NDArray  # [num_segments]
+    length: NDArray  # [num_segments]
+    block: int  # tokens of a block
 
     @classmethod
     def of(cls, first: NDArray, last: NDArray, ids: NDArray, block: int) -> _SegmentedRow:
@@ -157,26 +136,15 @@ class _SegmentedRow:
 
 @dataclass(frozen=True)
 class _SplitRow:
-    """
-    The new row for one number of tokens per rank, before whole segments are assigned.
-
-    Args:
-        row (`_SegmentedRow`): The row.
-        whole (`numpy.ndarray`): Indices of the segments that are not split.
-        new_start (`numpy.ndarray` of shape `[num_segments]`): New start of the split segments.
-        rank_of_block (`numpy.ndarray` of shape `[num_blocks]`): Rank of each block.
-        ranks (`list[int]`): Ranks in the order of their bins.
-        start (`int`): Start of the first bin: the number of tokens of split segments.
-        bins (`SegmentBins`): Bins for the segments that are not split.
-    """
+    """The new row for one number of tokens per rank, before whole segments are assigned."""
 
     row: _SegmentedRow
-    whole: NDArray
-    new_start: NDArray
-    rank_of_block: NDArray
-    ranks: list[int]
-    start: int
-    bins: SegmentBins
+    whole: NDArray  # indices of the segments that are not split
+    new_start: NDArray  # [num_segments] new start of the split segments
+    rank_of_block: NDArray  # [num_blocks]
+    ranks: list[int]  # in the order of their bins
+    start: int  # of the first bin: the number of tokens of split segments
+    bins: SegmentBins  # for the segments that are not split
 
     @classmethod
     def of(cls, row: _SegmentedRow, num_ranks: int, length: int) -> _SplitRow:
