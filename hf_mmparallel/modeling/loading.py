@@ -20,7 +20,6 @@ from .checkpoint_reader import CheckpointReader, adapted_layers, another_model
 from .unowned import is_unowned
 
 
-# that of the configuration by default
 def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """
     Builds the model of a model id, a folder or a configuration on the meta device; [`load_owned`] loads its weights. A
@@ -31,7 +30,7 @@ def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
     if isinstance(source, nn.Module):
         return source
     is_checkpoint = isinstance(source, (str, Path))
-    # `kwargs` are such as `revision` or `trust_remote_code`
+    # `dtype` is that of the configuration by default; `kwargs` are such as `revision` or `trust_remote_code`
     config = transformers.AutoConfig.from_pretrained(source, **kwargs) if is_checkpoint else source
     dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     with torch.device("meta"):

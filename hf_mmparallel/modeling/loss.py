@@ -18,7 +18,7 @@ def token_loss(
     number of target tokens in int64, both scalars, of logits `[batch, sequence, vocabulary]` and labels `[batch,
     sequence]`.
     """
-    # `shift_labels`
+    # with `shifted`, label `i` is already the target of position `i` of `logits` (`shift_labels`)
     targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
     targets = targets.to(logits.device)
     num_tokens = (targets != IGNORE_INDEX).sum()

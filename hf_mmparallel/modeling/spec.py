@@ -169,14 +169,13 @@ def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
 
 def find_stack(model: nn.Module, tower: str) -> str:
     """Names the list of layers in `tower` that is split into stages. Raises `ValueError` without a `ModuleList`."""
-    # the longest one outside of other lists
     best, largest, outer = None, (-1, -1), []
     for name, module in model.get_submodule(tower).named_modules():
         if not isinstance(module, nn.ModuleList) or any(inside(name, prefix) for prefix in outer):
             continue
         outer.append(name)
         size = (len(module), sum(parameter.numel() for parameter in module.parameters()))
-        if size > largest:
+        if size > largest:  # the longest one outside of other lists
             best, largest = name, size
     if best is None:
         raise ValueError(f"`{tower}` has no list of layers (`nn.ModuleList`). Use a model whose modules have one.")
