@@ -44,9 +44,7 @@ def start_unfinished(path: Path) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """
-    Gives the folder of [`unfinished_name`] its name, when what this rank wrote is on the disk. Raises [`SaveError`].
-    """
+    """Waits until what this rank wrote is on the disk, and gives the folder its name. Raises [`SaveError`]."""
     with save_errors(path):
         _sync(unfinished_name(path))
         _replace(unfinished_name(path), path)

@@ -1,7 +1,7 @@
 """
 Reads optimizer state as version 0.1 wrote it, executing nothing in it (see `tensor_shards.py`).
 
-`TENSORS` is a folder of `torch.distributed.checkpoint`; `TABLE` has all else, in JSON.
+`torch.distributed.checkpoint` wrote the tensors; one JSON file has all else.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class FeatureOwners:
 
     def __init__(self, order: FeatureOrder, owners: Sequence[Owners] | None = None, cp_size: int = 1):
         # `owners` has for each feature, int64 `[tokens]`, the cp rank of each token and its index among the feature's
-        # tokens there; without it one cp rank has all.
+        # tokens there; without it one cp rank has all
         self.order = order
         self.cp_ranks: Tensor | None = None
         self.indices: Tensor | None = None
@@ -55,10 +55,7 @@ class FeatureOwners:
             self.sizes = counts.T.tolist()
 
     def select(self, samples: Sequence[int]) -> tuple[Tensor | None, Tensor]:
-        """
-        Returns the cp rank of each token of some samples, `None` if one has all, and its index there: int64
-        `[num_tokens]`.
-        """
+        """Returns int64 `[num_tokens]` cp ranks of the tokens of samples, `None` if one has all, and indices there."""
         positions = self.order.positions(samples)
         if self.cp_ranks is None or self.indices is None:
             return None, positions

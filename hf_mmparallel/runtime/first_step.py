@@ -47,7 +47,7 @@ class FirstStepCheck:
         world: World,
     ):
         self.replicated = replicated
-        self.copies = copies  # of each gradient sum of this rank, in one order on all ranks
+        self.copies = copies  # (ranks, group, shards) of each sum, in one order on all ranks
         self.frozen = frozen  # what gets no gradient, by the ranks that hold the same
         self.stages = dict(stages)  # those that end in a loss
         self.smooths = smooths  # the loss of smoothed labels is summed, which no model has

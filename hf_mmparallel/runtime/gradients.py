@@ -124,10 +124,7 @@ class GradientSync:
         self._prepared: set[nn.Parameter] = set()  # those of which a sum has started in this step
 
     def reach(self, stage: StageKey, layer: int) -> None:
-        """
-        Starts the sums of the layers after `layer`, an index in the module that the last backward of a stage has
-        reached.
-        """
+        """Starts the sums of all layers after the one that the last backward of a stage has reached."""
         for stages in self._same_stages:
             if stage in stages:
                 self._start_buckets(stages, layer)
@@ -147,10 +144,7 @@ class GradientSync:
         in_passes.used.difference_update(of.parameters)
 
     def _start_buckets(self, stages: tuple[StageKey, ...], reached: int = -2) -> None:
-        """
-        Starts the sums of buckets whose layers all come after `reached`, in the same order on all ranks, also those
-        without a backward.
-        """
+        """Starts the sums of buckets after layer `reached`, in one order on all ranks, also without a backward."""
         if stages not in self._left:
             self._left[stages] = self._buckets(self._same_stages[stages])[::-1]
         left = self._left[stages]
@@ -197,7 +191,7 @@ class GradientSync:
             for bucket, mine in started.slices:
                 # the sum of a slice becomes its gradient, and the parameter has none any more
                 self._assign(bucket, mine)
-            for shard, summed in started.copied:  # regions of gradients
+            for shard, summed in started.copied:  # regions of gradients, copied back
                 shard.of(cast(torch.Tensor, shard.parameter.grad)).copy_(summed)
         self._drop_unused()
         for of_step in (self._started, self._left, self._used, self._prepared):

@@ -40,10 +40,7 @@ class HeldParameter:
         return [self.values, *(value for value in self.state.values() if isinstance(value, torch.Tensor))]
 
     def region(self, name: str, region: Region | None) -> HeldParameter:
-        """
-        Cuts a region out of its values and the state that has a value for each; raises `ValueError` for state that
-        can't be cut.
-        """
+        """Cuts a region out of values and state. Raises `ValueError` for state of other shapes, which can't be cut."""
         if region is None:
             return self
         state = dict(self.state)
@@ -238,10 +235,7 @@ def give_to_optimizer(
 
 
 def _group_for(parameter: torch.Tensor, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """
-    Returns the group of a parameter on the rank it comes from, or one with the same settings if that has another kind
-    here.
-    """
+    """Returns the group of the rank that a parameter comes from, or one with its settings for another kind."""
     alike = (other for other in optimizer.param_groups if settings_of(other) == settings_of(group))
     # optimizers don't step on `DTensor`s and plain tensors together, and other ranks may cut it
     is_cut = isinstance(parameter, DTensor)

@@ -53,9 +53,7 @@ def gradients_of(bucket: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 @dataclass
 class _Unit:
-    """
-    Parameters that are gathered, and whose gradients are summed, at once: those of a layer, or those of no layer.
-    """
+    """Parameters that are gathered, and whose gradients are summed, at once: those of a layer, or of no layer."""
 
     groups: list[SlicedGroup]  # by the ranks that divide them
     gathering: list[Gathering] = field(default_factory=list)  # the all-gathers in flight

@@ -132,10 +132,7 @@ class MessageQueues:
     # Sending
 
     def send(self, message: Message, payload: Payload, routes: Sequence[IndexedRoute], tokens: Tensor) -> None:
-        """
-        Sends this rank's slices of a message, out of its `tokens` `[num_tokens, width]`, or keeps those that stay on
-        it.
-        """
+        """Sends this rank's slices of a message, of `tokens` `[num_tokens, width]`, or keeps those that stay on it."""
         for route, index in routes:
             on_route = select(tokens, index).to(payload.dtype)
             for slice_ in route.slices:

@@ -43,9 +43,7 @@ class StepMessages:
     def _feature_routes(
         self, message: Message, features: tuple[FeatureSpec, ...], is_producer: bool
     ) -> tuple[torch.Tensor, list[Route]]:
-        """
-        Returns the index of each token of a message at the end that this rank runs, and all routes of the message.
-        """
+        """Returns the index of each token of a message at the end that this rank runs, and all of its routes."""
         payload, (producer, consumer) = self.payload(message), ends_of(message)
         here, there = (producer, consumer) if is_producer else (consumer, producer)
         shared = set(self.inputs.samples(consumer))

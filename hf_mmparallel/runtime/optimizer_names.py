@@ -26,9 +26,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_rank_local(key: str) -> bool:
-    """
-    Returns whether a key of the state is of use only to the same rank of a tp group or shard group of the same size.
-    """
+    """Returns whether a key of the state is only for the same rank of a tp group or shard group of the same size."""
     return "@" in key
 
 

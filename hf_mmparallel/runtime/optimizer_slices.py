@@ -51,9 +51,7 @@ class FlatSlice:
         return tensor.view(-1)[start : start + length]
 
     def whole(self, values: torch.Tensor, numel: int) -> torch.Tensor:
-        """
-        Gathers the flattened tensor of `numel` elements, of which each rank of the group has its slice. Collective.
-        """
+        """Gathers the flattened tensor of `numel` elements from the slices of the ranks of the group. Collective."""
         length = self.length(numel)
         gathered = values.new_empty(length * self.num_slices)
         dist.all_gather_single(gathered, padded(values, length), group=self.group)
@@ -170,7 +168,7 @@ class OptimizerSlices:
         """Returns a parameter with its values on this rank. Collective over the shard group."""
         if parameter not in self.freed:
             return parameter
-        # ZeRO-3
+        # a parameter of ZeRO-3, which has its values only while they are gathered
         return join(self.by_parameter[parameter].detach(), self.by_parameter[parameter])  # type: ignore[index]
 
     @contextmanager
@@ -202,10 +200,7 @@ class OptimizerSlices:
 
     @torch.no_grad()
     def gather(self, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> Gathering:
-        """
-        Starts to gather the slices of some parameters of one dtype; [`copy_gathered`] waits. Collective over the shard
-        group.
-        """
+        """Starts to gather slices of one dtype; [`copy_gathered`] waits. Collective over the shard group."""
         lengths = [flat_slice.length(local(member).numel()) for member in bucket]
         slices = [padded(self.by_parameter[m], length) for m, length in zip(bucket, lengths, strict=True)]
         mine = slices[0] if len(slices) == 1 else torch.cat(slices)

@@ -17,10 +17,7 @@ from .routes import Mesh
 
 @dataclass(frozen=True)
 class Payload:
-    """
-    The tensors that a stage passes to another one in the forward; their gradients have the same shapes and take the
-    same way back.
-    """
+    """The tensors that a stage passes to another one in the forward; gradients of the same shapes go the way back."""
 
     producer: StageKey  # (module, replica, stage)
     consumer: StageKey
@@ -51,10 +48,7 @@ class Payload:
 
 
 class Payloads:
-    """
-    The payloads of a plan, each computed on first access. Raises `ValueError` for an edge from a module without
-    features.
-    """
+    """The payloads of a plan, computed on first access. Raises `ValueError` for an edge without features."""
 
     def __init__(self, plan: ParallelPlan, spec: ModelSpec):
         # The planner lets all hidden states of a language model enter a generator; a stage hands over features of

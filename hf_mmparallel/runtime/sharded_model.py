@@ -174,9 +174,7 @@ class ShardedModel:
                 yield name, writes.on_host(tensor)
 
     def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
-        """
-        Returns the whole tensor on its owner; others of the owner's tp group, and those that divide it, take part.
-        """
+        """Returns the whole tensor on its owner; others of its tp group, and those that divide it, take part."""
         if self.slices is not None:
             with doing("gathering the slices of a parameter", waits=True):
                 tensor = self.slices.whole(tensor)
@@ -345,9 +343,7 @@ class ShardedModel:
         return result if world.is_first else None
 
     def gather_state_dict(self, all_buffers: bool = False) -> dict[str, torch.Tensor] | None:
-        """
-        Returns the state dict of the whole model, with tied names, in the host memory of rank 0, `None` elsewhere.
-        """
+        """Returns the whole model's state dict, with tied names, in the host memory of rank 0, `None` elsewhere."""
         # also such as rotary frequencies
         buffers = dict(self.model.named_buffers()) if all_buffers else _persistent_buffers(self.model)
         result = self.gather_tensors(buffers=buffers)

@@ -109,7 +109,7 @@ class StepInputs:
         return self._shapes[task.key]
 
     def num_feature_tokens(self, task: Task) -> Mapping[str, Sequence[int]]:
-        """Modality -> feature tokens of each sample of a task of this rank, or of one whose tokens are sharded."""
+        """Counts, by modality, feature tokens of each sample of a task of this rank or with sharded tokens."""
         sharding = self._sharding(task)
         if sharding is not None:
             return sharding.num_tokens
@@ -119,9 +119,7 @@ class StepInputs:
         return self._num_tokens[key]
 
     def feature_owners(self, task: Task, features: tuple[FeatureSpec, ...]) -> FeatureOwners:
-        """
-        Returns the cp rank and index of each feature token in a task of this rank, or one whose tokens are sharded.
-        """
+        """Returns cp rank and index of each feature token in a task of this rank, or one whose tokens are sharded."""
         key = (task.key, features)
         if key not in self._owners:
             order = FeatureOrder(features, self.samples(task), self.num_feature_tokens(task))

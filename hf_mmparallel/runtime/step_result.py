@@ -30,4 +30,4 @@ class StepResult:
     duration_ms: float = 0.0  # from the first action to the last
     step_ms: float = 0.0  # from the first action to the end of the gradient sums
     started_s: float = field(default_factory=time.time)  # by the host's clock
-    work: dict[str, ModuleWork] = field(default_factory=dict)  # counted on one rank of those that have the same
+    work: dict[str, ModuleWork] = field(default_factory=dict)  # by module, counted on one rank of those with the same

@@ -71,9 +71,7 @@ def copy_for_update(entry: torch.Tensor, storage: StorageSettings) -> nn.Paramet
 
 
 def hand_over_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """
-    Gives each entry on the device its gradient: in the dtype of the weights, or in float32 for a copy in float32.
-    """
+    """Gives each entry on the device its gradient: in the dtype of the weights, or of its copy in float32."""
     for entry in entries_of(optimizer):
         source = source_of(entry)
         if is_offloaded(entry):

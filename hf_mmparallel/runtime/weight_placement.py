@@ -55,9 +55,7 @@ def placed_weights(
 
 
 def load_held(held: Mapping[str, torch.Tensor]) -> LoadFunction:
-    """
-    Makes a function that gives a pruned model on the meta device the weights, or shards, that a rank has already.
-    """
+    """Makes a function that gives a pruned model on the meta device weights, or shards, that a rank has already."""
 
     def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
         left = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}

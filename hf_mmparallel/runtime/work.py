@@ -99,9 +99,7 @@ def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: Modu
 
 
 def _squares(hidden: Tensor, ends: Any) -> Tensor | float:
-    """
-    Sums the squares of the sequences of `[..., sequence, width]`, or of those that end at `ends` in one long row.
-    """
+    """Sums the squares of the sequences of `[..., sequence, width]`, or of those that end at `ends` in one row."""
     if isinstance(ends, Tensor):
         return ends.diff().double().square().sum()
     return float(num_tokens_of(hidden.shape) * hidden.shape[-2])
