@@ -427,6 +427,7 @@ class ParallelEngine(nn.Module):
             return gradient_norm(self.counted, self.world)
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
+        """Clips the gradient, whose norm over all modules is known."""
         clip_gradients(self.updated, norm, max_norm)
 
 

@@ -249,6 +249,7 @@ def _flatten_gradients(bucket: Sequence[LocalShard], copied: list[tuple[LocalSha
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Tensor) -> None:
+    """Multiplies all gradients by `factor`."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ Run = str | None
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Returns the dtype of the gradients of a parameter."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -84,6 +85,7 @@ class GradientSums:
                 parameter.grad = None
 
     def wait(self) -> None:
+        """Waits for the sums that were started."""
         while self._started:
             bucket, started = self._started.pop(0)
             mine = started.wait()
@@ -158,8 +160,9 @@ class StagePasses:
             self._advance()
 
     def compute(self) -> None:
+        """Waits, before the pass computes, for what is in no layer."""
         if not self._is_empty:
-            self._wait(self.units[REST])  # what is in no layer
+            self._wait(self.units[REST])
 
     def end(self) -> None:
         """Issues what is left of a pass."""
@@ -251,15 +254,18 @@ class LastBackward:
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
     def start_step(self, kinds: Sequence[Kind], runs: Sequence[Run]) -> None:
+        """See [`StagePasses`]."""
         self._kinds, self._is_last = list(kinds)[::-1], False
 
     def begin(self, is_empty: bool) -> None:
+        """See [`StagePasses`]."""
         self._is_last = self._kinds.pop() == "bwd" and "bwd" not in self._kinds
 
     def compute(self) -> None:
         """Does nothing, see [`StagePasses`]."""
 
     def end(self) -> None:
+        """See [`StagePasses`]."""
         self._is_last = False
 
     def _after_forward(self, layer: int, output: Any) -> None:
@@ -284,6 +290,7 @@ class TaskHooks:
         self.runs: Mapping[str, Sequence[Run]] = {}  # encoder -> modalities that any rank encodes in this step
 
     def start_step(self, actions: Sequence[Action]) -> None:
+        """Called before the first of this rank's actions in a step."""
         tasks = [action.task for action in actions if action.task is not None]
         for key, passes in self.by_stage.items():
             kinds: list[Kind] = [task.kind for task in tasks if task.stage_key == key]
@@ -295,9 +302,11 @@ class TaskHooks:
             self.by_stage[task.stage_key].begin(is_empty)
 
     def compute(self, task: Task) -> None:
+        """Called before a task computes."""
         if task.stage_key in self.by_stage:
             self.by_stage[task.stage_key].compute()
 
     def end(self, task: Task) -> None:
+        """Called after a task has computed."""
         if task.stage_key in self.by_stage:
             self.by_stage[task.stage_key].end()

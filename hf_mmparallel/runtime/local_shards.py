@@ -76,4 +76,5 @@ class LocalShard:
         return local(tensor) if self.region is None else self.region.of(local(tensor))
 
     def numel(self) -> int:
+        """Counts its elements."""
         return self.of(self.parameter).numel()

@@ -50,9 +50,11 @@ class MessageQueues:
         self._sent: dict[Task, list[Handle]] = {}
 
     def empty(self, num_tokens: int, payload: Payload) -> Tensor:
+        """Makes a buffer for tokens of a payload."""
         return torch.empty(num_tokens, payload.width, dtype=payload.dtype, device=self.device)
 
     def zeros(self, num_tokens: int, payload: Payload) -> Tensor:
+        """Makes a buffer of zeros for tokens of a payload."""
         return self.empty(num_tokens, payload).zero_()
 
     # Receiving
@@ -75,6 +77,7 @@ class MessageQueues:
         self._received.setdefault(message.target, []).append(incoming)
 
     def wait(self, task: Task) -> None:
+        """Waits for all messages to a task."""
         for incoming in self._received.get(task, ()):
             for handle in incoming.handles:
                 handle.wait()
@@ -154,6 +157,7 @@ class MessageQueues:
                 del self._sent[task]
 
     def wait_for_sends(self, task: Task) -> None:
+        """Waits for the sends of a task."""
         for handle in self._sent.pop(task, ()):
             handle.wait()
 

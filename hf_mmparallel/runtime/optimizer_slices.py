@@ -42,6 +42,7 @@ class FlatSlice:
     group: Any  # the process group of the ranks that divide the tensor
 
     def length(self, numel: int) -> int:
+        """See [`slice_length`]."""
         return slice_length(numel, self.num_slices)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:

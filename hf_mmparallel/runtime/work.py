@@ -32,6 +32,7 @@ class ModuleWork:
     squares: Any = 0.0
 
     def add(self, tokens: float | Tensor, squares: float | Tensor) -> None:
+        """Adds tokens and squares."""
         self.tokens = self.tokens + tokens
         self.squares = self.squares + squares
 
