@@ -40,25 +40,14 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """
-    The adapter of a model.
-
-    Args:
-        config (`LoraConfig`): Its `peft` config, as it is saved.
-        name (`str`, *optional*, defaults to `"default"`): Its name, which is part of parameter names.
-    """
+    """The adapter of a model: its `peft` config, as it is saved, and its name, which is part of parameter names."""
 
     config: Any
     name: str = DEFAULT_NAME
 
 
 def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
-    """
-    Merges the configs of all modules into one `LoraConfig`; for arguments and errors see [`add_adapters`].
-
-    The merged config lists all target layers, with patterns for ranks and scales that differ, so that
-    `PeftModel.from_pretrained(base, folder)` can load the trained adapter.
-    """
+    """Merges the configs of all modules into one `LoraConfig`; for errors see [`add_adapters`]."""
     from ..plan.plugin import reject_unknown_keys
 
     reject_unknown_keys("The model", list(configs), list(spec.modules))
@@ -67,26 +56,19 @@ def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> An
     ranks: dict[str, tuple[int, float]] = {}
     for name, config in parsed.items():
         ranks |= _targets(model, name, config, _layers(model, spec, name), spec.modules[name].tower)
+    # all target layers, with patterns where ranks and scales differ: `PeftModel.from_pretrained(base, folder)` reads
+    # that
     return _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
 
 
 def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Adapter:
     """
-    Injects LoRA into the modules with a config and freezes their other parameters. `requires_grad` of modules without
-    a config does not change. It is called on the whole model, before pruning and [`build_model_spec`]. Adapters on
-    half-precision weights are float32, as with `get_peft_model`.
+    Injects LoRA into the modules with a config (module -> `peft` config or its dict) and freezes their other
+    parameters; other modules keep their `requires_grad`. Called on the whole model, before pruning and
+    [`build_model_spec`].
 
-    Args:
-        model (`PreTrainedModel`): The whole model, on any device including `meta`.
-        spec (`ModelSpec`): Description of the model without adapters.
-        configs (`Mapping[str, LoraConfig | dict]`): Module -> a `peft` config or its dict.
-
-    Returns:
-        [`Adapter`]: The merged adapter.
-
-    Raises:
-        `ValueError`: For adapters other than LoRA, for settings that affect parameters outside of the module's
-        layers, and for settings other than targets, ranks and scales that differ between modules.
+    Raises `ValueError` for adapters other than LoRA, for settings that affect parameters outside of the module's
+    layers, and for settings other than targets, ranks and scales that differ between modules.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -95,6 +77,7 @@ def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Ada
     frozen = {p.name for name in configs for p in spec.modules[name].parameters}
     trainable = {id(p): p.requires_grad and name not in frozen for name, p in model.named_parameters()}
     inject_adapter_in_model(merged, model, adapter_name=DEFAULT_NAME)
+    # adapters on half-precision weights are float32, as with `get_peft_model`
     cast_adapter_dtype(model, DEFAULT_NAME)
     for parameter in model.parameters():
         if id(parameter) in trainable:
@@ -145,7 +128,7 @@ def _check_common(configs: Mapping[str, Any]) -> None:
 
 
 def _layers(model: Any, spec: ModelSpec, module: str) -> set[str]:
-    """Names of the layers of a module that have parameters, also ones that belong to another layer first."""
+    """Returns names of a module's layers that have parameters, also ones that belong to another layer first."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     own = {p.name for p in spec.modules[module].parameters}
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] in own]
@@ -153,7 +136,7 @@ def _layers(model: Any, spec: ModelSpec, module: str) -> set[str]:
 
 
 def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) -> dict[str, tuple[int, float]]:
-    """Name of each layer of the module that the config targets -> its rank and alpha."""
+    """Maps each layer of the module that the config targets to its rank and alpha."""
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
     from peft.utils.other import get_pattern_key
@@ -189,7 +172,6 @@ def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) 
 
 
 def _merge(config: Any, ranks: Mapping[str, tuple[int, float]], base: str | None) -> Any:
-    """The merged config for all layers."""
     from peft import LoraConfig
 
     common = {field.name: getattr(config, field.name) for field in fields(config) if field.init}

@@ -16,17 +16,17 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_folder(folder: str | Path, adapter: Adapter) -> Path:
-    """The folder in which `PeftModel.save_pretrained(folder)` saves an adapter."""
+    """Returns the folder in which `PeftModel.save_pretrained(folder)` saves an adapter."""
     return Path(folder) if adapter.name == DEFAULT_NAME else Path(folder) / adapter.name
 
 
 def adapter_names(names: Iterable[str]) -> set[str]:
-    """The adapters' parameters among some names, by the rule of `peft`'s files."""
+    """Picks the adapters' parameters among some names, by the rule of `peft`'s files."""
     return {name for name in names if ".lora_" in name}
 
 
 def adapter_file_key(name: str, adapter: Adapter) -> str:
-    """The key of a parameter in `peft`'s files."""
+    """Returns the key of a parameter in `peft`'s files."""
     if name.endswith(f".lora_magnitude_vector.{adapter.name}.weight"):
         name = name.removesuffix(".weight")  # its name before it became a module
     parent, _, last = name.rpartition(".")
@@ -35,13 +35,7 @@ def adapter_file_key(name: str, adapter: Adapter) -> str:
 
 
 def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
-    """
-    Names of the largest submodules that contain all trainable parameters outside of adapters, and nothing else.
-
-    Args:
-        spec (`ModelSpec`): Description of the model with adapters.
-        adapters (`set[str]`): Names of the adapters' parameters.
-    """
+    """Names the largest submodules that contain all trainable parameters outside of adapters, and nothing else."""
     parameters = [p for module in spec.modules.values() for p in module.parameters]
     trained = [p.name for p in parameters if p.trainable and p.name not in adapters]
     blocked: set[str] = set()  # submodules with frozen or adapter parameters
@@ -58,55 +52,43 @@ def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
 
 
 def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
-    """Names of all parameters in an adapter folder: the adapters', and those of [`modules_to_save`]."""
+    """Names all parameters in an adapter folder: the adapters', and those of [`modules_to_save`]."""
     prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
     names = [p.name for module in spec.modules.values() for p in module.parameters]
     return [name for name in names if name in adapters or name.startswith(prefixes)]
 
 
 def resized_embeddings(model: Any, spec: ModelSpec) -> list[str]:
-    """
-    Names of the matrices with a row for each token, where the model has another number of tokens than the base that it
-    names: no one who loads the adapter has the same new rows.
-    """
+    """Names the matrices with a row for each token, where the base of the model has another number of tokens."""
     num_tokens = model.config.get_text_config().vocab_size
     try:
         base = type(model.config).from_pretrained(model.name_or_path).get_text_config().vocab_size
     except (OSError, ValueError):  # no name, or the Hub can't be reached
         return []
     text = spec.language_model
+    # they are saved: no one who loads the adapter has the same new rows
     outer = [p for p in text.parameters if len(p.shape) == 2 and p.layer in (-1, text.num_layers)]
     return [p.name for p in outer if p.shape[0] == num_tokens != base and p.name not in adapter_names([p.name])]
 
 
 def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
-    """
-    The `LoraConfig` saved with adapters, with `modules_to_save` and the class of the base model, which `AutoPeftModel`
-    reads.
-    """
+    """Returns the `LoraConfig` that is saved with adapters, with `modules_to_save`."""
     saved = copy.deepcopy(adapter.config)
     saved.inference_mode = True
     saved.modules_to_save = modules_to_save(spec, adapter_names(spec.parameters)) or None
     saved.base_model_name_or_path = saved.base_model_name_or_path or getattr(model, "name_or_path", None) or None
     if saved.task_type is None:
+        # `AutoPeftModel` reads the class of the base model from it
         saved.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     return saved
 
 
 def write_adapters(state: Mapping[str, torch.Tensor], model: Any, spec: ModelSpec, adapter: Adapter, folder: Path):
-    """
-    Writes whole tensors in `peft`'s format.
-
-    Args:
-        state (`Mapping[str, torch.Tensor]`): The tensors, by the names of [`parameters_to_save`].
-        model (`PreTrainedModel`): The base model, or this rank's part of it.
-        spec (`ModelSpec`): Description of the model with adapters.
-        adapter ([`Adapter`]): The adapter.
-        folder (`Path`): The target folder.
-    """
+    """Writes whole tensors, by the names of [`parameters_to_save`], in `peft`'s format."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    # `model` may be this rank's part
     saved_config(model, spec, adapter).save_pretrained(str(folder))
     tensors = {adapter_file_key(name, adapter): tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -32,11 +32,7 @@ _REFUSED = {
 
 
 def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
-    """
-    Wraps the whole model as a `peft.PeftModel` with the same training as [`add_adapters`], for one process.
-
-    Trainable parts outside of adapters, such as projectors, become `peft`'s `modules_to_save`.
-    """
+    """Wraps the whole model as a `peft.PeftModel` with the same training as [`add_adapters`], for one process."""
     from peft import get_peft_model
 
     merged = merge_configs(model, spec, configs)
@@ -45,12 +41,13 @@ def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) 
         for name, module in spec.modules.items()
         if name in configs
     }
+    # trainable parts outside of adapters, such as projectors
     merged.modules_to_save = modules_to_save(replace(spec, modules={**spec.modules, **frozen}), set()) or None
     return get_peft_model(model, merged, adapter_name=DEFAULT_NAME)
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model is a `PeftModel` or has layers with adapters."""
+    """Returns whether a model is a `PeftModel` or has layers with adapters."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -60,7 +57,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def base_model_of(model: Any) -> Any:
-    """The model that a `PeftModel` wraps; other models are returned unchanged."""
+    """Returns the model that a `PeftModel` wraps, and other models unchanged."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
@@ -68,23 +65,15 @@ def base_model_of(model: Any) -> Any:
 
 def unwrap_peft_model(model: Any) -> tuple[Any, Adapter]:
     """
-    Unwraps the base model with its LoRA layers. The trainable copies of `modules_to_save` replace the originals.
-
-    Args:
-        model (`PeftModel` or `PreTrainedModel`):
-            A model with adapters from `get_peft_model` or `add_adapter`. It can't be used afterwards.
-
-    Returns:
-        `tuple[PreTrainedModel, Adapter]`: The base model with LoRA layers, and the adapter.
-
-    Raises:
-        `ValueError`: For adapters that a plan can't lay out. The model is then unchanged.
+    Returns the base model with its LoRA layers, and the adapter; the given model can't be used afterwards. Raises
+    `ValueError` for adapters that a plan can't lay out, and then leaves the model unchanged.
     """
     config, name = _only_adapter(model)
     base = base_model_of(model)
     _check_layers(base, name, config)
     for path, wrapper in _saved_modules(base):
         parent, _, attribute = path.rpartition(".")
+        # the trainable copy in place of the original
         setattr(base.get_submodule(parent), attribute, wrapper.modules_to_save[name])
     if not any(parameter.requires_grad for parameter in base.parameters()):
         raise ValueError(
@@ -103,7 +92,7 @@ def mark_adapted(model: Any, adapter: Adapter) -> None:
 
 
 def _only_adapter(model: Any) -> tuple[Any, str]:
-    """Config and name of a model's only adapter. Raises `ValueError` unless it is a single LoRA adapter."""
+    """Returns config and name of a model's only adapter. Raises `ValueError` unless it is a single LoRA adapter."""
     from peft import LoraConfig, PeftMixedModel
 
     if isinstance(model, PeftMixedModel):
@@ -168,12 +157,12 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
 
 
 def _name_of(variant: Any) -> str:
-    """Class name of a LoRA variant, which `peft` stores as a class or as an instance."""
+    """Returns the class name of a LoRA variant, which `peft` stores as a class or as an instance."""
     return (variant if isinstance(variant, type) else type(variant)).__name__
 
 
 def _saved_modules(base: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Names and wrappers of `modules_to_save`, which `peft` trains as a copy beside the original."""
+    """Yields names and wrappers of `modules_to_save`, which `peft` trains as a copy beside the original."""
     from peft.utils.other import ModulesToSaveWrapper
 
     yield from [(name, m) for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)]
@@ -194,15 +183,8 @@ def as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter) -> Any:
 
 def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapping[str, torch.Tensor]) -> Any:
     """
-    Wraps a whole base model as a `PeftModel` with trained weights.
-
-    The originals of `modules_to_save` no longer exist, so `disable_adapter()` turns off LoRA only.
-
-    Args:
-        base (`PreTrainedModel`): The whole base model, without adapters.
-        spec (`ModelSpec`): Description of the model with adapters.
-        adapter ([`Adapter`]): The adapter.
-        state (`Mapping[str, torch.Tensor]`): Parameter -> tensor, at least for all of [`parameters_to_save`].
+    Wraps a whole base model as a `PeftModel` with trained weights, at least for all of [`parameters_to_save`]. Its
+    `disable_adapter()` turns off LoRA only, since the originals of `modules_to_save` no longer exist.
     """
     from peft import set_peft_model_state_dict
 
@@ -216,13 +198,7 @@ def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapp
 
 
 def with_adapters_of(model: Any, blank: Any) -> Any:
-    """
-    A base model on the meta device with the adapters that another model has, as a `PeftModel` if that is one.
-
-    Args:
-        model (`PeftModel` or `PreTrainedModel`): The other model.
-        blank (`PreTrainedModel`): The base model, without adapters.
-    """
+    """Gives a base model on the meta device the adapters of another model, as a `PeftModel` if that is one."""
     from peft import PeftModel, get_peft_model
 
     configs = getattr(model, "peft_config", None) or {}

@@ -16,7 +16,7 @@ from .multimodal_config import EncoderSettings
 
 
 def named_output(output: Any) -> Any:
-    """An encoder's output as a `ModelOutput`; a bare tensor becomes its `last_hidden_state`."""
+    """Returns an encoder's output as a `ModelOutput`; a bare tensor becomes its `last_hidden_state`."""
     return BaseModelOutput(last_hidden_state=output) if isinstance(output, torch.Tensor) else output
 
 
@@ -58,25 +58,16 @@ def select_features(name: str, output: Any, settings: EncoderSettings) -> torch.
 def fitted_settings(
     name: str, encoder: PreTrainedModel, settings: EncoderSettings, given: Mapping[str, Any]
 ) -> EncoderSettings:
-    """
-    Completes settings by a forward of the encoder on the meta device: the output with its features, and their width.
-    If the encoder packs its items and its `pooler_output` has fewer tokens than `last_hidden_state`, it merges
-    patches, and the features are `pooler_output`. Settings of encoders whose inputs are not known are returned
-    unchanged.
-
-    Args:
-        name (`str`): The encoder's name.
-        encoder (`PreTrainedModel`): The encoder, on any device.
-        settings (`EncoderSettings`): The settings so far.
-        given (`Mapping[str, Any]`): The settings given by the user, which are not changed.
-    """
+    """Completes settings by a meta-device forward, which shows the output that has the features, and their width."""
     inputs = meta_inputs(encoder)
+    # the signature and the config say too little
     if inputs is None:
         return settings
     states = {} if settings.feature_layer is None else {"output_hidden_states": True}
     output = named_output(meta_forward(encoder, **inputs, **states, return_dict=True))
     if output is None:
         return settings
+    # what the user gave is not changed
     if not {"feature_select", "feature_layer", "pooling"} & set(given) and _merges(output):
         settings = replace(settings, feature_select="pooled")
     width = select_features(name, output, settings).shape[-1]
@@ -86,13 +77,14 @@ def fitted_settings(
 
 
 def configured_width(config: Any) -> int | None:
-    """Width of an encoder's features according to its config, which may be the width of its layers instead."""
+    """Returns the width of features in a config, which may be the width of the encoder's layers instead."""
     return number_in_config(config, "out_hidden_size", "hidden_size", "d_model", "embed_dim")
 
 
 def _merges(output: Any) -> bool:
-    """Whether `pooler_output` merges several patches per token, rather than pooling one token per item."""
+    """Returns whether `pooler_output` has one token for several patches, rather than one per item."""
     hidden, pooled = getattr(output, "last_hidden_state", None), getattr(output, "pooler_output", None)
     if not isinstance(hidden, torch.Tensor) or not isinstance(pooled, torch.Tensor):
         return False
+    # only encoders that pack their items have outputs without an item dimension
     return hidden.dim() == pooled.dim() == 2 and pooled.shape[0] < hidden.shape[0]

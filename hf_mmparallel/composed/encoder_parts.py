@@ -59,19 +59,11 @@ class LanguageModelHead(nn.Linear):
 
 @dataclass(frozen=True)
 class EncoderInputs:
-    """
-    Assignment of batch entries to encoders. An entry has the name of the argument of the encoder's forward, or
-    `<encoder>_<argument>` if the language model or another encoder has an argument of that name.
+    """The batch entries of each encoder, which have the names of its forward's arguments."""
 
-    Args:
-        entries (`Mapping[str, tuple[str, str]]`): Batch entry -> (encoder, argument).
-        mains (`Mapping[str, str]`): Encoder -> its main batch entry, without which it does not run.
-        shared (`frozenset[str]`): Arguments of several encoders, whose entries need a prefix.
-    """
-
-    entries: Mapping[str, tuple[str, str]]
-    mains: Mapping[str, str]
-    shared: frozenset[str]
+    entries: Mapping[str, tuple[str, str]]  # batch entry -> (encoder, argument)
+    mains: Mapping[str, str]  # encoder -> its main batch entry, without which it does not run
+    shared: frozenset[str]  # arguments of several encoders, whose entries need a prefix
 
     @classmethod
     def of(cls, encoders: Mapping[str, nn.Module], settings: Mapping[str, EncoderSettings]) -> EncoderInputs:
@@ -90,6 +82,7 @@ class EncoderInputs:
                     f"Use one of {own_arguments}."
                 )
             for argument in own_arguments:
+                # `<encoder>_<argument>` where the language model or another encoder has an argument of that name
                 needs_prefix = argument in LANGUAGE_MODEL_INPUTS or counts.get(argument, 0) > 1
                 key = renamed.get(argument, f"{name}_{argument}" if needs_prefix else argument)
                 entries[key] = (name, argument)
@@ -130,7 +123,7 @@ class EncoderInputs:
 
 
 def _num_items(value: Any) -> int:
-    """Length of an input, 0 for `None`."""
+    """Returns the length of an input, 0 for `None`."""
     if value is None:
         return 0
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)

@@ -18,8 +18,7 @@ def to_llava(model: MultimodalModel) -> LlavaForConditionalGeneration:
     Converts a composed model to [`LlavaForConditionalGeneration`], which transformers loads without this package.
 
     Args:
-        model ([`MultimodalModel`]):
-            A CLIP or SigLIP vision encoder, an `"mlp"` projector and a causal language model, without callbacks.
+        model ([`MultimodalModel`]): A CLIP or SigLIP encoder, an `"mlp"` projector and a language model, no callbacks.
 
     Returns:
         [`LlavaForConditionalGeneration`]: A copy with the same weights and predictions.
@@ -63,7 +62,7 @@ def to_llava(model: MultimodalModel) -> LlavaForConditionalGeneration:
 
 
 def _check(model: MultimodalModel) -> str:
-    """Name of the only encoder. Raises `ValueError` if Llava can't express the model."""
+    """Returns the name of the only encoder. Raises `ValueError` if Llava can't express the model."""
     names = model.config.encoder_names
     if len(names) != 1:
         raise ValueError(

@@ -33,16 +33,7 @@ class MultimodalPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """
-        The encoder of a modality.
-
-        Args:
-            modality (`str`, *optional*):
-                An encoder's name, or `"image"`, `"video"`, `"audio"` for the first encoder with such input.
-
-        Returns:
-            `nn.Module`: The encoder, or the model itself if it has none (as in transformers).
-        """
+        """Returns an encoder by its name, or the first with input of `"image"`, `"video"` or `"audio"`."""
         encoders: Any = self.base_model.encoders
         if modality in encoders:
             return encoders[modality]
@@ -50,23 +41,17 @@ class MultimodalPreTrainedModel(PreTrainedModel):
         for encoder in encoders.values():
             if getattr(encoder, "main_input_name", None) == mains.get(modality or "", ""):
                 return encoder
+        # as in transformers, for a model without such an encoder
         return self
 
 
 class MultimodalBackbone(MultimodalPreTrainedModel):
-    """
-    The encoders, their projectors and the language model without its head.
-
-    Args:
-        config ([`MultimodalConfig`]): The configuration.
-        modules (`dict[str, Any]`, *optional*): Ready `encoders`, `projectors` and `language_model` to use as they are.
-        callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
-    """
+    """The encoders, their projectors and the language model without its head."""
 
     def __init__(
         self,
         config: MultimodalConfig,
-        modules: dict[str, Any] | None = None,
+        modules: dict[str, Any] | None = None,  # ready `encoders`, `projectors` and `language_model`
         callbacks: MultimodalCallbacks | None = None,
     ):
         super().__init__(config)
@@ -94,17 +79,11 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
 
     def get_features(self, name: str, **inputs) -> BaseModelOutputWithPooling:
         """
-        Runs one encoder and its projector, with the callbacks around them.
-
-        Args:
-            name (`str`): The encoder.
-            inputs: Its inputs, by argument of its forward or by batch entry.
-
-        Returns:
-            [`BaseModelOutputWithPooling`]: `pooler_output` of shape `(feature tokens, hidden_size)` has the projected
-            features of all items, concatenated.
+        Runs one encoder and its projector with their callbacks; `pooler_output` of the result has the projected
+        features of all items, concatenated: `(feature tokens, hidden_size)`.
         """
         encoder, settings = self.encoders[name], self.config.settings(name)
+        # they are named by argument of the encoder's forward or by batch entry
         inputs = self.encoder_inputs.arguments(name, inputs)
         inputs = _run(self.callbacks.before_encoder.get(name), inputs)
         inputs = {key: _to_dtype(value, encoder.dtype) for key, value in inputs.items()}
@@ -126,7 +105,7 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
     def get_placeholder_mask(
         self, name: str, input_ids: torch.Tensor | None, inputs_embeds: Any = None
     ) -> torch.Tensor:
-        """Mask `(batch, sequence)` of an encoder's placeholder tokens, by id or by embedding."""
+        """Returns the mask `(batch, sequence)` of an encoder's placeholder tokens, by id or by embedding."""
         token_id = self.config.settings(name).token_id
         if input_ids is not None:
             return input_ids == token_id
@@ -151,24 +130,7 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Token ids with placeholders.
-            attention_mask (`torch.Tensor`, *optional*): As the language model takes it.
-            position_ids (`torch.LongTensor`, *optional*): As the language model takes it.
-            cache (`Cache`, *optional*):
-                As the language model takes it; `past_key_values` before transformers 5.24.
-            inputs_embeds (`torch.FloatTensor` of shape `(batch, sequence, hidden_size)`, *optional*):
-                Replaces the embeddings of `input_ids`, which are then optional and only locate the placeholders.
-            pixel_values, input_features (`torch.FloatTensor`, *optional*):
-                Main input of an encoder. If several encoders have the same input, each has its own entry, such as
-                `<encoder>_pixel_values`.
-            mm_encoder_outputs (`dict[str, ModelOutput]`, *optional*):
-                Encoder -> output of [`~MultimodalBackbone.get_features`], instead of the encoder's inputs.
-
-        Returns:
-            `ModelOutput`: The output of the language model.
-        """
+        """Returns the language model's output; for the arguments see [`MultimodalModel.forward`]."""
         batch = {**kwargs, "pixel_values": pixel_values, "input_features": input_features}
         encoder_inputs, rest = self.encoder_inputs.split(batch)
         outputs = {name: output for name, output in (mm_encoder_outputs or {}).items() if output is not None}
@@ -186,7 +148,7 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         return self.language_model(inputs_embeds=merged, **{CACHE: cache}, **inputs, **rest)
 
     def _check_encoder_outputs(self, outputs: Mapping[str, Any], encoder_inputs: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for outputs of unknown encoders and of encoders that also have inputs."""
+        """Refuses outputs of unknown encoders, and of encoders that also have inputs."""
         for name in outputs:
             if name not in self.encoders:
                 raise ValueError(
@@ -199,15 +161,14 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
                 )
 
     def _embed(self, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """
-        Token embeddings. Placeholders outside of the vocabulary get that of token 0; features replace them anyway.
-        """
+        """Embeds tokens."""
         if input_ids is None:
             raise ValueError("Neither `input_ids` nor `inputs_embeds` is given. Give one of them.")
         embeddings: Any = self.get_input_embeddings()
         for name in self.encoders:
             token_id = self.config.settings(name).token_id
             if token_id >= embeddings.weight.shape[0]:
+                # a placeholder outside of the vocabulary; features replace the embedding anyway
                 input_ids = input_ids.masked_fill(input_ids == token_id, 0)
         return embeddings(input_ids)
 
@@ -259,10 +220,8 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
 
 
 def _run(callback: Callable | None, *values: Any) -> Any:
-    """The callback's result, or the last value without a callback."""
     return values[-1] if callback is None else callback(*values)
 
 
 def _to_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Casts a floating-point tensor to the encoder's dtype; returns other values unchanged."""
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -16,32 +16,19 @@ PROJECTOR_TYPES = ("linear", "mlp", "custom")
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """
-    Settings of one encoder: its placeholder token, features, projector and inputs.
+    """Settings of one encoder: its placeholder token, features, projector and inputs."""
 
-    Args:
-        token_id (`int`): Id of the placeholder token in `input_ids` that a feature token replaces.
-        model_class (`str`, *optional*): Class name of the encoder; empty for the class that `AutoModel` picks.
-        projector (`str`, *optional*, defaults to `"mlp"`): `"linear"`, `"mlp"`, or `"custom"` for your own module.
-        feature_layer (`int`, *optional*):
-            Index into the encoder's `hidden_states` to take features from; by default `last_hidden_state`.
-        feature_select (`str`, *optional*, defaults to `"full"`):
-            `"full"` keeps all tokens, `"default"` drops the first one (CLS), `"pooled"` uses the encoder's
-            `pooler_output` (one token per item for most encoders).
-        pooling (`str`, *optional*): `"mean"` averages the tokens of each item to one.
-        feature_size (`int`, *optional*): Width of the features; by default taken from the encoder's config.
-        input_names (`dict[str, str]`, *optional*):
-            Batch entry -> argument of the encoder's forward, where the names differ, such as
-            `{"image_grid_thw": "grid_thw"}`.
-    """
-
-    token_id: int
-    model_class: str = ""
-    projector: Literal["linear", "mlp", "custom"] = "mlp"
+    token_id: int  # placeholder in `input_ids` that a feature token replaces
+    model_class: str = ""  # class name of the encoder; empty for the class that `AutoModel` picks
+    projector: Literal["linear", "mlp", "custom"] = "mlp"  # `"custom"` is a module of the user
+    # index into the encoder's `hidden_states`; by default `last_hidden_state` has the features
     feature_layer: int | None = None
+    # `"full"` keeps all tokens, `"default"` drops the first one (CLS), `"pooled"` uses `pooler_output`, which has one
+    # token per item for most encoders.
     feature_select: Literal["full", "default", "pooled"] = "full"
-    pooling: Literal["mean"] | None = None
-    feature_size: int | None = None
+    pooling: Literal["mean"] | None = None  # `"mean"` averages the tokens of each item to one
+    feature_size: int | None = None  # width of the features; by default taken from the encoder's config
+    # Batch entry -> argument of the encoder's forward, where the names differ: `{"image_grid_thw": "grid_thw"}`.
     input_names: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -101,9 +88,8 @@ class MultimodalCallbacks:
 
 class MultimodalConfig(PreTrainedConfig):
     """
-    Configuration of a [`MultimodalModel`]. The config of encoder `name` is also available as `config.<name>_config` (a
-    key of `attn_implementation={"vision_config": "sdpa"}`), its placeholder token as `config.<name>_token_id` and its
-    feature layer as `config.<name>_feature_layer`.
+    Configuration of a [`MultimodalModel`], with `<name>_config`, `<name>_token_id` and `<name>_feature_layer` of each
+    encoder; `<name>_config` is also a key of `attn_implementation={"vision_config": "sdpa"}`.
 
     Args:
         encoder_configs (`dict[str, PreTrainedConfig | dict]`): Encoder -> its config.
@@ -153,7 +139,7 @@ class MultimodalConfig(PreTrainedConfig):
                 config._experts_implementation_internal = experts
 
     def _implementations(self) -> list[tuple[PreTrainedConfig, Any, Any]]:
-        """All nested configs, with their attention and experts implementations."""
+        """Lists all nested configs, with their attention and experts implementations."""
         result, pending = [], [*self.encoder_configs.values(), self.text_config]
         while pending:
             config = pending.pop()
@@ -166,7 +152,7 @@ class MultimodalConfig(PreTrainedConfig):
         return {**{f"{name}_config": AutoConfig for name in self.encoder_names or ()}, "text_config": AutoConfig}
 
     def settings(self, name: str) -> EncoderSettings:
-        """The settings of one encoder."""
+        """Returns the settings of one encoder."""
         return EncoderSettings.from_dict(self.encoder_settings[name])
 
     def __getattr__(self, name: str):
@@ -202,7 +188,6 @@ def check_encoder_names(names: tuple[str, ...]) -> None:
 
 
 def _as_config(value: PreTrainedConfig | Mapping) -> PreTrainedConfig:
-    """A config, from itself or from its dict."""
     if isinstance(value, PreTrainedConfig):
         return value
     values = dict(value)

@@ -35,9 +35,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
     Encoders with projectors and a language model with its head, trained and saved as one model.
 
     Args:
-        config ([`MultimodalConfig`]): The configuration.
-        modules (`dict[str, Any]`, *optional*):
-            Ready `encoders`, `projectors`, `language_model` and `lm_head` to use as they are.
+        modules (`dict[str, Any]`, *optional*): Ready `encoders`, `projectors`, `language_model` and `lm_head`.
         projectors (`dict[str, nn.Module]`, *optional*): The modules of encoders with a `"custom"` projector.
         callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
     """
@@ -67,7 +65,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def without_weights(self) -> MultimodalModel:
-        """A model of the same configuration and callbacks, with weights of its own."""
+        """Returns a model of the same configuration and callbacks, with weights of its own."""
         return type(self)(copy.deepcopy(self.config), callbacks=self.model.callbacks)
 
     @classmethod
@@ -86,14 +84,13 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
 
         Args:
             encoders (`dict[str, PreTrainedModel | PreTrainedConfig | str]`):
-                Encoder -> a model, a config (for random weights), or a model id or folder. Of a model with further
-                parts (CLIP, Whisper) the encoder is used.
+                Encoder -> model, config (random weights), id or folder. Of CLIP, Whisper etc. only the encoder is
+                used.
             language_model (`PreTrainedModel | PreTrainedConfig | str`): A causal language model, in the same forms.
             token_ids (`dict[str, int]`): Encoder -> id of its placeholder token.
-            projectors (`str | nn.Module | dict`, *optional*, defaults to `"mlp"`):
-                `"linear"`, `"mlp"` or a module; one for all encoders or encoder -> projector.
-            encoder_settings (`dict[str, dict]`, *optional*):
-                Encoder -> further fields of [`EncoderSettings`], such as `{"feature_layer": -2}`.
+            projectors (`str | nn.Module | dict`, *optional*): `"linear"`, `"mlp"` or a module; or encoder ->
+            projector.
+            encoder_settings (`dict[str, dict]`, *optional*): Encoder -> further fields of [`EncoderSettings`].
             callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
             dtype (`torch.dtype`, *optional*): Dtype of all weights; by default each module keeps its own.
 
@@ -123,7 +120,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         return self.model.get_features(name, **inputs)
 
     def multimodal_parts(self) -> dict[str, ModulePart]:
-        """The encoders as modules of a plan, each with its projector. The encoder's name is also its modality."""
+        """Returns the encoders, each with its projector, as modules of a plan; their names are also modalities."""
         return {
             name: ModulePart(
                 tower=f"model.encoders.{name}",
@@ -152,27 +149,20 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutputWithPast | tuple:
         """
+        Computes the logits, and the loss if there are `labels`; other arguments, `shift_labels` and
+        `num_items_in_batch` are as in transformers.
+
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Token ids with placeholders.
-            attention_mask (`torch.Tensor`, *optional*): As the language model takes it.
-            position_ids (`torch.LongTensor`, *optional*): As the language model takes it.
-            cache (`Cache`, *optional*):
-                As the language model takes it; `past_key_values` before transformers 5.24.
+            cache (`Cache`, *optional*): Called `past_key_values` before transformers 5.24.
             inputs_embeds (`torch.FloatTensor` of shape `(batch, sequence, hidden_size)`, *optional*):
                 Replaces the embeddings of `input_ids`, which are then optional and only locate the placeholders.
-            labels (`torch.LongTensor` of shape `(batch, sequence)`, *optional*):
-                Targets; -100 is ignored. `shift_labels` and `num_items_in_batch` work as in transformers.
+            labels (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Targets; -100 is ignored.
             pixel_values, input_features (`torch.FloatTensor`, *optional*):
-                Main input of an encoder. If several encoders have the same input, each has its own entry, such as
-                `<encoder>_pixel_values`.
-            mm_encoder_outputs (`dict[str, ModelOutput]`, *optional*):
-                Encoder -> output of `get_features`, instead of the encoder's inputs.
-            use_cache (`bool`, *optional*): As the language model takes it.
-            logits_to_keep (`int | torch.Tensor`, *optional*, defaults to 0):
-                Number of last positions with logits, 0 for all.
-
-        Returns:
-            [`CausalLMOutputWithPast`]: The loss with `labels`, and the logits.
+                Main input of an encoder; `<encoder>_pixel_values` etc. if several encoders have the same input.
+            mm_encoder_outputs (`dict[str, ModelOutput]`, *optional*): Encoder -> `get_features`, in place of its
+            inputs.
+            logits_to_keep (`int | torch.Tensor`, *optional*, defaults to 0): Last positions with logits, 0 for all.
         """
         return_dict = kwargs.pop("return_dict", None)
         loss_kwargs = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
@@ -240,7 +230,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         return input_ids, model_kwargs if outputs is None else {**model_kwargs, "mm_encoder_outputs": outputs}
 
     def _expand_features(self, name: str, output: Any, input_ids, inputs_embeds, expand_size: int) -> Any:
-        """The feature tokens of one encoder, repeated sample by sample."""
         ids = None if input_ids is None or input_ids.numel() == 0 else input_ids
         counts = self.model.get_placeholder_mask(name, ids, inputs_embeds).sum(-1).tolist()
         features = flat_features(output.pooler_output)

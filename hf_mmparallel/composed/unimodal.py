@@ -17,19 +17,11 @@ from .multimodal_config import EncoderSettings, MultimodalConfig, check_encoder_
 
 @dataclass(frozen=True)
 class UnimodalParts:
-    """
-    The modules of which a model is composed.
-
-    Args:
-        encoders (`dict[str, PreTrainedModel]`): Encoder -> its model.
-        projectors (`dict[str, str | nn.Module]`): Encoder -> kind of its projector, or the module.
-        decoder (`PreTrainedModel`): The language model without its head.
-        head (`nn.Linear`, *optional*): The head of the language model.
-    """
+    """The modules of which a model is composed."""
 
     encoders: dict[str, PreTrainedModel]
-    projectors: dict[str, str | nn.Module]
-    decoder: PreTrainedModel
+    projectors: dict[str, str | nn.Module]  # encoder -> `"linear"` or `"mlp"`, or the module
+    decoder: PreTrainedModel  # the language model without its head
     head: nn.Linear | None
 
     @classmethod
@@ -48,7 +40,7 @@ class UnimodalParts:
 
     @property
     def modules(self) -> dict[str, Any]:
-        """The modules as [`MultimodalModel`] expects them, marked as initialised."""
+        """Returns the modules as [`MultimodalModel`] expects them, marked as initialised."""
         custom = {name: module for name, module in self.projectors.items() if not isinstance(module, str)}
         for module in (*self.encoders.values(), *custom.values(), self.decoder):
             keep_weights(module)
@@ -59,18 +51,10 @@ class UnimodalParts:
         self,
         token_ids: Mapping[str, int],
         encoder_settings: Mapping[str, Mapping[str, Any]],
-        unknown_outputs: Sequence[str],
+        unknown_outputs: Sequence[str],  # encoders whose output a callback changes
         dtype: torch.dtype | None,
     ) -> MultimodalConfig:
-        """
-        The config of the composed model.
-
-        Args:
-            token_ids (`Mapping[str, int]`): Encoder -> id of its placeholder token.
-            encoder_settings (`Mapping[str, Mapping[str, Any]]`): Encoder -> further settings given by the user.
-            unknown_outputs (`Sequence[str]`): Encoders whose output a callback changes, so that it can't be inspected.
-            dtype (`torch.dtype`, *optional*): Dtype of all weights.
-        """
+        """Builds the config, with settings that the user gave or that a forward of each encoder shows."""
         for label, table in (("token_ids", token_ids), ("encoder_settings", encoder_settings)):
             _check_names(label, table, tuple(self.encoders), complete=label == "token_ids")
         settings = {}
@@ -123,7 +107,7 @@ def _load_encoder(value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.
 
 
 def _without_head(model: PreTrainedModel) -> PreTrainedModel:
-    """The submodel that `AutoModel` builds from the model's config, as when a saved composed model is loaded."""
+    """Returns the submodel that `AutoModel` builds from its config, as when a saved composed model is loaded."""
     default = AutoModel._model_mapping.get(type(model.config), None)
     classes = default if isinstance(default, (list, tuple)) else [default]
     for part in model.modules():
@@ -133,9 +117,7 @@ def _without_head(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _load_language_model(value: Any, dtype: torch.dtype | None) -> tuple[PreTrainedModel, nn.Linear | None]:
-    """
-    Loads a language model from a model, a config, or a model id or folder; returns it without its head, and the head.
-    """
+    """Loads a language model from a model, a config, or a model id or folder; returns its decoder and its head."""
     options = {} if dtype is None else {"dtype": dtype}
     if isinstance(value, PreTrainedConfig):
         value = AutoModelForCausalLM.from_config(value, **options)
@@ -160,7 +142,6 @@ def _load_language_model(value: Any, dtype: torch.dtype | None) -> tuple[PreTrai
 def _projector_table(
     projectors: str | nn.Module | Mapping[str, str | nn.Module], names: Sequence[str]
 ) -> dict[str, str | nn.Module]:
-    """Encoder -> its projector, from the argument `projectors`."""
     if isinstance(projectors, Mapping):
         _check_names("projectors", projectors, names, complete=True)
         return dict(projectors)
@@ -172,7 +153,7 @@ def _projector_table(
 
 
 def _check_names(label: str, table: Mapping[str, Any], names: Sequence[str], complete: bool) -> None:
-    """Raises `ValueError` unless the keys of an argument are encoders, and all encoders if `complete`."""
+    """Checks that the keys of an argument are encoders, and all encoders if `complete`."""
     for name in table:
         if name not in names:
             raise ValueError(f"`{label}` has `{name}`, which is not an encoder. Use one of {list(names)}.")

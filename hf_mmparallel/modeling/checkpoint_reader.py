@@ -18,12 +18,7 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
-    """
-    The safetensors files of a folder or of a model on the Hub.
-
-    Raises:
-        `ValueError`: If there are none.
-    """
+    """Returns the safetensors files of a folder or of a model on the Hub; raises `ValueError` if there are none."""
     from transformers.utils.hub import cached_file
 
     folder = Path(folder_or_id)
@@ -53,7 +48,7 @@ def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
 
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Names and modules of the layers with an adapter."""
+    """Lists names and modules of the layers with an adapter."""
     return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]
 
 
@@ -77,9 +72,7 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _showing_only(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """
-    Restricts `model.state_dict()` to some names, so that the loader skips all other checkpoint keys as unexpected.
-    """
+    """Restricts `model.state_dict()` to some names, so that the loader skips other checkpoint keys as unexpected."""
 
     def keep(module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         for name in [name for name in state if name not in names]:
@@ -93,14 +86,7 @@ def _showing_only(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 class CheckpointReader:
-    """
-    The safetensors files of a checkpoint, open and mapped, with the keys that each parameter of a model is made of.
-    A context manager, which closes the files.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        source (`str` or `Path`): Folder or model id of the weights.
-    """
+    """The safetensors files of a checkpoint, open and mapped; a context manager, which closes them."""
 
     def __init__(self, model: Any, source: str | Path):
         from safetensors import safe_open
@@ -118,6 +104,7 @@ class CheckpointReader:
             with _without_adapters(model):
                 # One list for all calls: it notes which conversions were used, which saving reverts.
                 self._conversions: Any = get_model_conversion_mapping(model)
+                # parameter -> the keys that it is made of
                 self._keys = self._keys_by_parameter()
             self._opened = opened.pop_all()
 
@@ -129,7 +116,9 @@ class CheckpointReader:
         self._opened.close()
 
     def _renamed(self, key: str, expected: Any) -> tuple[str, Any]:
-        """The parameter that a key is part of, and the converter that makes it of several keys, or several of one."""
+        """
+        Returns the parameter that a key is part of, and its converter from several keys, or into several parameters.
+        """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
@@ -138,7 +127,6 @@ class CheckpointReader:
         return name, next((entry for entry in converters if pattern in entry.source_patterns), None)
 
     def _keys_by_parameter(self) -> dict[str, list[str]]:
-        """Parameter -> the keys that it is made of."""
         expected, result = self.model.state_dict(), {}
         for key in self._slices:
             name, converter = self._renamed(key, expected)
@@ -150,18 +138,8 @@ class CheckpointReader:
 
     def fill(self, names: Collection[str], device: torch.device | str) -> set[str]:
         """
-        Replaces tensors of the model on the meta device by those of the files. Of a sharded parameter only the shard
-        is read.
-
-        Args:
-            names (`Collection[str]`): Parameters and buffers.
-            device (`torch.device`): Device of the tensors.
-
-        Returns:
-            `set[str]`: Names that are not in the files.
-
-        Raises:
-            `ValueError`: If a tensor has another shape.
+        Replaces parameters and buffers on the meta device by those of the files, and returns the names that no file
+        has. Raises `ValueError` if a tensor has another shape.
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -173,6 +151,7 @@ class CheckpointReader:
         with _without_adapters(self.model), _showing_only(self.model, plain), _quiet():
             self._check_shapes(slices)
             config = LoadStateDictConfig(device_map={"": torch.device(device)}, weight_mapping=self._conversions)
+            # of a sharded parameter only the shard is read
             info, _ = convert_and_load_state_dict_in_model(self.model, slices, config)
         for name, shape, expected in sorted(info.mismatched_keys, key=str):
             raise ValueError(_wrong_shape(self.source, "its converted tensor", tuple(shape), name, tuple(expected)))
@@ -182,7 +161,7 @@ class CheckpointReader:
         return {plain[name] for name in info.missing_keys}
 
     def _check_shapes(self, slices: dict[str, Any]) -> None:
-        """Raises `ValueError` for tensors without the shape of the whole parameter, which a shard might not show."""
+        """Refuses tensors without the shape of the whole parameter, which a shard might not show."""
         from transformers.core_model_loading import dot_natural_key
 
         expected = self.model.state_dict()
@@ -217,7 +196,7 @@ def _wrong_shape(source: str, what: str, shape: tuple, name: str, expected: tupl
 
 
 def another_model(model: nn.Module, source: str | Path, lost: list[str]) -> str:
-    """Error message for parameters that a checkpoint lacks."""
+    """Returns the error message for parameters that a checkpoint lacks."""
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return (
         f"`{source}` is a checkpoint of another model: none of its files has `{lost[0]}`{others} of "

@@ -17,28 +17,22 @@ from .spec import inside
 
 @dataclass(frozen=True)
 class Recomputation:
-    """
-    Settings of activation checkpointing.
+    """Settings of activation checkpointing."""
 
-    Args:
-        every_n_layers (`int`, *optional*, defaults to 1): Recompute only layers whose index is divisible by it.
-        offload (`bool`, *optional*, defaults to `False`): Whether the saved inputs of layers are kept in host memory.
-        options (`Mapping[str, Any]`): Further arguments of `torch.utils.checkpoint.checkpoint`.
-    """
-
-    every_n_layers: int = 1
-    offload: bool = False
+    every_n_layers: int = 1  # only layers whose index is divisible by it are recomputed
+    offload: bool = False  # keeps the saved inputs of layers in host memory
+    # further arguments of `torch.utils.checkpoint.checkpoint`
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_arguments(cls, values: Mapping[str, Any]) -> Recomputation:
-        """From the Trainer's `activation_checkpointing_kwargs`."""
+        """Reads the Trainer's `activation_checkpointing_kwargs`."""
         options = dict(values)
         return cls(options.pop("every_n_layers", 1), options.pop("offload", False), options)
 
     @property
     def as_arguments(self) -> dict[str, Any]:
-        """The arguments of `PreTrainedModel.activation_checkpointing_enable`."""
+        """Returns the arguments of `PreTrainedModel.activation_checkpointing_enable`."""
         options = {"use_reentrant": False, **self.options}
         return {
             "activation_checkpointing_kwargs": options,
@@ -48,7 +42,7 @@ class Recomputation:
 
     @property
     def function(self) -> Callable:
-        """The function that runs a layer."""
+        """Returns the function that runs a layer."""
         run = partial(checkpoint, **{"use_reentrant": False, **self.options})
         return partial(_offloaded, run) if self.offload else run
 
@@ -61,22 +55,14 @@ def _offloaded(run: Callable, function: Callable, *args: Any, **kwargs: Any) -> 
 
 
 def inputs_require_gradients(model: nn.Module) -> bool:
-    """Whether gradients flow through frozen layers as well, see `PreTrainedModel.enable_input_require_grads`."""
+    """Returns whether gradients flow through frozen layers too, see `PreTrainedModel.enable_input_require_grads`."""
     return any(getattr(module, "_require_grads_hook", None) is not None for module in model.modules())
 
 
 def enable_checkpointing(model: nn.Module, tower: str, stack: str, recomputation: Recomputation | None = None) -> None:
     """
-    Enables activation checkpointing of the layers of one tower, identity layers excepted.
-
-    Args:
-        model (`nn.Module`): The model, possibly pruned.
-        tower (`str`): Path of the tower.
-        stack (`str`): Path of its layers.
-        recomputation ([`Recomputation`], *optional*): The settings; by default every layer is recomputed.
-
-    Raises:
-        `ValueError`: If the layers do not support it.
+    Enables activation checkpointing of the layers `stack` of one tower, of every layer by default; identity layers are
+    left out. Raises `ValueError` if the layers do not support it.
     """
     recomputation = recomputation or Recomputation()
     is_supported = False

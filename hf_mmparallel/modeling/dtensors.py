@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a tensor on this rank, or all of a plain tensor."""
+    """Returns the shard of a tensor on this rank, or all of a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -22,12 +22,12 @@ def give_own_memory(parameter: torch.nn.Parameter) -> None:
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of a parameter, also of one that DeepSpeed's ZeRO-3 shards, which is empty on every rank."""
+    """Returns a parameter's shape, also if DeepSpeed's ZeRO-3 shards it, so that it is empty on every rank."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def from_shard(shard: torch.Tensor, like: DTensor) -> DTensor:
-    """The tensor, of the shape and layout of `like`, of which this rank has `shard`; nothing is copied."""
+    """Makes the tensor, of the shape and layout of `like`, of which this rank has `shard`; nothing is copied."""
     return DTensor.from_local(
         shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -39,5 +39,5 @@ def shard_as(tensor: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def is_on_mesh(tensor: torch.Tensor, process: int) -> bool:
-    """Whether a tensor is a `DTensor` over a mesh that a process of the default group is in."""
+    """Returns whether a tensor is a `DTensor` over a mesh that a process of the default group is in."""
     return isinstance(tensor, DTensor) and process in tensor.device_mesh.mesh.flatten().tolist()

@@ -14,23 +14,21 @@ from .unowned import is_unowned
 
 
 def is_activation_dtype(dtype: torch.dtype) -> bool:
-    """Whether layers compute in this dtype; weights of 8 bits and less are dequantized for computation."""
+    """Returns whether layers compute in a dtype; weights of 8 bits and less are dequantized for computation."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> torch.dtype:
-    """
-    The widest dtype of hidden states that layers with these parameters can output. Adapters are ignored: they output
-    the dtype of the layer that they wrap.
-    """
+    """Returns the widest dtype of hidden states that layers with these parameters can output."""
     adapters = adapter_names(spec.parameters)
+    # adapters output the dtype of the layer that they wrap
     dtypes = {getattr(torch, p.dtype) for p in parameters if p.name not in adapters}
     candidates = [dtype for dtype in dtypes if is_activation_dtype(dtype)]
     return functools.reduce(torch.promote_types, candidates) if candidates else torch.bfloat16
 
 
 def hidden_dtype(spec: ModelSpec, module: str) -> torch.dtype:
-    """The widest dtype of the hidden states between the layers of a module."""
+    """Returns the widest dtype of the hidden states between the layers of a module."""
     layers = spec.modules[module]
     return activation_dtype(spec, [p for p in layers.parameters if p.layer < layers.num_layers])
 

@@ -15,12 +15,11 @@ from .spec import ModulePart
 
 def _merges_outputs(model: PreTrainedModel, modality: str) -> bool:
     """
-    Whether the model's forward merges the entry of `mm_encoder_outputs` for a modality.
+    Returns whether the model's forward merges the entry of `mm_encoder_outputs` for a modality.
 
-    The argument says nothing of the modalities that it is read for: Qwen2.5-Omni reads images and videos from it, and
-    calls `get_audio_features` nevertheless. A forward that reads an entry has the modality as a string constant, so
-    these decide. Trying it out would take a forward with inputs of the modality, which differ by family.
-    `tests/modeling/test_stages.py` compares every family, of which some have either kind and one has both.
+    The argument does not say for which modalities it is read: Qwen2.5-Omni reads images and videos from it, and calls
+    `get_audio_features` nevertheless. A forward that reads an entry has the modality as a string constant.
+    `tests/modeling/test_stages.py` compares every family.
     """
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         return False
@@ -32,17 +31,12 @@ def _merges_outputs(model: PreTrainedModel, modality: str) -> bool:
 def inject_features(
     model: PreTrainedModel, parts: Mapping[str, ModulePart], outputs: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """
-    Yields keyword arguments with which the model's forward merges these encoder outputs.
-
-    Most families merge what is in `mm_encoder_outputs`. A forward that does not read a modality from there (Voxtral,
-    audio of Qwen2.5-Omni) calls the model's feature method. In this context the method returns the output, and an
-    empty input tensor makes the forward call it. An attribute of this model hides the method, so that other models
-    of the class keep theirs.
-    """
+    """Yields keyword arguments with which the model's forward merges these encoder outputs."""
     direct = {modality: output for modality, output in outputs.items() if _merges_outputs(model, modality)}
     kwargs: dict[str, Any] = {"mm_encoder_outputs": direct} if direct else {}
     with ExitStack() as stack:
+        # A forward that does not read a modality from `mm_encoder_outputs` (Voxtral, audio of Qwen2.5-Omni) calls the
+        # model's feature method. That returns the output here, and an empty input tensor makes the forward call it.
         for part in parts.values():
             for modality in (outputs.keys() - direct.keys()) & part.features.keys():
                 method = part.features[modality]
@@ -54,6 +48,7 @@ def inject_features(
 @contextmanager
 def _returning(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Replaces a method of one object by one that returns `value`."""
+    # hides the method in this object only, so that other models of the class keep theirs
     owner.__dict__[name] = lambda *args, **kwargs: value
     try:
         yield

@@ -14,7 +14,7 @@ from ..plan import FeatureSpec, ModelSpec
 
 
 def feature_specs(modalities: Sequence[str], config: Any) -> tuple[FeatureSpec, ...]:
-    """The feature tensors of an encoder with this config: one per modality, and one per DeepStack level."""
+    """Lists the feature tensors of an encoder with this config: one per modality, and one per DeepStack level."""
     levels = len(getattr(config, "deepstack_visual_indexes", None) or ()) if modalities else 0
     result = []
     for modality in modalities:
@@ -25,16 +25,9 @@ def feature_specs(modalities: Sequence[str], config: Any) -> tuple[FeatureSpec, 
 
 def count_feature_tokens(inputs: Mapping[str, Any], spec: ModelSpec) -> dict[str, list[int]]:
     """
-    Number of feature tokens, which is the number of placeholder tokens, of each modality and sample.
-
-    Args:
-        inputs (`Mapping[str, Any]`):
-            A batch with `input_ids` of shape `[batch, sequence]`. A sample is a row or, if the batch has
-            `attention_words` of the same shape, a segment of a row.
-        spec ([`ModelSpec`]): The model.
-
-    Returns:
-        `dict[str, list[int]]`: Modality -> counts in the order of the samples.
+    Counts feature tokens, which are as many as placeholder tokens: modality -> count of each sample, in order. A
+    sample is a row of `input_ids` `[batch, sequence]` or, if the batch has `attention_words` of the same shape, a
+    segment.
     """
     input_ids, words = inputs["input_ids"], inputs.get("attention_words")
     if not isinstance(words, Tensor):
@@ -60,14 +53,10 @@ def flat_features(value: Any) -> Tensor:
 
 
 class FeatureList(list):
-    """
-    Flat features in a form that any model can merge.
-
-    Some models concatenate a list with one tensor per image, others expect one tensor. This is a list of the flat
-    tensor whose other attributes are those of the tensor, which works for both.
-    """
+    """A list of a flat tensor of features that has the tensor's attributes, which any model can merge."""
 
     def __init__(self, features: Tensor):
+        # some models concatenate a list with one tensor per image, others expect one tensor
         super().__init__([features])
 
     def __getattr__(self, name: str) -> Any:
@@ -77,7 +66,7 @@ class FeatureList(list):
 
 
 def merge_output(features: Sequence[tuple[FeatureSpec, Tensor]]) -> BaseModelOutputWithPooling:
-    """Flat features of one modality as the encoder output that a model's forward merges."""
+    """Makes the encoder output that a model's forward merges of the flat features of one modality."""
     output = BaseModelOutputWithPooling()
     for feature, tensor in features:
         if feature.index is None:

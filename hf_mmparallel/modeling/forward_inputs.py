@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 
 def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
-    """Inputs of one sample on the meta device, by argument; `None` if signature and config do not determine them."""
+    """Makes inputs of one sample on the meta device; `None` if signature and config do not determine them."""
     arguments = forward_arguments(encoder)
     config, main = encoder.config, arguments[0]
     number = partial(number_in_config, config)
@@ -45,19 +45,19 @@ def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def number_in_config(config: Any, *names: str) -> int | None:
-    """The first integer among some entries of a config."""
+    """Returns the first integer among some entries of a config."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 def required_arguments(encoder: nn.Module) -> list[str]:
-    """Arguments of a forward that have no default."""
+    """Lists the arguments of a forward that have no default."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(encoder.forward).parameters.items()
     return [name for name, p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
 
 
 def forward_arguments(encoder: nn.Module) -> list[str]:
-    """Names of the arguments of an encoder's forward, its main input first."""
+    """Lists the arguments of an encoder's forward, its main input first."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     skipped = ("output_attentions", "output_hidden_states", "return_dict")
     parameters = inspect.signature(encoder.forward).parameters

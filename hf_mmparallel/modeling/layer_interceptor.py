@@ -23,20 +23,12 @@ class StageExit(Exception):
 
 @dataclass
 class StageRun:
-    """
-    The range of layers of one forward.
+    """The range of layers of one forward."""
 
-    Args:
-        first (`int`): The first layer; `hidden` replaces its input.
-        stop (`int`): The layer at whose entry the forward stops.
-        hidden (`torch.Tensor`, *optional*): The received hidden state; `None` in a first stage.
-        probe (`bool`, *optional*, defaults to `False`): Whether to stop at the entry of the first layer.
-    """
-
-    first: int
-    stop: int
-    hidden: Tensor | None = None
-    probe: bool = False
+    first: int  # the received hidden state replaces its input
+    stop: int  # the layer at whose entry the forward stops
+    hidden: Tensor | None = None  # the received hidden state, `None` in a first stage
+    probe: bool = False  # stops at the entry of the first layer
     entered: bool = False
     dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
 
@@ -53,7 +45,7 @@ class LayerInterceptor:
 
     @classmethod
     def of(cls, layers: nn.ModuleList) -> LayerInterceptor:
-        """The interceptor of a stack, created on first use."""
+        """Returns the interceptor of a stack, which is created on first use."""
         if "interceptor" not in layers.__dict__:
             layers.__dict__["interceptor"] = cls(layers)
         return layers.__dict__["interceptor"]
@@ -73,6 +65,8 @@ class LayerInterceptor:
             if run.probe:
                 raise StageExit(arrived)
             assert run.hidden is not None
+            # the input of the layer, since the stage before has also computed what is between the layers (DeepStack
+            # adds features)
             args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
             if not self.checked:
                 _check_arguments(layer, args[1:], kwargs, run.hidden)
@@ -84,13 +78,9 @@ class LayerInterceptor:
 
     def _after(self, index: int):
         """
-        Gives the received hidden state also as the output of layer `first - 1`.
-
-        `_before` replaces the input of layer `first`, since models compute between layers (DeepStack adds features
-        there), which the stage before has done. That alone is not enough for encoders that select outputs of layers
-        (`vision_feature_layer=-2`): transformers records them behind each layer, and the last stage would find the
-        output of an identity layer. `test_stages_equal_the_whole_model` fails without this hook for `llava` and
-        `llava_next` with `vision` cut at 3, where the selected layer is the last one before the cut.
+        Gives the received hidden state also as the output of layer `first - 1`, for encoders that select outputs of
+        layers (`vision_feature_layer=-2`): transformers records them behind each layer, and would find that of an
+        identity layer.
         """
 
         def hook(layer: nn.Module, args: tuple[Any, ...], output: Any):

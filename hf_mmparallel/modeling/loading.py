@@ -22,25 +22,15 @@ from .unowned import is_unowned
 
 def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """
-    Builds the model that `source` describes, without memory for its weights.
-
-    Args:
-        source (`str`, `Path`, `PretrainedConfig` or `PreTrainedModel`):
-            A model id, a folder or a configuration. A live model is returned as it is.
-        dtype (`torch.dtype`, *optional*): Dtype of the weights; that of the configuration by default.
-        kwargs: Arguments of `AutoConfig.from_pretrained`, such as `revision` or `trust_remote_code`.
-
-    Returns:
-        `PreTrainedModel`: The model on the meta device; [`load_owned`] loads its weights.
-
-    Raises:
-        `ValueError`: If the configuration has no model class.
+    Builds the model of a model id, a folder or a configuration on the meta device; [`load_owned`] loads its weights. A
+    live model is returned as it is. Raises `ValueError` if the configuration has no model class.
     """
     import transformers
 
     if isinstance(source, nn.Module):
         return source
     is_checkpoint = isinstance(source, (str, Path))
+    # `dtype` is that of the configuration by default; `kwargs` are such as `revision` or `trust_remote_code`
     config = transformers.AutoConfig.from_pretrained(source, **kwargs) if is_checkpoint else source
     dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     with torch.device("meta"):
@@ -52,7 +42,7 @@ def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
 
 
 def _model_class(config: Any) -> Any:
-    """The model class named in a configuration, or the first one that an auto class maps it to."""
+    """Returns the model class named in a configuration, or the first one that an auto class maps it to."""
     import transformers
 
     for name in config.architectures or ():
@@ -75,7 +65,7 @@ def _model_class(config: Any) -> Any:
 
 
 def load_owned(model: Any, folder_or_id: str | Path, device: torch.device | str = "cpu") -> None:
-    """[`load_layers`] of a model as one layer."""
+    """Loads a model's parameters and buffers as one layer, see [`load_layers`]."""
     for _ in load_layers(model, folder_or_id, device, ()):
         pass
 
@@ -84,24 +74,9 @@ def load_layers(
     model: Any, folder_or_id: str | Path, device: torch.device | str, layers: Iterable[Collection[str]]
 ) -> Iterator[list[str]]:
     """
-    Loads the parameters and buffers of `model` that are on the meta device, in place, and reads nothing else.
-
-    Names and layouts of older checkpoints are converted as in `from_pretrained`. Of a sharded parameter only the shard
-    is read. LoRA matrices, which a base checkpoint does not have, are initialised equally on every rank.
-
-    Args:
-        model (`PreTrainedModel`): The pruned model of this rank, before or after tensor parallelism.
-        folder_or_id (`str` or `Path`): Folder or model id of the weights.
-        device (`torch.device`): Device of the loaded tensors.
-        layers (`Iterable[Collection[str]]`):
-            Parameters that are loaded together, one layer after the other. All others follow.
-
-    Yields:
-        `list[str]`: The parameters that have been loaded, after each layer. They may lose their memory before the next
-        layer is loaded.
-
-    Raises:
-        `ValueError`: If the checkpoint lacks a parameter or has it in another shape, and so is of another model.
+    Loads the parameters and buffers of a pruned model that are on the meta device, in place, and reads nothing else;
+    yields the parameters loaded after each of `layers`, and then all others. They may lose their memory before the
+    next layer is loaded. Raises `ValueError` if the checkpoint lacks a parameter or has it in another shape.
     """
     state = _state(model)
     adapters = adapter_names(state)
@@ -113,6 +88,7 @@ def load_layers(
             names = [name for name in layer if name in left]
             for name in names:
                 del left[name]
+            # as `from_pretrained` converts older checkpoints; of a sharded parameter only the shard is read
             lost = reader.fill(names, device)
             missing |= lost
             loaded = [name for name in names if name not in lost]
@@ -122,13 +98,13 @@ def load_layers(
             yield loaded
     missing -= _tie(model, missing)
     initialize_rest(model, missing, device, str(folder_or_id))
+    # a base checkpoint has no LoRA matrices
     _initialize_adapters(model, device)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable[name])
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, including tied names, and persistent buffers."""
     return model.state_dict(keep_vars=True)
 
 
@@ -197,14 +173,8 @@ def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
 
 def check_equal_models(model: nn.Module, world: World) -> None:
     """
-    Compares the hashes of a live model's parameters and buffers over all ranks.
-
-    Args:
-        model (`nn.Module`): The whole model.
-        world ([`World`]): The ranks.
-
-    Raises:
-        `ValueError`: On every rank, with the first parameter that differs and the ranks.
+    Compares the hashes of a live model's parameters and buffers over all ranks; raises `ValueError` on every rank,
+    with the first parameter that differs and the ranks.
     """
     hashes = {name: _hash(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     whole = hashlib.blake2b(repr(list(hashes.items())).encode(), digest_size=16).hexdigest()
@@ -226,7 +196,7 @@ def check_equal_models(model: nn.Module, world: World) -> None:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's dtype, shape and bytes."""
+    """Hashes a tensor's dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     if not tensor.is_meta:
         flat = tensor.detach().cpu().contiguous().flatten()

@@ -14,24 +14,15 @@ def token_loss(
     model: PreTrainedModel, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, shifted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """
-    Sums the model's loss over target tokens; these sums can be added over microbatches and replicas.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The model whose `loss_function` is used.
-        logits (`torch.Tensor` of shape `[batch, sequence, vocabulary]`): The model's output.
-        labels (`torch.Tensor` of shape `[batch, sequence]`):
-            Token ids as in a batch; `-100` ([`IGNORE_INDEX`]) is ignored.
-        label_smoothing (`float`, *optional*, defaults to 0.0): Weight of the uniform distribution in the target.
-        shifted (`bool`, *optional*, defaults to `False`):
-            Whether position `i` of `labels` is already the target of position `i` of `logits` (`shift_labels`).
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The sum in float32 and the number of target tokens in int64, both scalars.
+    Sums the model's loss over target tokens, for sums over microbatches and replicas: the sum in float32 and the
+    number of target tokens in int64, both scalars, of logits `[batch, sequence, vocabulary]` and labels `[batch,
+    sequence]`.
     """
+    # with `shifted`, label `i` is already the target of position `i` of `logits` (`shift_labels`)
     targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
     targets = targets.to(logits.device)
     num_tokens = (targets != IGNORE_INDEX).sum()
-    if label_smoothing:
+    if label_smoothing:  # weight of the uniform distribution in the target
         loss = _smoothed_loss(logits, targets, label_smoothing)
     else:
         loss = model.loss_function(
@@ -41,7 +32,6 @@ def token_loss(
 
 
 def _smoothed_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-    """Label-smoothed cross entropy, summed over target tokens."""
     return nn.functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]),
         targets.reshape(-1),

@@ -15,24 +15,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class _PromoteToMeta(TorchFunctionMode):
-    """
-    Moves all tensor arguments of an operation to the meta device if one of them is there, such as position ids that a
-    forward creates on the CPU.
-    """
+    """Moves all tensor arguments of an operation to the meta device if one of them is there."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         arguments = (args, kwargs or {})
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(arguments)):
+            # such as position ids that a forward creates on the CPU
             arguments = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), arguments)
         return func(*arguments[0], **arguments[1])
 
 
 @contextmanager
 def _restore_hooks(module: nn.Module) -> Iterator[None]:
-    """
-    Removes hooks that a forward adds. With `output_hidden_states` transformers hooks the layers in the first forward
-    only, so identity layers that replace them later would not be recorded.
-    """
+    """Removes hooks that a forward adds."""
+    # With `output_hidden_states` transformers hooks the layers in the first forward only, so that identity layers
+    # which replace them later would not be recorded.
     flag = "_output_capturing_hooks_installed"
     before = [(part, set(part._forward_hooks), flag in part.__dict__) for part in module.modules()]
     try:
@@ -48,14 +45,8 @@ def _restore_hooks(module: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def meta_forward(module: nn.Module, **inputs: Any) -> Any:
     """
-    The output of a module with its weights on the meta device. The module is not changed.
-
-    Args:
-        module (`nn.Module`): The module, on any device.
-        inputs: Arguments of its forward: tensors on the meta device, or on the CPU if the forward reads their values.
-
-    Returns:
-        The output of the forward, or `None` if it needs values of tensors on the meta device.
+    Returns the output of a module, which is not changed, with its weights on the meta device; `None` if its forward
+    needs values of tensors there. Inputs are on the meta device, or on the CPU if the forward reads their values.
     """
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}

@@ -17,30 +17,13 @@ def prepare_stages(
     spec: ModelSpec,
     plan: ParallelPlan,
     rank: int,
-    device: torch.device | str | None = None,
-    recomputation: Recomputation | None = None,
+    device: torch.device | str | None = None,  # of unowned parameters; by default as each was, `"cpu"` for `meta`
+    recomputation: Recomputation | None = None,  # of modules with activation checkpointing
 ) -> dict[tuple[str, int, int], ModuleStage]:
     """
-    Prunes a model in place to the parameters that one rank owns.
-
-    Layers of other ranks become identity layers, and other unowned parameters keep their name and shape but use no
-    memory (see [`is_unowned`]). Owned parameters, which may be on the `meta` device, and buffers are not changed.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The whole model.
-        spec ([`ModelSpec`]): Its description, see [`build_model_spec`].
-        plan ([`ParallelPlan`]): The assignment of stages to ranks.
-        rank (`int`): This process's global rank.
-        device (`torch.device` or `str`, *optional*):
-            Device of unowned parameters; that of each original parameter by default (`"cpu"` for `meta`).
-        recomputation ([`Recomputation`], *optional*):
-            How the modules that the plan gives activation checkpointing recompute; by default every layer.
-
-    Returns:
-        `dict[tuple[str, int, int], ModuleStage]`: (module, replica, stage) -> stage, for the stages of this rank.
-
-    Raises:
-        `ValueError`: If a module can't be split as planned.
+    Prunes the whole model in place to the parameters that one rank owns, and returns its stages by (module, replica,
+    stage). Layers of other ranks become identity layers; other unowned parameters keep name and shape without memory
+    (see [`is_unowned`]). Raises `ValueError` if a module can't be split as planned.
     """
     parts = module_parts(model)
     for name in spec.encoders:
@@ -62,13 +45,7 @@ def prepare_stages(
 
 
 def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int | None:
-    """
-    Index of the first hidden state of an encoder that the model's config selects; `None` if it selects none.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        module (`ModuleSpec`): The encoder.
-    """
+    """Returns the first hidden state of an encoder that the model's config selects; `None` if it selects none."""
     selected = getattr(model.config, "vision_feature_layer", None)
     if selected is None or getattr(model.get_submodule(module.tower), "config", None) is not getattr(
         model.config, "vision_config", None
@@ -78,7 +55,7 @@ def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int |
 
 
 def _check_selected_layers(model: PreTrainedModel, module: ModuleSpec, plan: ParallelPlan) -> None:
-    """Raises `ValueError` if the config selects a hidden state that the encoder's last stage does not compute."""
+    """Refuses a config that selects a hidden state which the encoder's last stage does not compute."""
     earliest = earliest_selected_layer(model, module)
     if earliest is None:
         return

@@ -33,24 +33,17 @@ class ModulePart:
 
     A model can define a method `multimodal_parts() -> dict[str, ModulePart]` that describes its encoders; the language
     model is then `get_decoder()` and everything that belongs to no encoder. For other models see [`module_parts`].
-
-    Args:
-        tower (`str`): Name, in the whole model, of the submodule with the layers.
-        prefixes (`tuple[str, ...]`, *optional*):
-            Names of the other submodules and parameters of the module, such as projectors.
-        features (`Mapping[str, Callable]`, *optional*):
-            Modality -> bound method that returns the encoder's output, whose `pooler_output` has the projected
-            features in the order of the placeholder tokens. Empty for the language model.
-        inputs (`Mapping[str, tuple[str, ...]]`, *optional*):
-            Modality -> batch entries that are arguments of the method; the modality is present if the first one is.
-            Taken from the method's signature for modalities left out.
-        placeholders (`Mapping[str, int]`, *optional*): Modality -> id of its placeholder token in `input_ids`.
     """
 
-    tower: str
-    prefixes: tuple[str, ...] = ()
+    tower: str  # name, in the whole model, of the submodule with the layers
+    prefixes: tuple[str, ...] = ()  # other submodules and parameters of the module, such as projectors
+    # Modality -> bound method that returns the encoder's output, whose `pooler_output` has the projected features in
+    # the order of the placeholder tokens. Empty for the language model.
     features: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    # Modality -> batch entries that are arguments of the method, by default from its signature; the modality is
+    # present if the first one is.
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # modality -> id of its placeholder token in `input_ids`
     placeholders: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -58,7 +51,7 @@ class ModulePart:
         return tuple(self.features)
 
     def input_names(self, modality: str) -> tuple[str, ...]:
-        """Batch entries from which the modality's features are computed, the required one first."""
+        """Names the batch entries of which the modality's features are computed, the required one first."""
         if modality in self.inputs:
             return self.inputs[modality]
         parameters = inspect.signature(inspect.unwrap(self.features[modality])).parameters.values()
@@ -66,20 +59,12 @@ class ModulePart:
 
 
 def inside(name: str, prefix: str) -> bool:
-    """Whether `name` is `prefix` or a submodule or parameter of it; every name is inside the empty prefix."""
+    """Returns whether `name` is `prefix` or inside it; every name is inside the empty prefix."""
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
-    """
-    The modules of a model: encoders first, the language model last.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): A model with a language-model head, with or without encoders.
-
-    Raises:
-        `ValueError`: If an encoder can't be found.
-    """
+    """Finds the modules of a model, the language model last. Raises `ValueError` for an encoder that is not found."""
     names = {id(module): name for name, module in model.named_modules()}
     decoder = model.get_decoder()
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
@@ -96,7 +81,7 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
 
 
 def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]) -> dict[str, ModulePart]:
-    """The encoders that the model's `get_{modality}_features` methods call."""
+    """Finds the encoders that the model's `get_{modality}_features` methods call."""
     base = model.base_model
     entries: dict[str, dict[str, Any]] = {}
     for modality, name in ENCODER_OF_MODALITY.items():
@@ -133,7 +118,7 @@ def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[i
 
 
 def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[str]:
-    """Attribute names in the code of methods of `cls`, and in the methods of `cls` that they call."""
+    """Collects attribute names in the code of methods of `cls`, and in the methods of `cls` that they call."""
     pending, seen, used = list(functions), set(), set()
     while pending:
         function = inspect.unwrap(pending.pop())
@@ -149,7 +134,6 @@ def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[
 
 
 def _code_names(code: types.CodeType) -> Iterator[str]:
-    """Names in a function's code, including nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -157,12 +141,12 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def placeholder_token(config: Any, modality: str) -> int | None:
-    """Id of the placeholder token of one feature token of the modality."""
+    """Returns the id of the placeholder token of one feature token of the modality."""
     return _setting(config, f"{modality}_token_id", f"{modality}_token_index")
 
 
 def _setting(config: Any, *names: str) -> Any:
-    """The first of some settings that a config has. Raises `ValueError` for a setting that differs between layers."""
+    """Returns the first of some settings that a config has. Raises `ValueError` if it differs between layers."""
     for name in names:
         try:
             value = getattr(config, name, None)
@@ -177,26 +161,21 @@ def _setting(config: Any, *names: str) -> Any:
 
 
 def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
-    """The list of layers with this name."""
+    """Returns the list of layers with this name."""
     layers = model.get_submodule(stack)
     assert isinstance(layers, nn.ModuleList)
     return layers
 
 
 def find_stack(model: nn.Module, tower: str) -> str:
-    """
-    Name of the list of layers in `tower` that is split into stages: the longest `ModuleList` outside of other lists.
-
-    Raises:
-        `ValueError`: If there is no `ModuleList`.
-    """
+    """Names the list of layers in `tower` that is split into stages. Raises `ValueError` without a `ModuleList`."""
     best, largest, outer = None, (-1, -1), []
     for name, module in model.get_submodule(tower).named_modules():
         if not isinstance(module, nn.ModuleList) or any(inside(name, prefix) for prefix in outer):
             continue
         outer.append(name)
         size = (len(module), sum(parameter.numel() for parameter in module.parameters()))
-        if size > largest:
+        if size > largest:  # the longest one outside of other lists
             best, largest = name, size
     if best is None:
         raise ValueError(f"`{tower}` has no list of layers (`nn.ModuleList`). Use a model whose modules have one.")
@@ -205,22 +184,8 @@ def find_stack(model: nn.Module, tower: str) -> str:
 
 def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     """
-    Builds the description of a model's modules, layers, parameters and features.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The whole model, on any device including `meta`, with or without adapters.
-
-    Raises:
-        `ValueError`: If a module has no list of layers, or a parameter has more than two uses.
-
-    Example:
-
-    ```python
-    >>> spec = build_model_spec(LlavaForConditionalGeneration(config))
-    >>> list(spec.modules)
-    ['vision', 'language_model']
-    ```
+    Builds the description of the modules, layers, parameters and features of a whole model, on any device, with or
+    without adapters. Raises `ValueError` if a module has no list of layers, or a parameter has more than two uses.
     """
     parts = module_parts(model)
     stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
@@ -240,7 +205,7 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
 
 
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
-    """Active experts per token / number of experts, for a parameter of experts; 1 for other parameters."""
+    """Returns active experts per token / number of experts for a parameter of experts, 1 for others."""
     config: Any = model.config.get_text_config()
     num_experts = _setting(config, "num_experts", "num_local_experts", "n_routed_experts")
     num_active = _setting(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
@@ -253,7 +218,7 @@ def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> f
 def _parameter_locations(
     model: PreTrainedModel, parts: Mapping[str, ModulePart], stacks: Mapping[str, str]
 ) -> dict[str, tuple[str, int]]:
-    """Every name, including tied ones, of every parameter -> (module, layer) of that use."""
+    """Maps every name, including tied ones, of every parameter to (module, layer) of that use."""
     lengths = {name: len(layers_of(model, stack)) for name, stack in stacks.items()}
     base = next((name for name, module in model.named_modules() if module is model.base_model), "")
     owners = [(prefix, name) for name, part in parts.items() for prefix in (part.tower, *part.prefixes)]
@@ -281,11 +246,9 @@ def _parameter_locations(
 
 
 def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[str]) -> list[str]:
-    """
-    The parameters among `names` that a forward uses only after the layers, although they are registered before them
-    (OPT's last norm). A forward on the meta device tells; embeddings and convolutions are always before the layers.
-    """
+    """Picks those of `names` that are registered before the layers but used only after them (OPT's last norm)."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    # embeddings and convolutions are always before the layers
     unsure = {name: owner for name, owner in owners.items() if not isinstance(owner, (nn.Embedding, _ConvNd))}
     whole: Any = model.get_submodule(tower)
     inputs = meta_inputs(whole) if unsure and isinstance(whole, PreTrainedModel) else None
@@ -304,7 +267,7 @@ def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[
 
 
 def _tied(model: PreTrainedModel, locations: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
-    """First name of each parameter with a second use -> (module, layer) of that use."""
+    """Maps the first name of each parameter with a second use to (module, layer) of that use."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -358,15 +321,13 @@ def _module_spec(
 
 
 def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
-    """
-    Attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has a window. Configs of
-    language models list the sliding layers or have one window for all; that of Qwen2.5-VL's encoder lists the layers
-    without a window.
-    """
+    """Returns the attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has one."""
+    # Qwen2.5-VL's encoder lists the layers without a window
     full_layers = _setting(config, "fullatt_block_indexes")
     if full_layers is not None and _setting(config, "window_size"):
         window = (config.window_size // config.patch_size) ** 2
         return tuple(0 if layer in full_layers else window for layer in range(num_layers))
+    # configs of language models list the sliding layers or have one window for all
     window = _setting(config, "sliding_window")
     if not isinstance(window, int):
         return ()
@@ -377,7 +338,7 @@ def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
 
 @functools.cache
 def activation_copies(name: str | None) -> int:
-    """Number of tensors that an activation function saves for its backward."""
+    """Counts the tensors that an activation function saves for its backward."""
     if name not in ACT2FN:
         return 1
     saved: set[int] = set()
@@ -391,7 +352,7 @@ def activation_copies(name: str | None) -> int:
 
 
 def _hidden_size(layer: nn.Module, config: Any) -> int | None:
-    """Width of a layer's input: the width of its first norm, otherwise from the config."""
+    """Returns the width of a layer's input: that of its first norm, otherwise from the config."""
     for child in layer.children():
         parameters = list(child.parameters())
         if parameters and all(parameter.dim() == 1 for parameter in parameters):

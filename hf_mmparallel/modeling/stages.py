@@ -1,10 +1,9 @@
 """
-Pipeline stages, which run the model's own forward.
+Pipeline stages, which run the model's own forward: masks, position ids and rotary embeddings come from its code.
 
 Layers of other stages are identity layers. The received hidden state replaces the input of the stage's first layer,
 and an exception leaves the forward at the entry of the layer after the last one, so that computations between two
-layers belong to the stage of the first of them. Masks, position ids and rotary embeddings come from the model's own
-code.
+layers belong to the stage of the first of them.
 """
 
 from __future__ import annotations
@@ -30,60 +29,31 @@ from .unowned import is_unowned
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """
-    The loss of a model's own forward, and the loss that a plan sums for the same labels and logits.
-
-    Args:
-        mean (`torch.Tensor`): Loss of the model's forward, a scalar.
-        total (`torch.Tensor`): Next-token loss summed over target tokens, a scalar.
-        num_targets (`torch.Tensor`): Number of target tokens, a scalar.
-        of_batch (`bool`): Whether the labels are the `labels` of the batch rather than its `shift_labels`.
-    """
+    """The loss of a model's own forward, and the loss that a plan sums for the same labels and logits; scalars."""
 
     mean: Tensor
-    total: Tensor
-    num_targets: Tensor
-    of_batch: bool
+    total: Tensor  # next-token loss summed over target tokens
+    num_targets: Tensor  # target tokens
+    of_batch: bool  # labels are the `labels` of the batch rather than its `shift_labels`
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """
-    The result of an encoder's layers for one modality.
+    """The result of an encoder's layers for one modality."""
 
-    Args:
-        output (`ModelOutput` or `torch.Tensor`, *optional*): The output of the encoder, if its last layer was run.
-        hidden (`torch.Tensor`, *optional*): Otherwise the hidden state that leaves the layers.
-    """
-
-    output: Any = None
-    hidden: Tensor | None = None
+    output: Any = None  # if its last layer was run
+    hidden: Tensor | None = None  # otherwise what leaves the layers
 
 
 class ModuleStage:
-    """
-    Consecutive layers of one module, run by the model's own forward. Created by [`prepare_stages`].
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The pruned model of this rank.
-        spec ([`ModelSpec`]): Description of the whole model.
-        module_name (`str`): Name of the module.
-        layers (`tuple[int, int]`): First layer, and one past the last layer.
-        parts (`dict[str, ModulePart]`, *optional*): The parts of the model, see [`module_parts`].
-
-    Attributes:
-        asks_own_loss (`bool`): Whether the next forward with logits and targets records the model's own loss.
-        own_loss ([`OwnLoss`], *optional*): The recorded loss.
-        modality (`str`, *optional*): What an encoder encodes at present; it encodes one modality after the other.
-        is_first_run (`bool`): Whether it is the first of them.
-    """
+    """Consecutive layers of one module, run by the model's own forward. Created by [`prepare_stages`]."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         spec: ModelSpec,
         module_name: str,
-        layers: tuple[int, int],
+        layers: tuple[int, int],  # first layer, and one past the last layer
         parts: dict[str, ModulePart] | None = None,
     ):
         self.model = model
@@ -94,8 +64,10 @@ class ModuleStage:
         is_whole = self.is_first and self.is_last
         self._interceptor = None if is_whole else LayerInterceptor.of(layers_of(model, self.module_spec.stack))
         self._checked = False
+        # the next forward with logits and targets records the model's own loss
         self.asks_own_loss = False
         self.own_loss: OwnLoss | None = None
+        # an encoder encodes one modality after the other: the present one, and whether it is the first
         self.modality: str | None = None
         self.is_first_run = True
         self._own_loss_labels: tuple[Tensor, bool] | None = None  # labels, and `OwnLoss.of_batch`
@@ -123,12 +95,12 @@ class ModuleStage:
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
-        """Index in the module -> layer, for the layers of this stage."""
+        """Maps the index in the module of each layer of this stage to the layer."""
         stack = layers_of(self.model, self.module_spec.stack)
         return {index: stack[index] for index in range(*self.layers)}
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Iterates over the name in the whole model and the tensor of each parameter that this stage uses."""
+        """Yields the name in the whole model and the tensor of each parameter that this stage uses."""
         owned = {name: p for name, p in self.model.named_parameters() if not is_unowned(p)}
         num_layers = self.module_spec.num_layers
         for name, used_at in self.spec.used_at.items():
@@ -138,16 +110,7 @@ class ModuleStage:
                 yield name, owned[name]
 
     def input_shapes(self, inputs: Mapping[str, Any]) -> list[torch.Size]:
-        """
-        Shapes of the hidden states that the stage receives, computed without communication.
-
-        Args:
-            inputs (`Mapping[str, Any]`): The batch entries of this module.
-
-        Returns:
-            `list[torch.Size]`: One shape for the language model, one per modality in the batch for an encoder; empty
-            for a first stage.
-        """
+        """Computes the shapes of the hidden states that the stage receives, without communication."""
         if self.is_first:
             return []
         if self.module_name == LANGUAGE_MODEL:
@@ -155,7 +118,7 @@ class ModuleStage:
             return [torch.Size((batch, length, self.module_spec.hidden_size))]
         shapes = []
         with torch.no_grad():
-            for modality in self.present(inputs):
+            for modality in self.present(inputs):  # one each for an encoder
                 encoded = self._encode(modality, inputs, StageRun(*self.layers, probe=True))
                 assert encoded.hidden is not None
                 shapes.append(encoded.hidden.shape)
@@ -164,33 +127,22 @@ class ModuleStage:
     def __call__(
         self,
         inputs: Mapping[str, Any],
-        hidden: Sequence[Tensor] | None = None,
+        hidden: Sequence[Tensor] | None = None,  # of the previous stage, in `input_shapes`
+        # For the language model: encoder -> features in the order of its spec, each `[feature tokens, hidden]` in the
+        # order of the placeholder tokens of the batch; `None` for those that enter at other stages.
         features: Mapping[str, Sequence[Tensor | None]] | None = None,
     ) -> list[Tensor]:
         """
-        Runs the stage.
-
-        Args:
-            inputs (`Mapping[str, Any]`): The batch entries of this module, needed by every stage.
-            hidden (`list[torch.Tensor]`, *optional*):
-                Output of the previous stage, with the shapes of `input_shapes`; not for a first stage.
-            features (`dict[str, list[torch.Tensor | None]]`, *optional*):
-                For the language model: encoder -> features in the order of its spec, each `[feature tokens, hidden]`
-                in the order of the placeholder tokens of the batch. `None` for features that enter at other stages.
-
-        Returns:
-            `list[torch.Tensor]`: For the last stage the logits `[batch, sequence, vocabulary]` or the encoder's
-            features `[feature tokens, hidden]`, for other stages the hidden states.
-
-        Raises:
-            `ValueError`: If features that enter at this stage are missing.
+        Runs the stage on the batch entries of its module, which every stage needs. The last stage returns the logits
+        `[batch, sequence, vocabulary]` or the encoder's features `[feature tokens, hidden]`, others the hidden states.
+        Raises `ValueError` if features that enter at this stage are missing.
         """
         if self.module_name == LANGUAGE_MODEL:
             return self._run_language_model(inputs, hidden, features or {})
         return self._run_encoder(inputs, hidden or [])
 
     def present(self, inputs: Mapping[str, Any]) -> list[str]:
-        """Modalities of this encoder for which a batch has inputs."""
+        """Lists the modalities of this encoder for which a batch has inputs."""
         part = self.parts[self.module_name]
         result = []
         for modality in part.modalities:
@@ -232,17 +184,14 @@ class ModuleStage:
         return self._checked_once(features, hidden) if outputs else features
 
     def _checked_once(self, outputs: list[Tensor], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """
-        Returns the outputs; in the first call it raises `ValueError` if they are NaN, the value of unowned parameters.
-
-        In a first stage NaN at single positions (e.g. padding) is produced by the model itself and allowed.
-        """
+        """Returns the outputs; in the first call it refuses NaN, the value of unowned parameters."""
         if self._interceptor is None or self._checked:
             return outputs
         self._checked = True
         if hidden:
             wrong = any(t.isnan().any() for t in outputs) and not any(t.isnan().any() for t in hidden)
         else:
+            # the model itself may produce NaN at single positions, such as padding
             wrong = any(t.isnan().all() for t in outputs if t.numel())
         if wrong:
             raise ValueError(
@@ -253,15 +202,13 @@ class ModuleStage:
         return outputs
 
     def _to_wire_dtype(self, hidden: Tensor, entry_dtype: torch.dtype | None) -> Tensor:
-        """
-        Casts a hidden state to the dtype in which it is sent, which must represent it exactly. The next stage casts it
-        to `entry_dtype`, the dtype of the hidden state before the first layer, which is the same on every rank.
-        """
+        """Casts a hidden state to the dtype in which it is sent, which must represent it exactly."""
         if torch.promote_types(hidden.dtype, self.input_dtype) != self.input_dtype:
             raise ValueError(
                 f"The hidden states between the layers of `{self.module_name}` are {hidden.dtype}, which does not fit "
                 f"in the {self.input_dtype} of its weights. Use `pp_size=1` for it."
             )
+        # the next stage casts it to the dtype before the first layer, which is the same on every rank
         if hidden.dtype != entry_dtype:
             raise ValueError(
                 f"The hidden states of `{self.module_name}` are {entry_dtype} before its layers and {hidden.dtype} "
@@ -271,7 +218,7 @@ class ModuleStage:
         return hidden.to(self.input_dtype)
 
     def _feature(self, spec: FeatureSpec, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
-        """One feature tensor, empty if its modality is absent."""
+        """Returns one feature tensor, empty if its modality is absent."""
         if spec.modality in outputs:
             value = getattr(outputs[spec.modality], spec.field)
             return flat_features(value if spec.index is None else value[spec.index])
@@ -299,7 +246,7 @@ class ModuleStage:
         return self._checked_once([self._logits(output)], hidden or [])
 
     def _logits(self, output: Any) -> Tensor:
-        """The logits of a forward; records the model's own loss if it was computed."""
+        """Returns the logits of a forward; records the model's own loss if it was computed."""
         if self._own_loss_labels is not None:
             labels, of_batch = self._own_loss_labels
             self.asks_own_loss, self._own_loss_labels = False, None
@@ -310,9 +257,7 @@ class ModuleStage:
         return output.logits
 
     def _text_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """
-        The batch without inputs of encoders only (pixels, audio); with labels only if the model's loss is wanted.
-        """
+        """Drops what only encoders read (pixels, audio), and labels unless the model's own loss is wanted."""
         encoder_inputs = {
             name for part in self.parts.values() for modality in part.modalities for name in part.input_names(modality)
         }
@@ -330,7 +275,7 @@ class ModuleStage:
     def _merge_outputs(
         self, inputs: Mapping[str, Any], features: Mapping[str, Sequence[Tensor | None]]
     ) -> dict[str, Any]:
-        """Modality -> encoder output with the received features, and NaN for features that enter at other stages."""
+        """Maps modalities to encoder outputs with the received features, NaN for those that enter at other stages."""
         if not self.spec.placeholders:
             return {}
         num_tokens = {modality: sum(counts) for modality, counts in count_feature_tokens(inputs, self.spec).items()}

@@ -1,9 +1,8 @@
 """
 Frozen layers whose weights are in host memory and come to the device layer by layer.
 
-A layer's forward, and its backward, uses a buffer on the device into which its weights are copied; a second buffer
-receives those of the layer that comes next. Between forwards the parameters are in host memory. What autograd saves of
-weights for the backward is their place in the buffer, so that no weights stay on the device for it.
+A layer's forward and backward use a buffer on the device; a second one receives the weights of the layer that comes
+next. What autograd saves of weights for the backward is their place in the buffer, so that none stay there for it.
 """
 
 from __future__ import annotations
@@ -45,25 +44,16 @@ class _SavedWeight:
 
 
 class StreamedLayers:
-    """
-    Keeps the frozen weights of some layers in host memory, pinned beside a GPU, and brings them to the device in time.
-
-    Args:
-        layers (`Mapping[int, nn.Module]`): Layers of a module on this rank, by index, in the order in which they run.
-        device (`torch.device`): Where they compute.
-
-    Attributes:
-        peak_bytes (`int`): The most bytes of these weights that have been on the device at a time.
-    """
+    """Keeps frozen weights of layers in host memory, pinned beside a GPU, and brings them to the device in time."""
 
     def __init__(self, layers: Mapping[int, nn.Module], device: torch.device):
         self.device = device
-        self.order = list(layers)
+        self.order = list(layers)  # in which they run
         self.parameters = {
             index: [parameter for parameter in layer.parameters() if not parameter.requires_grad]
             for index, layer in layers.items()
         }
-        self.peak_bytes = 0
+        self.peak_bytes = 0  # the most that have been on the device at a time
         self._stream: Any = torch.Stream(device) if device.type != "cpu" else None
         self._buffers: list[_Buffer] = []
         self._in_use: int | None = None
@@ -106,7 +96,7 @@ class StreamedLayers:
                 parameter.data = view
 
     def _streamed(self, index: int, layer: nn.Module, forward: Callable) -> Callable:
-        """A forward of a layer with its weights on the device."""
+        """Returns a forward of a layer with its weights on the device."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._point_to(index, self._take(index))
@@ -124,7 +114,7 @@ class StreamedLayers:
         return run
 
     def _take(self, index: int) -> torch.Tensor:
-        """The weights of a layer on the device; starts to bring those of the layer that is used next."""
+        """Returns the weights of a layer on the device; starts to bring those of the layer that is used next."""
         if _in_backward() and not self._ends_with_backward:
             self._ends_with_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.release)  # type: ignore[attr-defined]
@@ -138,7 +128,7 @@ class StreamedLayers:
         return buffer.values
 
     def _bring(self, index: int) -> _Buffer:
-        """The buffer of a layer; starts the copy into one that is not in use, unless a buffer has the layer."""
+        """Returns the buffer of a layer, whose copy it starts unless a buffer has the layer."""
         for buffer in self._buffers:
             if buffer.layer == index:
                 return buffer
@@ -160,7 +150,7 @@ class StreamedLayers:
         return buffer
 
     def _copying(self) -> Any:
-        """Copies in this context come after all that the device has been given to do, which may use the buffer."""
+        """Lets copies in this context wait for all that the device has been given to do, which may use the buffer."""
         if self._stream is None:
             return contextlib.nullcontext()
         self._stream.wait_stream(torch.accelerator.current_stream(self.device))
@@ -172,7 +162,7 @@ class StreamedLayers:
             torch.accelerator.current_stream(self.device).wait_event(buffer.arrived)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """What is saved of a tensor: of one that is a view of a layer's weights, its place in them."""
+        """Saves a tensor for the backward: of a view of a layer's weights, its place in them."""
         values = local(tensor.detach())
         storage = values.untyped_storage().data_ptr()
         for buffer in self._buffers:
@@ -196,13 +186,12 @@ def _in_backward() -> bool:
 
 
 def _aligned_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of a rank's part of a parameter in a buffer."""
     values = local(parameter)
     return -(-values.numel() * values.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 def _views(buffer: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """The parameters of a layer as views of a buffer of bytes."""
+    """Returns the parameters of a layer as views of a buffer of bytes."""
     views, start = [], 0
     for parameter in parameters:
         values = local(parameter)

@@ -19,14 +19,8 @@ _COMPOSE = "`MultimodalModel.from_unimodal`"
 
 def check_supported(model: PreTrainedModel) -> None:
     """
-    Refuses models that a plan can't train, and models whose step time can't be predicted.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The whole model, on any device.
-
-    Raises:
-        `ValueError`: For an encoder-decoder model or language model; for a masked language model; for a model with
-            layers that are neither in an encoder nor in the language model's stack.
+    Refuses models that a plan can't train, see [`check_causal`], and models with layers that are neither in an encoder
+    nor in the language model's stack, whose step time can't be predicted.
     """
     check_causal(model)
     text = unknown_layers_text(model)
@@ -38,7 +32,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def unknown_layers_text(model: PreTrainedModel) -> str:
-    """Message about the layers of [`unknown_stacks`]; empty if there are none."""
+    """Returns the message about the layers of [`unknown_stacks`], empty if there are none."""
     parts = module_parts(model)
     unknown = unknown_stacks(model, parts)
     if not unknown:
@@ -52,7 +46,7 @@ def unknown_layers_text(model: PreTrainedModel) -> str:
 
 
 def unknown_stacks(model: PreTrainedModel, parts: Mapping[str, ModulePart]) -> dict[str, nn.ModuleList]:
-    """Name -> list of transformer layers outside of the encoders and of the language model's stack."""
+    """Finds the lists of transformer layers outside of the encoders and of the language model's stack, by name."""
     encoders = [part for name, part in parts.items() if name != LANGUAGE_MODEL]
     known = [prefix for part in encoders for prefix in (part.tower, *part.prefixes)]
     known.append(find_stack(model, parts[LANGUAGE_MODEL].tower))
@@ -66,7 +60,7 @@ def unknown_stacks(model: PreTrainedModel, parts: Mapping[str, ModulePart]) -> d
 
 
 def _are_layers(modules: nn.ModuleList) -> bool:
-    """Whether a list has at least two modules, all of one class with at least the matrices of an attention."""
+    """Returns whether a list has at least two modules, of one class with at least the matrices of an attention."""
     kinds = {type(module) for module in modules}
     if len(modules) < 2 or len(kinds) > 1 or nn.Module in kinds:
         return False
@@ -74,7 +68,6 @@ def _are_layers(modules: nn.ModuleList) -> bool:
 
 
 def _how_encoders_are_found(model: PreTrainedModel) -> str:
-    """Hint at the methods and settings by which encoders are found."""
     missing = [
         modality
         for modality in ENCODER_OF_MODALITY
@@ -88,16 +81,7 @@ def _how_encoders_are_found(model: PreTrainedModel) -> str:
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """
-    Refuses models without a next-token loss, and models whose decoder attends to the states of an encoder.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]): The whole model, on any device.
-
-    Raises:
-        `ValueError`: For an encoder-decoder model or language model; for a model without a language-model head; for
-            a masked language model; for a model with another loss.
-    """
+    """Refuses models without a next-token loss, and those whose decoder attends to the states of an encoder."""
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or config.is_encoder_decoder:
         raise ValueError(
@@ -129,13 +113,12 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def _has_head(model: PreTrainedModel) -> bool:
-    """Whether a model or a part of it has output embeddings."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return any(part.get_output_embeddings() is not None for part in parts)
 
 
 def _own_loss(model: PreTrainedModel) -> str:
-    """Name of the loss that transformers assigns to the model's class; empty if it is the next-token loss."""
+    """Names the loss that transformers assigns to the model's class; empty if it is the next-token loss."""
     name: Any = getattr(model, "loss_type", None)
     if hasattr(model, "_loss_function") or LOSS_MAPPING.get(name, ForCausalLMLoss) is ForCausalLMLoss:
         return ""  # a loss function set by the user is checked in the first step

@@ -39,7 +39,7 @@ _ADAPTER_PARTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+
 
 
 def base_name(name: str) -> str:
-    """The name that a module or parameter has before adapters wrap it."""
+    """Returns the name that a module or parameter has before adapters wrap it."""
     return _ADAPTER_PARTS.sub("", name)
 
 
@@ -48,20 +48,20 @@ def _with_wildcards(name: str) -> str:
 
 
 def _linear(module: nn.Module) -> nn.Linear | None:
-    """The linear layer itself, without an adapter around it, `None` when it is something else."""
+    """Returns the linear layer itself, without an adapter around it; `None` when it is something else."""
     inner = getattr(module, "base_layer", module)
     return inner if isinstance(inner, nn.Linear) else None
 
 
 def _linears(parent: nn.Module, names: Iterable[str]) -> list[nn.Linear] | None:
-    """The linear layers of `parent` with these names, `None` unless all are there."""
+    """Returns the linear layers of `parent` with these names, `None` unless all are there."""
     children = dict(parent.named_children())
     found = [_linear(children[name]) if name in children else None for name in names]
     return None if None in found else found  # type: ignore[return-value]
 
 
 def _feed_forward_plan(parent: nn.Module, tp_size: int) -> dict[str, str]:
-    """Styles of the feed-forward layers that are direct children of `parent`."""
+    """Maps the feed-forward layers that are direct children of `parent` to styles."""
     for inputs, output in _FEED_FORWARDS:
         layers = _linears(parent, (*inputs, output))
         if layers is None:
@@ -81,7 +81,7 @@ def _feed_forward_plan(parent: nn.Module, tp_size: int) -> dict[str, str]:
 
 
 def _attention_plan(parent: nn.Module, tp_size: int) -> dict[str, str]:
-    """Styles of an attention layer with separate projections; empty when its heads can't be told apart."""
+    """Maps separate projections of an attention layer to styles; empty when its heads can't be told apart."""
     head_size = getattr(parent, "head_dim", None)
     outputs = [name for name in _ATTENTION_OUTPUTS if name in dict(parent.named_children())]
     if head_size is None or len(outputs) != 1:
@@ -113,24 +113,15 @@ def _localize_widths(attention: nn.Module, tp_size: int) -> None:
 
 @dataclass
 class _Styles:
-    """
-    How a module is laid out over tensor-parallel ranks.
+    """How a module is laid out over tensor-parallel ranks."""
 
-    Args:
-        plan (`dict[str, str]`): Module or parameter -> style.
-        partial (`set[str]`): Parameters that each rank holds whole and multiplies with its share of the activations.
-        attentions (`list[nn.Module]`): Attention layers that reshape with widths of their own.
-    """
-
-    plan: dict[str, str] = field(default_factory=dict)
+    plan: dict[str, str] = field(default_factory=dict)  # module or parameter -> style
+    # parameters that each rank holds whole and multiplies with its share of the activations
     partial: set[str] = field(default_factory=set)
-    attentions: list[nn.Module] = field(default_factory=list)
+    attentions: list[nn.Module] = field(default_factory=list)  # attention layers that reshape with widths of their own
 
     def cut(self, name: str, num_dims: int) -> tuple[int | None, int]:
-        """
-        The dimension along which a parameter of so many dimensions is cut, `None` where each rank has all of it, and
-        the number of blocks of that dimension that are each cut.
-        """
+        """Returns the dimension along which a parameter is cut, `None` for none, and its blocks that are each cut."""
         style = self.plan.get(name, "")
         is_packed, style = style.startswith("packed_"), style.removeprefix("packed_")
         blocks = 2 if is_packed and num_dims > 1 else 1
@@ -143,7 +134,7 @@ class _Styles:
 def _generic_plan(
     stack: nn.Module, prefix: str, held: set[str], tp_size: int
 ) -> tuple[dict[str, str], list[nn.Module]]:
-    """Module name -> style for the layers of a stack that has no plan of its own; its cut attention layers."""
+    """Maps the modules of a stack without a plan of its own to styles, and returns its cut attention layers."""
     plan: dict[str, str] = {}
     attentions = []
     for name, module in stack.named_modules(prefix=prefix):
@@ -159,10 +150,9 @@ def _generic_plan(
 
 def _between(parent: nn.Module, styles: Mapping[str, str | None]) -> set[str]:
     """
-    The children of a layer, without a style of their own, that stand between its column-parallel and its row-parallel
-    linear layers: they see one rank's share of the activations, so that the gradients of their parameters are shares.
-
-    These are norms over a single head, and functions with a scalar for all activations.
+    Finds the children of a layer, without a style of their own, between its column-parallel and row-parallel linear
+    layers: norms over a single head, and functions with a scalar for all activations. They see one rank's share of the
+    activations, so that the gradients of their parameters are shares.
     """
     found = [style or "" for style in styles.values()]
     if "colwise" not in found or not any(style.startswith("rowwise") for style in found):
@@ -183,10 +173,8 @@ def _between(parent: nn.Module, styles: Mapping[str, str | None]) -> set[str]:
 
 
 def _mended_style(layer: nn.Module, parameter: str, style: str | None) -> str | None:
-    """
-    The style of a layer's own parameter. Gate and up matrices of experts that lie one after the other in one tensor
-    are each cut, so that a rank has as much of both, also where the model's plan cuts the tensor as if it were one.
-    """
+    """Returns the style of a layer's own parameter, also if the model's plan cuts two matrices as if they were one."""
+    # gate and up matrices that lie one after the other are each cut, so that a rank has as much of both
     if style in ("colwise", "rowwise") and parameter == "gate_up_proj" and getattr(layer, "is_concatenated", False):
         return f"packed_{style}"
     return style
@@ -197,13 +185,13 @@ def _is_adapted(layer: nn.Module) -> bool:
 
 
 def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
-    """Styles of the LoRA matrices around a linear layer that has `style`."""
+    """Maps the LoRA matrices around a linear layer that has `style` to theirs."""
     split = "lora_A" if style.startswith("rowwise") else "lora_B"
     return {f"{name}.{split}.{adapter}": style for adapter in getattr(layer, split, {})}
 
 
 def _check_adapter(layer: nn.Module, name: str) -> None:
-    """Raises `ValueError` for an adapter that has no tensor-parallel form."""
+    """Refuses an adapter that has no tensor-parallel form."""
     if getattr(layer, "lora_magnitude_vector", None):
         raise ValueError(
             f"`{name}` has a DoRA adapter, whose norm needs the whole matrix. Use `use_dora=False` or `tp_size=1`."
@@ -217,14 +205,7 @@ def _check_adapter(layer: nn.Module, name: str) -> None:
 
 def _check_heads(layer: nn.Module, name: str, styles: Mapping[str, str | None], own: Mapping[str, str | None]) -> None:
     """
-    Raises `ValueError` for a layer's own vector with an entry for each head that no style cuts: it would meet the
-    heads of one rank.
-
-    Args:
-        layer (`nn.Module`): The layer.
-        name (`str`): Its name.
-        styles (`Mapping[str, str | None]`): Child -> style.
-        own (`Mapping[str, str | None]`): Parameter of the layer itself -> style.
+    Refuses a layer's own vector with an entry for each head that is not cut: it would meet the heads of one rank.
     """
     head_size = getattr(layer, "head_dim", None)
     if head_size is None:
@@ -241,7 +222,7 @@ def _check_heads(layer: nn.Module, name: str, styles: Mapping[str, str | None], 
 
 
 def _model_plan(model: nn.Module, module: ModuleSpec, held: set[str], tp_size: int, styles: _Styles) -> dict[str, str]:
-    """Module or parameter, as if without adapters -> style: the model's own plan, or one read off its layers."""
+    """Maps modules and parameters, without adapters, to styles: the model's own plan, or one read off its layers."""
     plan = {
         name: style
         for name, style in (getattr(model, "tp_plan", None) or {}).items()
@@ -255,7 +236,7 @@ def _model_plan(model: nn.Module, module: ModuleSpec, held: set[str], tp_size: i
 
 
 def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Collection[str]) -> _Styles:
-    """The styles of the parameters of one module that are `owned`, and of the layers around them."""
+    """Finds the styles of the parameters of one module that are `owned`, and of the layers around them."""
     names = {parameter.name for parameter in module.parameters}.intersection(owned)
     held = {name.rpartition(".")[0] for name in names}
     held |= {base_name(name) for name in held}
@@ -296,16 +277,9 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
 
 def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, Sequence[int]] | None = None) -> ModelSpec:
     """
-    The description of a model with the dimension along which tensor parallelism cuts each parameter.
-
-    Args:
-        model (`nn.Module`): The whole model, on any device, before any of its modules is sharded.
-        spec (`ModelSpec`): Its description.
-        tp_sizes (`Mapping[str, Sequence[int]]`, *optional*):
-            Module -> sizes of its tp groups, which have to divide what they share; without it all that can be is cut.
-
-    Raises:
-        `ValueError`: For a parameter that tp groups of two sizes cut in different ways.
+    Returns the description of a model, before any of its modules is sharded, with the dimension along which each
+    parameter is cut. `tp_sizes` (module -> sizes of its tp groups) have to divide what they share; without them all
+    that can be is cut. Raises `ValueError` for a parameter that tp groups of two sizes cut in different ways.
     """
     modules = {}
     for name, module in spec.modules.items():
@@ -325,7 +299,7 @@ def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, Seque
 
 
 def _check_same_cuts(module: ModuleSpec, by_size: Mapping[int, Sequence[tuple[int | None, int]]]) -> None:
-    """Raises `ValueError` unless tp groups of all sizes cut each parameter along the same dimension."""
+    """Checks that tp groups of all sizes cut each parameter along the same dimension."""
     for parameter, *cuts in zip(module.parameters, *by_size.values(), strict=True):
         if len(set(cuts)) > 1:
             sizes = " and ".join(map(str, by_size))
@@ -337,28 +311,14 @@ def _check_same_cuts(module: ModuleSpec, by_size: Mapping[int, Sequence[tuple[in
 
 def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owned: set[str]) -> set[str]:
     """
-    Shards the parameters of one module over a mesh, in place. They become `DTensor`s; activations between layers stay
-    plain tensors, equal on all ranks of the mesh.
+    Shards the `owned` parameters of one module over a one-dimensional mesh, in place, and returns the replicated ones
+    whose gradients are shares. All ranks of the mesh hold the same weights and call this. Sharded parameters become
+    `DTensor`s; activations between layers stay plain tensors, equal on all ranks.
 
-    The decoder and the head follow the model's own plan (`model.tp_plan`). Towers without one follow the names of
-    their linear layers: separate query, key and value projections and the feed-forward layers are split. Fused
-    `qkv` projections, projectors, norms and embeddings (also tied ones) stay replicated, with gradients that are equal
-    on all ranks; but those of parameters between a column-parallel and a row-parallel layer, such as norms of single
-    heads, are shares that have to be summed. LoRA matrices follow the layer that they adapt.
-
-    Args:
-        model (`nn.Module`): The whole model, pruned or not. All ranks of the mesh hold the same weights.
-        module (`ModuleSpec`): The module.
-        mesh (`DeviceMesh`):
-            One dimension. Every rank of the world creates all meshes, in the same order; only the ranks of a mesh call
-            this function with it.
-        owned (`set[str]`): Names of the parameters that this rank really holds. Others are not touched.
-
-    Returns:
-        `set[str]`: The replicated parameters whose gradients are shares.
-
-    Raises:
-        `ValueError`: For adapters that have no tensor-parallel form.
+    The decoder and the head follow the model's own plan (`model.tp_plan`). In towers without one, separate query, key
+    and value projections and the feed-forward layers are split. Fused `qkv` projections, projectors, norms and
+    embeddings (also tied ones) stay replicated. LoRA matrices follow the layer that they adapt; adapters without a
+    tensor-parallel form raise `ValueError`.
     """
     if mesh.size() == 1:
         return set()
@@ -374,7 +334,7 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
 
 
 def _check_placements(model: nn.Module, module: ModuleSpec, styles: _Styles, owned: Collection[str]) -> None:
-    """Raises `ValueError` for a style of transformers that cuts a parameter in another way than is known of it."""
+    """Refuses a style of transformers that cuts a parameter in another way than is known of it."""
     parameters = dict(model.named_parameters())
     for entry in module.parameters:
         if entry.name not in owned:
@@ -389,7 +349,7 @@ def _check_placements(model: nn.Module, module: ModuleSpec, styles: _Styles, own
 
 
 def _cut_of(parameter: torch.Tensor) -> tuple[int | None, int]:
-    """Along which dimension a parameter is cut, if it is, and the number of blocks that are each cut."""
+    """Returns the dimension along which a parameter is cut, `None` for none, and the blocks that are each cut."""
     if isinstance(parameter, DTensor):
         for placement in parameter.placements:
             if isinstance(placement, (Shard, _StridedShard)):

@@ -16,18 +16,15 @@ from .spec import layers_of
 
 
 def is_unowned(parameter: Tensor) -> bool:
-    """Whether a parameter belongs to another rank; it then has a shape but no values."""
+    """Returns whether a parameter belongs to another rank; it then has a shape but no values."""
     return getattr(parameter, "is_unowned", False)
 
 
 def unowned_parameter(parameter: nn.Parameter, device: torch.device | str | None) -> nn.Parameter:
-    """
-    A parameter of the same shape and dtype that is one expanded element.
-
-    Its value is NaN, so that a model that reads it outputs NaN and not a wrong number.
-    """
+    """Makes a parameter of the same shape and dtype that is one expanded element."""
     if device is None:
         device = "cpu" if parameter.is_meta else parameter.device
+    # a model that reads it outputs NaN and not a wrong number
     value = torch.nan if parameter.is_floating_point() else 0
     data = torch.full((), value, dtype=parameter.dtype, device=device).expand(parameter.shape)
     result = nn.Parameter(data, requires_grad=False)
@@ -38,10 +35,7 @@ def unowned_parameter(parameter: nn.Parameter, device: torch.device | str | None
 def drop_unowned_parameters(
     model: nn.Module, is_owned: Callable[[str], bool], device: torch.device | str | None
 ) -> dict[str, nn.Parameter]:
-    """
-    Replaces all parameters for whose first name `is_owned` is false; tied parameters stay tied. Returns the new ones
-    by name.
-    """
+    """Replaces all parameters whose first name is not owned, and returns the new ones by name; tied ones stay tied."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     replaced: dict[str, nn.Parameter] = {}
     for module in model.modules():
@@ -58,12 +52,12 @@ def drop_unowned_parameters(
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden state among the arguments of a layer, which is the first one."""
+    """Returns the hidden state among the arguments of a layer, which is the first one."""
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict]:
-    """The arguments of a layer with another hidden state."""
+    """Returns the arguments of a layer with another hidden state."""
     if args:
         return (hidden, *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -72,7 +66,7 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -
 
 @cache
 def _returns_tuple(cls: type[nn.Module]) -> bool:
-    """Whether a layer's forward returns a tuple, found in its source since return annotations are often wrong."""
+    """Returns whether a layer's forward returns a tuple, by its source since return annotations are often wrong."""
     try:
         source = inspect.getsource(inspect.unwrap(cls.forward))
     except OSError:
@@ -95,13 +89,10 @@ def _pass_through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def identity_layer(layer: nn.Module) -> nn.Module:
-    """
-    A layer without parameters that returns its hidden state.
-
-    It is of a subclass of the layer's class and has the layer's plain attributes, so that code around the list of
-    layers (masks by layer type, recording of hidden states by class) still works.
-    """
+    """Makes a layer without parameters that returns its hidden state."""
     cls = type(layer)
+    # a subclass with the layer's plain attributes, so that code around the list of layers (masks by layer type,
+    # recording of hidden states by class) still works
     identity_cls = type(f"Identity{cls.__name__}", (cls,), {"forward": _pass_through})
     result = identity_cls.__new__(identity_cls)
     nn.Module.__init__(result)

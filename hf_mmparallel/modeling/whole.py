@@ -18,7 +18,7 @@ from .tensor_parallel import base_name
 
 
 def check_gatherable(part: Any) -> None:
-    """Raises `ValueError` for a quantized model, whose weights can't be used without the state of its quantizer."""
+    """Refuses a quantized model, whose weights can't be used without the state of its quantizer."""
     if getattr(part, "is_quantized", False):
         raise ValueError(
             f"The weights of this `{type(part).__name__}` are quantized, so the whole model can't be assembled. "
@@ -29,17 +29,8 @@ def check_gatherable(part: Any) -> None:
 
 def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], adapter: Adapter | None = None) -> Any:
     """
-    Assembles the whole model from its tensors, without initialising or copying weights.
-
-    Args:
-        part (`PreTrainedModel`): The pruned model of a rank.
-        spec (`ModelSpec`): Description of the whole model.
-        state (`Mapping[str, torch.Tensor]`): Its parameters, including tied names, and its buffers.
-        adapter ([`Adapter`], *optional*): The adapter among the parameters.
-
-    Returns:
-        `PreTrainedModel` or `PeftModel`: The model in evaluation mode, on the device of the tensors; a `PeftModel`
-        if there is an `adapter`.
+    Assembles the whole model, in evaluation mode, from its parameters, including tied names, and buffers, which are
+    not copied; a `PeftModel` if there is an adapter.
     """
     base = {base_name(name): state[name] for name in state.keys() - adapter_names(state)}
     whole = fill(blank_model(part), part, base)
@@ -49,17 +40,15 @@ def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], a
 
 
 def blank_peft_model(part: Any, spec: ModelSpec, adapter: Adapter) -> Any:
-    """The `PeftModel` of an adapter on the meta device, which knows its model card."""
+    """Makes the `PeftModel` of an adapter on the meta device, which knows its model card."""
     with torch.device("meta"):
         return as_peft_model(blank_model(part), spec, adapter)
 
 
 def blank_model(part: Any) -> Any:
-    """
-    A model on the meta device like the one that this rank holds a part of, without adapters. A model with more than a
-    configuration, such as functions of the user, says with `without_weights` how another one is made.
-    """
+    """Makes a model on the meta device like the one that this rank holds a part of, without adapters."""
     with torch.device("meta"):
+        # a model with more than a configuration, such as functions of the user, says how another one is made
         return part.without_weights() if hasattr(part, "without_weights") else type(part)(copy.deepcopy(part.config))
 
 
@@ -78,7 +67,7 @@ def fill(whole: Any, part: Any, state: Mapping[str, torch.Tensor]) -> Any:
 
 
 def without_weights(model: Any) -> Any:
-    """A copy of a model, with whatever is attached to its modules, whose parameters are on the meta device."""
+    """Copies a model, with whatever is attached to its modules; the copy's parameters are on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         blank: Any = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)

@@ -32,7 +32,7 @@ class SaveError(OSError):
 
 
 def unfinished_name(path: Path) -> Path:
-    """The folder in which the files of a folder are written before it gets its name."""
+    """Returns the folder in which the files of a folder are written before it gets its name."""
     return path.with_name(_UNFINISHED + path.name)
 
 
@@ -44,10 +44,7 @@ def start_unfinished(path: Path) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """
-    Waits until what this rank wrote is on the disk, and gives the folder of [`unfinished_name`] its name. A folder
-    that has the name is replaced. Raises [`SaveError`].
-    """
+    """Waits until what this rank wrote is on the disk, and gives the folder its name. Raises [`SaveError`]."""
     with save_errors(path):
         _sync(unfinished_name(path))
         _replace(unfinished_name(path), path)
@@ -70,7 +67,6 @@ def _clear(path: Path) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Puts a written folder in its place."""
     previous = path.with_name(f"{_PREVIOUS}{path.name}")
     if path.exists():
         path.rename(previous)
@@ -116,7 +112,7 @@ def save_errors(path: Path) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> tuple[int, str] | None:
-    """The number and the words of the error of the file system behind an exception, `None` without one."""
+    """Returns number and words of the error of the file system behind an exception, `None` without one."""
     said = _OS_ERROR.search(str(error))
     if isinstance(error, OSError) and error.errno is not None:
         where = f" (`{error.filename}`)" if error.filename else ""
@@ -133,7 +129,7 @@ def _cause(error: BaseException) -> tuple[int, str] | None:
 
 
 def _free_space(path: Path) -> str:
-    """How much the disk still takes, if that can be told."""
+    """Says how much the disk still takes, if that can be told."""
     folder = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
     if folder is None:
         return ""
@@ -141,7 +137,7 @@ def _free_space(path: Path) -> str:
 
 
 def _last_whole(path: Path) -> str:
-    """What was saved before, in the folder or beside it."""
+    """Says what was saved before, in the folder or beside it."""
     from transformers.trainer_utils import get_last_checkpoint
 
     for folder in (path.parent, path):

@@ -11,14 +11,8 @@ _CACHE = ("inactive_file", "total_inactive_file")
 
 
 def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
-    """
-    Bytes that a process can still allocate below the limits of its control groups; `None` without a limit.
-
-    Each group above a process limits it as well, so that the smallest rest counts.
-
-    Args:
-        root (`Path`, *optional*, defaults to `/`): Root of the file system with `proc/self` and the mounted groups.
-    """
+    """Bytes that a process can still allocate below the limits of its control groups; `None` without a limit."""
+    # each group above a process limits it as well
     return min((rest for folder in _folders(root) for rest in _rest(folder)), default=None)
 
 
@@ -39,7 +33,7 @@ def _folders(root: Path) -> Iterator[Path]:
 
 
 def _own_groups(root: Path) -> dict[int, PurePosixPath]:
-    """Version of control groups -> the group of this process that counts memory."""
+    """Maps the version of control groups to the group of this process that counts memory."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -51,7 +45,7 @@ def _own_groups(root: Path) -> dict[int, PurePosixPath]:
 
 
 def _rest(folder: Path) -> Iterator[int]:
-    """What is left below the limit of one group, if it has one."""
+    """Yields the bytes that are left below the limit of one group, if it has one."""
     for limit_name, usage_name in (_V2, _V1):
         limit, usage = _lines(folder / limit_name), _lines(folder / usage_name)
         if limit and usage and limit[0].isdigit():  # `max` is none; in version 1 a number larger than any memory

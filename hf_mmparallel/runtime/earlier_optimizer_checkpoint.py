@@ -1,7 +1,7 @@
 """
-Reads optimizer state as version 0.1 wrote it: tensors by `torch.distributed.checkpoint`, all else in one JSON file.
+Reads optimizer state as version 0.1 wrote it, executing nothing in it (see `tensor_shards.py`).
 
-Nothing in it is executed, see `tensor_shards.py`.
+`torch.distributed.checkpoint` wrote the tensors; one JSON file has all else.
 """
 
 from __future__ import annotations
@@ -30,17 +30,8 @@ def load_earlier_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, folder: str | Path, world: World
 ) -> None:
     """
-    Reads into every rank's optimizer what version 0.1 wrote under any layout, bit by bit. Called by all ranks.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's, new or used.
-        model (`nn.Module`): The pruned model of this rank.
-        folder (`str` or `Path`): The checkpoint.
-        world ([`World`]): The ranks.
-
-    Raises:
-        `ValueError`:
-            On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
+    Reads into every rank's optimizer what version 0.1 wrote under any layout, bit by bit. Collective; raises
+    `ValueError` on all ranks if the state can't be read, belongs to another model or can't be cut to this layout.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     folder = Path(folder)
@@ -65,7 +56,7 @@ def load_earlier_optimizer(
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose shards are contiguous pieces, which is all that the writer knew."""
+    """Returns a tensor whose shards are contiguous pieces, which is all that the writer knew."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = tuple(Shard(cast(Any, p).dim) if hasattr(p, "split_factor") else p for p in tensor.placements)

@@ -63,62 +63,23 @@ from .weight_placement import LoadFunction, layers_of_rank, placed_weights, shar
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """
-    Settings of an engine beside the plan.
+    """Settings of an engine beside the plan."""
 
-    Args:
-        label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
-        seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
-        load (`Callable`, *optional*): Loads the owned weights after pruning, see [`LoadFunction`].
-        costs (`CostModel`, *optional*):
-            Costs of layers, the same on all ranks; context parallelism cuts tokens by them.
-        adapter ([`Adapter`], *optional*): The adapters of the model, which are saved and loaded in place of it.
-        recomputation ([`Recomputation`], *optional*): How modules with activation checkpointing recompute.
-        forward_context (`Callable[[], AbstractContextManager]`, *optional*): Context of forwards, such as autocast.
-        module_settings (`Mapping[str, ModulePlugin]`, *optional*): Module -> its settings, saved with the plan.
-        can_change_plan (`bool`, *optional*, defaults to `False`):
-            Whether the model may be laid out anew, for which a copy without weights is kept.
-    """
-
-    label_smoothing: float = 0.0
-    seed: int = 0
-    load: LoadFunction | None = None
-    costs: CostModel | None = None
-    adapter: Adapter | None = None
-    recomputation: Recomputation = Recomputation()
-    forward_context: Callable[[], AbstractContextManager] = nullcontext
-    module_settings: Mapping[str, ModulePlugin] = field(default_factory=dict)
-    can_change_plan: bool = False
+    label_smoothing: float = 0.0  # as in the Trainer
+    seed: int = 0  # base of the seeds of dropout
+    load: LoadFunction | None = None  # loads the owned weights after pruning
+    costs: CostModel | None = None  # the same on all ranks; context parallelism cuts tokens by them
+    adapter: Adapter | None = None  # saved and loaded in place of the model
+    recomputation: Recomputation = Recomputation()  # of modules with activation checkpointing
+    forward_context: Callable[[], AbstractContextManager] = nullcontext  # such as autocast
+    module_settings: Mapping[str, ModulePlugin] = field(default_factory=dict)  # by module, saved with the plan
+    can_change_plan: bool = False  # a copy of the model without weights is kept, for a new layout
 
 
 class ParallelEngine(nn.Module):
     """
-    Prepares this rank's part of a model and runs steps on it.
-
-    The model is pruned in place: parameters of other ranks lose their memory, names stay those of the whole model.
-
-    Args:
-        model (`PreTrainedModel`):
-            The whole model; owned weights may still be on the meta device if the options have a `load`.
-        spec (`ModelSpec`): Its description.
-        plan (`ParallelPlan`): The plan.
-        world ([`World`]): The ranks of the plan.
-        options ([`EngineOptions`], *optional*): Settings beside the plan.
-
-    Attributes:
-        model (`PreTrainedModel`): This rank's part of the model.
-        sync_groups (`list[SyncGroup]`): The gradient sums of all ranks, as the plan has them.
-        divided_groups (`list[SyncGroup]`): These, and the frozen parameters that ranks divide among them.
-        process_groups ([`ProcessGroups`]): The groups of this rank, by which it communicates.
-        gradient_sync ([`GradientSync`]): Runs the sums of this rank.
-        inputs ([`RankInputs`]): What this rank reads of a step.
-        planner ([`StepPlanner`], *optional*): Planner of the training steps, see [`~ParallelEngine.plan_steps_with`].
-        cast_to (`torch.dtype`, *optional*): The dtype of the last [`~ParallelEngine.cast`].
-        asked_s, data_ms (`float`): When the last training step was asked for, and how long this rank waited for it.
-        last_result ([`StepResult`], *optional*): Of the last training step.
-        account ([`MemoryAccount`], *optional*): The facts about memory in the last step.
-        signs (`dict[str, bool]`): What this rank has noticed, by the names of [`SIGNS`].
-        num_signs (`dict[str, int]`): How many ranks have noticed it, as all ranks know after the last training step.
+    Prunes a model in place to this rank's part and runs steps on it: parameters of other ranks lose their memory,
+    names stay those of the whole model.
     """
 
     def __init__(
@@ -138,28 +99,23 @@ class ParallelEngine(nn.Module):
         self.encoder_inputs = _encoder_inputs(model)
         self.parts = module_parts(model)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
+        # its owned weights may still be on the meta device if the options have a `load`
         self.model: Any = model
         self._blank = without_weights(model) if self.options.can_change_plan else None
         self._lay_out(spec, plan, self.options.load)
         if self._blank is not None:
             share_buffers(self._blank, model, world)
-        self.cast_to: torch.dtype | None = None
-        self.signs = dict.fromkeys(SIGNS, False)
-        self.num_signs = dict.fromkeys(SIGNS, 0)
+        self.cast_to: torch.dtype | None = None  # of the last `cast`
+        self.signs = dict.fromkeys(SIGNS, False)  # what this rank has noticed
+        self.num_signs = dict.fromkeys(SIGNS, 0)  # how many ranks have noticed it, after the last training step
         self.step_index = 0
-        self.asked_s = 0.0
-        self.data_ms = 0.0
+        self.asked_s = 0.0  # when the last training step was asked for, by `time.perf_counter`
+        self.data_ms = 0.0  # how long this rank waited for it
 
     def change_plan(self, plan: ParallelPlan, load: LoadFunction) -> None:
-        """
-        Lays the model out anew, for the ranks that the world has now. The model and the engine stay the same objects;
-        the parts of the model are new. Collective.
-
-        Args:
-            plan (`ParallelPlan`): The new plan.
-            load (`Callable`): Gives this rank the weights that it holds under it.
-        """
+        """Lays the model out anew, for the ranks that the world has now. Collective."""
         assert self._blank is not None
+        # the model and the engine stay the same objects; the parts of the model are new
         put_parts_of(copy.deepcopy(self._blank), self.model)
         self.parts = module_parts(self.model)
         self._lay_out(self.spec, plan, load)
@@ -172,10 +128,10 @@ class ParallelEngine(nn.Module):
         self.rank = world.rank
         self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
         # Groups are made in one order on all ranks, before anything communicates.
-        self.sync_groups = sync_groups(self.spec, plan)
+        self.sync_groups = sync_groups(self.spec, plan)  # of all ranks
         self.sharded = ShardedModel(model, self.spec, plan, world, self.options.adapter)
         self.shards = self.sharded.shards
-        self.divided_groups = [*self.sync_groups, *frozen_groups(self.spec, plan)]
+        self.divided_groups = [*self.sync_groups, *frozen_groups(self.spec, plan)]  # also what is frozen and divided
         self.process_groups = ProcessGroups(plan, self.divided_groups, world)
         self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device, self.options.recomputation)
         self.slices = OptimizerSlices(self.divided_groups, {}, self.rank, self.process_groups.by_ranks)
@@ -193,7 +149,7 @@ class ParallelEngine(nn.Module):
         self.current_workloads: Workloads | None = None
 
     def _context_sharder(self, model: PreTrainedModel) -> ContextSharder | None:
-        """The sharder of the language model's microbatches; `None` without context parallelism."""
+        """Makes the sharder of the language model's microbatches; `None` without context parallelism."""
         if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
             return None
         media = frozenset().union(*self.encoder_inputs.values())
@@ -202,7 +158,7 @@ class ParallelEngine(nn.Module):
         return ContextSharder(self.plan, self.rank, self.spec.placeholders, media, costs, windows)
 
     def _unused_inputs(self) -> dict[str, frozenset[str]]:
-        """Module -> names of entries of a batch that only other modules' encoders read."""
+        """Maps modules to the entries of a batch that only other modules' encoders read."""
         every = frozenset().union(*self.encoder_inputs.values())
         return {name: every - own for name, own in self.encoder_inputs.items()}
 
@@ -219,7 +175,7 @@ class ParallelEngine(nn.Module):
                 self.streamed[name] = StreamedLayers(dict(sorted(layers.items())), self.device)
 
     def _prepare_steps(self) -> None:
-        """The executor, the gradient sums and the checks of steps, for parameters that stay the same objects."""
+        """Makes executor, gradient sums and checks of steps, for parameters that stay the same objects."""
         named = dict(self.model.named_parameters())
         self.trained = [p for p in named.values() if p.requires_grad]
         by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
@@ -262,7 +218,7 @@ class ParallelEngine(nn.Module):
         )
 
     def _passes_of(self, key: StageKey, sums: GradientSums) -> StagePasses | LastBackward | None:
-        """What happens beside the computation in the tasks of a stage."""
+        """Makes what happens beside the computation in the tasks of a stage."""
         sharding = self.plan.modules[key[0]].sharding
         if sharding.zero_stage >= 2:
             start, stop = self.stages[key].layers
@@ -323,7 +279,7 @@ class ParallelEngine(nn.Module):
     def _first_step_check(
         self, replicated: Sequence[ReplicatedParameters], named: Mapping[str, nn.Parameter]
     ) -> FirstStepCheck:
-        """What compares copies of parameters, their gradients and the loss with the model's own in the first step."""
+        """Makes the comparison of copies, their gradients and the loss with the model's own in the first step."""
         by_ranks, regions = self.process_groups.by_ranks, self.sharded.regions
 
         def held(name: str, ranks: tuple[int, ...]) -> LocalShard:
@@ -367,27 +323,23 @@ class ParallelEngine(nn.Module):
             torch.manual_seed(seed)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
-        """The samples of a task of the step that ran last."""
+        """Returns the samples of a task of the step that ran last."""
         assert self.current_step is not None
         return self.current_step.chunk(task.module, task.replica, task.microbatch, task.chunk)
 
     def first_rank(self, task: Task) -> int:
-        """The rank that reports for a task's stage."""
+        """Returns the rank that reports for a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
 
     def leads_cp_rank(self, task: Task) -> bool:
-        """Whether this rank is the first of its tp group in a task's stage, and so reports for its cp rank."""
+        """Returns whether this rank is the first of its tp group in a task's stage, and so reports for its cp rank."""
         stage = self.plan.stage(task.module, task.replica, task.stage)
         return stage.mesh[stage.cp_rank_of(self.rank)][0] == self.rank
 
     def train_step(self, batch: StepBatch, step_index: int) -> StepTotals:
         """
         Computes the gradient of the mean loss over the target tokens of a global batch, summed over all replicas, in
-        float32 where parameters are narrower.
-
-        Args:
-            batch ([`StepBatch`]): The step, with the inputs of this rank on its device.
-            step_index (`int`): Number of the optimizer step.
+        float32 where parameters are narrower; `step_index` counts optimizer steps.
         """
         self.step_index = step_index
         ACTIVITY.step = step_index + 1
@@ -414,14 +366,7 @@ class ParallelEngine(nn.Module):
 
     @torch.no_grad()
     def evaluate_step(self, batch: StepBatch, on_logits: LogitsFunction | None = None) -> StepResult:
-        """
-        Runs the forwards of a batch.
-
-        Args:
-            batch ([`StepBatch`]): The step, with the inputs of this rank on its device.
-            on_logits (`Callable[[Task, torch.Tensor, Mapping[str, Any]], None]`, *optional*):
-                Called with each microbatch that gets logits on this rank, see [`Executor.run`].
-        """
+        """Runs the forwards of a batch; `on_logits` is that of [`Executor.run`]."""
         self.current_step = batch.step
         self._compare_steps(batch)
         self.model.eval()
@@ -443,8 +388,8 @@ class ParallelEngine(nn.Module):
 
     def _agree_on_modalities(self, batch: StepBatch) -> dict[str, list[str]]:
         """
-        Encoder whose ranks exchange weights or gradients layer by layer -> the modalities of which any rank has inputs
-        in this step, since each is a run through the layers. Collective if there is such an encoder.
+        Returns, for encoders whose ranks exchange weights or gradients layer by layer, the modalities of which any
+        rank has inputs in this step, since each is a run through the layers. Collective if there is such an encoder.
         """
         joint = {
             name: list(self.parts[name].modalities)
@@ -477,7 +422,7 @@ class ParallelEngine(nn.Module):
         return totals
 
     def gradient_norm(self) -> torch.Tensor:
-        """The 2-norm of the gradient over all modules."""
+        """Returns the 2-norm of the gradient over all modules."""
         with doing("norm of the gradient", waits=True):
             return gradient_norm(self.counted, self.world)
 
@@ -487,7 +432,7 @@ class ParallelEngine(nn.Module):
 
 
 def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Module -> names of entries of a batch that its encoders read."""
+    """Maps modules to the entries of a batch that their encoders read."""
     return {
         name: frozenset(entry for modality in part.modalities for entry in part.input_names(modality))
         for name, part in module_parts(model).items()

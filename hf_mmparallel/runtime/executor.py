@@ -36,55 +36,26 @@ LogitsFunction = Callable[[Task, Tensor, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """
-    What an executor calls beside the stages.
+    """What an executor calls beside the stages."""
 
-    Args:
-        loss (`Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]`):
-            (logits, labels, whether they are shifted) -> (sum over target tokens, number of target tokens).
-        start_sum (`Callable[[int], None]`, *optional*): Starts a gradient sum of the plan, by its index.
-        before_forward (`Callable[[Task], None]`, *optional*): Called before each forward, which it may seed.
-        forward_context (`Callable[[], AbstractContextManager]`, *optional*): Context of forwards, such as autocast.
-        passes ([`TaskHooks`], *optional*): Gathers weights and sums gradients in tasks.
-    """
-
-    loss: LossFunction
-    start_sum: Callable[[int], None] = lambda index: None
-    before_forward: Callable[[Task], None] = lambda task: None
-    forward_context: Callable[[], AbstractContextManager] = nullcontext
-    passes: TaskHooks = field(default_factory=TaskHooks)
+    loss: LossFunction  # (logits, labels, are they shifted) -> (sum over target tokens, their number)
+    start_sum: Callable[[int], None] = lambda index: None  # starts a gradient sum of the plan, by its index
+    before_forward: Callable[[Task], None] = lambda task: None  # may seed the forward
+    forward_context: Callable[[], AbstractContextManager] = nullcontext  # such as autocast
+    passes: TaskHooks = field(default_factory=TaskHooks)  # gathers weights and sums gradients in tasks
 
 
 @dataclass
 class _RunningTask:
-    """
-    A task between its forward and its backward.
+    """A task between its forward and its backward."""
 
-    Args:
-        outputs (`list[torch.Tensor]`): The tensors that other tasks receive.
-        losses (`list[torch.Tensor]`): The loss whose backward starts here, if there is one.
-        inputs (`dict[str, torch.Tensor]`): Producer module -> the tokens that the task received, a leaf of its graph.
-    """
-
-    outputs: list[Tensor]
-    losses: list[Tensor]
-    inputs: dict[str, Tensor]
+    outputs: list[Tensor]  # what other tasks receive
+    losses: list[Tensor]  # the loss whose backward starts here, if there is one
+    inputs: dict[str, Tensor]  # producer module -> the tokens that the task received, a leaf of its graph
 
 
 class Executor:
-    """
-    The interpreter of programs.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        spec (`ModelSpec`): The model.
-        stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
-        transport (`Transport`): Carries the messages.
-        groups (`Mapping[tuple[int, ...], ProcessGroup]`):
-            Ranks -> group, for each tp group and each group of cp ranks in the meshes of this rank.
-        functions ([`StepFunctions`]): What it calls beside the stages.
-        device (`torch.device`): Where stages compute.
-    """
+    """The interpreter of programs on one rank."""
 
     def __init__(
         self,
@@ -101,6 +72,7 @@ class Executor:
         self.stages = stages
         self.transport = transport
         self.rank = transport.rank
+        # each tp group, and each group of cp ranks in the meshes of this rank
         self.groups = groups
         self.functions = functions
         self.device = device
@@ -111,21 +83,12 @@ class Executor:
         self,
         program: Program,
         data: StepData,
+        # makes the error message for an action that does not fit into memory
         out_of_memory: Callable[[Action, torch.OutOfMemoryError], str] = lambda action, error: str(error),
+        # gets the task, logits and inputs of each microbatch with logits, with the tokens of all cp ranks
         on_logits: LogitsFunction | None = None,
     ) -> StepResult:
-        """
-        Runs this rank's actions of one step.
-
-        Args:
-            program (`Program`): The program of the step.
-            data ([`StepData`]): Its inputs, for the tasks of this rank.
-            out_of_memory (`Callable[[Action, Exception], str]`, *optional*):
-                Error message for an action that does not fit into memory.
-            on_logits (`Callable[[Task, torch.Tensor, Mapping[str, Any]], None]`, *optional*):
-                Called with each microbatch that gets logits: its task, logits and inputs, with the tokens of all cp
-                ranks.
-        """
+        """Runs this rank's actions of one step."""
         run = _Step(self, program, data, on_logits)
         clock = self._clock = StepClock(self.device)
         actions: Sequence[Action] = program.actions.get(self.rank, ())
@@ -170,15 +133,7 @@ class Executor:
 
 
 class _Step:
-    """
-    The state of one step on one rank.
-
-    Args:
-        executor ([`Executor`]): The executor that runs it.
-        program (`Program`): The program of the step.
-        data ([`StepData`]): Its inputs.
-        on_logits (`Callable`, *optional*): See [`~Executor.run`].
-    """
+    """The state of one step on one rank."""
 
     def __init__(self, executor: Executor, program: Program, data: StepData, on_logits: LogitsFunction | None):
         self.executor = executor
@@ -251,8 +206,8 @@ class _Step:
         self, task: Task, needs_graph: bool
     ) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
         """
-        Producer module -> all tokens that a task received from it, a leaf of its graph; and producer module -> these
-        tokens as views for each tensor of that module, `None` for tensors that enter other stages.
+        Returns producer module -> all tokens that a task received from it, a leaf of its graph; and these as views for
+        each tensor of that module, `None` for tensors that enter other stages.
         """
         leaves: dict[str, Tensor] = {}
         received: dict[str, list[Tensor | None]] = {}
@@ -269,7 +224,7 @@ class _Step:
         return leaves, received
 
     def leaf(self, payload: Payload, messages: Sequence[Incoming], num_tokens: int) -> Tensor:
-        """The tokens `[num_tokens, width]` that a task received from one module."""
+        """Collects the tokens `[num_tokens, width]` that a task received from one module."""
         gathered = [pair for incoming in messages for pair in self.queues.gather(incoming)]
         if len(gathered) == 1 and gathered[0][1] is None:
             return gathered[0][0]
@@ -312,7 +267,7 @@ class _Step:
             }
 
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient of each output of a task: the sum of those that its consumers returned."""
+        """Sums the gradients of each output of a task that its consumers returned."""
         result: list[Tensor | None] = [None] * len(outputs)
         for payload, messages in _by_payload(self.queues.arrived(task)):
             crossed = payload.select_outputs(outputs)
@@ -337,7 +292,7 @@ class _Step:
 
 
 def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incoming]]]:
-    """Groups messages with tokens of the same tensors, in one order on all ranks; each with one of its payloads."""
+    """Groups messages with tokens of the same tensors, in one order on all ranks, with one of their payloads."""
     groups: dict[tuple, list[Incoming]] = {}
     for incoming in messages:
         groups.setdefault(incoming.payload.tensors_key, []).append(incoming)
@@ -345,7 +300,7 @@ def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incomi
 
 
 def _flat_tokens(outputs: Sequence[Tensor], width: int) -> Tensor:
-    """All tokens of some outputs, `[num_tokens, width]`."""
+    """Joins all tokens of some outputs to `[num_tokens, width]`."""
     pieces = [output.reshape(-1, output.shape[-1]) for output in outputs]
     if len(pieces) < 2:
         return pieces[0] if pieces else torch.zeros(0, width)

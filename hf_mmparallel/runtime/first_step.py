@@ -35,16 +35,6 @@ class FirstStepCheck:
     A step that trains on other numbers than one process would do so without a word: a tensor-parallel plan that is
     silent about a parameter, ranks that start from different weights, or a model whose loss is not that of the next
     token.
-
-    Args:
-        replicated (`Sequence[ReplicatedParameters]`): Of this rank, in one order on all ranks.
-        copies (`Sequence[tuple[tuple[int, ...], Any, Mapping[str, LocalShard]]]`):
-            (ranks, group, shards by parameter) of each gradient sum of this rank, in one order on all ranks.
-        frozen (`Mapping[tuple[int, ...], Mapping[str, LocalShard]]`):
-            Ranks that hold the same tensors -> those of this rank that get no gradient, in one order on all of them.
-        stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank that end in a loss.
-        smooths (`bool`): Whether what is summed for a microbatch is the loss of smoothed labels, which no model has.
-        world ([`World`]): All ranks.
     """
 
     def __init__(
@@ -57,10 +47,10 @@ class FirstStepCheck:
         world: World,
     ):
         self.replicated = replicated
-        self.copies = copies
-        self.frozen = frozen
-        self.stages = dict(stages)
-        self.smooths = smooths
+        self.copies = copies  # (ranks, group, shards) of each sum, in one order on all ranks
+        self.frozen = frozen  # what gets no gradient, by the ranks that hold the same
+        self.stages = dict(stages)  # those that end in a loss
+        self.smooths = smooths  # the loss of smoothed labels is summed, which no model has
         self.world = world
         self._gradients: dict[int, torch.Tensor] = {}
         self._is_first = True
@@ -72,7 +62,7 @@ class FirstStepCheck:
         }
 
     def start(self) -> None:
-        """Lets the first microbatch with targets leave the model's own loss, beside the logits of the same forward."""
+        """Lets the first microbatch with targets leave the model's own loss, of the same forward."""
         for stage in self.stages.values():
             stage.asks_own_loss = True
 
@@ -92,14 +82,8 @@ class FirstStepCheck:
 
     def finish(self, result: StepResult, modules: Collection[str]) -> bool:
         """
-        Raises `ValueError` on all ranks with what the first of them found. Collective.
-
-        Args:
-            result ([`StepResult`]): Of the step.
-            modules (`Collection[str]`): Those that this rank had samples for.
-
-        Returns:
-            `bool`: Whether all has been seen, on all ranks.
+        Raises `ValueError` on all ranks with what the first of them found; returns whether all has been seen, on all
+        ranks. Collective. `modules` are those that this rank had samples for.
         """
         seen = self._unseen & set(modules)
         losses = [self._loss(key, result) for key in list(self.stages)]
@@ -115,7 +99,7 @@ class FirstStepCheck:
         return not is_any_left
 
     def _weights(self) -> Iterator[str]:
-        """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""
+        """Yields a sentence for each set of ranks whose copies of a parameter differ by a bit or more."""
         for ranks, group, shards in self.copies:
             sums = torch.stack([_bit_sums(shard) for shard in shards.values()])
             high, low = _extremes(sums, group)
@@ -124,14 +108,13 @@ class FirstStepCheck:
                 yield _unequal([list(shards)[index] for index in differ], len(shards), ranks)
 
     def _frozen_weights(self) -> Iterator[str]:
-        """
-        A sentence for the first ranks whose copies of what is frozen differ. They may have no group of their own: all
-        ranks show a digest for each set of ranks that they are in, and where these differ one for each parameter.
-        """
+        """Yields a sentence for the first ranks whose copies of what is frozen differ."""
         sums = {
             ranks: torch.stack([_bit_sums(shard).cpu() for shard in shards.values()])
             for ranks, shards in self.frozen.items()
         }
+        # Ranks may have no group of their own: all show a digest for each set of ranks that they are in, and where
+        # these differ one for each parameter.
         checksums = {ranks: zlib.crc32(own_sums.numpy().tobytes()) for ranks, own_sums in sums.items()}
         shown = self.world.all_gather(checksums)
         digests: dict[tuple[int, ...], set[int]] = {}
@@ -150,7 +133,7 @@ class FirstStepCheck:
             yield _unequal(differ, len(names), ranks)
 
     def _partial_gradients(self, modules: Collection[str]) -> Iterator[str]:
-        """A sentence for each partial gradient of some modules that was treated as a whole one, or the reverse."""
+        """Yields a sentence for each partial gradient that was treated as a whole one, or the reverse."""
         for shared in self.replicated:
             gradients = self._gradients
             own = {name: id(p) for name, p in shared.parameters.items() if shared.modules[name] in modules}
@@ -175,7 +158,7 @@ class FirstStepCheck:
                     )
 
     def _loss(self, key: StageKey, result: StepResult) -> str | None:
-        """A sentence if the model's own loss of a microbatch is not what is summed for it."""
+        """Returns a sentence if the model's own loss of a microbatch is not what is summed for it."""
         stage = self.stages[key]
         if stage.asks_own_loss:
             return None  # there were no targets yet
@@ -203,10 +186,8 @@ class FirstStepCheck:
 
 
 def _other_function(model: PreTrainedModel, device: torch.device) -> str | None:
-    """
-    A sentence if a model's loss function is not that of the next token for labels and logits that are drawn. Those of
-    an untrained model say little: whatever the target, its loss is that of the uniform distribution.
-    """
+    """Returns a sentence if a model's loss function is not that of the next token."""
+    # The logits of an untrained model say little: whatever the target, its loss is that of the uniform distribution.
     drawn = torch.Generator().manual_seed(0)
     logits = 8 * torch.randn(1, 16, 32, generator=drawn).to(device)
     labels = torch.randint(32, (1, 16), generator=drawn).to(device)
@@ -223,8 +204,9 @@ def _other_function(model: PreTrainedModel, device: torch.device) -> str | None:
 
 
 def _equal(own_loss: torch.Tensor, mean: float) -> bool:
-    """Whether two losses differ by rounding only; so do two that are not finite, of which the Trainer warns."""
+    """Returns whether two losses differ by rounding only."""
     if not (math.isfinite(float(own_loss)) or math.isfinite(mean)):
+        # of losses that are not finite the Trainer warns
         return True
     tolerance = max(_LOSS, 4 * torch.finfo(own_loss.dtype).eps)  # some models take the loss in half precision
     return abs(float(own_loss) - mean) <= tolerance * abs(mean)
@@ -239,14 +221,14 @@ def _unequal(names: Sequence[str], num_parameters: int, ranks: tuple[int, ...]) 
 
 
 def _bit_sums(shard: LocalShard) -> torch.Tensor:
-    """Two sums over the bits of what this rank holds, as whole numbers, which no order of adding changes."""
+    """Returns two sums over the bits of what this rank holds, as whole numbers, which no order of adding changes."""
     values = shard.of(shard.parameter).detach()
     bits = values.contiguous().reshape(-1).view(_BITS[values.dtype.itemsize])
     return torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
 
 
 def _extremes(values: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest and the smallest of each value over a group, on the CPU."""
+    """Returns the largest and the smallest of each value over a group, on the CPU."""
     extremes = torch.stack([values, -values])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     high, low = extremes.cpu()

@@ -18,28 +18,13 @@ _LEAVE_S = 20.0  # how long a process that ends by an error waits for its save
 
 class FolderSave:
     """
-    A folder that appears at `path` only when all ranks have written their files.
+    A folder that appears at `path` only when all ranks have written their files; the ranks share the file system.
 
     The block collects what this rank writes. Without `copies` the folder is there at its end; with them a thread
     writes it, and [`~FolderSave.finish`] waits for that. The thread calls no collective: the ranks tell the first one
     through the store that they have written, and it gives the folder its name. A failure in between leaves what was at
-    `path` before, and a folder `_saving-*` beside it that the next save removes. The ranks share the file system.
-
-    Args:
-        path (`str` or `Path`): The final place; a folder there is replaced.
-        world ([`World`]): The ranks, which enter and leave the block together.
-        copies ([`HostCopies`], *optional*): What keeps the values of tensors while the training goes on.
-        then (`Callable[[], None]`, *optional*): What the first rank does once the folder has its name.
-
-    Attributes:
-        is_there (`bool`): Whether the folder has its name, on the first rank.
-        blocked_s (`float`): Duration of the block, and of what was written in it.
-        write_s (`float`): Time from the end of the block until this rank had written, and on the first rank until the
-            folder had its name.
-
-    Raises:
-        [`SaveError`]: From the block or `finish`, on the rank that can't write.
-        [`RemoteRankError`]: On the others.
+    `path` before, and a folder `_saving-*` beside it that the next save removes. The block and `finish` raise
+    [`SaveError`] on the rank that can't write, and [`RemoteRankError`] on the others.
     """
 
     def __init__(
@@ -52,8 +37,10 @@ class FolderSave:
         self.path = Path(path)
         self.world = world
         self.writes = Writes(unfinished_name(self.path), self.path, copies)
-        self.then = then
-        self.is_there = False
+        self.then = then  # done by the first rank once the folder has its name
+        self.is_there = False  # the folder has its name, on the first rank
+        # duration of the block; time from its end until this rank had written, on the first rank until the folder had
+        # its name
         self.blocked_s = self.write_s = 0.0
         self._error: Exception | None = None  # of the first rank, when all files were written
         self._thread: threading.Thread | None = None
@@ -80,7 +67,6 @@ class FolderSave:
         self.blocked_s = time.perf_counter() - self._begin_s
 
     def _write(self) -> None:
-        """Body of the thread."""
         begin_s = time.perf_counter()
         assert self._written is not None
         try:
@@ -100,7 +86,6 @@ class FolderSave:
             self._has_written.set()
 
     def _complete(self) -> None:
-        """Gives the folder its name, when all ranks have written."""
         try:
             put_in_place(self.path)
             self.is_there = True

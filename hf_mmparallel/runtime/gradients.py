@@ -23,11 +23,8 @@ from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, sli
 
 def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
     """
-    Lets autograd add up the gradients of 16-bit parameters in float32, over all chunks of a step. Each backward still
-    computes in the parameter's dtype. Wider parameters stay as they are.
-
-    Args:
-        parameters (`Iterable[nn.Parameter]`): The trained parameters of this rank.
+    Lets autograd add up the gradients of 16-bit parameters in float32 over all chunks of a step; each backward still
+    computes in the parameter's dtype.
     """
     for parameter in parameters:
         if parameter.dtype.itemsize < torch.float32.itemsize:
@@ -50,49 +47,31 @@ def _change_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Sum:
-    """
-    A gradient sum of this rank.
+    """A gradient sum of this rank."""
 
-    Args:
-        shards (`list[LocalShard]`): What this rank adds the gradients of.
-        group (`ProcessGroup`): All ranks of the sum.
-        shard_group (`ProcessGroup`, *optional*): The ranks that divide it, where the optimizer updates slices.
-        replica_group (`ProcessGroup`, *optional*): The ranks with the same slices, where there are several.
-        flat_slice ([`FlatSlice`], *optional*): The slice of this rank, where each backward has summed it (ZeRO-2).
-    """
-
-    shards: list[LocalShard]
-    group: dist.ProcessGroup
-    shard_group: dist.ProcessGroup | None = None
-    replica_group: dist.ProcessGroup | None = None
-    flat_slice: FlatSlice | None = None
+    shards: list[LocalShard]  # what this rank adds the gradients of
+    group: dist.ProcessGroup  # all ranks of the sum
+    shard_group: dist.ProcessGroup | None = None  # the ranks that divide it, where slices are updated
+    replica_group: dist.ProcessGroup | None = None  # the ranks with the same slices
+    flat_slice: FlatSlice | None = None  # this rank's, where each backward has summed it (ZeRO-2)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the shards."""
         return [shard.parameter for shard in self.shards]
 
 
 @dataclass
 class _StartedSum:
-    """
-    A sum in flight.
-
-    Args:
-        of (`_Sum`): The sum.
-        works (`list`): Its all-reduces.
-        buckets (`list[tuple[list[nn.Parameter], ReduceScatter]]`): Its reduce-scatters, by bucket.
-        slices (`list[tuple[list[nn.Parameter], torch.Tensor]]`): By bucket, the sums of this rank's slices.
-        copied (`list[tuple[LocalShard, torch.Tensor]]`): The sums of shards that are not all of a gradient.
-        used (`torch.Tensor`, *optional*): How many ranks used each parameter.
-    """
+    """A sum in flight."""
 
     of: _Sum
-    works: list[Any] = field(default_factory=list)
-    buckets: list[tuple[list[nn.Parameter], ReduceScatter]] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)  # all-reduces
+    buckets: list[tuple[list[nn.Parameter], ReduceScatter]] = field(default_factory=list)  # reduce-scatters, by bucket
+    # the sums of this rank's slices
     slices: list[tuple[list[nn.Parameter], torch.Tensor]] = field(default_factory=list)
+    # the sums of shards that are not all of a gradient
     copied: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
-    used: torch.Tensor | None = None
+    used: torch.Tensor | None = None  # how many ranks used each parameter
 
 
 class GradientSync:
@@ -101,22 +80,7 @@ class GradientSync:
 
     Sums of the same stages are made of buckets in the order in which a backward completes them, from the last layer to
     the first. Those of complete layers start in the last backward of the stage, the others in the program's order.
-
-    Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. The sum
-    of a shard that is only a region of a gradient is copied back there. Where the optimizer updates slices, the sum of
-    a slice becomes its gradient, and the parameter has none any more. A parameter that none of the ranks used keeps
-    `grad=None`, as on one process, so that the optimizer skips it.
-
-    Args:
-        groups (`Sequence[SyncGroup]`): All sums of the plan.
-        parameters (`Mapping[str, nn.Parameter]`): The parameters of this rank.
-        rank (`int`): This rank.
-        process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
-        slices ([`OptimizerSlices`]): What this rank updates.
-        sums ([`GradientSums`], *optional*): The sums that grow in each backward.
-        layers (`Mapping[str, int]`, *optional*):
-            Parameter -> its layer, -1 for those in no layer or in several; -1 for all by default.
-        regions ([`Regions`], *optional*): Where shards lie that are not all that this rank has of their parameter.
+    Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice.
     """
 
     def __init__(
@@ -146,7 +110,8 @@ class GradientSync:
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
-        self.in_passes = sums or GradientSums()
+        self.in_passes = sums or GradientSums()  # sums that grow in each backward
+        # -1 for those in no layer or in several
         self.layers = {p: -1 if layers is None else layers[name] for name, p in parameters.items()}
         self._same_stages: dict[tuple[StageKey, ...], list[int]] = {}
         for index in self.sums:
@@ -159,13 +124,7 @@ class GradientSync:
         self._prepared: set[nn.Parameter] = set()  # those of which a sum has started in this step
 
     def reach(self, stage: StageKey, layer: int) -> None:
-        """
-        Starts the sums of complete layers, in the last backward of a stage.
-
-        Args:
-            stage (`tuple[str, int, int]`): (module, replica, stage).
-            layer (`int`): Index in the module of the layer that the backward has reached; all after it are complete.
-        """
+        """Starts the sums of all layers after the one that the last backward of a stage has reached."""
         for stages in self._same_stages:
             if stage in stages:
                 self._start_buckets(stages, layer)
@@ -185,10 +144,7 @@ class GradientSync:
         in_passes.used.difference_update(of.parameters)
 
     def _start_buckets(self, stages: tuple[StageKey, ...], reached: int = -2) -> None:
-        """
-        Starts the sums of buckets whose layers all come after `reached`. Of several sums of the same stages all ranks
-        start the buckets in the same order, also those without a backward.
-        """
+        """Starts the sums of buckets after layer `reached`, in one order on all ranks, also without a backward."""
         if stages not in self._left:
             self._left[stages] = self._buckets(self._same_stages[stages])[::-1]
         left = self._left[stages]
@@ -211,7 +167,7 @@ class GradientSync:
         self._used.update(parameter for parameter in parameters if parameter.grad is not None)
 
     def _buckets(self, indices: Sequence[int]) -> list[SumBucket[LocalShard]]:
-        """The buckets of some sums, in the order in which a backward completes them."""
+        """Returns the buckets of some sums, in the order in which a backward completes them."""
         sums = {index: self.sums[index].shards for index in indices}
         return sum_buckets(
             sums,
@@ -233,15 +189,16 @@ class GradientSync:
             work.wait()
         for started in self._started.values():
             for bucket, mine in started.slices:
+                # the sum of a slice becomes its gradient, and the parameter has none any more
                 self._assign(bucket, mine)
-            for shard, summed in started.copied:
+            for shard, summed in started.copied:  # regions of gradients, copied back
                 shard.of(cast(torch.Tensor, shard.parameter.grad)).copy_(summed)
         self._drop_unused()
         for of_step in (self._started, self._left, self._used, self._prepared):
             of_step.clear()
 
     def _drop_unused(self) -> None:
-        """Leaves parameters without a gradient of which no rank had one, in any of their shards on this rank."""
+        """Leaves `grad=None` on parameters that no rank used, as on one process, so that the optimizer skips them."""
         used: set[nn.Parameter] = set()
         for started in self._started.values():
             assert started.used is not None
@@ -275,14 +232,7 @@ def _reduce_scatter(bucket: list[nn.Parameter], group: dist.ProcessGroup) -> Red
 
 @torch.no_grad()
 def _flatten_gradients(bucket: Sequence[LocalShard], copied: list[tuple[LocalShard, torch.Tensor]]) -> torch.Tensor:
-    """
-    One tensor with the gradients of a bucket, zeros where there is none; they become views of it.
-
-    Args:
-        bucket (`Sequence[LocalShard]`): The shards.
-        copied (`list[tuple[LocalShard, torch.Tensor]]`):
-            Gets the regions of gradients, which stay where they are, with the view that belongs there.
-    """
+    """Joins the gradients of a bucket, zeros where there is none, to one tensor that they become views of."""
     gradients = gradients_of([shard.parameter for shard in bucket])
     shards = [shard.of(gradient) for shard, gradient in zip(bucket, gradients, strict=True)]
     pieces = [piece.reshape(-1) for piece in shards]
@@ -291,6 +241,7 @@ def _flatten_gradients(bucket: Sequence[LocalShard], copied: list[tuple[LocalSha
         gradient: Any = shard.parameter.grad
         view = view.view(values.shape)
         if shard.region is not None:
+            # regions of gradients stay where they are
             copied.append((shard, view))
         else:
             shard.parameter.grad = from_shard(view, gradient) if isinstance(gradient, DTensor) else view
@@ -306,16 +257,10 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Te
 
 def gradient_norm(counted: Sequence[nn.Parameter], world: World) -> torch.Tensor:
     """
-    The 2-norm of the gradient of the whole model.
-
-    Args:
-        counted (`Sequence[nn.Parameter]`):
-            The parameters, shards or slices that this rank counts; over all ranks each element is counted once.
-        world ([`World`]): All ranks.
-
-    Returns:
-        `torch.Tensor`: A scalar on the device, equal on all ranks; in float32, or in float64 where gradients are.
+    Returns the 2-norm of the whole model's gradient, a scalar on the device, equal on all ranks; in float32, or in
+    float64 where gradients are.
     """
+    # over all ranks each element is counted once
     gradients = [local(p.grad) for p in counted if p.grad is not None]
     widest = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize, default=torch.float32)
     dtype = torch.promote_types(widest, torch.float32)

@@ -19,7 +19,7 @@ _mesh_numbers = count()
 
 
 def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
-    """Directed pairs of ranks between which a message can travel, in order."""
+    """Lists directed pairs of ranks between which a message can travel, in order."""
     pairs: set[tuple[int, int]] = set()
     for module in plan.modules.values():
         for stages in module.replicas:
@@ -36,7 +36,7 @@ def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
 
 
 def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int]]:
-    """The pairs of ranks between two tp groups, both ways: slice `i` goes from source `i mod a` to target `i`."""
+    """Pairs the ranks of two tp groups, both ways: slice `i` goes from source `i mod a` to target `i`."""
     result = set()
     for index, target in enumerate(targets):
         source = sources[index % len(sources)]
@@ -46,7 +46,7 @@ def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int
 
 
 def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
-    """The cp groups of several ranks, which share the tokens of a row and have the same shards."""
+    """Lists the cp groups of several ranks, which share the tokens of a row and have the same shards."""
     groups = [
         ranks for module in plan.modules.values() for _, _, stage in module.stages() for ranks in stage.cp_groups
     ]
@@ -54,7 +54,7 @@ def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
 
 
 def tp_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
-    """The ranks of each tp group of several ranks, in the order of their shards."""
+    """Lists the ranks of each tp group of several ranks, in the order of their shards."""
     groups = [ranks for module in plan.modules.values() for _, _, stage in module.stages() for ranks in stage.mesh]
     return list(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1))
 
@@ -65,11 +65,6 @@ class ProcessGroups:
 
     The ranks of a group have the order in which the plan writes them, also where that is not ascending: the index of a
     rank in a tp group says which shard and which slice of a message it has.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        sync (`Sequence[SyncGroup]`): The gradient sums.
-        world ([`World`]): The ranks.
     """
 
     def __init__(self, plan: ParallelPlan, sync: Sequence[SyncGroup], world: World):
@@ -99,10 +94,8 @@ class ProcessGroups:
             self._connect(world)
 
     def _connect(self, world: World) -> None:
-        """
-        Uses every group once, in one order on all ranks: NCCL connects a group in its first call, which blocks the
-        host until its peers have come.
-        """
+        """Uses every group once, in one order on all ranks."""
+        # NCCL connects a group in its first call, which blocks the host until its peers have come
         token = torch.zeros(1, device=world.device)
         for ranks in sorted(self.by_ranks):
             dist.all_reduce(token, group=self.by_ranks[ranks])
@@ -113,5 +106,5 @@ class ProcessGroups:
                 dist.recv(token, world.processes[source], group=self.channels[source, target])
 
     def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
-        """The mesh of a tp group, `None` for a single rank."""
+        """Returns the mesh of a tp group, `None` for a single rank."""
         return self.tp_meshes.get(ranks)

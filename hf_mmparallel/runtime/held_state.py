@@ -28,19 +28,11 @@ _IN_FLIGHT_BYTES = 256 * 2**20
 
 @dataclass
 class HeldParameter:
-    """
-    A parameter, or this rank's shard of it, with the optimizer's state for it.
+    """A parameter, or this rank's shard of it, with the optimizer's state for it."""
 
-    Args:
-        values (`torch.Tensor`): Its values; those of the model itself.
-        group (`int`, *optional*): Index of its group in the optimizer; `None` if it is not trained.
-        state (`dict[str, Any]`): State of the optimizer, local tensors and plain values; float32 weights as
-            [`MASTER`].
-    """
-
-    values: torch.Tensor
-    group: int | None = None
-    state: dict[str, Any] = field(default_factory=dict)
+    values: torch.Tensor  # those of the model itself
+    group: int | None = None  # index of its group in the optimizer; `None` if it is not trained
+    state: dict[str, Any] = field(default_factory=dict)  # local tensors and plain values; float32 weights as `MASTER`
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -48,12 +40,7 @@ class HeldParameter:
         return [self.values, *(value for value in self.state.values() if isinstance(value, torch.Tensor))]
 
     def region(self, name: str, region: Region | None) -> HeldParameter:
-        """
-        A region of its values, and of the state that has a value for each of them.
-
-        Raises:
-            `ValueError`: For state of other shapes, which can't be cut.
-        """
+        """Cuts a region out of values and state. Raises `ValueError` for state of other shapes, which can't be cut."""
         if region is None:
             return self
         state = dict(self.state)
@@ -70,13 +57,7 @@ class HeldParameter:
 
     @classmethod
     def joined(cls, pieces: Sequence[tuple[Region | None, HeldParameter]]) -> HeldParameter:
-        """
-        The parameter that pieces make up.
-
-        Args:
-            pieces (`Sequence[tuple[Region | None, HeldParameter]]`):
-                Where each of them lies, `None` for all of it, and its values and state.
-        """
+        """Joins pieces, each with its place, `None` for all of it."""
         region, first = pieces[0]
         if region is None:
             return first
@@ -92,37 +73,22 @@ class HeldParameter:
 
 
 def _is_like(value: Any, values: torch.Tensor) -> bool:
-    """Whether state has a value for each of the values of a parameter."""
+    """Returns whether state has a value for each of the values of a parameter."""
     return isinstance(value, torch.Tensor) and value.shape == values.shape
 
 
 class Transfer(NamedTuple):
-    """
-    A parameter, or a part of it, that one rank sends to another, or keeps for itself.
-
-    Args:
-        name (`str`): The parameter.
-        source (`int`): The rank that has it.
-        target (`int`): The rank that needs it.
-        taken ([`Region`], *optional*): Where it lies in what the source holds; `None` if it is all of that.
-        given ([`Region`], *optional*): Where it lies in what the target needs; `None` if it is all of that.
-    """
+    """A parameter, or a part of it, that one rank sends to another, or keeps for itself."""
 
     name: str
     source: int
     target: int
-    taken: Region | None = None
-    given: Region | None = None
+    taken: Region | None = None  # where it lies in what the source holds; `None` if it is all of that
+    given: Region | None = None  # where it lies in what the target needs; `None` if it is all of that
 
 
 def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, HeldParameter]:
-    """
-    Parameter -> what this rank holds of it.
-
-    Args:
-        model (`nn.Module`): The pruned model of this rank.
-        optimizer (`torch.optim.Optimizer`, *optional*): Its optimizer.
-    """
+    """Returns what this rank holds of each parameter."""
     held = {
         name: HeldParameter(local(parameter).detach())
         for name, parameter in model.named_parameters()
@@ -179,19 +145,8 @@ def exchange(
     held: Mapping[str, HeldParameter], transfers: Iterable[Transfer], world: World
 ) -> tuple[dict[str, HeldParameter], int]:
     """
-    Sends and receives parameters with their state, and puts the parts of each together. Collective.
-
-    All ranks go through the transfers in one order and wait for the oldest ones, so that none waits for another in a
-    circle.
-
-    Args:
-        held (`Mapping[str, HeldParameter]`): What this rank holds.
-        transfers (`Iterable[Transfer]`): All transfers, the same on all ranks.
-        world ([`World`]): The ranks.
-
-    Returns:
-        `dict[str, HeldParameter]`: What this rank has received.
-        `int`: Bytes that all ranks have received.
+    Sends and receives parameters with their state, and joins the parts of each: what this rank has received, and the
+    bytes that all ranks have received. Collective, with the same transfers on all ranks.
     """
     transfers = list(transfers)
     sent = {(t.name, t.taken) for t in transfers if t.source == world.rank}
@@ -201,6 +156,7 @@ def exchange(
     window = _Window()
     num_bytes = 0
     with doing("copying parameters and their state", waits=True):
+        # in one order on all ranks, which wait for the oldest ones, so that none waits for another in a circle
         for name, source, target, taken, given in transfers:
             outline = outlines[source][name, taken]
             num_bytes += outline.num_bytes if source != target else 0
@@ -265,13 +221,8 @@ def give_to_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]
 ) -> None:
     """
-    Lets an optimizer update the trained parameters of a model that has been laid out anew. It has no state after it;
-    [`restore_state`] gives it back.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): The optimizer, with the same groups on all ranks.
-        model (`nn.Module`): The pruned model of this rank.
-        held (`Mapping[str, HeldParameter]`): What this rank holds under the new plan.
+    Lets an optimizer, with the same groups on all ranks, update the trained parameters of a model that has been laid
+    out anew; [`restore_state`] gives its state back.
     """
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -284,11 +235,9 @@ def give_to_optimizer(
 
 
 def _group_for(parameter: torch.Tensor, group: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """
-    The group of a parameter: that of the rank it comes from, or one with the same settings if that has parameters of
-    another kind here. Optimizers don't step on `DTensor`s and plain tensors together, and other ranks may cut it.
-    """
+    """Returns the group of the rank that a parameter comes from, or one with its settings for another kind."""
     alike = (other for other in optimizer.param_groups if settings_of(other) == settings_of(group))
+    # optimizers don't step on `DTensor`s and plain tensors together, and other ranks may cut it
     is_cut = isinstance(parameter, DTensor)
     fits = (one for one in (group, *alike) if all(isinstance(other, DTensor) == is_cut for other in one["params"]))
     return next(fits, group)
@@ -304,6 +253,5 @@ def restore_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, held
 
 
 def _as_entry(value: Any, entry: Any) -> Any:
-    """A rank's part of the state in the form of an entry of the optimizer."""
     is_cut = isinstance(entry, DTensor) and isinstance(value, torch.Tensor) and value.shape == local(entry).shape
     return from_shard(value, entry) if is_cut else value

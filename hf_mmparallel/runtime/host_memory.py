@@ -16,7 +16,7 @@ from .cgroup_memory import cgroup_available_bytes
 
 
 def check_storage(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Raises `ValueError` for a module that streams weights which its training changes."""
+    """Refuses a module that streams weights which its training changes."""
     adapters = adapter_names(spec.parameters)
     for name, module in plan.modules.items():
         layers = spec.modules[name].num_layers
@@ -41,7 +41,7 @@ def available_bytes() -> int:
 
 
 def available_bytes_per_rank(world: World) -> float:
-    """An equal share for each rank of a node of the host memory that is available there. Collective."""
+    """Bytes of host memory for each rank of a node, an equal share of what is available there. Collective."""
     nodes = world.all_gather((platform.node(), available_bytes()), "comparing host memory")
     node = platform.node()
     of_ranks = [available for name, available in nodes if name == node]
@@ -49,15 +49,7 @@ def available_bytes_per_rank(world: World) -> float:
 
 
 def check_host_memory(costs: CostModel, plan: ParallelPlan, world: World) -> None:
-    """
-    Raises `ValueError` on all ranks if the ranks of a node keep more in host memory than it has. Collective if the
-    plan keeps anything there.
-
-    Args:
-        costs (`CostModel`): Memory of layers.
-        plan (`ParallelPlan`): The layout.
-        world ([`World`]): The ranks.
-    """
+    """Raises `ValueError` on all ranks if a node lacks host memory for what a plan keeps there; collective then."""
     if not any(m.storage.offload_optimizer or m.storage.offload_params for m in plan.modules.values()):
         return
     needs = {rank: state.host for rank, state in state_per_rank(plan, stage_memories(costs, plan)).items()}

@@ -1,10 +1,10 @@
 """
 ZeRO-2 and ZeRO-3: gradients are summed, and weights gathered, layer by layer in each pass over a stage.
 
-The scheduler runs a pass on all ranks that divide the parameters of its stage at the same time, with an empty task
-where a replica has no samples, and every rank issues the same collectives in it, in the order of [`pass_actions`].
-Those of a layer that a rank does not compute, or that has no gradient, are issued when the next one is reached or the
-pass ends. No forward or backward can therefore wait for a rank that does not come.
+A pass runs on all ranks that divide the parameters of its stage at the same time, with an empty task where a replica
+has no samples, and every rank issues the same collectives in it, in the order of [`pass_actions`]. Those of a layer
+that a rank does not compute, or that has no gradient, are issued when the next one is reached or the pass ends. No
+forward or backward can therefore wait for a rank that does not come.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Run = str | None
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype of the gradients of a parameter."""
+    """Returns the dtype of the gradients of a parameter."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def gradients_of(bucket: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients of a bucket on this rank, made of zeros where there is none."""
+    """Returns the gradients of a bucket on this rank, made of zeros where there is none."""
     for parameter in bucket:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
@@ -54,28 +54,17 @@ def gradients_of(bucket: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 @dataclass
 class _Unit:
-    """
-    Parameters that are gathered, and whose gradients are summed, at once: those of a layer, or those of no layer.
+    """Parameters that are gathered, and whose gradients are summed, at once: those of a layer, or of no layer."""
 
-    Args:
-        groups (`list[SlicedGroup]`): The parameters, by the ranks that divide them.
-        gathering (`list[Gathering]`): The all-gathers in flight.
-    """
-
-    groups: list[SlicedGroup]
-    gathering: list[Gathering] = field(default_factory=list)
+    groups: list[SlicedGroup]  # by the ranks that divide them
+    gathering: list[Gathering] = field(default_factory=list)  # the all-gathers in flight
 
 
 class GradientSums:
-    """
-    The sums of gradients over the ranks that divide them, which grow from backward to backward.
-
-    Args:
-        before_sum (`Callable[[Sequence[nn.Parameter]], None]`, *optional*): Called with parameters before each sum.
-    """
+    """The sums of gradients over the ranks that divide them, which grow from backward to backward."""
 
     def __init__(self, before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None):
-        self.before_sum = before_sum
+        self.before_sum = before_sum  # called with parameters before each sum
         self.used: set[nn.Parameter] = set()
         self._sums: dict[nn.Parameter, tuple[list[nn.Parameter], torch.Tensor]] = {}  # by the first of a bucket
         self._started: list[tuple[list[nn.Parameter], ReduceScatter]] = []
@@ -107,13 +96,7 @@ class GradientSums:
                 known[1].add_(mine)
 
     def take(self, flat_slice: FlatSlice, parameters: Sequence[nn.Parameter]) -> list[tuple[list[nn.Parameter], Any]]:
-        """
-        The sums of some parameters, by bucket, which are then forgotten; zeros where there was no backward.
-
-        Args:
-            flat_slice ([`FlatSlice`]): This rank's slice of them.
-            parameters (`Sequence[nn.Parameter]`): All parameters of a gradient sum of the plan.
-        """
+        """Takes the sums of some parameters out, by bucket; zeros where there was no backward."""
         self.wait()
         wanted, result = set(parameters), []
         for first in [first for first in self._sums if first in wanted]:
@@ -127,16 +110,7 @@ class GradientSums:
 
 
 class StagePasses:
-    """
-    The passes over one stage on this rank.
-
-    Args:
-        stage ([`ModuleStage`]): The stage.
-        slices ([`OptimizerSlices`]): What this rank has of divided parameters.
-        sums ([`GradientSums`]): The sums of gradients.
-        reshards (`bool`, *optional*, defaults to `True`): See [`pass_actions`].
-        first_backward (`int`, *optional*, defaults to 0): See [`pass_actions`].
-    """
+    """The passes over one stage on this rank; for `reshards` and `first_backward` see [`pass_actions`]."""
 
     def __init__(
         self,
@@ -173,31 +147,20 @@ class StagePasses:
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
     def start_step(self, kinds: Sequence[Kind], runs: Sequence[Run]) -> None:
-        """
-        Before the first pass of a step.
-
-        Args:
-            kinds (`Sequence[str]`): Kind of each pass.
-            runs (`Sequence[Run]`): The forwards through the layers that any rank may have in a pass.
-        """
+        """Prepares the passes of a step: their kinds, and the runs that any rank may have in a pass."""
         num_layers = len(self.units) - 1
         passes = step_passes(kinds, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
         self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
 
     def begin(self, is_empty: bool) -> None:
-        """
-        Starts to gather what the next pass begins with, which may still wait for its input.
-
-        Args:
-            is_empty (`bool`): Whether this rank computes nothing in it.
-        """
-        self._is_empty = is_empty
+        """Starts to gather what the next pass begins with, which may still wait for its input."""
+        self._is_empty = is_empty  # this rank computes nothing in it
         (self._kind, self._actions), self._done = self._passes.pop(), 0
         while self._done < len(self._actions) and self._actions[self._done].op == "gather":
             self._advance()
 
     def compute(self) -> None:
-        """Before the pass computes: waits for what is in no layer."""
+        """Waits, before the pass computes, for what is in no layer."""
         if not self._is_empty:
             self._wait(self.units[REST])
 
@@ -208,7 +171,7 @@ class StagePasses:
         self._kind = None
 
     def _before_forward(self, layer: int) -> None:
-        """Before the forward of a layer, or its repetition in a backward."""
+        """Reaches a layer before its forward, or before its repetition in a backward."""
         if self._kind == "fwd":
             self._reach(layer, self._runs.index(self.stage.modality))
         elif self._kind == "bwd":
@@ -230,7 +193,6 @@ class StagePasses:
                 tensor.register_hook(lambda gradient: self._reach(layer, run))
 
     def _is_computing(self, layer: int) -> bool:
-        """Whether the last action was the computation of a layer."""
         return self._done > 0 and self._actions[self._done - 1] in {
             PassAction("compute", layer, run) for run in range(len(self._runs))
         }
@@ -251,7 +213,6 @@ class StagePasses:
 
     @torch.no_grad()
     def _advance(self) -> None:
-        """Issues the next action."""
         action = self._actions[self._done]
         unit = self.units[action.layer]
         self._done += 1
@@ -281,16 +242,11 @@ class StagePasses:
 
 
 class LastBackward:
-    """
-    Tells in the last backward of a stage which layer it has reached.
-
-    Args:
-        stage ([`ModuleStage`]): The stage.
-        reach (`Callable[[int], None]`): Called with the index of a layer in the module when it is about to run
-            backwards; the gradients of all layers after it are complete.
-    """
+    """Tells in the last backward of a stage which layer it has reached."""
 
     def __init__(self, stage: ModuleStage, reach: Callable[[int], None]):
+        # `reach` gets the index in the module of a layer that is about to run backwards; the gradients of all layers
+        # after it are complete
         self.stage, self.reach = stage, reach
         self._kinds: list[Kind] = []  # of the passes that are left, the next one last
         self._is_last = False
@@ -306,7 +262,7 @@ class LastBackward:
         self._is_last = self._kinds.pop() == "bwd" and "bwd" not in self._kinds
 
     def compute(self) -> None:
-        """See [`StagePasses`]."""
+        """Does nothing, see [`StagePasses`]."""
 
     def end(self) -> None:
         """See [`StagePasses`]."""
@@ -320,45 +276,37 @@ class LastBackward:
 
 
 def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) -> list[SlicedGroup]:
-    """The groups with some parameters only, without those that have none of them."""
+    """Returns the groups with some parameters only, without those that have none of them."""
     wanted = set(members)
     chosen = [SlicedGroup(g.flat_slice, [m for m in g.members if m in wanted], g.zero_stage) for g in groups]
     return [group for group in chosen if group.members]
 
 
 class TaskHooks:
-    """
-    What happens beside the computation in the tasks of this rank.
-
-    Args:
-        by_stage (`Mapping[StageKey, StagePasses | LastBackward]`, *optional*): By stage; nothing by default.
-
-    Attributes:
-        runs (`Mapping[str, Sequence[Run]]`): Encoder -> the modalities that any rank encodes in this step.
-    """
+    """What happens beside the computation in the tasks of this rank."""
 
     def __init__(self, by_stage: Mapping[StageKey, StagePasses | LastBackward] | None = None):
         self.by_stage = by_stage or {}
-        self.runs: Mapping[str, Sequence[Run]] = {}
+        self.runs: Mapping[str, Sequence[Run]] = {}  # encoder -> modalities that any rank encodes in this step
 
     def start_step(self, actions: Sequence[Action]) -> None:
-        """Before the first of this rank's actions in a step."""
+        """Called before the first of this rank's actions in a step."""
         tasks = [action.task for action in actions if action.task is not None]
         for key, passes in self.by_stage.items():
             kinds: list[Kind] = [task.kind for task in tasks if task.stage_key == key]
             passes.start_step(kinds, self.runs.get(key[0], (None,)))
 
     def begin(self, task: Task, is_empty: bool) -> None:
-        """Before a task waits for its input."""
+        """Called before a task waits for its input."""
         if task.stage_key in self.by_stage:
             self.by_stage[task.stage_key].begin(is_empty)
 
     def compute(self, task: Task) -> None:
-        """Before a task computes."""
+        """Called before a task computes."""
         if task.stage_key in self.by_stage:
             self.by_stage[task.stage_key].compute()
 
     def end(self, task: Task) -> None:
-        """After a task has computed."""
+        """Called after a task has computed."""
         if task.stage_key in self.by_stage:
             self.by_stage[task.stage_key].end()

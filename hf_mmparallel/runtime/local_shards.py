@@ -14,34 +14,25 @@ from ..plan import ParameterShards, ParameterSpec
 
 @dataclass(frozen=True)
 class Region:
-    """
-    Some of the rows or columns of a tensor.
-
-    Args:
-        dim (`int`): The dimension.
-        start (`int`): First index in each block.
-        stop (`int`): One past the last index in each block.
-        size (`int`): Indices of each block.
-        num_blocks (`int`, *optional*, defaults to 1): Equal blocks of the dimension.
-    """
+    """Some of the rows or columns of a tensor."""
 
     dim: int
-    start: int
-    stop: int
-    size: int
-    num_blocks: int = 1
+    start: int  # first index in each block
+    stop: int  # one past the last index in each block
+    size: int  # indices of each block
+    num_blocks: int = 1  # equal blocks of the dimension
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor, in its memory; the blocks have a dimension of their own."""
+        """Returns these elements of a tensor, in its memory; the blocks have a dimension of their own."""
         blocks = tensor.unflatten(self.dim, (self.num_blocks, self.size))
         return blocks.narrow(self.dim + 1, self.start, self.stop - self.start)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """These elements of a tensor in memory of their own, blocks one after the other."""
+        """Copies these elements of a tensor into memory of their own, blocks one after the other."""
         return self.of(tensor).flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
 
     def blank(self, elements: torch.Tensor) -> torch.Tensor:
-        """A tensor without values of which [`~Region.copied`] would give tensors like `elements`."""
+        """Makes a tensor without values of which [`~Region.copied`] would give tensors like `elements`."""
         shape = (*elements.shape[: self.dim], self.num_blocks * self.size, *elements.shape[self.dim + 1 :])
         return elements.new_empty(shape)
 
@@ -57,14 +48,7 @@ Regions = Mapping[tuple[str, tuple[int, ...]], Region]
 def local_regions(
     parameters: Mapping[str, ParameterSpec], shards: Mapping[str, ParameterShards], rank: int
 ) -> dict[tuple[str, tuple[int, ...]], Region]:
-    """
-    Where the shards lie of those parameters of which a rank has several.
-
-    Args:
-        parameters (`Mapping[str, ParameterSpec]`): The parameters of the whole model.
-        shards (`Mapping[str, ParameterShards]`): Where each of them lives.
-        rank (`int`): The rank.
-    """
+    """Finds where the shards lie of those parameters of which a rank has several, by parameter and holders."""
     result = {}
     for name, of_parameter in shards.items():
         held = [] if of_parameter.zero_stage else of_parameter.on_rank(rank)
@@ -82,21 +66,15 @@ def local_regions(
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """
-    A shard on this rank.
-
-    Args:
-        parameter (`nn.Parameter`): The parameter.
-        region ([`Region`], *optional*): Where it lies in this rank's part of it; `None` if it is all of that.
-    """
+    """A shard on this rank."""
 
     parameter: nn.Parameter
-    region: Region | None = None
+    region: Region | None = None  # where it lies in this rank's part of the parameter; `None` if it is all of that
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The shard of a tensor with the layout of the parameter, such as its gradient; in its memory."""
+        """Returns the shard of a tensor with the layout of the parameter, such as its gradient; in its memory."""
         return local(tensor) if self.region is None else self.region.of(local(tensor))
 
     def numel(self) -> int:
-        """Number of its elements."""
+        """Counts its elements."""
         return self.of(self.parameter).numel()

@@ -19,49 +19,26 @@ from .transport import Handle, Transport
 
 @dataclass
 class _ReceivedSlice:
-    """
-    A slice of a route that arrives on this rank.
-
-    Args:
-        slice ([`Slice`]): The slice.
-        index (`torch.Tensor`, *optional*): Indices of its tokens among those of the task; `None` for tokens in order.
-        buffer (`torch.Tensor`, *optional*): Receive buffer; `None` for a slice that stays on this rank.
-    """
+    """A slice of a route that arrives on this rank."""
 
     slice: Slice
-    index: Tensor | None
-    buffer: Tensor | None
+    index: Tensor | None  # of its tokens among those of the task; `None` for tokens in order
+    buffer: Tensor | None  # `None` for a slice that stays on this rank
 
 
 @dataclass
 class Incoming:
-    """
-    A message that this rank receives.
-
-    Args:
-        message (`Message`): The message.
-        payload ([`Payload`]): Its payload.
-        routes (`list[tuple[Route, torch.Tensor | None]]`): Its routes that end on this rank.
-        slices (`list[list[_ReceivedSlice]]`): The slices of each route that arrive on this rank.
-        handles (`list[Handle]`): The receives that are posted.
-    """
+    """A message that this rank receives."""
 
     message: Message
     payload: Payload
-    routes: Sequence[IndexedRoute]
-    slices: list[list[_ReceivedSlice]] = field(default_factory=list)
-    handles: list[Handle] = field(default_factory=list)
+    routes: Sequence[IndexedRoute]  # those that end on this rank
+    slices: list[list[_ReceivedSlice]] = field(default_factory=list)  # of each route
+    handles: list[Handle] = field(default_factory=list)  # the receives that are posted
 
 
 class MessageQueues:
-    """
-    Receives and sends of one step on one rank.
-
-    Args:
-        transport (`Transport`): Carries messages to other ranks.
-        groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
-        device (`torch.device`): Device of the buffers.
-    """
+    """Receives and sends of one step on one rank."""
 
     def __init__(self, transport: Transport, groups: Mapping[tuple[int, ...], Any], device: torch.device):
         self.transport = transport
@@ -73,11 +50,11 @@ class MessageQueues:
         self._sent: dict[Task, list[Handle]] = {}
 
     def empty(self, num_tokens: int, payload: Payload) -> Tensor:
-        """A buffer for tokens of a payload."""
+        """Makes a buffer for tokens of a payload."""
         return torch.empty(num_tokens, payload.width, dtype=payload.dtype, device=self.device)
 
     def zeros(self, num_tokens: int, payload: Payload) -> Tensor:
-        """A buffer of zeros for tokens of a payload."""
+        """Makes a buffer of zeros for tokens of a payload."""
         return self.empty(num_tokens, payload).zero_()
 
     # Receiving
@@ -106,22 +83,14 @@ class MessageQueues:
                 handle.wait()
 
     def arrived(self, task: Task) -> list[Incoming]:
-        """
-        The messages to a task, in the same order on all of its ranks, as the collectives that follow need; ranks may
-        post receives in different orders.
-        """
+        """Returns the messages to a task, in the same order on all of its ranks."""
+        # the collectives that follow need one order; ranks may post receives in different orders
         return sorted(self._received.pop(task, ()), key=lambda incoming: incoming.message)
 
     def gather(self, incoming: Incoming) -> list[tuple[Tensor, Tensor | None]]:
         """
-        All tokens of an activation that this cp rank receives.
-
-        Args:
-            incoming ([`Incoming`]): The message.
-
-        Returns:
-            `list[tuple[torch.Tensor, torch.Tensor | None]]`: The tokens `[num_tokens, width]` of each route that has
-            some, and their indices among those of the task, `None` for all in order.
+        Returns the tokens `[num_tokens, width]` of each route of an activation that has some on this cp rank, and
+        their indices among those of the task, `None` for all in order.
         """
         result = []
         for (route, index), arriving in zip(incoming.routes, incoming.slices, strict=True):
@@ -131,7 +100,7 @@ class MessageQueues:
         return result
 
     def _gathered(self, route: Route, payload: Payload, tensors: Sequence[Tensor]) -> Tensor:
-        """The tokens of a route, of which each rank of the consumer's tp group has a slice."""
+        """Joins the tokens of a route, of which each rank of the consumer's tp group has a slice."""
         if len(route.consumers) == 1:
             return tensors[0]
         size = slice_size(route.num_tokens, len(route.consumers))
@@ -143,14 +112,7 @@ class MessageQueues:
         return full[: route.num_tokens]
 
     def sum_gradients(self, messages: Sequence[Incoming], num_tokens: int, tp_group: tuple[int, ...]) -> Tensor:
-        """
-        The gradient of outputs of a task: the sum of the gradients that its consumers returned.
-
-        Args:
-            messages (`Sequence[Incoming]`): Gradients of the same outputs, at least one.
-            num_tokens (`int`): Tokens of these outputs on this rank.
-            tp_group (`tuple[int, ...]`): The ranks that hold the same tokens, each of which received other slices.
-        """
+        """Sums the gradients of the same outputs of a task that its consumers returned."""
         total = self.zeros(num_tokens, messages[0].payload)
         for incoming in messages:
             for arriving in incoming.slices:
@@ -161,11 +123,11 @@ class MessageQueues:
                     else:
                         total.index_add_(0, received.index.to(total.device), tokens)
         if num_tokens and len(tp_group) > 1:
+            # the ranks hold the same tokens, and each received other slices
             dist.all_reduce(total, group=self.groups[tp_group])
         return total
 
     def _tensor(self, incoming: Incoming, received: _ReceivedSlice) -> Tensor:
-        """The tokens of a slice that has arrived."""
         if received.buffer is not None:
             return received.buffer
         return self._staying.pop((incoming.message, received.slice))
@@ -173,15 +135,7 @@ class MessageQueues:
     # Sending
 
     def send(self, message: Message, payload: Payload, routes: Sequence[IndexedRoute], tokens: Tensor) -> None:
-        """
-        Sends this rank's slices of a message, or keeps them when they stay on this rank.
-
-        Args:
-            message (`Message`): The message.
-            payload ([`Payload`]): Its payload.
-            routes (`Sequence[tuple[Route, torch.Tensor | None]]`): The routes of it that begin on this rank.
-            tokens (`torch.Tensor` of shape `[num_tokens, width]`): All tokens of the payload on this rank.
-        """
+        """Sends this rank's slices of a message, of `tokens` `[num_tokens, width]`, or keeps those that stay on it."""
         for route, index in routes:
             on_route = select(tokens, index).to(payload.dtype)
             for slice_ in route.slices:
@@ -214,11 +168,10 @@ class MessageQueues:
 
 
 def _direction(message: Message, slice_: Slice) -> tuple[int, int]:
-    """The rank that sends a slice of a message, and the one that receives it."""
+    """Returns the rank that sends a slice of a message, and the one that receives it."""
     ends = slice_.producer, slice_.consumer
     return ends if message.kind == "act" else (ends[1], ends[0])
 
 
 def _index_of(index: Tensor | None, slice_: Slice) -> Tensor | None:
-    """Indices of the tokens of a slice among those of the task."""
     return None if index is None else index[slice_.start : slice_.stop]

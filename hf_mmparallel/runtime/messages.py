@@ -14,13 +14,7 @@ IndexedRoute = tuple[Route, torch.Tensor | None]
 
 
 class StepMessages:
-    """
-    Layouts of the messages of one step on one rank, derived from the payloads and this rank's inputs.
-
-    Args:
-        payloads ([`Payloads`]): The payloads of the plan.
-        inputs ([`StepInputs`]): The inputs of the step.
-    """
+    """Layouts of the messages of one step on one rank, derived from the payloads and this rank's inputs."""
 
     def __init__(self, payloads: Payloads, inputs: StepInputs):
         self.payloads = payloads
@@ -31,16 +25,8 @@ class StepMessages:
 
     def routes(self, message: Message, task: Task, num_tokens: int) -> list[IndexedRoute]:
         """
-        The routes of a message that begin or end on this rank.
-
-        Args:
-            message (`Message`): The message.
-            task (`Task`): The end of the message whose task this rank runs.
-            num_tokens (`int`): Number of tokens of the payload that the task has on this rank.
-
-        Returns:
-            `list[tuple[Route, torch.Tensor | None]]`: The routes, each with the indices of its tokens among those
-            that the task has on this rank, `None` for all of them in order.
+        Returns the routes of a message that begin or end on this rank, each with the indices of its tokens among the
+        `num_tokens` that the task of this rank has here, `None` for all of them in order.
         """
         payload, rank = self.payload(message), self.inputs.rank
         is_producer = task.key == ends_of(message)[0].key
@@ -57,17 +43,14 @@ class StepMessages:
     def _feature_routes(
         self, message: Message, features: tuple[FeatureSpec, ...], is_producer: bool
     ) -> tuple[torch.Tensor, list[Route]]:
-        """
-        The index of each token of a message at the end that this rank runs, and all routes of the message.
-
-        The other end may be a task of other ranks only. With a single cp rank nothing about it is needed; otherwise
-        this rank has the sharding of its tokens.
-        """
+        """Returns the index of each token of a message at the end that this rank runs, and all of its routes."""
         payload, (producer, consumer) = self.payload(message), ends_of(message)
         here, there = (producer, consumer) if is_producer else (consumer, producer)
         shared = set(self.inputs.samples(consumer))
         samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
         cp_ranks, indices = self.inputs.feature_owners(here, features).select(samples)
+        # The other end may be a task of other ranks only. With a single cp rank nothing about it is needed; otherwise
+        # this rank has the sharding of its tokens.
         other_cp_ranks = None
         if self.inputs.planned_stage(there).cp_size > 1:
             other_cp_ranks, _ = self.inputs.feature_owners(there, features).select(samples)
@@ -76,7 +59,7 @@ class StepMessages:
         return indices, feature_routes(len(indices), *meshes, *ends)
 
     def shapes(self, payload: Payload, task: Task) -> list[torch.Size]:
-        """Shapes of the tensors of a payload that enter a task on this rank."""
+        """Returns shapes of the tensors of a payload that enter a task on this rank."""
         if payload.features is None:
             return self.inputs.hidden_shapes(task)
         owners = self.inputs.feature_owners(task, payload.features)

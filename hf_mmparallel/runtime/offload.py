@@ -2,7 +2,7 @@
 The optimizer's step on the CPU, for entries whose state is in host memory.
 
 Bucket by bucket gradients come to the host, the CPU updates the copies of the weights there, and the weights go back.
-On a GPU both directions have a stream of their own, so that the copies of one bucket overlap with the step of another.
+On a GPU both directions have a stream of their own, so that copies of one bucket overlap with the step of another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def check_offloaded(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `ValueError` for an optimizer whose step can't be on the CPU."""
+    """Refuses an optimizer whose step can't be on the CPU."""
     if type(optimizer) not in _SUPPORTED:
         name = f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
         raise ValueError(
@@ -42,14 +42,13 @@ class _Copies:
         self.stream: Any = torch.Stream(device) if device.type != "cpu" else None
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Copies in this context come after what the device has been given to do."""
+        """Lets copies in this context come after what the device has been given to do."""
         if self.stream is None:
             return contextlib.nullcontext()
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
         return self.stream
 
     def mark(self) -> Any:
-        """An event after the copies that were started."""
         return None if self.stream is None else self.stream.record_event()
 
     def join(self) -> None:
@@ -58,20 +57,12 @@ class _Copies:
             torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Waits for the copies."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class OffloadedStep:
-    """
-    The part of an optimizer's step that runs on the CPU, called before the step on the device. It leaves the offloaded
-    entries without a gradient, so that the optimizer itself skips them.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): Adam or AdamW, with copies in host memory among its entries.
-        device (`torch.device`): The device of the weights.
-    """
+    """The part of a step of Adam or AdamW that runs on the CPU, called before the step on the device."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device):
         self.to_host, self.to_device = _Copies(device), _Copies(device)
@@ -95,7 +86,7 @@ class OffloadedStep:
             self._update(optimizer, bucket)
             with self.to_device.on_stream():
                 for entry in bucket:
-                    entry.grad = None
+                    entry.grad = None  # the optimizer itself skips the entry
                     mark_updated(entry)
                     local(copied_from(entry)).copy_(entry, non_blocking=True)
         self.to_device.join()
@@ -116,7 +107,6 @@ class OffloadedStep:
         return self.to_host.mark()
 
     def _update(self, optimizer: torch.optim.Optimizer, bucket: Sequence[Any]) -> None:
-        """Updates the copies of a bucket."""
         members = {id(entry) for entry in bucket}
         groups = [
             {**group, "params": [entry for entry in group["params"] if id(entry) in members]}
@@ -129,7 +119,7 @@ class OffloadedStep:
                 _fused(optimizer, group).step()
 
     def _update_by_deepspeed(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """The update of one group by DeepSpeed's kernel, with state as torch has it."""
+        """Updates one group by DeepSpeed's kernel, with state as torch has it."""
         for entry in group["params"]:
             state = optimizer.state[entry]
             if not state:
@@ -161,7 +151,7 @@ def _aligned_bytes(entry: torch.Tensor) -> int:
 
 
 def _buckets(entries: Sequence[Any]) -> list[list[Any]]:
-    """Consecutive entries of up to [`OFFLOAD_BUCKET_BYTES`]; a larger one has its own."""
+    """Groups consecutive entries of up to [`OFFLOAD_BUCKET_BYTES`]; a larger one has its own bucket."""
     result: list[list[Any]] = []
     size = 0
     for entry in entries:
@@ -179,7 +169,7 @@ def _fits_deepspeed(group: dict[str, Any]) -> bool:
 
 
 def _fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
-    """An optimizer of the same class and state with one group, which uses torch's fused kernel of the CPU."""
+    """Makes an optimizer of the same class and state with one group, which uses torch's fused kernel of the CPU."""
     result: Any = object.__new__(type(optimizer))
     result.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     settings = {"fused": True, "foreach": None, "capturable": False, "differentiable": False}
@@ -189,7 +179,7 @@ def _fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
 
 
 def _deepspeed_adam(optimizer: torch.optim.Optimizer) -> Any:
-    """A `DeepSpeedCPUAdam` whose kernel updates our tensors; `None` without deepspeed or a compiler for its kernel."""
+    """Makes a `DeepSpeedCPUAdam` for our tensors; `None` without deepspeed or a compiler for its kernel."""
     if importlib.util.find_spec("deepspeed") is None:
         return None
     from deepspeed.ops.adam import DeepSpeedCPUAdam

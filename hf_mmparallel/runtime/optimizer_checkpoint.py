@@ -37,7 +37,7 @@ Offsets = dict[str, dict[str, int]]
 
 
 def _plain_value(value: Any, what: str) -> Any:
-    """A value as it is saved; raises `ValueError` for one that could not be read without executing code."""
+    """Returns a value as it is saved; raises `ValueError` for one that only executed code could read."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
@@ -53,13 +53,7 @@ def _is_key(value: Any) -> bool:
 
 
 class _Collected:
-    """
-    The optimizer state that this rank writes, or whose shards it gives to the rank that does.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's.
-        sharded ([`ShardedModel`]): The model.
-    """
+    """The optimizer state that this rank writes, or whose shards it gives to the rank that does."""
 
     def __init__(self, optimizer: Any, sharded: ShardedModel):
         world = sharded.world
@@ -77,7 +71,7 @@ class _Collected:
                     self._add(name, parameter, settings, state)
 
     def _is_needed(self, name: str, entry: torch.Tensor, sharded: ShardedModel) -> bool:
-        """Whether this rank writes a parameter's state, or gives its shard or slice to the rank that does."""
+        """Returns whether this rank writes a parameter's state, or gives its part to the rank that does."""
         flat_slice, whole = slice_of(entry), whole_parameter(entry)
         if flat_slice is None:
             return name in self.owned or is_on_mesh(whole, self.owners[name])
@@ -104,11 +98,9 @@ class _Collected:
         self.entries[name] = {"settings": settings, "tensors": kinds, "values": values}
 
     def whole_tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """
-        Yields (key, whole tensor) of what this rank writes of a parameter. The ranks of a tp group or shard group pass
-        their tensors in one order, so each has to iterate to the end.
-        """
+        """Yields (key, whole tensor) of what this rank writes of a parameter."""
         entry = self.parameters[name]
+        # the ranks of a tp group or shard group pass tensors in one order, so each has to iterate to the end
         for key, tensor in self.tensors[name].items():
             value = join(tensor, entry) if tensor.shape == entry.shape else tensor
             if isinstance(value, DTensor) and is_on_mesh(value, self.owners[name]):
@@ -121,24 +113,13 @@ def save_optimizer(
     optimizer: torch.optim.Optimizer, sharded: ShardedModel, writes: Writes, groups: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
     """
-    Writes the state of every rank's optimizer to `optimizer.pt`. Called by all ranks.
+    Writes the state of every rank's optimizer to `optimizer.pt`; returns, on the first rank, the settings of the
+    written groups. Collective.
 
-    The stock Trainer can go on from it, unless parameters are grouped in another way than it would on the whole model,
-    or ranks have state of their own (8-bit optimizers under tensor parallelism or ZeRO). It then ends with "different
-    number of parameter groups", as there is an empty group more.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's, with any tensors and numbers as state.
-        sharded ([`ShardedModel`]): The model, which gives parameters their names and owners.
-        writes ([`Writes`]): Into a folder on a file system that all ranks share; made if needed.
-        groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
-
-    Returns:
-        `list[dict[str, Any]]`: On the first rank, the settings of the groups that were written; empty elsewhere.
-
-    Raises:
-        `ValueError`: On all ranks, for state or hyperparameters that are neither tensors nor plain values.
-        `OSError`: On all ranks, if the first rank can't write the file.
+    The stock Trainer can go on from it, unless parameters are grouped in another way than it would on the whole model
+    (`groups`), or ranks have state of their own (8-bit optimizers under tensor parallelism or ZeRO). It then ends with
+    "different number of parameter groups", as there is an empty group more. On all ranks raises `ValueError` for state
+    or hyperparameters that are neither tensors nor plain values, and `OSError` if the first rank can't write.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     path = writes.folder / STATE
@@ -178,7 +159,7 @@ def _merged(every: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def _grouped(
     merged: Mapping[str, dict[str, Any]], groups: Sequence[Sequence[str]]
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """(settings, names) of each group that is written."""
+    """Lists (settings, names) of each group that is written."""
     result: list[tuple[dict[str, Any], list[str]]] = []
     by_id = [{id(e): e for e in (merged[n]["settings"] for n in names if n in merged)} for names in groups]
     settings = [list(different.values()) for different in by_id]
@@ -231,12 +212,7 @@ def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[
 
 
 class _Values:
-    """
-    A file whose tensors have their offsets.
-
-    Args:
-        path (`Path`): The file.
-    """
+    """A file whose tensors have their offsets in bytes."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -246,7 +222,6 @@ class _Values:
         return self.path.open("r+b")
 
     def write(self, offset: int, tensor: torch.Tensor) -> None:
-        """Writes a tensor at its offset."""
         self._file.seek(offset)
         self._file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 

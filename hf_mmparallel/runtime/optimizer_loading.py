@@ -32,23 +32,13 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     folder: str | Path,
-    groups: Sequence[Sequence[str]],
+    groups: Sequence[Sequence[str]],  # the trained parameters, in the stock Trainer's groups
     world: World,
 ) -> None:
     """
     Reads a checkpoint of `save_optimizer` under any layout, or of the stock Trainer, also under FSDP2 or DeepSpeed,
-    into the optimizer of every rank without a change of any bit. Collective.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's, new or used.
-        model (`nn.Module`): The pruned model of this rank.
-        folder (`str` or `Path`): The checkpoint.
-        groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
-        world ([`World`]): The ranks.
-
-    Raises:
-        `ValueError`:
-            On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
+    into the optimizer of every rank without a change of any bit. Collective; raises `ValueError` on all ranks if the
+    state can't be read, belongs to another model or can't be cut to this layout.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
 
@@ -62,11 +52,8 @@ def load_optimizer(
 def apply_state(
     optimizer: Any, states: Mapping[Any, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    """
-    Gives an optimizer the state of each of its parameters and the settings of each of its groups. Copies of weights
-    get their saved values, or those of the weights.
-    """
-    refresh_copies(optimizer)
+    """Gives an optimizer the state of each of its parameters and the settings of each of its groups."""
+    refresh_copies(optimizer)  # those without saved values get those of the weights
     for parameter, state in states.items():
         state = dict(state)
         master = state.pop(MASTER, None)
@@ -87,17 +74,15 @@ def apply_state(
 
 
 def _as_wide(key: str, value: Any, like: torch.Tensor) -> Any:
-    """A value of the state with the dtype of `like`, if it has a number for each of its elements."""
+    """Casts a value of the state to the dtype of `like`, if it has a number for each of its elements."""
     is_of_elements = isinstance(value, torch.Tensor) and value.shape == like.shape and key != "step"
     return value.to(like.dtype) if is_of_elements and value.is_floating_point() else value
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """
-    The content of a file of optimizer state; tensors are read when they are used.
-
-    Raises:
-        `ValueError`: For a file that is not there, is cut short, or holds more than tensors and plain values.
+    Reads a file of optimizer state, tensors when they are used; raises `ValueError` for a file that is not there, is
+    cut short, or holds more than tensors and plain values.
     """
     check_complete(path.parent, path.name)
     try:
@@ -197,7 +182,7 @@ def _states(
 
 
 def another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: Sequence[int] | None) -> ValueError:
-    """The error for the state of a parameter that is missing or has another shape."""
+    """Returns the error for the state of a parameter that is missing or has another shape."""
     has = "nothing" if shape is None else f"shape {tuple(shape)}"
     return ValueError(
         f"`{folder}` is the optimizer state of another model: it has {has} for `{name}` of shape "
@@ -206,7 +191,7 @@ def another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: S
 
 
 def same_settings(saved: list[dict[str, Any]], index: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The settings that the parameters of a group were saved with; raises `ValueError` where they differ."""
+    """Returns the settings that a group's parameters were saved with; raises `ValueError` where they differ."""
     if any(other != saved[0] for other in saved):
         raise ValueError(
             f"`{folder}` was saved with other parameter groups: those of group {index} (`{names[0]}`, ...) had "
@@ -216,19 +201,18 @@ def same_settings(saved: list[dict[str, Any]], index: int, names: Sequence[str],
 
 
 def on_host(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer has an entry in host memory: torch's step counters, unless a kernel reads them."""
+    """Returns whether an entry is in host memory: torch's step counters, unless a kernel reads them."""
     return key == "step" and not (group.get("fused") or group.get("capturable"))
 
 
 def _may_be_state(shape: torch.Size, of: torch.Size) -> bool:
-    """Whether a tensor can belong to a parameter of shape `of`: other dimensions, or some of them summed up."""
+    """Returns whether a tensor can belong to a parameter of shape `of`: other dimensions, or some summed up."""
     return len(shape) != len(of) or all(mine in (1, its) for mine, its in zip(shape, of, strict=True))
 
 
 def _state_of(
     name: str, parameter: Any, saved: Mapping[str, Any], group: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """The state of one parameter on this rank."""
     whole, suffix = whole_parameter(parameter), rank_local_suffix(parameter)
     shapes = [value.shape for value in saved.values() if isinstance(value, torch.Tensor)]
     strange = [shape for shape in shapes if not _may_be_state(shape, whole.shape)]
@@ -256,7 +240,7 @@ def _state_of(
 
 
 def _on_rank(value: torch.Tensor, parameter: Any, is_cut: bool, on_host: bool) -> torch.Tensor:
-    """A copy of a tensor of the file, or of this rank's shard or slice of it."""
+    """Copies a tensor of the file, or this rank's shard or slice of it."""
     if not is_cut:
         return value.to("cpu" if on_host else parameter.device, copy=True)
     whole: Any = whole_parameter(parameter)

@@ -15,23 +15,23 @@ STATE = "optimizer.pt"
 
 
 def named_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
-    """Names of the parameters of each group of an optimizer."""
+    """Names the parameters of each group of an optimizer."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[by_id[id(whole_parameter(p))] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group."""
+    """Returns the hyperparameters of a group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def is_rank_local(key: str) -> bool:
-    """Whether a key of the state is of use only to the same rank of a tp group or shard group of the same size."""
+    """Returns whether a key of the state is only for the same rank of a tp group or shard group of the same size."""
     return "@" in key
 
 
 def rank_local_suffix(parameter: torch.Tensor) -> str:
-    """Suffix of the keys of one rank's state of an entry of an optimizer; empty for a whole parameter."""
+    """Returns the suffix of the keys of one rank's state of an entry; empty for a whole parameter."""
     whole, flat_slice, suffix = whole_parameter(parameter), slice_of(parameter), ""
     if isinstance(whole, DTensor):
         suffix += f"@{whole.device_mesh.get_local_rank()}of{whole.device_mesh.size()}"
@@ -41,7 +41,7 @@ def rank_local_suffix(parameter: torch.Tensor) -> str:
 
 
 def cant_be_cut(key: str, name: str) -> ValueError:
-    """The error for state that can only be read with the sharding that it was saved with."""
+    """Returns the error for state that can only be read with the sharding that it was saved with."""
     return ValueError(
         f"The optimizer's `{key}` of `{name}` is a rank's own tensor and can't be cut anew. Resume with the same "
         f"`tp_size`, `zero_stage` and `shard_size`."

@@ -35,31 +35,24 @@ def slice_length(numel: int, num_slices: int) -> int:
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """
-    Slice `index` of `num_slices` of a flattened tensor. All slices but the last ones have the same length.
-
-    Args:
-        index (`int`): Index of the slice.
-        num_slices (`int`): Number of slices, one on each rank of a shard group.
-        group (`ProcessGroup`): The shard group.
-    """
+    """Slice `index` of `num_slices` of a flattened tensor. All slices but the last ones have the same length."""
 
     index: int
-    num_slices: int
-    group: Any
+    num_slices: int  # one on each rank of the group
+    group: Any  # the process group of the ranks that divide the tensor
 
     def length(self, numel: int) -> int:
         """See [`slice_length`]."""
         return slice_length(numel, self.num_slices)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice of a contiguous tensor, one-dimensional; shares its memory."""
+        """Returns the slice of a contiguous tensor, one-dimensional; shares its memory."""
         length = self.length(tensor.numel())
         start = min(self.index * length, tensor.numel())
         return tensor.view(-1)[start : start + length]
 
     def whole(self, values: torch.Tensor, numel: int) -> torch.Tensor:
-        """The flattened tensor of `numel` elements, of which each rank of the group has its slice. Collective."""
+        """Gathers the flattened tensor of `numel` elements from the slices of the ranks of the group. Collective."""
         length = self.length(numel)
         gathered = values.new_empty(length * self.num_slices)
         dist.all_gather_single(gathered, padded(values, length), group=self.group)
@@ -67,17 +60,17 @@ class FlatSlice:
 
 
 def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """The model's own parameter of an entry of an optimizer, which may be a rank's shard or slice of it."""
+    """Returns the model's own parameter of an optimizer's entry, which may be a rank's shard or slice of it."""
     return getattr(parameter, "sharded_parameter", parameter)
 
 
 def slice_of(parameter: torch.Tensor) -> FlatSlice | None:
-    """The slice that an entry of an optimizer is of the model's parameter; `None` if it is no slice."""
+    """Returns the slice that an optimizer's entry is of the model's parameter; `None` if it is no slice."""
     return getattr(parameter, "flat_slice", None)
 
 
 def local_shard(parameter: torch.Tensor, flat_slice: FlatSlice | None = None) -> Any:
-    """A plain parameter that shares the memory of a rank's shard of a parameter, or of a slice of that."""
+    """Makes a plain parameter that shares the memory of a rank's shard of a parameter, or of a slice of that."""
     values = local(parameter).detach()
     assert values.is_contiguous(), "an optimizer would make a copy"
     shard: Any = nn.Parameter(values if flat_slice is None else flat_slice.of(values), parameter.requires_grad)
@@ -87,12 +80,8 @@ def local_shard(parameter: torch.Tensor, flat_slice: FlatSlice | None = None) ->
 
 def join(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """
-    State of an entry of an optimizer in the form of the model's parameter: a `DTensor`, or whole. Collective over the
-    shard group of a slice.
-
-    Args:
-        value (`torch.Tensor`): State with a value for each element of the entry.
-        parameter (`torch.Tensor`): The entry.
+    Gives state with a value for each element of an entry the form of the model's parameter: a `DTensor`, or whole.
+    Collective over the shard group of a slice.
     """
     whole, flat_slice = whole_parameter(parameter), slice_of(parameter)
     if not isinstance(value, DTensor):
@@ -105,16 +94,9 @@ def join(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SlicedGroup:
-    """
-    Parameters of this rank that the same ranks divide.
+    """Parameters of this rank that the same ranks divide."""
 
-    Args:
-        flat_slice ([`FlatSlice`]): This rank's slice of each.
-        members (`list[nn.Parameter]`): The parameters.
-        zero_stage (`int`): See [`SyncGroup`].
-    """
-
-    flat_slice: FlatSlice
+    flat_slice: FlatSlice  # this rank's slice of each
     members: list[nn.Parameter]
     zero_stage: int
 
@@ -129,20 +111,7 @@ Gathering = tuple[Any, torch.Tensor, FlatSlice, Sequence[nn.Parameter]]
 
 
 class OptimizerSlices:
-    """
-    The slices that this rank's optimizer updates, and the gathering of weights after its step.
-
-    Args:
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums of the plan, and the frozen parameters that are divided.
-        parameters (`Mapping[str, nn.Parameter]`): See [`~OptimizerSlices.take`].
-        rank (`int`): This rank.
-        process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
-
-    Attributes:
-        groups (`list[SlicedGroup]`): The parameters that are divided, by the ranks that divide them.
-        by_parameter (`dict[nn.Parameter, nn.Parameter]`): Parameter -> its slice.
-        freed (`set[nn.Parameter]`): Those that only have memory while they are gathered.
-    """
+    """The slices that this rank's optimizer updates, and the gathering of weights after its step."""
 
     def __init__(
         self,
@@ -152,8 +121,8 @@ class OptimizerSlices:
         process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
     ):
         self.groups: list[SlicedGroup] = []
-        self.by_parameter: dict[nn.Parameter, nn.Parameter] = {}
-        self.freed: set[nn.Parameter] = set()
+        self.by_parameter: dict[nn.Parameter, nn.Parameter] = {}  # parameter -> its slice
+        self.freed: set[nn.Parameter] = set()  # they only have memory while they are gathered
         self._names: list[dict[str, None]] = []  # of the parameters of each group, in one order on all ranks
         self._taken: dict[str, nn.Parameter] = {}
         for sync_group in sync_groups:
@@ -166,13 +135,7 @@ class OptimizerSlices:
         self.take(parameters)
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """
-        Adds parameters whose values are on the device. In ZeRO-3 only this rank's slices of them are kept.
-
-        Args:
-            parameters (`Mapping[str, nn.Parameter]`):
-                By name. Those that are not divided, or have been added before, are left as they are.
-        """
+        """Adds parameters whose values are on the device; those that are not divided, or known, stay as they are."""
         new = {name: parameter for name, parameter in parameters.items() if name not in self._taken}
         self._taken |= new
         for group, names in zip(self.groups, self._names, strict=True):
@@ -185,7 +148,7 @@ class OptimizerSlices:
             self.by_parameter.update((member, local_shard(member, group.flat_slice)) for member in members)
             group.members[:] = [self._taken[name] for name in names if name in self._taken]
             if group.zero_stage == 3:
-                self._divide(members)
+                self._divide(members)  # only this rank's slices of them are kept
 
     @torch.no_grad()
     def _divide(self, members: Sequence[nn.Parameter]) -> None:
@@ -203,17 +166,15 @@ class OptimizerSlices:
 
     @torch.no_grad()
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """
-        A parameter with its values on this rank, which those of ZeRO-3 have only while they are gathered. Collective
-        over the shard group.
-        """
+        """Returns a parameter with its values on this rank. Collective over the shard group."""
         if parameter not in self.freed:
             return parameter
+        # a parameter of ZeRO-3, which has its values only while they are gathered
         return join(self.by_parameter[parameter].detach(), self.by_parameter[parameter])  # type: ignore[index]
 
     @contextmanager
     def rewriting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """A block that writes into parameters, after which the slices have what it wrote."""
+        """Wraps a block that writes into parameters, after which the slices have what it wrote."""
         written = [parameter for parameter in parameters if parameter in self.by_parameter]
         freed = [parameter for parameter in written if parameter in self.freed]
         allocate(freed)
@@ -229,7 +190,7 @@ class OptimizerSlices:
 
     @contextmanager
     def casting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-        """A block that replaces the values of parameters, which have memory in it. Collective."""
+        """Wraps a block that replaces the values of parameters, which have memory in it. Collective."""
         wanted = set(parameters)
         with self.rewriting(wanted):
             for group in self.groups:
@@ -240,10 +201,7 @@ class OptimizerSlices:
 
     @torch.no_grad()
     def gather(self, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> Gathering:
-        """
-        Starts to gather the slices of some parameters of one dtype; [`copy_gathered`] waits for them. Collective over
-        the shard group.
-        """
+        """Starts to gather slices of one dtype; [`copy_gathered`] waits. Collective over the shard group."""
         lengths = [flat_slice.length(local(member).numel()) for member in bucket]
         slices = [padded(self.by_parameter[m], length) for m, length in zip(bucket, lengths, strict=True)]
         mine = slices[0] if len(slices) == 1 else torch.cat(slices)
@@ -252,7 +210,7 @@ class OptimizerSlices:
         return work, gathered, flat_slice, bucket
 
     def updated(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer updates of a parameter: its slice, or the parameter itself."""
+        """Returns what the optimizer updates of a parameter: its slice, or the parameter itself."""
         return self.by_parameter.get(parameter, parameter)
 
     @torch.no_grad()
@@ -262,13 +220,13 @@ class OptimizerSlices:
             self._gather_weights()
 
     def _gather_weights(self) -> None:
-        """Gathers two buckets at a time."""
         started: deque[Gathering] = deque()
         for group in self.groups:
             if group.zero_stage == 3:
                 continue
             for bucket in buckets(group.members, lambda parameter: parameter.dtype):
                 started.append(self.gather(group.flat_slice, bucket))
+                # two buckets at a time
                 if len(started) > 1:
                     copy_gathered(*started.popleft())
         while started:
@@ -298,13 +256,13 @@ def free(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def padded(values: torch.Tensor, length: int) -> torch.Tensor:
-    """A one-dimensional tensor with zeros up to a length."""
+    """Returns a one-dimensional tensor with zeros up to a length."""
     missing = length - values.numel()
     return torch.cat([values.detach(), values.new_zeros(missing)]) if missing else values.detach()
 
 
 def by_slice(tensors: Sequence[torch.Tensor], num_slices: int) -> list[torch.Tensor]:
-    """Each tensor as a matrix of `num_slices` rows: row `i` has slice `i`, zeros fill the last slices."""
+    """Shapes each tensor to a matrix of `num_slices` rows: row `i` has slice `i`, zeros fill the last slices."""
     columns = []
     for tensor in tensors:
         length = slice_length(tensor.numel(), num_slices)
@@ -317,14 +275,7 @@ def buckets(
     dtype_of: Callable[[T], torch.dtype],
     numel_of: Callable[[Any], int] = lambda tensor: local(tensor).numel(),
 ) -> Iterator[list[T]]:
-    """
-    [`in_buckets`] for the tensors of this rank.
-
-    Args:
-        tensors (`Sequence`): Parameters, or what stands for tensors.
-        dtype_of (`Callable`): Tensor -> dtype of what is sent of it.
-        numel_of (`Callable`, *optional*): Tensor -> its elements on this rank.
-    """
+    """Groups the tensors of this rank by [`in_buckets`], in the dtype in which they are sent."""
 
     def bytes_of(tensor: T) -> int:
         return numel_of(tensor) * dtype_of(tensor).itemsize

@@ -43,24 +43,12 @@ def prepare_optimizer(
     holds_all: bool,
     world: World,
     slices: OptimizerSlices | None = None,
-    storage: Mapping[Any, StorageSettings] | None = None,
+    storage: Mapping[Any, StorageSettings] | None = None,  # those that are left out are updated in place
 ) -> None:
     """
-    Makes an optimizer give this rank's parameters the update that they have on one process. Collective.
-
-    Gradients reach it in the dtype of what it updates. One that doesn't know `DTensor` but updates every element by
-    itself, such as those of bitsandbytes, runs on the local shards.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's, without state of its parameters; also one of an earlier plan.
-        holds_all (`bool`): Whether this rank holds all trained parameters of the model.
-        world ([`World`]): The ranks.
-        slices ([`OptimizerSlices`], *optional*): The slices that it updates under ZeRO.
-        storage (`Mapping[nn.Parameter, StorageSettings]`, *optional*):
-            Parameter -> where and how precisely it is updated; in place, of those that are left out.
-
-    Raises:
-        `ValueError`: On all ranks, for an optimizer whose update would differ or fail.
+    Makes an optimizer, without state of its parameters, give them the update that they have on one process.
+    Collective; raises `ValueError` on all ranks for one whose update would differ or fail. Gradients reach it in the
+    dtype of what it updates.
     """
     sliced: Mapping[nn.Parameter, nn.Parameter] = {} if slices is None else slices.by_parameter
     devices = sorted({p.device for p in entries_of(optimizer) if p.device.type != "cpu"}, key=str)
@@ -79,6 +67,7 @@ def prepare_optimizer(
         for index, parameter in enumerate(group["params"]):
             if parameter in sliced:
                 _replace(optimizer, group, index, sliced[parameter])
+            # it doesn't know `DTensor` but updates every element by itself, such as those of bitsandbytes
             elif on_shards and isinstance(parameter, DTensor):
                 _replace(optimizer, group, index, local_shard(parameter))
     _update_copies(optimizer, storage or {})
@@ -90,23 +79,19 @@ def prepare_optimizer(
     if sliced and slices is not None:
         hooks.append(optimizer.register_step_post_hook(slices.gather_weights))
     for of_last_plan in vars(optimizer).pop(_HOOKS, ()):
-        of_last_plan.remove()
+        of_last_plan.remove()  # of an earlier plan
     vars(optimizer)[_HOOKS] = hooks
 
 
 def give_same_groups(optimizer: torch.optim.Optimizer, world: World) -> None:
     """
     Gives the optimizers of all ranks the same groups in the same order, some of them empty, so that a parameter that
-    comes to another rank has its group there. Before, a rank has only the groups of what it holds: `transformers` puts
-    `DTensor`s into groups of their own. Collective.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's, new.
-        world ([`World`]): The ranks.
+    comes to another rank has its group there. Collective.
     """
     kinds: Counter[str] = Counter()
     own: dict[tuple[str, int], dict[str, Any]] = {}
     for group in optimizer.param_groups:
+        # `transformers` puts `DTensor`s into groups of their own
         is_cut = any(isinstance(parameter, DTensor) for parameter in group["params"])
         kind = repr((sorted(settings_of(group).items(), key=lambda item: item[0]), is_cut))
         own[kind, kinds[kind]] = group
@@ -130,7 +115,7 @@ def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int
 
 
 def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, StorageSettings]) -> None:
-    """Raises `ValueError` for an optimizer that can't update copies of weights as the settings ask for."""
+    """Refuses an optimizer that can't update copies of weights as the settings ask for."""
     settings = [storage[parameter] for parameter in entries_of(optimizer) if parameter in storage]
     if any(setting.offload_optimizer for setting in settings):
         check_offloaded(optimizer)
@@ -143,7 +128,7 @@ def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, Storag
 
 
 def _changes_with_mode(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer changes weights outside of its steps, as schedule-free ones do."""
+    """Returns whether an optimizer changes weights outside of its steps, as schedule-free ones do."""
     return callable(getattr(optimizer, "eval", None))
 
 
@@ -162,7 +147,7 @@ def _update_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, Stora
 
 
 def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> None:
-    """Raises `ValueError` if the update of a parameter depends on those that are before it in its group."""
+    """Refuses an optimizer whose update of a parameter depends on those that are before it in its group."""
     for index, group in enumerate(optimizer.param_groups):
         for num_dims in sorted({p.dim() for p in group["params"]}):
             like = next(p for p in group["params"] if p.dim() == num_dims)
@@ -187,15 +172,13 @@ def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> No
 
 
 def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """
-    Raises `ValueError` if the update of a slice of a flattened parameter is not that slice of its update, or if the
-    optimizer changes parameters outside of its steps, after which weights are gathered.
-    """
+    """Refuses an optimizer whose update of a slice of a flattened parameter is not that slice of its update."""
     if not sliced:
         return
     cause = None
     if _name(optimizer).startswith("bitsandbytes."):
         cause = "it keeps its state by blocks and settings of whole parameters"
+    # weights are gathered only after steps
     elif _changes_with_mode(optimizer):
         cause = "it changes the weights in `train()` and `eval()`, where each rank would change its slices only"
     if cause is not None:
@@ -221,7 +204,7 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
 
 
 def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.Parameter]) -> bool:
-    """Whether the optimizer steps on shards only as plain tensors. Raises `ValueError` if it can't at all."""
+    """Returns whether the optimizer steps on shards only as plain tensors. Raises `ValueError` if it can't at all."""
     needed = False
     for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, Any] = {}
@@ -257,7 +240,7 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
-    """The class with its package, such as `apollo_torch.AdamW`."""
+    """Returns the class with its package, such as `apollo_torch.AdamW`."""
     return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
 
 
@@ -280,7 +263,7 @@ class _Trial:
 
 
 def _divisible_shape(like: torch.Tensor) -> list[int]:
-    """A small shape whose sharded dimension can be cut."""
+    """Returns a small shape whose sharded dimension can be cut."""
     shape = [min(size, 4) for size in like.shape]
     for count, _, dim in _cuts(like):
         shape[dim] = 2 * count
@@ -288,7 +271,7 @@ def _divisible_shape(like: torch.Tensor) -> list[int]:
 
 
 def _cuts(like: Any) -> list[tuple[int, int, int]]:
-    """How a tensor is cut: the number of parts, which of them is this rank's, and the dimension."""
+    """Returns how a tensor is cut: the number of parts, which of them is this rank's, and the dimension."""
     if not isinstance(like, DTensor):
         return []
     mesh, placements = like.device_mesh, cast(Any, like.placements)
@@ -296,14 +279,13 @@ def _cuts(like: Any) -> list[tuple[int, int, int]]:
 
 
 def _part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a small tensor that is cut as another one."""
+    """Returns this rank's part of a small tensor that is cut as another one."""
     for count, index, dim in _cuts(like):
         value = value.chunk(count, dim)[index]
     return value.contiguous()
 
 
 def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A small tensor in the form of another one: plain, or a `DTensor`."""
     if not isinstance(like, DTensor):
         return value.clone()
     placements = [p if p.is_replicate() else Shard(p.dim) for p in cast(Any, like.placements)]
@@ -313,7 +295,7 @@ def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _stepped(
     optimizer: torch.optim.Optimizer, index: int, trials: Sequence[_Trial], likes: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor] | Exception:
-    """What small parameters become in a few steps of a copy of the optimizer with the settings of one group."""
+    """Steps small parameters a few times, by a copy of the optimizer with the settings of one group."""
     likes = likes or [trial.value for trial in trials]
     parameters = [nn.Parameter(_as(trial.value, like)) for trial, like in zip(trials, likes, strict=True)]
     settings = {key: value for key, value in optimizer.param_groups[index].items() if key != "params"}
@@ -334,7 +316,7 @@ def _stepped(
 
 
 def _like(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
-    """An optimizer with the same settings and other parameters."""
+    """Makes an optimizer with the same settings and other parameters."""
     if optimizer.state:  # its constructor makes state for each parameter
         names = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
         constructor: Any = type(optimizer)
@@ -355,18 +337,9 @@ def _same_update(trial: _Trial, want: torch.Tensor, got: torch.Tensor, like: tor
 def _steps_alike(
     optimizer: torch.optim.Optimizer, index: int, trial: _Trial, want: torch.Tensor, cuts: Sequence[tuple[int, int]]
 ) -> bool:
-    """
-    Whether the parts of a tensor, each stepped on its own, become the parts of the whole.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): The optimizer.
-        index (`int`): Index of the parameter group with its settings.
-        trial (`_Trial`): The tensor.
-        want (`torch.Tensor`): What the steps make of the whole tensor.
-        cuts (`Sequence[tuple[int, int]]`): (number of parts, dimension) of each cut, one after the other.
-    """
+    """Returns whether the parts of a tensor, each stepped on its own, become the parts of `want`."""
     pieces = [(trial.value, trial.gradients, want)]
-    for count, dim in cuts:
+    for count, dim in cuts:  # number of parts and dimension of each cut, one after the other
         pieces = [
             part
             for value, gradients, end in pieces

@@ -21,34 +21,17 @@ _STEPPING = "_hf_mmparallel_stepping"
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """
-    The facts about the memory of one rank in a step that an error message needs.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        rank (`int`): The rank.
-        step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`, *optional*): Sizes of its samples, if known.
-        workloads (`Workloads`, *optional*): Workloads by which they were arranged.
-        planner ([`StepPlanner`], *optional*): Planner of the step, if it is a training step.
-    """
+    """The facts about the memory of one rank in a step that an error message needs."""
 
     plan: ParallelPlan
     rank: int
     step: StepPlan
     sizes: SampleSizes | None = None
-    workloads: Workloads | None = None
-    planner: StepPlanner | None = None
+    workloads: Workloads | None = None  # by which samples were arranged
+    planner: StepPlanner | None = None  # of a training step
 
     def sentence(self, action: Action, error: BaseException, device: torch.device) -> str:
-        """
-        The error message for all ranks.
-
-        Args:
-            action (`Action`): The action that this rank ran.
-            error (`Exception`): The error of the allocator.
-            device (`torch.device`): The device that is full.
-        """
+        """Makes the error message for all ranks, of the action that this rank ran."""
         said = f"Rank {self.rank} ran out of memory in {self._where(action)}: {_reason(error)}."
         predicted = self.predicted()
         if predicted is not None:
@@ -58,14 +41,7 @@ class MemoryAccount:
         return f"{said} {self._remedy(action.task, predicted)}"
 
     def optimizer_sentence(self, optimizer: torch.optim.Optimizer, error: BaseException, device: torch.device) -> str:
-        """
-        The error message for all ranks if the step of the optimizer does not fit.
-
-        Args:
-            optimizer (`torch.optim.Optimizer`): This rank's optimizer.
-            error (`Exception`): The error of the allocator.
-            device (`torch.device`): The device that is full.
-        """
+        """Makes the error message for all ranks if the step of the optimizer does not fit."""
         held = [f"`{name}` (layers {first}-{stop - 1})" for name, (first, stop) in self._stages()]
         said = (
             f"Rank {self.rank} ran out of memory in the optimizer's step of {' and '.join(held)}: {_reason(error)}. "
@@ -83,7 +59,7 @@ class MemoryAccount:
         )
 
     def _stages(self) -> list[tuple[str, tuple[int, int]]]:
-        """The modules of this rank, each with the layers of a stage."""
+        """Lists the modules of this rank, each with the layers of a stage."""
         return [
             (name, (stage.layers[0], stage.layers[1]))
             for name, module in self.plan.modules.items()
@@ -92,7 +68,7 @@ class MemoryAccount:
         ]
 
     def predicted(self) -> RankMemory | None:
-        """Memory of this rank by estimate; `None` where sizes of samples are unknown."""
+        """Predicts memory of this rank; `None` where sizes of samples are unknown."""
         if self.planner is None or self.sizes is None or self.workloads is None:
             return None
         with contextlib.suppress(ValueError):  # an estimate that fails must not hide the error that it is about
@@ -115,7 +91,6 @@ class MemoryAccount:
         )
 
     def _size(self, task: Task) -> str:
-        """Samples and tokens of a task."""
         batch_indices = list(self.step.chunk(task.module, task.replica, task.microbatch, task.chunk))
         samples = f"{len(batch_indices)} sample{'' if len(batch_indices) == 1 else 's'}"
         if self.sizes is None:
@@ -127,7 +102,6 @@ class MemoryAccount:
         return "" if memory_bytes is None else f", where microbatches are made to fit {memory_bytes / GIB:.4g} GiB"
 
     def _remedy(self, task: Task | None, predicted: RankMemory | None) -> str:
-        """Settings that need less memory, as a sentence."""
         smaller = "lower `per_device_train_batch_size` for smaller microbatches"
         if predicted is not None:
             smaller += f' or set `memory_limit_gib` below {predicted.total_gib:.3g} or to "auto"'
@@ -138,18 +112,12 @@ class MemoryAccount:
 
 @contextlib.contextmanager
 def told_in_optimizer(
+    # returns this rank's optimizer, once there is one
     optimizer: Callable[[], torch.optim.Optimizer | None],
     account: Callable[[], MemoryAccount | None],
     device: torch.device,
 ) -> Iterator[None]:
-    """
-    A block in which an optimizer steps; if the step runs out of memory, the error names the optimizer.
-
-    Args:
-        optimizer (`Callable`): Returns this rank's optimizer, once there is one.
-        account (`Callable`): Returns the account of the last step.
-        device (`torch.device`): Where it computes.
-    """
+    """Wraps a block in which an optimizer steps; if the step runs out of memory, the error names the optimizer."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -166,12 +134,12 @@ def mark_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of what the allocator says."""
+    """Returns the first sentence of what the allocator says."""
     return str(error).partition("\n")[0].rstrip(". ")
 
 
 def _held_text(optimizer: torch.optim.Optimizer) -> str:
-    """Memory of an optimizer's parameters, their gradients and its state on this rank, as text."""
+    """Names the memory of an optimizer's parameters, their gradients and its state on this rank."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -189,7 +157,6 @@ def _held_text(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of what a rank has of a tensor."""
     return local(tensor).numel() * tensor.element_size()
 
 

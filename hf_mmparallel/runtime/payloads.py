@@ -17,35 +17,18 @@ from .routes import Mesh
 
 @dataclass(frozen=True)
 class Payload:
-    """
-    The tensors that a stage passes to another one in the forward; their gradients have the same shapes and take the
-    same way back.
+    """The tensors that a stage passes to another one in the forward; gradients of the same shapes go the way back."""
 
-    Args:
-        producer (`tuple[str, int, int]`): (module, replica, stage) that computes it.
-        consumer (`tuple[str, int, int]`): (module, replica, stage) that it enters.
-        producer_mesh (`Mesh`): Ranks of the producer.
-        consumer_mesh (`Mesh`): Ranks of the consumer.
-        width (`int`): Number of values per token.
-        dtype (`torch.dtype`): Dtype in which they are sent.
-        needs_grad (`bool`): Whether the producer needs its gradient.
-        features (`tuple[FeatureSpec, ...]`, *optional*):
-            Features of the producer's module that enter the consumer; `None` for hidden states.
-        outputs (`tuple[int, ...]`, *optional*):
-            Their indices among all features of the producer's module; `None` for hidden states, which are all outputs.
-        num_outputs (`int`, *optional*, defaults to 0): Number of features of the producer's module.
-    """
-
-    producer: StageKey
+    producer: StageKey  # (module, replica, stage)
     consumer: StageKey
     producer_mesh: Mesh
     consumer_mesh: Mesh
-    width: int
-    dtype: torch.dtype
-    needs_grad: bool
-    features: tuple[FeatureSpec, ...] | None = None
-    outputs: tuple[int, ...] | None = None
-    num_outputs: int = 0
+    width: int  # values per token
+    dtype: torch.dtype  # in which they are sent
+    needs_grad: bool  # the producer needs its gradient
+    features: tuple[FeatureSpec, ...] | None = None  # that enter the consumer; `None` for hidden states
+    outputs: tuple[int, ...] | None = None  # indices of `features` among all of the producer's module
+    num_outputs: int = 0  # features of the producer's module
 
     @property
     def tensors_key(self) -> tuple:
@@ -53,11 +36,11 @@ class Payload:
         return self.producer[0], self.consumer[0], self.outputs
 
     def select_outputs(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs of the producer that cross the edge."""
+        """Picks the outputs of the producer that cross the edge."""
         return list(outputs) if self.outputs is None else [outputs[index] for index in self.outputs]
 
     def among_outputs(self, tensors: Sequence[Any]) -> list[Any]:
-        """All outputs of the producer: the tensors that crossed the edge, and `None` for the others."""
+        """Puts the tensors that crossed the edge among all outputs of the producer, `None` for the others."""
         if self.outputs is None:
             return list(tensors)
         crossed = dict(zip(self.outputs, tensors, strict=True))
@@ -65,20 +48,11 @@ class Payload:
 
 
 class Payloads:
-    """
-    The payloads of a plan, each computed on first access.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        spec (`ModelSpec`): The model.
-
-    Raises:
-        `ValueError`:
-            For an edge from a module without features. The planner lets all hidden states of a language model enter a
-            generator, of which it knows no features; a stage hands over features of placeholder tokens only.
-    """
+    """The payloads of a plan, computed on first access. Raises `ValueError` for an edge without features."""
 
     def __init__(self, plan: ParallelPlan, spec: ModelSpec):
+        # The planner lets all hidden states of a language model enter a generator; a stage hands over features of
+        # placeholder tokens only.
         for edge in plan.edges:
             if not spec.modules[edge.source].features:
                 raise ValueError(
@@ -93,7 +67,7 @@ class Payloads:
         self._known: dict[tuple[StageKey, StageKey], Payload] = {}
 
     def of(self, message: Message) -> Payload:
-        """The payload of an activation, or that of which a message has the gradient."""
+        """Returns the payload of an activation, or that of which a message has the gradient."""
         producer, consumer = ends_of(message)
         ends = producer.stage_key, consumer.stage_key
         if ends not in self._known:
@@ -128,7 +102,7 @@ class Payloads:
 
 
 def ends_of(message: Message) -> tuple[Task, Task]:
-    """(task of the producer, task of the consumer): source and target of an activation, the reverse of a gradient."""
+    """Returns (task of the producer, task of the consumer): a gradient goes from target to source."""
     if message.kind == "act":
         return message.source, message.target
     return message.target, message.source
@@ -136,15 +110,9 @@ def ends_of(message: Message) -> tuple[Task, Task]:
 
 def wire_dtype(spec: ModelSpec, producer: str, consumer: str) -> torch.dtype:
     """
-    Dtype of the values that go from one module to another, or between the stages of one.
-
-    It represents all values that the producer computes and that the consumer computes with, so that nothing is rounded
-    that one process does not round. It does not depend on other modules.
-
-    Args:
-        spec (`ModelSpec`): The model.
-        producer (`str`): The module that computes the values.
-        consumer (`str`): The module that they enter.
+    Returns the dtype of the values that go from one module to another, or between the stages of one. It represents all
+    values that the producer computes and that the consumer computes with, so that nothing is rounded that one process
+    does not round; it does not depend on other modules.
     """
     entered = hidden_dtype(spec, consumer)
     if producer == consumer:

@@ -17,39 +17,23 @@ from .sharded_model import ShardedModel
 
 @dataclass(frozen=True)
 class ReplicatedParameters:
-    """
-    The parameters that each rank of a tp group holds whole.
-
-    Args:
-        ranks (`tuple[int, ...]`): The tp group.
-        group (`ProcessGroup`): Its process group.
-        parameters (`Mapping[str, nn.Parameter]`): By name, in one order on all ranks.
-        modules (`Mapping[str, str]`): Name -> module.
-        partial (`frozenset[str]`): Those with partial gradients, which add up to the gradient.
-    """
+    """The parameters that each rank of a tp group holds whole."""
 
     ranks: tuple[int, ...]
     group: Any
-    parameters: Mapping[str, nn.Parameter]
-    modules: Mapping[str, str]
-    partial: frozenset[str]
+    parameters: Mapping[str, nn.Parameter]  # in one order on all ranks
+    modules: Mapping[str, str]  # name -> module
+    partial: frozenset[str]  # those with partial gradients, which add up to the gradient
 
 
 def replicated_parameters(
     sharded: ShardedModel, stages: Collection[StageKey], groups: ProcessGroups, partial: Collection[str]
 ) -> list[ReplicatedParameters]:
-    """
-    The parameters that each rank of a tp group holds whole, for the tp groups of this rank.
-
-    Args:
-        sharded ([`ShardedModel`]): The model.
-        stages (`Collection[tuple[str, int, int]]`): (module, replica, stage) of each stage of this rank.
-        groups ([`ProcessGroups`]): The groups of this rank.
-        partial (`Collection[str]`): The parameters whose gradients are partial.
-    """
+    """Finds the parameters that each rank of a tp group holds whole, for the tp groups of this rank."""
     named = dict(sharded.model.named_parameters())
     result = []
     for ranks in groups.tp_meshes:
+        # among `stages`, those of this rank
         own_stages = {key for key in stages if ranks in sharded.plan.stage(*key).mesh}
         modules = {}
         for name, shards in sharded.shards.items():
@@ -66,9 +50,6 @@ class EqualGradients:
     """
     Gradients that each rank of a tp group has whole. They are divided by the number of ranks before the sum over all
     copies of the parameter, which then counts each microbatch once, and after which all copies have the same bits.
-
-    Args:
-        replicated (`Sequence[ReplicatedParameters]`): Of this rank.
     """
 
     def __init__(self, replicated: Sequence[ReplicatedParameters]):

@@ -12,13 +12,7 @@ from .step_inputs import StepInputs
 
 
 def check_features_computed(inputs: StepInputs, task: Task) -> None:
-    """
-    Raises `ValueError` for a sample with placeholders whose features enter a task, but are computed nowhere.
-
-    Args:
-        inputs ([`StepInputs`]): The inputs of the step.
-        task (`Task`): A forward of this rank.
-    """
+    """Refuses a sample with placeholders whose features enter a task, but are computed nowhere."""
     samples = inputs.samples(task)
     for edge in inputs.plan.edges:
         if edge.target != task.module or task.stage not in inputs.plan.edge_stages(edge, task.replica):
@@ -39,14 +33,7 @@ def check_features_computed(inputs: StepInputs, task: Task) -> None:
 
 
 def check_feature_tokens(inputs: StepInputs, task: Task, outputs: Sequence[Tensor]) -> None:
-    """
-    Raises `ValueError` unless the last stage of a module made a feature token for each placeholder of its samples.
-
-    Args:
-        inputs ([`StepInputs`]): The inputs of the step.
-        task (`Task`): A forward of this rank.
-        outputs (`Sequence[torch.Tensor]`): The features that its stage made.
-    """
+    """Checks that the last stage of a module made a feature token for each placeholder of its samples."""
     features = inputs.spec.modules[task.module].features
     if not features or not inputs.is_last(task):
         return
@@ -62,7 +49,7 @@ def check_feature_tokens(inputs: StepInputs, task: Task, outputs: Sequence[Tenso
 
 
 def check_labels(batch: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a batch to train on that has no labels."""
+    """Refuses a batch to train on that has no labels."""
     if batch.get("labels") is None and batch.get("shift_labels") is None:
         raise ValueError(
             f"The batch has no `labels` to train on, only {', '.join(f'`{name}`' for name in batch)}. Add a "

@@ -1,8 +1,8 @@
 """
-Reads the tensors that the stock Trainer writes under accelerate's FSDP2 and DeepSpeed, one by one, by name.
+Reads the tensors that the stock Trainer writes under accelerate's FSDP2 and DeepSpeed, by name, executing nothing.
 
 Of FSDP2 that is the sharded state dict; DeepSpeed's own files are pickles that its universal form replaces, with one
-file for each tensor. Nothing in a checkpoint is executed.
+file for each tensor.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ class ShardedFiles(Protocol):
 
 def sharded_files(folder: Path) -> ShardedFiles | None:
     """
-    The files of a checkpoint of FSDP2 or DeepSpeed; `None` for a folder without any.
-
-    Raises:
-        `ValueError`: For a checkpoint of DeepSpeed without its universal form.
+    Returns the files of a checkpoint of FSDP2 or DeepSpeed; `None` for a folder without any. Raises `ValueError` for
+    one of DeepSpeed without its universal form.
     """
     if (folder / _FSDP_WEIGHTS).is_dir() or (folder / _FSDP_STATE).is_dir():
         return _FsdpFiles(folder)
@@ -67,12 +65,7 @@ def sharded_files(folder: Path) -> ShardedFiles | None:
 
 
 class _FsdpFiles:
-    """
-    A sharded state dict of FSDP2.
-
-    Args:
-        folder (`Path`): The checkpoint.
-    """
+    """A sharded state dict of FSDP2."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -122,13 +115,7 @@ def _tensors(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
 
 
 class _UniversalFiles:
-    """
-    The universal form of a DeepSpeed checkpoint, whose tensors of stage 3 are flat and have no count of steps.
-
-    Args:
-        checkpoint (`Path`): The checkpoint.
-        folder (`Path`): The folder in it with one folder for each parameter.
-    """
+    """The universal form of a DeepSpeed checkpoint, with one folder for each parameter."""
 
     def __init__(self, checkpoint: Path, folder: Path):
         self.checkpoint, self.folder = checkpoint, folder
@@ -145,6 +132,7 @@ class _UniversalFiles:
     def state(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
         found = {path.stem: _read_tensor(path, shape) for path in sorted((self.folder / name).glob("*.pt"))}
         found.pop(_WEIGHT, None)
+        # tensors of stage 3 are flat and have no count of steps
         if found and "step" not in found:
             trainer_state = self.checkpoint / "trainer_state.json"
             with readable(trainer_state):
@@ -153,7 +141,7 @@ class _UniversalFiles:
 
 
 def _read_tensor(path: Path, shape: torch.Size) -> torch.Tensor:
-    """A tensor of DeepSpeed's universal form, which may be flat and an entry of a dict."""
+    """Reads a tensor of DeepSpeed's universal form, which may be flat and an entry of a dict."""
     with readable(path):
         value = torch.load(path, map_location="cpu", weights_only=True)
     tensor = (value["param"] if isinstance(value, dict) else value).detach()

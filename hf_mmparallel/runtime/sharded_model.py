@@ -1,8 +1,8 @@
 """
 A model that no rank holds whole: saving it, loading it, and gathering it on one rank.
 
-Every rank writes what it owns into files of its own: a checkpoint is a plain folder that `from_pretrained` reads
-and any other layout can load. Keys are those of the original checkpoint format, as `save_pretrained` writes them.
+Every rank writes what it owns into files of its own: a checkpoint is a plain folder that `from_pretrained` reads and
+any other layout can load. Keys are those of the original checkpoint format, as `save_pretrained` writes them.
 """
 
 from __future__ import annotations
@@ -52,24 +52,14 @@ from .writes import Writes
 
 @dataclass
 class ShardedModel:
-    """
-    A model of which each rank holds its part. Its methods are called by all ranks, but for the properties.
+    """A model of which each rank holds its part. Its methods are called by all ranks, but for the properties."""
 
-    Args:
-        model (`PreTrainedModel`): The pruned model of this rank, with the names of the whole one.
-        spec (`ModelSpec`): The whole model.
-        plan (`ParallelPlan`): The layout.
-        world ([`World`]): The ranks.
-        adapter ([`Adapter`], *optional*): Its adapters, which are saved and loaded in place of the model.
-        slices ([`OptimizerSlices`], *optional*): What this rank has of the parameters that are divided.
-    """
-
-    model: Any
+    model: Any  # pruned, with the names of the whole one
     spec: ModelSpec
     plan: ParallelPlan
     world: World
-    adapter: Adapter | None = None
-    slices: OptimizerSlices | None = None
+    adapter: Adapter | None = None  # saved and loaded in place of the model
+    slices: OptimizerSlices | None = None  # of the parameters that are divided
 
     @functools.cached_property
     def shards(self) -> dict[str, ParameterShards]:
@@ -82,11 +72,11 @@ class ShardedModel:
         return local_regions(self.spec.parameters, self.shards, self.world.rank)
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has a parameter, or a shard of it."""
+        """Returns whether this rank has a parameter, or a shard of it."""
         return bool(self.shards[name].on_rank(self.world.rank))
 
     def tp_group_of_owner(self, name: str) -> tuple[int, ...]:
-        """The tp group with which the owner of a parameter holds it."""
+        """Returns the tp group with which the owner of a parameter holds it."""
         shards = self.shards[name]
         tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
         return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
@@ -115,15 +105,8 @@ class ShardedModel:
 
     def save_model(self, writes: Writes, max_file_bytes: int = 5 * 10**9) -> None:
         """
-        Writes the model to a folder from which `from_pretrained` restores the same weights.
-
-        Each rank writes the parameters and persistent buffers that it owns, without the others' help but for its
-        tensor-parallel group. Adapters are left out; what they wrap has its plain name.
-
-        Args:
-            writes ([`Writes`]): Into a folder on a file system that all ranks share.
-            max_file_bytes (`int`, *optional*, defaults to 5 GB):
-                Size above which a rank starts another file, at the end of the layer.
+        Writes the model, without adapters, to a folder from which `from_pretrained` restores the same weights. Each
+        rank writes the parameters and persistent buffers that it owns, helped only by its tensor-parallel group.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -133,10 +116,12 @@ class ShardedModel:
             for old in (*folder.glob("model*.safetensors"), folder / WEIGHTS_INDEX):
                 old.unlink(missing_ok=True)
         ignored = set(model._keys_to_ignore_on_save or ()) | adapter_names(self.spec.parameters)
+        # a rank starts another file above this size, at the end of the layer
         files = self._files(ignored, max_file_bytes)
         counts = world.all_gather(len(files))
         tensors, sizes = self._owned(ignored, writes), {}
         for file, names in zip(file_names(counts, world.rank), files, strict=True):
+            # what adapters wrap has its plain name
             state = {base_name(name): tensor for name, tensor in itertools.islice(tensors, len(names))}
             state = revert_weight_conversion(model, state)
             sizes[file] = {key: tensor.numel() * tensor.element_size() for key, tensor in state.items()}
@@ -150,7 +135,7 @@ class ShardedModel:
             write_config(model, folder)
 
     def _files(self, skip: Collection[str], max_bytes: int) -> list[list[str]]:
-        """Names of the tensors in each file of this rank, in the order of [`~ShardedModel._owned`]."""
+        """Names the tensors in each file of this rank, in the order of [`~ShardedModel._owned`]."""
         parameters, buffers = dict(self.model.named_parameters()), _persistent_buffers(self.model)
         files: list[list[str]] = []
         size, last = 0, None
@@ -177,11 +162,9 @@ class ShardedModel:
                 yield name, None
 
     def _owned(self, skip: Collection[str], writes: Writes) -> Iterator[tuple[str, torch.Tensor]]:
-        """
-        Yields (name, whole tensor) of the parameters and buffers that this rank owns. The ranks of a tp group pass the
-        parameters in one order, so each has to iterate to the end.
-        """
+        """Yields (name, whole tensor) of the parameters and buffers that this rank owns."""
         parameters, buffers = dict(self.model.named_parameters()), _persistent_buffers(self.model)
+        # the ranks of a tp group pass the parameters in one order, so each has to iterate to the end
         for name, _ in self._saved(skip):
             if name not in self.shards:
                 yield name, writes.on_host(buffers[name])
@@ -191,9 +174,7 @@ class ShardedModel:
                 yield name, writes.on_host(tensor)
 
     def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
-        """
-        The whole tensor on its owner; the other ranks of the owner's tp group take part, and those that divide it.
-        """
+        """Returns the whole tensor on its owner; others of its tp group, and those that divide it, take part."""
         if self.slices is not None:
             with doing("gathering the slices of a parameter", waits=True):
                 tensor = self.slices.whole(tensor)
@@ -205,7 +186,7 @@ class ShardedModel:
         return tensor if owner == self.world.rank else None
 
     def _owner_of_buffer(self, name: str) -> int:
-        """The rank that owns the parameters next to a buffer, the first rank when there are none."""
+        """Returns the rank that owns the parameters next to a buffer, the first rank when there are none."""
         return next((self._owners[parent] for parent in _parents(name) if parent in self._owners), 0)
 
     @functools.cached_property
@@ -220,15 +201,11 @@ class ShardedModel:
     def save_adapters(self, writes: Writes, adapter: Adapter) -> None:
         """
         Writes the adapters, the other parameters that are trained, and embeddings of another size than those of the
-        base, for `PeftModel.from_pretrained(base, folder)`. Only these tensors travel.
-
-        Args:
-            writes ([`Writes`]):
-                Into the folder where rank 0 writes; an adapter of another name than "default" into a folder below.
-            adapter ([`Adapter`]): The adapter.
+        base, for `PeftModel.from_pretrained(base, folder)`. An adapter of another name than "default" has a folder
+        below.
         """
         names = parameters_to_save(self.spec, adapter_names(self.spec.parameters))
-        state = self.gather_tensors({*names, *self._resized_embeddings})
+        state = self.gather_tensors({*names, *self._resized_embeddings})  # only these tensors travel
         if state is not None:
             state = {name: writes.on_host(tensor) for name, tensor in state.items()}
             writes.add(write_adapters, state, self.model, self.spec, adapter, adapter_folder(writes.folder, adapter))
@@ -242,23 +219,14 @@ class ShardedModel:
 
     def load_model(self, folder: str | Path) -> None:
         """
-        Reads weights into the live model of each rank, in place, from a checkpoint of any layout. Parameters stay the
-        same objects.
-
-        Only what this rank holds is read, a shard of it where the parameter is sharded. Adapters are left as they are.
-
-        Args:
-            folder (`str` or `Path`):
-                A folder written by [`~ShardedModel.save_model`] or `save_pretrained`, or by the stock Trainer under
-                FSDP2 or DeepSpeed.
-
-        Raises:
-            `ValueError`: On all ranks, if the checkpoint belongs to another model or has to be converted.
+        Reads weights in place, from a folder of [`~ShardedModel.save_model`] or `save_pretrained`, or of the stock
+        Trainer under FSDP2 or DeepSpeed; adapters, and parameters as objects, stay as they are. Raises `ValueError` on
+        all ranks, if the checkpoint belongs to another model or has to be converted.
         """
         self.world.raise_together(lambda: self._read(folder))
 
     def _read(self, folder: str | Path) -> None:
-        """Reads the parameters of this rank, layer by layer."""
+        """Reads the parameters of this rank, or shards of them, layer by layer."""
         has_safetensors = any((Path(folder) / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
         sharded = None if has_safetensors else sharded_files(Path(folder))
         if sharded is not None:
@@ -293,31 +261,24 @@ class ShardedModel:
                 buffer.copy_(value)
 
     def _read_names(self) -> list[str]:
-        """The parameters that this rank reads from a checkpoint: those that it holds, without adapters."""
+        """Lists the parameters that this rank reads from a checkpoint: those that it holds, without adapters."""
         adapters = adapter_names(self.shards)
         return [name for name in self.shards if self.holds(name) and name not in adapters]
 
     def _aliases(self) -> dict[str, list[str]]:
-        """First name of each parameter -> all of its names, of which a checkpoint may have any."""
+        """Maps the first name of each parameter to all of its names, of which a checkpoint may have any."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
         return {own[0]: own for own in names.values()}
 
     def _rewriting(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager:
-        """See [`OptimizerSlices.rewriting`]."""
         return nullcontext() if self.slices is None else self.slices.rewriting(parameters)
 
     def load_adapters(self, folder: str | Path, adapter: Adapter) -> None:
         """
-        Reads what [`ShardedModel.save_adapters`] wrote under any layout into the live model, in place.
-
-        Args:
-            folder (`str` or `Path`): The folder of the adapters.
-            adapter ([`Adapter`]): The adapter.
-
-        Raises:
-            `ValueError`: On all ranks, if the folder holds the adapters of another model.
+        Reads what [`ShardedModel.save_adapters`] wrote under any layout, in place; raises `ValueError` on all ranks if
+        the adapters are another model's.
         """
         self.world.raise_together(lambda: self._read_adapters(adapter_folder(folder, adapter), adapter))
 
@@ -357,14 +318,8 @@ class ShardedModel:
         self, names: Collection[str] | None = None, buffers: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor] | None:
         """
-        Tensors of the whole model in the memory of rank 0, each sent by the rank that owns it.
-
-        Args:
-            names (`Collection[str]`, *optional*): Parameters by their first names; all of them by default.
-            buffers (`Mapping[str, torch.Tensor]`, *optional*): Buffers of this rank; none by default.
-
-        Returns:
-            `dict[str, torch.Tensor]` or `None`: In host memory, by first names, on rank 0; `None` elsewhere.
+        Returns tensors of the whole model, by first names, in the host memory of rank 0, `None` elsewhere; each is
+        sent by its owner. By default these are all parameters and no buffers.
         """
         world = self.world
         owners = {name: shards.owner for name, shards in self.shards.items() if names is None or name in names}
@@ -388,16 +343,8 @@ class ShardedModel:
         return result if world.is_first else None
 
     def gather_state_dict(self, all_buffers: bool = False) -> dict[str, torch.Tensor] | None:
-        """
-        The state dict of the whole model in the memory of rank 0, sent tensor by tensor.
-
-        Args:
-            all_buffers (`bool`, *optional*, defaults to `False`):
-                Whether to add the buffers that a state dict leaves out, such as rotary frequencies.
-
-        Returns:
-            `dict[str, torch.Tensor]` or `None`: In host memory, with tied names, on rank 0; `None` elsewhere.
-        """
+        """Returns the whole model's state dict, with tied names, in the host memory of rank 0, `None` elsewhere."""
+        # also such as rotary frequencies
         buffers = dict(self.model.named_buffers()) if all_buffers else _persistent_buffers(self.model)
         result = self.gather_tensors(buffers=buffers)
         if result is None:
@@ -409,12 +356,12 @@ class ShardedModel:
 
 
 def _parents(name: str) -> list[str]:
-    """Names of the submodules that a parameter or buffer is in, the innermost first."""
+    """Names the submodules that a parameter or buffer is in, the innermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that a state dict has."""
+    """Returns the buffers that a state dict has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}

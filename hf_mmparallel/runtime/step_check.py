@@ -1,4 +1,4 @@
-"""Whether all ranks are about to run the same step."""
+"""Checks that all ranks are about to run the same step."""
 
 from __future__ import annotations
 
@@ -26,29 +26,15 @@ class StepCheck:
 
     A rank knows the programs of those only that it exchanges tensors with in a step. With all others it has nothing in
     common but gradient sums, which the same plan puts in the same order on every rank at every step.
-
-    Args:
-        world ([`World`]): All ranks.
-        num_replicas (`int`): Replicas of the language model.
-        sums (`int`): Checksum of the gradient sums of all ranks in their order.
     """
 
     def __init__(self, world: World, num_replicas: int, sums: int):
         self.world = world
         self.num_replicas = num_replicas
-        self.sums = sums
+        self.sums = sums  # checksum of the gradient sums of all ranks in their order
 
     def __call__(self, mark: StepFingerprint, step: StepPlan) -> None:
-        """
-        Collective, at every step.
-
-        Args:
-            mark ([`StepFingerprint`]): Of this rank.
-            step ([`StepPlan`]): The step.
-
-        Raises:
-            `RuntimeError`: On all ranks with the table of ranks, if they disagree.
-        """
+        """Raises `RuntimeError` on all ranks, with the table of ranks, if they disagree. Collective, at every step."""
         values = {0: (mark.step,), 1: (self.sums,)}
         values |= {2 + replica: (checksum,) for replica, checksum in mark.programs.items()}
         differ = self._differing(values, np.zeros(2 + self.num_replicas, np.int64))
@@ -115,7 +101,7 @@ class StepCheck:
         )
 
     def _differing(self, values: Mapping[int, Collection[int]], slack: np.ndarray) -> list[int]:
-        """The places at which the values of all ranks lie farther apart than `slack`; a rank may have none."""
+        """Returns the places at which the values of ranks lie farther apart than `slack`; a rank may have none."""
         extremes = np.full((2, len(slack)), _UNKNOWN)
         for place, numbers in values.items():
             extremes[:, place] = max(numbers), -min(numbers)
@@ -123,7 +109,7 @@ class StepCheck:
         return np.flatnonzero((high != _UNKNOWN) & (high + low > slack)).tolist()
 
     def _table(self, value: int | None) -> str:
-        """Rank by rank, the values of those that have one. Collective."""
+        """Lists, rank by rank, the values of those that have one. Collective."""
         values = self.world.all_gather(value)
         rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(values) if number is not None)
         return f"checksums: {rows}"

@@ -18,17 +18,7 @@ from .feature_tokens import FeatureOrder, FeatureOwners
 
 
 class StepInputs:
-    """
-    The inputs of the tasks of one step on one rank.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        rank (`int`): This rank.
-        spec (`ModelSpec`): The model.
-        stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
-        groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
-        data ([`StepData`]): The step, the inputs of this rank's chunks, and how tokens are sharded over cp ranks.
-    """
+    """The inputs of the tasks of one step on one rank."""
 
     def __init__(
         self,
@@ -53,40 +43,40 @@ class StepInputs:
         self._owners: dict[tuple, FeatureOwners] = {}
 
     def planned_stage(self, task: Task) -> Stage:
-        """The stage of a task in the plan: its ranks and layers; `stages` has the layers themselves."""
+        """Returns the stage of a task in the plan: its ranks and layers; `stages` has the layers themselves."""
         return self.plan.stage(*task.stage_key)
 
     def cp_rank(self, task: Task) -> int:
-        """The cp rank of this rank in the mesh of a task."""
+        """Returns the cp rank of this rank in the mesh of a task."""
         return self.planned_stage(task).cp_rank_of(self.rank)
 
     def tp_group(self, task: Task) -> tuple[int, ...]:
-        """The tp group of this rank in the mesh of a task, whose ranks have the same tokens."""
+        """Returns the tp group of this rank in the mesh of a task, whose ranks have the same tokens."""
         return self.planned_stage(task).mesh[self.cp_rank(task)]
 
     def is_last(self, task: Task) -> bool:
-        """Whether the task's stage is the last one of its replica."""
+        """Returns whether the task's stage is the last one of its replica."""
         return task.stage == len(self.plan.modules[task.module].replicas[task.replica]) - 1
 
     def makes_logits(self, task: Task) -> bool:
-        """Whether the first output of the task's stage is logits, from which a loss is computed."""
+        """Returns whether the first output of the task's stage is logits, from which a loss is computed."""
         is_sink = all(edge.source != task.module for edge in self.plan.edges)
         return self.is_last(task) and (task.module == LANGUAGE_MODEL or is_sink)
 
     def is_empty(self, task: Task) -> bool:
-        """Whether a task has no samples and only takes part in collectives, see [`build_graph`]."""
+        """Returns whether a task has no samples and only takes part in collectives, see [`build_graph`]."""
         return not self.samples(task)
 
     def samples(self, task: Task) -> tuple[int, ...]:
-        """Batch indices of the samples of a task."""
+        """Returns batch indices of the samples of a task."""
         return self.step.chunk(*_chunk_key(task))
 
     def whole_batch(self, task: Task) -> Mapping[str, Any]:
-        """The inputs of a task of this rank, with the tokens of all cp ranks."""
+        """Returns the inputs of a task of this rank, with the tokens of all cp ranks."""
         return self._batches[_chunk_key(task)]
 
     def batch(self, task: Task) -> Mapping[str, Any]:
-        """The inputs of a task of this rank, with the tokens of its cp rank."""
+        """Returns the inputs of a task of this rank, with the tokens of its cp rank."""
         sharding = self._sharding(task)
         if sharding is None:
             return self.whole_batch(task)
@@ -98,29 +88,28 @@ class StepInputs:
         return self._local[task.key]
 
     def forward_batch(self, task: Task, has_input_grad: bool) -> Mapping[str, Any]:
-        """
-        [`~StepInputs.batch`] for the forward of a task. If any cp rank needs the gradient of an input, all of them run
-        the backward of the attention, including those without a feature token.
-        """
+        """Returns [`~StepInputs.batch`] for the forward of a task."""
         batch = self.batch(task)
         words = batch.get(WORDS)
         if not isinstance(words, SequenceShard) or not has_input_grad:
             return batch
+        # all cp ranks run the backward of the attention if any needs the gradient of an input, also without a feature
+        # token
         return {**batch, WORDS: replace(words, has_backward=True)}
 
     def gather_tokens(self, task: Task, tokens: torch.Tensor) -> torch.Tensor:
-        """The values of all tokens of a task's batch, from those of each cp rank."""
+        """Gathers the values of all tokens of a task's batch, from those of each cp rank."""
         words = self.batch(task).get(WORDS)
         return words.gather_tokens(tokens) if isinstance(words, SequenceShard) else tokens
 
     def hidden_shapes(self, task: Task) -> list[torch.Size]:
-        """Shapes of the hidden states that the stage of a task receives."""
+        """Returns shapes of the hidden states that the stage of a task receives."""
         if task.key not in self._shapes:
             self._shapes[task.key] = self.stages[task.stage_key].input_shapes(self.batch(task))
         return self._shapes[task.key]
 
     def num_feature_tokens(self, task: Task) -> Mapping[str, Sequence[int]]:
-        """Modality -> feature tokens of each sample of a task of this rank, or of one whose tokens are sharded."""
+        """Counts, by modality, feature tokens of each sample of a task of this rank or with sharded tokens."""
         sharding = self._sharding(task)
         if sharding is not None:
             return sharding.num_tokens
@@ -130,13 +119,7 @@ class StepInputs:
         return self._num_tokens[key]
 
     def feature_owners(self, task: Task, features: tuple[FeatureSpec, ...]) -> FeatureOwners:
-        """
-        The cp rank and index of each feature token in a task that computes the features or that they enter.
-
-        Args:
-            task (`Task`): A task of this rank, or one whose tokens are sharded.
-            features (`tuple[FeatureSpec, ...]`): The features.
-        """
+        """Returns cp rank and index of each feature token in a task of this rank, or one whose tokens are sharded."""
         key = (task.key, features)
         if key not in self._owners:
             order = FeatureOrder(features, self.samples(task), self.num_feature_tokens(task))
@@ -149,7 +132,7 @@ class StepInputs:
         return self._owners[key]
 
     def _sharding(self, task: Task) -> ContextSharding | None:
-        """How the tokens of a task are sharded over its cp ranks; `None` for one cp rank."""
+        """Returns how the tokens of a task are sharded over its cp ranks; `None` for one cp rank."""
         return self._shardings.get(_chunk_key(task))
 
 

@@ -22,22 +22,12 @@ class TimedTask:
 
 @dataclass
 class StepResult:
-    """
-    The results of one step on this rank.
+    """The results of one step on this rank."""
 
-    Args:
-        losses (`dict[Task, tuple[Tensor, Tensor]]`):
-            Forward of the last stage -> (sum over target tokens, number of target tokens).
-        timeline (`list[TimedTask]`): The tasks of this rank as they ran.
-        duration_ms (`float`): From the first action to the last.
-        step_ms (`float`): From the first action to the end of the gradient sums.
-        started_s (`float`): When it began, by the host's clock.
-        work (`dict[str, ModuleWork]`): Module -> what it computed on, counted on one rank of those that have the same.
-    """
-
+    # forward of the last stage -> (sum over target tokens, number of target tokens)
     losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     timeline: list[TimedTask] = field(default_factory=list)
-    duration_ms: float = 0.0
-    step_ms: float = 0.0
-    started_s: float = field(default_factory=time.time)
-    work: dict[str, ModuleWork] = field(default_factory=dict)
+    duration_ms: float = 0.0  # from the first action to the last
+    step_ms: float = 0.0  # from the first action to the end of the gradient sums
+    started_s: float = field(default_factory=time.time)  # by the host's clock
+    work: dict[str, ModuleWork] = field(default_factory=dict)  # by module, counted on one rank of those with the same

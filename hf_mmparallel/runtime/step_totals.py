@@ -20,20 +20,12 @@ that asks to stop, processes that wait to join, and a checkpoint that was given 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """
-    Sums over all ranks of one step.
+    """Sums over all ranks of one step."""
 
-    Args:
-        loss (`float`): Sum over the target tokens of the global batch.
-        num_targets (`int`): Target tokens.
-        num_tokens (`int`): Input tokens with padding.
-        num_real_tokens (`int`): Input tokens without padding.
-    """
-
-    loss: float
-    num_targets: int
-    num_tokens: int
-    num_real_tokens: int
+    loss: float  # over the target tokens of the global batch
+    num_targets: int  # target tokens
+    num_tokens: int  # input tokens with padding
+    num_real_tokens: int  # input tokens without padding
 
     @property
     def mean_loss(self) -> float:
@@ -42,23 +34,11 @@ class StepTotals:
 
 def add_up(
     world: World,
-    losses: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    batches: Iterable[Mapping[str, Any]],
+    losses: Iterable[tuple[torch.Tensor, torch.Tensor]],  # of each microbatch that this rank reports
+    batches: Iterable[Mapping[str, Any]],  # of each that it counts the tokens of
     signs: Mapping[str, bool],
 ) -> tuple[StepTotals, dict[str, int]]:
-    """
-    Adds up the numbers of a step over all ranks. Collective.
-
-    Args:
-        world ([`World`]): The ranks.
-        losses (`Iterable[tuple[torch.Tensor, torch.Tensor]]`):
-            Sum over target tokens, and their number, of each microbatch that this rank reports.
-        batches (`Iterable[Mapping[str, Any]]`): The inputs of each microbatch that it counts the tokens of.
-        signs (`Mapping[str, bool]`): What this rank has noticed, of each of [`SIGNS`].
-
-    Returns:
-        The totals, and the number of ranks that have noticed each.
-    """
+    """Adds up a step over all ranks: the totals, and how many ranks have noticed each of [`SIGNS`]. Collective."""
     numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, *(float(signs[name]) for name in SIGNS)], dtype=torch.float64)
     for loss, count in losses:
         numbers[0] += loss.double().cpu()

@@ -65,17 +65,11 @@ class TensorPlanner(DefaultLoadPlanner):
 
 
 class TensorReader(FileSystemReader):
-    """
-    Reads the table of tensors without executing anything, and checks that the files hold what it says.
-
-    Args:
-        path (`Path`): The folder.
-        tensors_only (`bool`, *optional*, defaults to `True`):
-            Whether other values make the table invalid; otherwise it is read as if they were not there.
-    """
+    """Reads the table of tensors without executing anything, and checks that the files hold what it says."""
 
     def __init__(self, path: Path, tensors_only: bool = True):
         super().__init__(str(path))
+        # other values make the table invalid; otherwise it is read as if they were not there
         self.tensors_only = tensors_only
         self._metadata: Metadata | None = None
 
@@ -124,7 +118,7 @@ def _drop_other_values(metadata: Any) -> None:
 
 
 def _check_tensors(metadata: Any) -> None:
-    """Raises `ValueError` for a table that describes anything but tensors, as they are in the files."""
+    """Refuses a table that describes anything but tensors, as they are in the files."""
     for name, described in metadata.state_dict_metadata.items():
         if not isinstance(described, TensorStorageMetadata):
             raise ValueError(f"it says that `{name}` is no tensor")

@@ -23,12 +23,11 @@ class Transport(Protocol):
     """
     Ordered channels between ranks: the n-th `recv` from a rank gets the n-th tensor that this rank sent here. Neither
     call blocks; a received buffer is valid after `wait`, a sent tensor must not change before.
-
-    If `receives_ahead`, `recv` never blocks, even before the sender has run. If not, the first `recv` of a channel can
-    block until the other rank starts its send.
     """
 
     rank: int
+    # `recv` never blocks, even before the sender has run; otherwise the first one of a channel can block until the
+    # other rank starts its send
     receives_ahead: bool
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle: ...
@@ -37,19 +36,13 @@ class Transport(Protocol):
 
 
 class DistributedTransport:
-    """
-    Messages over `torch.distributed`.
-
-    Args:
-        world ([`World`]): The ranks.
-        groups (`dict[tuple[int, int], ProcessGroup]`, *optional*):
-            A group for each directed pair of ranks that talk, which backends that order all traffic of a group in one
-            stream (NCCL) need. Without it the group of all ranks carries everything; gloo orders each pair on its own.
-    """
+    """Messages over `torch.distributed`."""
 
     def __init__(self, world: World, groups: dict[tuple[int, int], dist.ProcessGroup] | None = None):
         self.world = world
         self.rank = world.rank
+        # One for each directed pair of ranks that talk, which backends that order all traffic of a group in one stream
+        # (NCCL) need. Without it the group of all ranks carries everything; gloo orders each pair on its own.
         self.groups = groups or {}
         self._through_host = not world.on_device
         self.receives_ahead = self._through_host  # NCCL connects a channel in its first call, with both ranks in it
@@ -72,7 +65,7 @@ class DistributedTransport:
 
 
 def _started(work: dist.Work | None) -> dist.Work:
-    """The handle of a transfer; `torch` gives none to a rank outside of the group."""
+    """Returns the handle of a transfer; `torch` gives none to a rank outside of the group."""
     assert work is not None
     return work
 

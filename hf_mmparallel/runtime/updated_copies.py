@@ -25,40 +25,36 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def entries_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """What an optimizer updates, over all of its groups."""
+    """Yields what an optimizer updates, over all of its groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def copied_from(entry: torch.Tensor) -> Any:
-    """The weights that an entry of an optimizer is a copy of: a parameter, a shard or a slice. `None` for no copy."""
+    """Returns the parameter, shard or slice that an entry of an optimizer is a copy of. `None` for no copy."""
     return getattr(entry, "copied_from", None)
 
 
 def is_offloaded(entry: torch.Tensor) -> bool:
-    """Whether an entry of an optimizer is a copy in host memory whose step is on the CPU."""
+    """Returns whether an entry of an optimizer is a copy in host memory whose step is on the CPU."""
     return getattr(entry, "is_offloaded", False)
 
 
 def source_of(entry: torch.Tensor) -> Any:
-    """The parameter or slice in which gradient sums leave the gradient of an entry of an optimizer."""
+    """Returns the parameter or slice in which gradient sums leave the gradient of an entry of an optimizer."""
     weights = entry if copied_from(entry) is None else copied_from(entry)
     return weights if slice_of(weights) is not None else whole_parameter(weights)
 
 
 def needs_copy(entry: torch.Tensor, storage: StorageSettings) -> bool:
-    """Whether the optimizer updates a copy of some weights rather than the weights."""
+    """Returns whether the optimizer updates a copy of some weights rather than the weights."""
     return storage.offload_optimizer or (storage.has_master_weights and entry.dtype in _HALF)
 
 
 def copy_for_update(entry: torch.Tensor, storage: StorageSettings) -> nn.Parameter:
     """
-    A copy of an entry of an optimizer: float32 unless master weights are switched off, in host memory (pinned beside
-    a GPU) if the optimizer is offloaded.
-
-    Args:
-        entry (`torch.Tensor`): A parameter, a shard of one or a slice.
-        storage (`StorageSettings`): Precision and place of the copy.
+    Copies an entry of an optimizer: to float32 unless master weights are switched off, to host memory (pinned beside a
+    GPU) if the optimizer is offloaded.
     """
     if storage.offload_optimizer and isinstance(entry, DTensor):
         entry = local_shard(entry)
@@ -75,10 +71,7 @@ def copy_for_update(entry: torch.Tensor, storage: StorageSettings) -> nn.Paramet
 
 
 def hand_over_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """
-    Gives each entry on the device its gradient: in the dtype of the weights, or in float32 where a copy has master
-    weights.
-    """
+    """Gives each entry on the device its gradient: in the dtype of the weights, or of its copy in float32."""
     for entry in entries_of(optimizer):
         source = source_of(entry)
         if is_offloaded(entry):
@@ -127,22 +120,16 @@ def refresh_copies(optimizer: torch.optim.Optimizer | None) -> None:
 
 @torch.no_grad()
 def restore_copy(entry: Any, master: torch.Tensor) -> None:
-    """
-    Sets a copy to saved master weights, but for elements where these don't round to the weights, which have changed
-    since.
-
-    Args:
-        entry (`torch.Tensor`): The copy.
-        master (`torch.Tensor`): This rank's part of the saved float32 weights, in the entry's form.
-    """
+    """Sets a copy to this rank's part of saved master weights."""
     weights = local(copied_from(entry)).to(entry.device)
     master = local(master).to(entry.device)
+    # but for elements where these don't round to the weights, which have changed since
     local(entry).copy_(torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype)))
     mark_updated(entry)
 
 
 def saved_master(entry: torch.Tensor) -> torch.Tensor | None:
-    """The master weights that a checkpoint needs of an entry: none of what is no wider than the weights."""
+    """Returns the master weights that a checkpoint needs of an entry: none of what is no wider than the weights."""
     weights = copied_from(entry)
     has_more = weights is not None and entry.dtype != weights.dtype and getattr(entry, "is_updated", False)
     return entry.detach() if has_more else None

@@ -17,13 +17,7 @@ from .atomic import sync_file
 
 
 def file_names(counts: Sequence[int], rank: int) -> list[str]:
-    """
-    Names of the files of weights that a rank writes.
-
-    Args:
-        counts (`Sequence[int]`): Number of files of each rank.
-        rank (`int`): The rank.
-    """
+    """Names the files of weights that a rank writes, of the number of files of each rank."""
     first, total = sum(counts[:rank]) + 1, sum(counts)
     if total == 1:
         return [WEIGHTS] * counts[rank]
@@ -43,14 +37,7 @@ def write_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def write_index(folder: Path, files: Mapping[str, Mapping[str, int]], spec: ModelSpec) -> None:
-    """
-    Writes which file has which key.
-
-    Args:
-        folder (`Path`): The folder.
-        files (`Mapping[str, Mapping[str, int]]`): File -> the size in bytes of each tensor by its key.
-        spec ([`ModelSpec`]): The model.
-    """
+    """Writes which file has which key; `files` has, by file, the size in bytes of each tensor by its key."""
     index = {
         "metadata": {
             "total_parameters": spec.num_parameters,

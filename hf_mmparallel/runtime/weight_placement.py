@@ -19,7 +19,7 @@ LoadFunction = Callable[[Any, Collection[Collection[str]]], Iterator[Collection[
 
 
 def layers_of_rank(stages: Mapping[StageKey, ModuleStage]) -> list[nn.Module]:
-    """The layers of the stages of a rank, in one order on all ranks that have them."""
+    """Lists the layers of the stages of a rank, in one order on all ranks that have them."""
     return [layer for stage in stages.values() for layer in stage.own_layers.values()]
 
 
@@ -32,18 +32,8 @@ def placed_weights(
 ) -> Iterator[Collection[str]]:
     """
     Moves the weights of a pruned model to a device, or loads them there, and shards them over tensor-parallel ranks.
-
-    Args:
-        model (`PreTrainedModel`): The model; on the meta device if weights are loaded.
-        layers (`Collection[nn.Module]`): Its layers.
-        device (`torch.device`): The device.
-        load (`Callable`, *optional*): See [`LoadFunction`]; without it the model has its weights.
-        shard (`Callable[[Collection[str]], None]`): Applies tensor parallelism to some parameters.
-
-    Yields:
-        `Collection[str]`:
-            The names of parameters that are placed, of a layer at a time, and last of all of them. They may lose their
-            memory before the next layer is placed.
+    Yields the names of parameters that are placed, of a layer at a time, and last of all of them; they may lose their
+    memory before the next layer is placed.
     """
     # By id, since a reference to a parameter would keep the memory of all of it after it has been cut.
     name_of = {id(parameter): name for name, parameter in model.named_parameters() if not is_unowned(parameter)}
@@ -65,12 +55,7 @@ def placed_weights(
 
 
 def load_held(held: Mapping[str, torch.Tensor]) -> LoadFunction:
-    """
-    What gives a pruned model on the meta device the weights that a rank has already.
-
-    Args:
-        held (`Mapping[str, torch.Tensor]`): Parameter -> its values, or this rank's shard of them; used as they are.
-    """
+    """Makes a function that gives a pruned model on the meta device weights, or shards, that a rank has already."""
 
     def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
         left = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
@@ -84,13 +69,7 @@ def load_held(held: Mapping[str, torch.Tensor]) -> LoadFunction:
 
 
 def load_nothing(device: torch.device) -> LoadFunction:
-    """
-    What gives a pruned model parameters without memory: one value in place of all. For a rank that gets its weights
-    with its place in a plan later.
-
-    Args:
-        device (`torch.device`): The device of the parameters.
-    """
+    """Makes a function that gives a pruned model parameters without memory: one value in place of all."""
 
     def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
         left = {name: parameter for name, parameter in model.named_parameters() if not is_unowned(parameter)}
@@ -99,6 +78,7 @@ def load_nothing(device: torch.device) -> LoadFunction:
             for name in names:
                 if name in left:
                     parameter = left.pop(name)
+                    # the rank gets its weights with its place in a plan later
                     value = torch.zeros((), dtype=parameter.dtype, device=device)
                     _replace(model, parameter, value.expand(parameter.shape))
             yield names
@@ -116,14 +96,7 @@ def _replace(model: nn.Module, blank: nn.Parameter, values: torch.Tensor) -> Non
 
 
 def share_buffers(blank: nn.Module, model: nn.Module, world: World) -> None:
-    """
-    Gives a model without weights the buffers that it lacks, of which each rank may have read some. Collective.
-
-    Args:
-        blank (`nn.Module`): The whole model.
-        model (`nn.Module`): The pruned model of this rank.
-        world ([`World`]): The ranks.
-    """
+    """Gives a model without weights the buffers that it lacks, of which each rank may have read some. Collective."""
     lacking = {name for name, buffer in blank.named_buffers() if buffer.is_meta}
     own = {name: buffer.cpu() for name, buffer in model.named_buffers() if name in lacking and not buffer.is_meta}
     for name, buffer in {name: b for of_rank in world.all_gather(own) for name, b in of_rank.items()}.items():

@@ -22,19 +22,13 @@ from .step_inputs import StepInputs
 
 @dataclass
 class ModuleWork:
-    """
-    What a module computed on. Sums may stay on the device until [`~ModuleWork.read`].
+    """What a module computed on. Sums may stay on the device until [`~ModuleWork.read`]."""
 
-    Args:
-        tokens (`float` or `torch.Tensor`, *optional*, defaults to 0.0):
-            Tokens that its layers saw: those of samples in the language model, without padding; those that entered
-            the first layer of an encoder, before anything merges or pools them.
-        squares (`float` or `torch.Tensor`, *optional*, defaults to 0.0):
-            Sum of the squared lengths of the sequences that attend to themselves, the mean over the layers; in layers
-            with a window what attention needs of them.
-    """
-
+    # Tokens that its layers saw: those of samples in the language model, without padding; those that entered the first
+    # layer of an encoder, before anything merges or pools them.
     tokens: Any = 0.0
+    # Sum of the squared lengths of the sequences that attend to themselves, the mean over the layers; in layers with a
+    # window what attention needs of them.
     squares: Any = 0.0
 
     def add(self, tokens: float | Tensor, squares: float | Tensor) -> None:
@@ -43,7 +37,7 @@ class ModuleWork:
         self.squares = self.squares + squares
 
     def read(self) -> ModuleWork:
-        """The same as numbers of the host."""
+        """Returns the same as numbers of the host."""
         return ModuleWork(float(self.tokens), float(self.squares))
 
 
@@ -51,11 +45,6 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, ModuleWork]) -
     """
     Counts what a module computes on in a forward, on the first rank of the mesh: at the first stage of the language
     model, and the attention of every stage of an encoder.
-
-    Args:
-        inputs ([`StepInputs`]): The inputs of the step.
-        task (`Task`): The forward.
-        work (`dict[str, ModuleWork]`): Module -> its sums, which grow.
     """
     if inputs.planned_stage(task).all_ranks[0] != inputs.rank:
         return nullcontext()
@@ -68,13 +57,8 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, ModuleWork]) -
 
 
 def language_work(batch: Mapping[str, Any], windows: Sequence[int] = ()) -> tuple[Tensor | float, Tensor | float]:
-    """
-    Tokens and squares of the samples of a batch of the language model, without padding.
-
-    Args:
-        batch (`Mapping[str, Any]`): The whole batch, with `attention_words` if its rows are packed.
-        windows (`Sequence[int]`, *optional*): Tokens that a token attends to in each layer, 0 for all before it.
-    """
+    """Returns tokens and squares of the samples of a batch of the language model, without padding."""
+    # `windows` has the tokens that a token attends to in each layer, 0 for all before it
     ids, words, mask = batch["input_ids"], batch.get(WORDS), batch.get("attention_mask")
     if isinstance(words, Tensor):
         segment = decode_words(words).segment
@@ -88,7 +72,7 @@ def language_work(batch: Mapping[str, Any], windows: Sequence[int] = ()) -> tupl
 
 
 def _attended(lengths: Tensor, windows: Sequence[int]) -> Tensor:
-    """Squares of causal sequences that attention needs in the mean layer, see [`attended_squares`]."""
+    """Sums the squares of causal sequences that attention needs in the mean layer, see [`attended_squares`]."""
     lengths = lengths.double()
     whole = lengths.square()
     count, total = max(len(windows), 1), torch.zeros_like(whole)
@@ -100,14 +84,7 @@ def _attended(lengths: Tensor, windows: Sequence[int]) -> Tensor:
 
 @contextmanager
 def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: ModuleWork) -> Iterator[None]:
-    """
-    Counts what the layers of a stage of an encoder compute on meanwhile.
-
-    Args:
-        layers (`Mapping[int, nn.Module]`): The layers of the stage by their index in the encoder.
-        num_layers (`int`): The layers of the whole encoder.
-        work ([`ModuleWork`]): The sums, which grow.
-    """
+    """Counts what the layers of a stage of an encoder, which has `num_layers`, compute on meanwhile."""
 
     def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_of(args, kwargs)
@@ -123,7 +100,7 @@ def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: Modu
 
 
 def _squares(hidden: Tensor, ends: Any) -> Tensor | float:
-    """The squares of the sequences of `[..., sequence, width]`, or of those that end at `ends` in one long row."""
+    """Sums the squares of the sequences of `[..., sequence, width]`, or of those that end at `ends` in one row."""
     if isinstance(ends, Tensor):
         return ends.diff().double().square().sum()
     return float(num_tokens_of(hidden.shape) * hidden.shape[-2])

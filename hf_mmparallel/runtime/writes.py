@@ -1,8 +1,8 @@
 """
 What a rank writes, apart from what it has to collect with the others before.
 
-Collecting needs the other ranks: file names, offsets, tensors that several ranks hold. Writing needs nobody, so that
-a thread can do it beside the training.
+Collecting needs the other ranks: file names, offsets, tensors that several ranks hold. Writing needs nobody, so that a
+thread can do it beside the training.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from .atomic import save_errors
 
 
 class HostCopies:
-    """
-    Copies of tensors in host memory, which is kept for the copies of the next save: to get it from the system takes
-    longer than to copy. It is pinned for tensors of a GPU.
-
-    Args:
-        limit_bytes (`int`): Host memory of all copies, at most.
-    """
+    """Copies of tensors in host memory, pinned for tensors of a GPU, of at most `limit_bytes`."""
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
+        # kept for the copies of the next save: to get memory from the system takes longer than to copy
         self._free: dict[tuple, deque[torch.Tensor]] = defaultdict(deque)
         self._used: list[tuple[tuple, torch.Tensor]] = []
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A contiguous copy that stays what it is until [`~HostCopies.reuse`]; `None` above the limit."""
+        """Makes a contiguous copy that stays what it is until [`~HostCopies.reuse`]; `None` above the limit."""
         key = (tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
         if not self._free[key]:
             needed = tensor.numel() * tensor.element_size()
@@ -61,28 +56,19 @@ class Writes:
 
     Without `copies` a write runs when it is added, and its tensors are gone before the next ones are collected. With
     them it runs in [`~Writes.run`], on the values that tensors had when they were collected.
-
-    Args:
-        folder (`str` or `Path`): The folder; the first rank makes it if needed.
-        path (`Path`, *optional*): The name that errors say, where the folder gets another one later.
-        copies ([`HostCopies`], *optional*): What keeps the values of tensors until they are written.
-
-    Attributes:
-        error (`Exception`, *optional*): What the first write raised that failed; those after it are left out.
-        num_early (`int`): Writes that ran when they were added although there are `copies`, for lack of memory.
     """
 
     def __init__(self, folder: str | Path, path: Path | None = None, copies: HostCopies | None = None):
         self.folder = Path(folder)
-        self.path = self.folder if path is None else path
+        self.path = self.folder if path is None else path  # errors name it, where the folder gets another name later
         self.copies = copies
-        self.error: Exception | None = None
-        self.num_early = 0
+        self.error: Exception | None = None  # of the first write that failed; those after it are left out
+        self.num_early = 0  # writes that ran at once although there are `copies`, for lack of memory
         self._later: deque[Callable[[], None]] = deque()
         self._has_live_values = copies is None
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor, contiguous in host memory, for the write that is added next."""
+        """Returns the values of a tensor, contiguous in host memory, for the write that is added next."""
         tensor = tensor.detach()
         copy = None if self.copies is None else self.copies.of(tensor)
         if copy is not None:
