@@ -36,7 +36,7 @@ class _LeftToRank:
 
 
 def leave_signals_to_rank() -> None:
-    """Makes this data worker ignore what launchers send to all processes: its rank needs it to finish a step."""
+    """Leaves signals, which launchers send to all processes, to the rank, which needs its workers to end a step."""
     for number in SIGNALS:
         signal.signal(number, _LeftToRank())
 
