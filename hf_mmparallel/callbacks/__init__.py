@@ -1,9 +1,4 @@
-"""
-Callbacks that see the engine: efficiency in the log, predictions beside it, measured timelines as pictures, the end of
-a training by a signal, lost ranks.
-
-Use the engine and the costs; imported by the Trainer and by users.
-"""
+"""Callbacks that see the engine. They use the engine and the costs, and are imported by the Trainer and by users."""
 
 from .base import EngineCallback
 from .metrics import ParallelMetricsCallback

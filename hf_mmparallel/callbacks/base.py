@@ -29,28 +29,21 @@ class EngineCallback(TrainerCallback):
     A callback that the Trainer hands its engine to.
 
     Attributes:
-        engine ([`ParallelEngine`], *optional*): The engine, `None` when the stock Trainer runs.
+        engine ([`ParallelEngine`], *optional*): `None` when the stock Trainer runs.
     """
 
     engine: ParallelEngine | None = None
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """
-        Called on each rank when ranks were lost or have joined, once the engine has another plan, before its first
-        step. What was noted of earlier steps does not belong to this plan. Any callback of the Trainer may have this
-        event; `event`, a [`MembershipChange`], says what has happened.
+        Called on each rank when ranks were lost or have joined, before the first step of the new plan, to which notes
+        of earlier steps do not belong. Any callback of the Trainer may have it; `event` is a [`MembershipChange`].
         """
 
     def shared_state(self) -> dict[str, Any]:
-        """
-        The attributes of this callback that a rank which joins the training is given, such as what was noted of the
-        whole run; none by default.
-        """
+        """Returns the attributes that a rank which joins is given, such as notes of the whole run; none by default."""
         return {}
 
     def parallel_metrics(self) -> dict[str, float]:
-        """
-        Numbers for the log since it was last called. The Trainer calls it on all ranks when it logs a loss, so that it
-        may communicate.
-        """
+        """Returns numbers since the last call; all ranks call it when a loss is logged, so that it may communicate."""
         return {}

@@ -22,22 +22,13 @@ _MOST_STEPS = 1000  # the last ones are logged if there are more between two log
 
 @dataclass(frozen=True)
 class RankWindow:
-    """
-    Times and work of one rank in the steps between two logs.
+    """Times and work of one rank in the steps between two logs."""
 
-    Args:
-        duration_ms (`float`): Time in the programs of steps.
-        wall_ms (`float`): From the end of the step before the first to the end of the last, with data and optimizer.
-        busy_ms (`float`): Time in tasks.
-        replicas_ms (`dict[tuple[str, int], float]`): (module, replica) -> time in its tasks.
-        work (`dict[str, ModuleWork]`): Module -> tokens that it computed on.
-    """
-
-    duration_ms: float
-    wall_ms: float
-    busy_ms: float
-    replicas_ms: dict[tuple[str, int], float]
-    work: dict[str, ModuleWork]
+    duration_ms: float  # in the programs of steps
+    wall_ms: float  # from the end of the step before the first to the end of the last, with data and optimizer
+    busy_ms: float  # in tasks
+    replicas_ms: dict[tuple[str, int], float]  # (module, replica) -> time in its tasks
+    work: dict[str, ModuleWork]  # module -> tokens that it computed on
 
     @classmethod
     def of(cls, results: Sequence[StepResult], wall_ms: float) -> RankWindow:
@@ -62,19 +53,7 @@ def total_work(parts: Iterable[Mapping[str, ModuleWork]]) -> dict[str, ModuleWor
 
 
 def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, float]:
-    """
-    The numbers of a window over all ranks.
-
-    Args:
-        windows (`Sequence[RankWindow]`): One for each rank.
-        core_per_rank (`bool`):
-            Whether each rank has a device or a core of its own; otherwise ranks share cores and idle time is not
-            measurable.
-
-    Returns:
-        `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`, and
-        `parallel/replica_imbalance/<module>` (largest over mean, minus 1).
-    """
+    """Returns the numbers of a window over all ranks."""
     duration = max(window.duration_ms for window in windows)
     wall = max(window.wall_ms for window in windows)
     if not duration:
@@ -86,24 +65,20 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
             replicas[module][replica] += took
     for module, work in total_work(window.work for window in windows).items():
         metrics[f"parallel/tokens_per_second/{module}"] = 1e3 * work.tokens / wall
+    # ranks that share a device or a core have no measurable idle time
     if core_per_rank:
         busy = sum(window.busy_ms for window in windows)
         metrics["parallel/bubble_fraction"] = 1 - busy / (duration * len(windows))
     for module, times in replicas.items():
         if len(times) > 1:
-            metrics[f"parallel/replica_imbalance/{module}"] = excess(times.values())
+            metrics[f"parallel/replica_imbalance/{module}"] = excess(times.values())  # largest over mean, minus 1
     return metrics
 
 
 def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflops: float) -> float:
     """
-    Model FLOPs per second over the peak of all ranks (MFU): operations that the model defines on the tokens of
-    samples, neither on padding nor a second time where activations are recomputed; see [`model_flops`].
-
-    Args:
-        spec (`ModelSpec`): The model, with what is frozen.
-        windows (`Sequence[RankWindow]`): One for each rank.
-        peak_tflops (`float`): Of one rank's device.
+    Returns model FLOPs per second over the peak of all ranks' devices (MFU); padding and recomputation do not count,
+    see [`model_flops`].
     """
     flops = 0.0
     for module, work in total_work(window.work for window in windows).items():
@@ -115,12 +90,11 @@ def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflop
 class ParallelMetricsCallback(EngineCallback):
     """
     Adds to the log, under `parallel/`: tokens per second of each module, the bubble fraction, the imbalance between
-    microbatches and between replicas of each module, and on a GPU model FLOPs utilisation:
-    of the peak in the table, or as `model_flops_utilisation_of_measured_peak` of what matrix products reached.
-
-    Of the arrangement, as the mean over the steps since the last log: the standard deviation of a microbatch's
-    measured forward in each module (`forward_ms_std`), and, where sizes of samples are known, of its workload as
-    arranged (`workload_std`) and in the sampler's order (`workload_std_before`), with the share of deferred samples.
+    microbatches and between replicas of each module, and on a GPU model FLOPs utilisation: of the peak in the table,
+    or as `model_flops_utilisation_of_measured_peak` of what matrix products reached. As means over the steps since the
+    last log: the standard deviation of a microbatch's measured forward in each module (`forward_ms_std`), and, where
+    sizes of samples are known, of its workload as arranged (`workload_std`) and in the sampler's order
+    (`workload_std_before`), with the share of deferred samples.
 
     The Trainer has one by itself under a plan; remove it with `trainer.remove_callback(ParallelMetricsCallback)`.
     """

@@ -43,34 +43,21 @@ _WARN_FROM = 0.2  # relative error of predicted steps
 
 @dataclass(frozen=True)
 class RankStep:
-    """
-    Measurements of one rank in a step that may be compared.
+    """Measurements of one rank in a step that may be compared."""
 
-    Args:
-        durations (`np.ndarray` of shape `(tasks,)`): Milliseconds of its tasks, in the order of its program.
-        step_ms (`float`): From its first action to the end of the gradient sums.
-    """
-
-    durations: np.ndarray
-    step_ms: float
+    durations: np.ndarray  # (tasks,) milliseconds, in the order of its program
+    step_ms: float  # from its first action to the end of the gradient sums
 
 
 @dataclass
 class RankSteps:
-    """
-    Measurements of one rank between two logs.
+    """Measurements of one rank between two logs."""
 
-    Args:
-        chosen (`list[RankStep]`): The steps that may be compared.
-        wall_ms (`list[float]`): Of each step, from asking for its batch to the end of the optimizer's step.
-        data_ms (`list[float]`): Of each step, waiting for its batch.
-        memory_gib (`float`, *optional*): The allocator's peak.
-    """
-
-    chosen: list[RankStep] = field(default_factory=list)
+    chosen: list[RankStep] = field(default_factory=list)  # those that may be compared
+    # of each step, from asking for its batch to the end of the optimizer's step
     wall_ms: list[float] = field(default_factory=list)
-    data_ms: list[float] = field(default_factory=list)
-    memory_gib: float | None = None
+    data_ms: list[float] = field(default_factory=list)  # of each step, waiting for its batch
+    memory_gib: float | None = None  # the allocator's peak
 
 
 class PredictionCallback(EngineCallback):
@@ -283,7 +270,6 @@ class PredictionCallback(EngineCallback):
 
 
 def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep], plan: ParallelPlan) -> dict[str, float]:
-    """The numbers of a window for the log."""
     metrics = {
         "parallel/predicted_step_ms": window.predicted_step_ms,
         "parallel/predicted_bubble_fraction": window.predicted_bubble,

@@ -17,9 +17,9 @@ from .base import EngineCallback
 
 logger = get_logger(__name__)
 
+# What clusters send before they take nodes away: Kubernetes and torchrun the first; Slurm the one that its `--signal`
+# names, which is often the second.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What clusters send before they take nodes away: Kubernetes and torchrun the first; Slurm the one that its `--signal`
-names, which is often the second."""
 
 
 class _LeftToRank:
@@ -36,23 +36,15 @@ class _LeftToRank:
 
 
 def leave_signals_to_rank() -> None:
-    """
-    Makes this data worker leave the signals to its rank. Launchers send them to all processes, and a rank whose
-    workers are gone can't finish its step.
-    """
+    """Leaves signals, which launchers send to all processes, to the rank, which needs its workers to end a step."""
     for number in SIGNALS:
         signal.signal(number, _LeftToRank())
 
 
 class PreemptionCallback(EngineCallback):
     """
-    Ends the training of all ranks with a checkpoint when any of them gets one of [`SIGNALS`].
-
-    The ranks agree at the end of a step: under a plan by the numbers that they add up anyway, without one by a sum
-    of their own.
-
-    Args:
-        world ([`World`]): The ranks.
+    Ends the training of all ranks with a checkpoint when any of them gets one of [`SIGNALS`]. The ranks agree at the
+    end of a step: under a plan by the numbers that they add up anyway, else by a sum of their own.
     """
 
     def __init__(self, world: World):
@@ -63,10 +55,7 @@ class PreemptionCallback(EngineCallback):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """
-        A block in which the signals do nothing else.
-
-        Raises:
-            `ValueError`: Outside of the main thread, where Python takes no signals.
+        A block in which the signals do nothing else; raises `ValueError` outside of the main thread, which gets them.
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(

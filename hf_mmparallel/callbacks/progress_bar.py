@@ -11,10 +11,8 @@ _IN_BAR = {"loss": "loss", "grad_norm": "grad", "learning_rate": "lr", "parallel
 
 class LossProgressCallback(ProgressCallback):
     """
-    The Trainer's progress bar with the last logged loss, gradient norm, learning rate and bubble in it, instead of a
-    line for each log. Other logs, such as evaluation metrics, are written above the bar.
-
-    The Trainer uses it in place of [`~transformers.ProgressCallback`] under a plan; `disable_tqdm` turns both off.
+    The Trainer's progress bar with the last loss, gradient norm, learning rate and bubble in it; other logs, such as
+    evaluation metrics, are written above. The Trainer uses it under a plan; `disable_tqdm` turns it off.
     """
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -16,20 +16,13 @@ RECOVERY = "recovery.png"
 class RecoveryCallback(EngineCallback):
     """
     Draws `recovery.png` into the output folder at the end of a run that ranks were lost from or have joined: samples
-    per second over time, with each of these changes, and the number of ranks. Every rank notes what it takes, since
-    any of them may be the first one at the end.
-
-    The Trainer has one by itself with `resilience`.
-
-    Args:
-        samples_per_step (`int`): Samples of a step.
-
-    Attributes:
-        marks (`list[RecoveryMark]`): The changes so far.
+    per second over time, with each of these changes, and the number of ranks. The Trainer has one by itself with
+    `resilience`.
     """
 
     def __init__(self, samples_per_step: int):
         self.samples_per_step = samples_per_step
+        # the changes so far; every rank notes them, since any may be the first one at the end
         self.marks: list[RecoveryMark] = []
         self._step_ends_s = array("d")
         self._began_s = 0.0

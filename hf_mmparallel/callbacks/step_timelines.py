@@ -19,9 +19,8 @@ from .workload_balance import last_balances
 class TimelineCallback(EngineCallback):
     """
     Writes the tasks of each rank over time in chosen steps: `timeline-<step>.png` and `timeline-<step>.json` (Chrome
-    trace, for `chrome://tracing` or Perfetto), the predicted schedule beside the measured one; and
-    `workloads-<step>.png`, the forwards of each microbatch as measured, beside their estimates where sizes of samples
-    are known.
+    trace, for `chrome://tracing` or Perfetto), predicted beside measured; and `workloads-<step>.png`, the forwards of
+    each microbatch as measured, beside their estimates where sizes of samples are known.
 
     Args:
         steps (`Collection[int]`): Optimizer steps, counted from 1 as in the log.
@@ -87,10 +86,8 @@ class TimelineCallback(EngineCallback):
 
 
 def cost_from(spans: Collection[Span], estimate: Callable[[Task], float] | None = None) -> Callable[[Task], float]:
-    """
-    Task -> ms: the total time of the tasks of one kind of a stage, divided in proportion to their estimates, or in
-    equal parts without an estimate, so that shapes compare.
-    """
+    """Returns task -> ms: the total of a stage's tasks of one kind, divided in proportion to `estimate`."""
+    # equal parts without an estimate, so that shapes compare
     weight = estimate or (lambda _: 1.0)
     took: dict[tuple, float] = defaultdict(float)
     estimated: dict[tuple, float] = defaultdict(float)

@@ -17,28 +17,16 @@ from ..world import World
 
 @dataclass(frozen=True)
 class RanStep:
-    """
-    Results of a step on one rank, until the next log.
+    """Results of a step on one rank, until the next log."""
 
-    Args:
-        result (`StepResult`): Times and work of its tasks.
-        counts (`Mapping[str, tuple[int, ...]]`): Module -> microbatches of each of its replicas.
-        forward_ms (`np.ndarray` of shape `(microbatches of all replicas of all modules,)`):
-            The forwards of the stages whose first rank this is.
-        arrangement (`Mapping[str, float]`, *optional*): The numbers of [`arrangement_metrics`].
-    """
-
-    result: StepResult
-    counts: Mapping[str, tuple[int, ...]]
-    forward_ms: np.ndarray
-    arrangement: Mapping[str, float] = field(default_factory=dict)
+    result: StepResult  # times and work of its tasks
+    counts: Mapping[str, tuple[int, ...]]  # module -> microbatches of each of its replicas
+    forward_ms: np.ndarray  # (microbatches of all replicas of all modules,), of the stages whose first rank this is
+    arrangement: Mapping[str, float] = field(default_factory=dict)  # see [`arrangement_metrics`]
 
 
 def last_balances(engine: ParallelEngine, microbatch_size: int) -> tuple[Balance, Balance] | None:
-    """
-    The workloads of the step that an engine ran last, in the sampler's order and as arranged; `None` where sizes of
-    samples are not known.
-    """
+    """Returns the workloads of the last step in the sampler's order and as arranged; `None` if sizes are not known."""
     step, sizes, workloads = engine.current_step, engine.current_sizes, engine.current_workloads
     if step is None or sizes is None or workloads is None or not sizes.known:
         return None
@@ -58,18 +46,9 @@ def last_step(engine: ParallelEngine, microbatch_size: int) -> RanStep:
 
 
 def arrangement_metrics(before: Balance, after: Balance) -> dict[str, float]:
-    """
-    The numbers of an arrangement.
-
-    Args:
-        before (`Balance`): The samples in the sampler's order.
-        after (`Balance`): As they were arranged.
-
-    Returns:
-        `dict[str, float]`: `parallel/workload_std/<module>` and `parallel/workload_std_before/<module>` in ms, over
-        the microbatches of a replica; and `parallel/deferred_fraction`.
-    """
+    """Returns the numbers of an arrangement, with the samples in the sampler's order (`before`) and as arranged."""
     metrics = {}
+    # in ms, over the microbatches of a replica
     for module in after.forward_ms:
         metrics[f"parallel/workload_std/{module}"] = after.std_ms(module)
         metrics[f"parallel/workload_std_before/{module}"] = before.std_ms(module)
@@ -77,19 +56,11 @@ def arrangement_metrics(before: Balance, after: Balance) -> dict[str, float]:
 
 
 def forward_metrics(balance: Balance) -> dict[str, float]:
-    """
-    The numbers of a step's measured forwards.
-
-    Args:
-        balance (`Balance`): The forwards of all ranks.
-
-    Returns:
-        `dict[str, float]`: `parallel/forward_ms_std/<module>`, over the microbatches of a replica, and
-        `parallel/microbatch_imbalance/<module>` (largest over mean, minus 1).
-    """
+    """Returns the numbers of a step's forwards, as all ranks measured them."""
     metrics = {}
     for module in balance.forward_ms:
-        metrics[f"parallel/forward_ms_std/{module}"] = balance.std_ms(module)
+        metrics[f"parallel/forward_ms_std/{module}"] = balance.std_ms(module)  # over a replica's microbatches
+        # largest over mean, minus 1
         metrics[f"parallel/microbatch_imbalance/{module}"] = balance.microbatch_excess(module)
     return metrics
 

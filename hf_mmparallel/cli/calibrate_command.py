@@ -24,12 +24,7 @@ same kind of GPU may be combined. The Trainer reads the result as `layer_profile
 
 
 def add_calibrate_parser(commands: Any) -> None:
-    """
-    Adds `calibrate`.
-
-    Args:
-        commands: What `ArgumentParser.add_subparsers` returns.
-    """
+    """Adds `calibrate` to the result of `ArgumentParser.add_subparsers`."""
     parser = commands.add_parser(
         "calibrate",
         help="correct costs by the logs of runs, for `--profile` of the other commands",
@@ -53,15 +48,7 @@ def add_calibrate_parser(commands: Any) -> None:
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
-    """
-    Runs `hf-mmparallel calibrate`.
-
-    Args:
-        args (`argparse.Namespace`): Its arguments.
-
-    Raises:
-        `ValueError`: For logs that can't be used for a calibration.
-    """
+    """Runs `hf-mmparallel calibrate`; raises `ValueError` for logs that can't be used for a calibration."""
     from ..cost.calibrate import calibrate_logs
     from ..cost.calibration import Calibration, read_costs
     from ..planner.text import new_console
@@ -87,15 +74,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
 
 
 def log_file(path: str) -> Path:
-    """
-    Path of a run's log.
-
-    Args:
-        path (`str`): The log, or the output folder of the run.
-
-    Raises:
-        `ValueError`: If there is no log.
-    """
+    """Returns the log at a path, which may be the output folder of a run; raises `ValueError` if there is none."""
     from ..cost.run_log import RUN_LOG
 
     log = Path(path) / RUN_LOG if Path(path).is_dir() else Path(path)
@@ -110,12 +89,7 @@ def log_file(path: str) -> Path:
 
 
 def error_table(result: CalibrationResult) -> Table:
-    """
-    Table of prediction errors in the windows that were left out of the fit, before and after calibration.
-
-    Args:
-        result ([`CalibrationResult`]): The calibration.
-    """
+    """Returns a table of prediction errors in the windows left out of the fit, before and after calibration."""
     from rich.table import Table
 
     title = f"Errors in the last {result.judged} windows, by a fit of the first {result.fitted}"
@@ -131,12 +105,7 @@ def error_table(result: CalibrationResult) -> Table:
 
 
 def scale_table(calibration: Calibration) -> Table:
-    """
-    Table of the corrections, fitted on all windows.
-
-    Args:
-        calibration ([`Calibration`]): The calibration.
-    """
+    """Returns a table of the corrections, fitted on all windows."""
     from rich.table import Table
 
     table = Table(title="Factors of costs, by all windows", title_justify="left")
@@ -154,12 +123,7 @@ def scale_table(calibration: Calibration) -> Table:
 
 
 def notes(result: CalibrationResult) -> list[str]:
-    """
-    Limitations of the calibration, one sentence each.
-
-    Args:
-        result ([`CalibrationResult`]): The calibration.
-    """
+    """Returns limitations of the calibration, one sentence each."""
     lines = []
     if result.calibration.activations is None:
         lines.append("Memory is not calibrated: it was not measured, which needs CUDA.")

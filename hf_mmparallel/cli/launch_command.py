@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+# what the launcher passes on to its processes: the signals of torchrun, and one that Slurm sends
 PASSED_ON = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""Signals that the launcher passes on to its processes: those of torchrun, and one that Slurm sends."""
 LAUNCH_HELP = "Launch a script as `accelerate launch` does; training with resilience goes on when processes die."
 _ADDED = """
 
@@ -61,14 +61,8 @@ def _launch_this_host(args: argparse.Namespace) -> None:
 
 def run_launch(arguments: Sequence[str]) -> int:
     """
-    Launches a script and waits for its end.
-
-    Args:
-        arguments (`Sequence[str]`): The command line after `launch`.
-
-    Returns:
-        `int`: 0 if at least one process finished and none failed that was not lost, 128 and its number after a signal,
-            else 1.
+    Runs a script by the command line after `launch`. Returns 0 if at least one process finished and none failed that
+    was not lost, 128 and its number after a signal, else 1.
     """
     with mock.patch.object(sys, "argv", ["accelerate", "launch", *arguments]):  # its help reads them
         args = launch_parser().parse_args(arguments)

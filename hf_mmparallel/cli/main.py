@@ -30,13 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Runs a command.
-
-    Args:
-        argv (`Sequence[str]`, *optional*): Its arguments; those of the process by default.
-
-    Returns:
-        `int`: 0, or 2 after an error, which is printed as one line to stderr; 1 if processes of `launch` failed.
+    Runs a command. Returns 0, or 2 after an error, which is one line on stderr; `launch` has exit codes of its own.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:

@@ -63,12 +63,7 @@ checkpoint (as Varuna) and with redundant computation of stages (as Bamboo).
 
 
 def add_plan_parser(commands: Any) -> None:
-    """
-    Adds `plan`.
-
-    Args:
-        commands: What `ArgumentParser.add_subparsers` returns.
-    """
+    """Adds `plan` to the result of `ArgumentParser.add_subparsers`."""
     plan = commands.add_parser(
         "plan",
         help="find the best plan of a model, or predict a plan with given sizes",
@@ -134,12 +129,7 @@ def add_plan_parser(commands: Any) -> None:
 
 
 def add_simulate_parser(commands: Any) -> None:
-    """
-    Adds `simulate`.
-
-    Args:
-        commands: What `ArgumentParser.add_subparsers` returns.
-    """
+    """Adds `simulate` to the result of `ArgumentParser.add_subparsers`."""
     simulate = commands.add_parser(
         "simulate",
         help="replay one step of a saved plan, or a trace of failures",
@@ -159,12 +149,7 @@ def add_simulate_parser(commands: Any) -> None:
 
 
 def add_env_parser(commands: Any) -> None:
-    """
-    Adds `env`.
-
-    Args:
-        commands: What `ArgumentParser.add_subparsers` returns.
-    """
+    """Adds `env` to the result of `ArgumentParser.add_subparsers`."""
     env = commands.add_parser(
         "env", help="versions and devices, for bug reports", description="Prints versions and devices."
     )
@@ -195,7 +180,6 @@ def _run_env(args: argparse.Namespace) -> None:
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the model and the device."""
     group = parser.add_argument_group("model and device")
     device = group.add_mutually_exclusive_group()
     device.add_argument(
@@ -242,7 +226,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a step."""
     group = parser.add_argument_group("step")
     group.add_argument(
         "--global-batch-size", type=positive, metavar="N", help="samples of an optimizer step (in a search: 4 a GPU)"
@@ -272,7 +255,6 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of samples."""
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--dataset",
@@ -304,7 +286,6 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_failure_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a replay of failures."""
     group = parser.add_argument_group("failures (without PLAN)")
     group.add_argument(
         "--failures", type=int, default=1, metavar="N", help="simultaneous failures of nodes to survive (1)"
@@ -332,7 +313,6 @@ def _add_failure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, trace: str = "") -> None:
-    """Adds the arguments of files."""
     group = parser.add_argument_group("files")
     group.add_argument("--picture", metavar="FILE", help="write a chart of the schedule as PNG")
     group.add_argument("--html", metavar="FILE", help="write a self-contained HTML page of the plan")

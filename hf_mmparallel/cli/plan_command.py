@@ -24,19 +24,14 @@ if TYPE_CHECKING:
     from ..search.compare import ComparedPlan
 
 MOST_LOSSES = 24  # rows of losses one by one
+# arguments for the plan of one number of ranks
 ONE_PLAN_ONLY = ("effort", "explain", "compare", "what_if", "dry_run", "picture", "html", "json", "trace")
-"""Arguments for the plan of one number of ranks."""
 
 
 def run_plan(args: argparse.Namespace) -> None:
     """
-    Runs `hf-mmparallel plan`.
-
-    Args:
-        args (`argparse.Namespace`): Its arguments.
-
-    Raises:
-        `ValueError`: For settings that contradict each other or do not fit, with a remedy.
+    Runs `hf-mmparallel plan`; raises `ValueError`, with a remedy, for settings that contradict each other or do not
+    fit.
     """
     if args.failures is None and args.nodes is not None:
         raise ValueError(f"`--nodes {args.nodes}` has no effect without `--failures`. Give both, or `--gpus`.")
@@ -84,14 +79,8 @@ def run_plan(args: argparse.Namespace) -> None:
 
 def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
     """
-    Prints the plans of a cluster that survives failures, and writes the one of all nodes.
-
-    Args:
-        args (`argparse.Namespace`): The arguments.
-        settings ([`Settings`]): Their settings.
-
-    Raises:
-        `ValueError`: For arguments that have no effect on these plans, or if failures can't be guaranteed.
+    Prints the plans of a cluster that survives failures, and writes the one of all nodes; raises `ValueError` for
+    arguments without effect on these plans, or if failures can't be guaranteed.
     """
     from ..planner.surviving_plans import guarantee_lines, surviving_plans, template_table, throughput_table
 
@@ -154,10 +143,7 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
 
 def compared(answer: Answer) -> tuple[Answer, tuple[ComparedPlan, ...]]:
     """
-    The plans of baselines, and the answer: that of the search, or a faster plan of a baseline.
-
-    Raises:
-        `ValueError`: If there was no search.
+    Returns the answer, or a faster plan of a baseline, and the baselines; raises `ValueError` if there was no search.
     """
     if answer.result is None:
         raise ValueError("`--compare` needs the plan of a search. Leave sizes out, and give `--gpus`.")
@@ -215,16 +201,7 @@ def write_files(
     comparison: Sequence[ComparedPlan] = (),
     what_ifs: WhatIfs = (),
 ) -> None:
-    """
-    Writes the requested charts, page and figures.
-
-    Args:
-        console (`Console`): The console for messages.
-        args (`argparse.Namespace`): The paths of the files.
-        answer (`Answer`): The plan.
-        comparison (`Sequence[ComparedPlan]`, *optional*): Plans of baselines.
-        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): Changes and their results.
-    """
+    """Writes the requested charts, page and figures."""
     if args.picture:
         gantt_png(answer.drawn, args.picture)
         console.print(f"Picture written to {args.picture}", highlight=False, soft_wrap=True)

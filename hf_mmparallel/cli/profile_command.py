@@ -35,12 +35,7 @@ WIDTH = 160
 
 
 def add_profile_parser(commands: Any) -> None:
-    """
-    Adds `profile`.
-
-    Args:
-        commands: What `ArgumentParser.add_subparsers` returns.
-    """
+    """Adds `profile` to the result of `ArgumentParser.add_subparsers`."""
     parser = commands.add_parser(
         "profile",
         help="time the layers of a model on this machine, for `--profile` of the other commands",
@@ -74,15 +69,7 @@ def add_profile_parser(commands: Any) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> None:
-    """
-    Runs `hf-mmparallel profile`.
-
-    Args:
-        args (`argparse.Namespace`): Its arguments.
-
-    Raises:
-        `ValueError`: For a device, lengths or a model that can't be measured.
-    """
+    """Runs `hf-mmparallel profile`; raises `ValueError` for a device, lengths or a model that can't be measured."""
     import torch
     from rich.console import Console
 
@@ -140,13 +127,7 @@ def _links(device: str) -> dict[str, float] | None:
 
 
 def report(console: Console, profile: LayerProfile) -> None:
-    """
-    Prints a table per module, then curves with large errors and skipped measurements.
-
-    Args:
-        console (`Console`): The console.
-        profile ([`LayerProfile`]): The measurements.
-    """
+    """Prints a table per module, then curves with large errors and skipped measurements."""
     kind = profile.dtype if profile.autocast is None else f"{profile.dtype} with {profile.autocast} autocast"
     console.print(f"{profile.model} on {profile.device}: {kind}, {profile.attention} attention", highlight=False)
     for module in dict.fromkeys(layer.module for layer in profile.layers):
@@ -158,12 +139,7 @@ def report(console: Console, profile: LayerProfile) -> None:
 
 
 def constants_text(constants: Mapping[str, float]) -> str:
-    """
-    One line about the measured constants of a device.
-
-    Args:
-        constants (`Mapping[str, float]`): Fields of [`Hardware`].
-    """
+    """Returns one line about the measured constants of a device, which are fields of [`Hardware`]."""
     shares = ", ".join(
         f"{what} {constants[name]:.0%}"
         for name, what in (
@@ -180,12 +156,7 @@ def constants_text(constants: Mapping[str, float]) -> str:
 
 
 def links_text(constants: Mapping[str, float]) -> str:
-    """
-    One line about measured links, and links without a measurement.
-
-    Args:
-        constants (`Mapping[str, float]`): Fields of [`Hardware`].
-    """
+    """Returns one line about measured links, and links without a measurement."""
     parts = []
     for where, prefix, needed in (("in a node", "", "two ranks"), ("between nodes", "node_", "ranks on two nodes")):
         latency, sums = constants.get(f"{prefix}link_latency_us"), constants.get(f"{prefix}collective_latency_us")
@@ -204,11 +175,7 @@ def links_text(constants: Mapping[str, float]) -> str:
 
 def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
     """
-    Table of a module's measurements: times at each chunk, coefficients and errors of the fitted curves.
-
-    Args:
-        module (`str`): Its name.
-        layers (`list[MeasuredLayer]`): Its kinds of layers at each tensor-parallel size.
+    Returns a table of a module's measurements: times at each chunk, coefficients and errors of the fitted curves.
     """
     from rich.table import Table
 
@@ -239,12 +206,7 @@ def _cells(layer: MeasuredLayer, name: str, chunks: list[tuple[int, int]]) -> It
 
 
 def misfits(profile: LayerProfile) -> Iterator[str]:
-    """
-    A sentence for each curve with a large error.
-
-    Args:
-        profile ([`LayerProfile`]): The measurements.
-    """
+    """Yields a sentence for each curve with a large error."""
     for layer in profile.layers:
         for name, curve in layer.misfits.items():
             yield (
@@ -288,7 +250,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _seconds(text: str) -> float:
-    """A time above 0."""
     try:
         value = float(text)
     except ValueError:

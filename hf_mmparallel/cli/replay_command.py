@@ -32,13 +32,8 @@ TEMPLATES, GRID, REDUNDANT = "templates", "grid, checkpoints", "redundant stages
 
 def run_replay(args: argparse.Namespace) -> None:
     """
-    Runs `hf-mmparallel simulate` without a plan.
-
-    Args:
-        args (`argparse.Namespace`): Its arguments.
-
-    Raises:
-        `ValueError`: For a trace that can't be read, and a cluster that can't survive as many failures.
+    Runs `hf-mmparallel simulate` without a plan; raises `ValueError` for a trace that can't be read, and for a cluster
+    that can't survive as many failures.
     """
     if args.model is None:
         raise ValueError("A trace of failures is replayed on a model. Give `--model`, or a plan to simulate a step.")

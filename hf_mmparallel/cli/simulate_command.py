@@ -19,13 +19,7 @@ from .plan_command import warn_of_memory, write_files
 
 def run_simulate(args: argparse.Namespace) -> None:
     """
-    Runs `hf-mmparallel simulate`.
-
-    Args:
-        args (`argparse.Namespace`): Its arguments.
-
-    Raises:
-        `ValueError`: For a file without a plan, and a plan that does not match the model.
+    Runs `hf-mmparallel simulate`; raises `ValueError` for a file without a plan, and for a plan of another model.
     """
     if args.trace and args.trace.endswith(".csv"):
         raise ValueError(

@@ -1,5 +1,4 @@
 """
-The launcher that lets workers die while others live: `hf-mmparallel launch`, which wraps `accelerate launch`.
-
-May be imported by the command line; imports nothing of the package but `world` and `_environment`.
+`hf-mmparallel launch`: wraps `accelerate launch`, and lets workers die while others live. Imports only `world` and
+`_environment` of the package.
 """

@@ -22,10 +22,7 @@ _POLL_S = 0.05
 
 
 class SurvivingAgent(LocalElasticAgent):
-    """
-    The agent of one host. A worker that has registered may die while the others live; see `world/membership.py`. All
-    else is as in torch: start, logs, signals, restarts, exit codes.
-    """
+    """Torch's agent of one host, whose workers may die while others live once they have registered."""
 
     limits = Limits()
     reasons: ClassVar[list[str]] = []  # why jobs failed, of this class
@@ -58,7 +55,6 @@ class SurvivingAgent(LocalElasticAgent):
         return pids
 
     def _new_supervisor(self, worker_group: Any) -> Supervisor:
-        """The supervisor of the workers that are about to start."""
         spec = worker_group.spec
         if self.join is not None:
             joining = take_place(self.join, spec.local_world_size)
@@ -121,16 +117,7 @@ class SurvivingAgent(LocalElasticAgent):
 
 @contextlib.contextmanager
 def surviving_agent(limits: Limits, join: tuple[str, int] | None = None) -> Iterator[list[str]]:
-    """
-    Lets torch's launcher use [`SurvivingAgent`] in place of its own for the duration of a block.
-
-    Args:
-        limits ([`Limits`]): How long silence is tolerated.
-        join (`tuple[str, int]`, *optional*): Host and port of a running job that the workers join.
-
-    Yields:
-        `list[str]`: Why the job failed, once it has.
-    """
+    """Lets torch's launcher use [`SurvivingAgent`] during a block; yields why the job failed, once it has."""
     reasons: list[str] = []
     agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "join": join, "reasons": reasons})
     with mock.patch.object(api, "LocalElasticAgent", agent):

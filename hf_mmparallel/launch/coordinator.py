@@ -11,33 +11,15 @@ from ..world.generations import Generation, Loss, Member
 
 @dataclass(frozen=True)
 class End:
-    """
-    The end of the job.
+    """The end of the job."""
 
-    Args:
-        success (`bool`): Whether at least one process finished, and none failed that was not lost.
-        reason (`str`): Why it failed.
-        all_are_ending (`bool`): Whether the processes that still run have reported why they end.
-    """
-
-    success: bool
-    reason: str = ""
-    all_are_ending: bool = False
+    success: bool  # at least one process finished, and none failed that was not lost
+    reason: str = ""  # why it failed
+    all_are_ending: bool = False  # the processes that still run have reported why they end
 
 
 class Coordinator:
-    """
-    The state of the job.
-
-    Args:
-        num_nodes (`int`): Number of launchers that the job starts with.
-
-    Attributes:
-        generation ([`Generation`], *optional*): The newest; `None` until all launchers have reported their workers.
-        end ([`End`], *optional*): `None` while processes run.
-        starting (`list[Member]`): Processes of launchers that join a running job, until they wait.
-        waiting (`list[Member]`): Processes that wait to join.
-    """
+    """The state of a job, which starts with `num_nodes` launchers."""
 
     def __init__(self, num_nodes: int):
         self._num_nodes = num_nodes
@@ -45,10 +27,10 @@ class Coordinator:
         self._running: set[Member] = set()
         self._registered: set[Member] = set()  # they may be lost, until they finish
         self._finished: set[Member] = set()
-        self.generation: Generation | None = None
-        self.end: End | None = None
-        self.starting: list[Member] = []
-        self.waiting: list[Member] = []
+        self.generation: Generation | None = None  # the newest; `None` until all launchers have reported their workers
+        self.end: End | None = None  # `None` while processes run
+        self.starting: list[Member] = []  # processes of launchers that join a running job, until they wait
+        self.waiting: list[Member] = []  # processes that wait to join
         self._last_reason = ""
 
     @property
@@ -58,17 +40,10 @@ class Coordinator:
         return [member for member in self.waiting if member.node not in late]
 
     def take(self, events: Sequence[Mapping[str, Any]]) -> Generation | None:
-        """
-        Takes events that happened at about the same time.
-
-        Args:
-            events (`Sequence[Mapping]`): Each with its `kind` and what the method of that name needs.
-
-        Returns:
-            [`Generation`]: The next one, if the events make one.
-        """
+        """Takes events that happened at about the same time; returns the next generation if they make one."""
         losses: list[Loss] = []
         joined: list[Member] = []
+        # an event has its `kind` and what the method of that name needs
         for event in events:
             handle: Callable[..., Any] = getattr(self, f"_take_{event['kind']}")
             change = handle(**{key: value for key, value in event.items() if key != "kind"})
@@ -129,12 +104,10 @@ class Coordinator:
         return []
 
     def _take_left(self, id: int, node: int, generation: int, time: float) -> list[Loss]:
-        """
-        A process that the others of a generation do not need ends. The generations that follow do not have it; where
-        there is one that has, it is lost, so that the others do not wait for it.
-        """
+        """A process ends that the others of a generation do not need; the generations after that do not have it."""
         member = Member(id, node)
         is_awaited = self.generation is not None and self.generation.number > generation
+        # it is lost for a later generation that has it, so that the others do not wait for it
         if is_awaited and member in self._registered:
             return self._lose([member], "it belonged to a node that lost others", time)
         self._registered.discard(member)
@@ -142,7 +115,6 @@ class Coordinator:
         return []
 
     def _take_ended(self, id: int, node: int, exit_code: int, reason: str, time: float) -> list[Loss]:
-        """A process has ended."""
         member = Member(id, node)
         if exit_code == 0 and member in self._running.difference(self._registered, self.starting):
             self._running.remove(member)
@@ -159,7 +131,6 @@ class Coordinator:
         return self._lose(self._nodes.get(node, []), reason, time)
 
     def _take_failed(self, reason: str) -> list[Loss]:
-        """The job cannot go on."""
         self._fail(reason)
         return []
 

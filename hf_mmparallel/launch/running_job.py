@@ -17,24 +17,14 @@ _REACH_TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Joining:
-    """
-    The place of a launcher in a job that runs already.
+    """The place of a launcher in a job that runs already."""
 
-    Args:
-        address (`tuple[str, int]`): Host and port of the job's store.
-        prefix (`str`): Prefix of its keys.
-        node (`int`): Number of this launcher in it.
-        first_id (`int`): Number of the first process of this launcher; the others follow.
-        num_processes (`int`): Processes that the job started with.
-        processes_per_node (`int`): How many of them each launcher started.
-    """
-
-    address: tuple[str, int]
-    prefix: str
-    node: int
-    first_id: int
-    num_processes: int
-    processes_per_node: int
+    address: tuple[str, int]  # of the job's store
+    prefix: str  # of its keys
+    node: int  # number of this launcher in it
+    first_id: int  # number of the first process of this launcher; the others follow
+    num_processes: int  # that the job started with
+    processes_per_node: int  # how many of them each launcher started
 
     def settings(self) -> dict[str, Any]:
         """What the workers are told in addition."""
@@ -48,15 +38,7 @@ class Joining:
 
 
 def publish_job(store: Any, prefix: str, num_nodes: int, num_members: int) -> None:
-    """
-    Lets launchers find a job that has started.
-
-    Args:
-        store (`PrefixStore`): The store of the job.
-        prefix (`str`): Its prefix.
-        num_nodes (`int`): Number of launchers.
-        num_members (`int`): Number of processes.
-    """
+    """Lets launchers find a job that has started."""
     store.add(keys.NUM_NODES, num_nodes)
     store.add(keys.NUM_MEMBERS, num_members)
     job = {"prefix": prefix, "num_processes": num_members, "processes_per_node": num_members // num_nodes}
@@ -75,14 +57,8 @@ def parse_address(text: str) -> tuple[str, int]:
 
 def take_place(address: tuple[str, int], num_processes: int) -> Joining:
     """
-    Reserves a place in a running job; its numbers are never given again.
-
-    Args:
-        address (`tuple[str, int]`): Host and port of its store.
-        num_processes (`int`): Processes that join.
-
-    Raises:
-        `ValueError`: If no job is found there, or if its nodes have another number of processes.
+    Reserves a place, with numbers that are never given again, in the running job whose store is at `address`; raises
+    `ValueError` if there is none, or if its nodes have another number of processes.
     """
     where = f"{address[0]}:{address[1]}"
     try:

@@ -32,19 +32,11 @@ _LAST_GRACE_S = 5.0  # the same at the end of the job
 
 @dataclass(frozen=True)
 class Limits:
-    """
-    How long silence is tolerated.
+    """How long silence is tolerated, in seconds; 0 is no limit for the second and the third."""
 
-    Args:
-        host_timeout (`float`): Seconds without a sign of life of a host after which it is lost.
-        hang_timeout (`float`): Seconds without a sign of life of a worker after which it is killed; 0 for no limit.
-        stall_timeout (`float`):
-            Seconds that a worker may spend in one activity without waiting for others; 0 for no limit.
-    """
-
-    host_timeout: float = 2.0
-    hang_timeout: float = 10.0
-    stall_timeout: float = 0.0
+    host_timeout: float = 2.0  # without a sign of life of a host, after which it is lost
+    hang_timeout: float = 10.0  # without a sign of life of a worker, after which it is killed
+    stall_timeout: float = 0.0  # of a worker in one activity without waiting for others
 
 
 class Process(Protocol):
@@ -56,9 +48,7 @@ class Process(Protocol):
 
 
 class AwakeClock:
-    """
-    A clock that stops while this process is stopped, for the silence of others: they may have been stopped with it.
-    """
+    """A clock that stops while this process is stopped, since others, whose silence it measures, may be as well."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -73,22 +63,13 @@ class AwakeClock:
 
 @dataclass
 class Worker:
-    """
-    A worker of this launcher.
+    """A worker of this launcher."""
 
-    Args:
-        id (`int`): Its number in the job.
-        process ([`Process`]): The process.
-        exit_code (`int`, *optional*): Negative for the signal that ended it; `None` while it runs.
-        ended (`float`): When it ended, in seconds since the epoch.
-        reason (`str`): Why this launcher has killed it.
-    """
-
-    id: int
+    id: int  # in the job
     process: Process
-    exit_code: int | None = None
-    ended: float = 0.0
-    reason: str = ""
+    exit_code: int | None = None  # negative for the signal that ended it; `None` while it runs
+    ended: float = 0.0  # in seconds since the epoch
+    reason: str = ""  # why this launcher has killed it
     sign: dict[str, Any] = field(default_factory=dict)
     sign_time: float = 0.0  # on the awake clock
     doomed: float | None = None  # when it was declared lost, on the awake clock
@@ -100,24 +81,16 @@ class Supervisor:
 
     Its threads: one looks at the workers, and never waits for the network; one talks to the store. In the launcher of
     node 0 a third takes the events of all launchers and workers, one after the other.
-
-    Args:
-        address (`tuple[str, int]`): Host and port of the store.
-        prefix (`str`): Prefix of the keys.
-        node (`int`): Number of this launcher.
-        num_nodes (`int`): Number of launchers that the job starts with.
-        limits ([`Limits`]): How long silence is tolerated.
-        joining ([`Joining`], *optional*): The place of this launcher in a running job.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        address: tuple[str, int],  # of the store
         prefix: str,
         node: int,
-        num_nodes: int,
+        num_nodes: int,  # launchers that the job starts with
         limits: Limits,
-        joining: Joining | None = None,
+        joining: Joining | None = None,  # place in a running job
     ):
         self.node = node
         self.joining = joining
@@ -141,12 +114,7 @@ class Supervisor:
         return told if self.joining is None else told | self.joining.settings()
 
     def start(self, processes: Mapping[int, tuple[int, Process]]) -> None:
-        """
-        Starts to watch.
-
-        Args:
-            processes (`Mapping[int, tuple[int, Process]]`): Local rank -> id and process.
-        """
+        """Starts to watch local rank -> (id, process)."""
         self.workers = {rank: Worker(id, process) for rank, (id, process) in processes.items()}
         self._say({"kind": "node", "node": self.node, "ids": [worker.id for worker in self.workers.values()]})
         runs: list[Callable[[], None]] = [self._watch, self._talk]

@@ -33,30 +33,19 @@ from ..steps.step_planner import Prediction, StepPlanner, most_memory
 from .inputs import ModelSource, Samples, read_samples
 from .settings import Settings, check_searchable, has_all_sizes
 
-SAMPLES_PER_GPU = 4
-"""Default global batch of a search, in samples per GPU."""
+SAMPLES_PER_GPU = 4  # default global batch of a search
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """
-    The model and the samples to plan for.
-
-    Args:
-        source (`ModelSource`): The model.
-        samples (`Samples`): Sizes of its samples.
-        profile (`str`, *optional*): File of measured costs.
-        seed (`int`, *optional*, defaults to 0): Seed of the drawn batches.
-        effort (`int`, *optional*): Budget of a search, see [`PlanningProblem`].
-        num_samples (`int`, *optional*, defaults to 4096): Maximum number of measured samples.
-    """
+    """The model and the samples to plan for."""
 
     source: ModelSource
     samples: Samples
-    profile: str | None = None
-    seed: int = 0
-    effort: int | None = None
-    num_samples: int = PlannedFor.num_samples
+    profile: str | None = None  # file of measured costs
+    seed: int = 0  # of the drawn batches
+    effort: int | None = None  # budget of a search, see [`PlanningProblem`]
+    num_samples: int = PlannedFor.num_samples  # maximum number of measured samples
 
     @classmethod
     def of(cls, args: argparse.Namespace, source: ModelSource) -> Inputs:
@@ -81,28 +70,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Answer:
-    """
-    A plan with the prediction of its step.
+    """A plan with the prediction of its step."""
 
-    Args:
-        settings (`Settings`): The settings of the request.
-        inputs (`Inputs`): The model and the samples.
-        costs (`CostModel`): The cost model of the prediction.
-        predictions (`tuple[Prediction, ...]`): Predictions of the simulated global batches, on all ranks.
-        global_batch_size (`int`): Samples of a step.
-        microbatch_size (`int`): Samples of a microbatch of one language model replica.
-        arrangement (`str`): The arrangement of samples.
-        result (`SearchResult`, *optional*): Result of the search, if there was one.
-    """
-
-    settings: Settings
+    settings: Settings  # of the request
     inputs: Inputs
-    costs: CostModel
-    predictions: tuple[Prediction, ...]
-    global_batch_size: int
-    microbatch_size: int
-    arrangement: str
-    result: SearchResult | None = None
+    costs: CostModel  # of the prediction
+    predictions: tuple[Prediction, ...]  # of the simulated global batches, on all ranks
+    global_batch_size: int  # samples of a step
+    microbatch_size: int  # samples of a microbatch of one language model replica
+    arrangement: str  # of samples
+    result: SearchResult | None = None  # of the search, if there was one
 
     def with_result(self, result: SearchResult) -> Answer:
         """The same with another result of the same search."""
@@ -179,14 +156,8 @@ class Answer:
 
 def solve(settings: Settings, inputs: Inputs) -> Answer:
     """
-    Plans for settings: predicts the plan if all sizes are given, or searches for one.
-
-    Args:
-        settings (`Settings`): The settings.
-        inputs (`Inputs`): The model and the samples.
-
-    Raises:
-        `ValueError`: For settings that contradict each other or do not fit, with a remedy.
+    Predicts the plan if all sizes are given, or searches for one; raises `ValueError`, with a remedy, for settings
+    that contradict each other or do not fit.
     """
     costs = inputs.costs(settings)
     draft = _draft(settings, costs)
@@ -215,7 +186,6 @@ def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
 
 
 def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
-    """Searches for the best plan for a number of ranks."""
     from ..search.search import search_plans
 
     assert settings.gpus is not None
@@ -246,15 +216,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
 
 
 def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: ParallelPlan) -> Answer:
-    """
-    Predicts the step of a plan, as a search does: the mean of several global batches.
-
-    Args:
-        settings (`Settings`): The settings.
-        inputs (`Inputs`): The model and the samples.
-        costs (`CostModel`): Costs of layers.
-        plan (`ParallelPlan`): The plan.
-    """
+    """Predicts the step of a plan, as a search does: the mean of several global batches."""
     size = settings.microbatch_size or 1
     batch = settings.global_batch_size or batch_to_fill(plan, size, settings.plugin.num_microbatches)
     plan = replace(plan_for_batch(plan, batch, size), schedule=settings.schedule or plan.schedule)
@@ -275,12 +237,8 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
 
 def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None = None) -> int:
     """
-    Samples of a batch with the wanted number of microbatches, or with enough to fill the pipelines twice.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        microbatch_size (`int`): Samples of a microbatch of one language model replica.
-        wanted (`int`, *optional*): Number of microbatches per replica; that of the plan if it has one for each.
+    Returns the samples of a batch with the wanted number of microbatches for each replica, or with enough to fill the
+    pipelines twice; a plan that has a number for each replica keeps it.
     """
     if plan.replica_microbatches is not None:
         return microbatch_size * plan.total_microbatches
@@ -302,12 +260,7 @@ def _memory_for(
 
 
 def check_memory(answer: Answer) -> None:
-    """
-    Raises `ValueError` for the fullest rank if a rank needs more memory than the limit.
-
-    Args:
-        answer (`Answer`): The plan.
-    """
+    """Raises `ValueError` for the fullest rank if a rank needs more memory than the limit."""
     limit_gib = answer.settings.memory_gib
     memory = answer.memory
     if limit_gib is None or answer.peak_gib <= limit_gib:

@@ -12,12 +12,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft", "datasets",
 
 
 def environment() -> dict[str, str]:
-    """
-    Versions and devices for a bug report.
-
-    Returns:
-        `dict[str, str]`: Names -> versions and devices.
-    """
+    """Returns names -> versions and devices, for a bug report."""
     import torch
 
     from .. import __version__

@@ -25,12 +25,8 @@ WhatIfs = Sequence[tuple[str, Answer]]
 
 def save_plan(path: str, answer: Answer, command: Sequence[str]) -> None:
     """
-    Writes the file for the Trainer's `parallel`: YAML with comments, or JSON by its extension.
-
-    Args:
-        path (`str`): Path of the file.
-        answer (`Answer`): The plan.
-        command (`Sequence[str]`): The command line that made it.
+    Writes the file for the Trainer's `parallel`, with the command line that made it: YAML with comments, or JSON by
+    its extension.
     """
     data = layout_data(answer.plan, answer.settings.plugin.modules, answer.planned_for)
     if path.endswith(".json"):
@@ -118,15 +114,7 @@ def _yaml_key(name: str) -> str:
 def figures(
     answer: Answer, command: Sequence[str], comparison: Iterable[ComparedPlan] = (), what_ifs: WhatIfs = ()
 ) -> dict[str, Any]:
-    """
-    All figures of a plan, for JSON.
-
-    Args:
-        answer (`Answer`): The plan.
-        command (`Sequence[str]`): The command line that made it.
-        comparison (`Iterable[ComparedPlan]`, *optional*): Plans of baselines.
-        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): Changes and their results.
-    """
+    """Returns all figures of a plan, for JSON; `comparison` has plans of baselines."""
     memory = answer.memory
     data: dict[str, Any] = {
         "command": shlex.join(command),
@@ -196,15 +184,7 @@ def _finite(value: float) -> float | None:
 def page_of(
     answer: Answer, command: Sequence[str], comparison: Iterable[ComparedPlan] = (), what_ifs: WhatIfs = ()
 ) -> PlanPage:
-    """
-    The HTML page of a plan.
-
-    Args:
-        answer (`Answer`): The plan.
-        command (`Sequence[str]`): The command line that made it.
-        comparison (`Iterable[ComparedPlan]`, *optional*): Plans of baselines.
-        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): Changes and their results.
-    """
+    """Returns the HTML page of a plan; `comparison` has plans of baselines."""
     from ..arrange.balance import compare_with_contiguous, step_balance
     from ..cost import memory_timeline
     from ..page import MemoryCurves, PlanChoice, PlanPage, TextTable

@@ -19,20 +19,12 @@ GENERATOR_KEYS = ("layers", "hidden", "heads", "intermediate", "tokens")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """
-    A model without its weights.
+    """A model without its weights."""
 
-    Args:
-        name (`str`): The source that it was read from.
-        model ([`~transformers.PreTrainedModel`]): The model on the meta device.
-        spec (`ModelSpec`): Its description with generators; only parameters that adapters freeze are frozen.
-        generator_tokens (`Mapping[str, int]`, *optional*): Generator -> tokens per sample.
-    """
-
-    name: str
-    model: Any
-    spec: ModelSpec
-    generator_tokens: Mapping[str, int]
+    name: str  # what it was read from
+    model: Any  # a [`~transformers.PreTrainedModel`] on the meta device
+    spec: ModelSpec  # with generators; only parameters that adapters freeze are frozen
+    generator_tokens: Mapping[str, int]  # generator -> tokens per sample
 
     @property
     def is_runnable(self) -> bool:
@@ -42,15 +34,8 @@ class ModelSource:
 
 def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: list[str]) -> ModelSource:
     """
-    Reads the model of a folder, a `config.json` or an id on the meta device.
-
-    Args:
-        source (`str`): Location of the configuration.
-        plugins (`Mapping[str, ModulePlugin]`): Settings by module; adapters are added.
-        generators (`list[str]`): The values of `--generator`.
-
-    Raises:
-        `ValueError`: If there is no such model, it is not supported, or it has no module of a given name.
+    Reads the model of a folder, a `config.json` or an id on the meta device, with the adapters of `plugins` and the
+    values of `--generator`; raises `ValueError` if there is none, it is not supported, or lacks a named module.
     """
     path = Path(source)
     if not path.exists() and (source.startswith((".", "/")) or source.endswith(".json")):
@@ -89,17 +74,8 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
 def parse_generator(text: str, spec: ModelSpec) -> tuple[ModuleSpec, int]:
     """
     Reads `image:layers=28,hidden=3072,heads=24,intermediate=12288,tokens=1024`: a stack of transformer layers after
-    the language model, such as a diffusion transformer.
-
-    Args:
-        text (`str`): The value of `--generator`.
-        spec (`ModelSpec`): The model that it belongs to.
-
-    Returns:
-        The module, and its tokens per sample.
-
-    Raises:
-        `ValueError`: If a size is missing or not a number, or the model has a module of this name.
+    the language model, such as a diffusion transformer. Returns the module and its tokens per sample, and raises
+    `ValueError` if a size is missing or not a number, or the model has a module of this name.
     """
     example = "image:layers=28,hidden=3072,heads=24,intermediate=12288,tokens=1024"
     name, pairs = named_pairs("--generator", text, example)
@@ -137,29 +113,17 @@ def parse_generator(text: str, spec: ModelSpec) -> tuple[ModuleSpec, int]:
 
 @dataclass(frozen=True)
 class Samples:
-    """
-    Sizes of samples to plan for.
+    """Sizes of samples to plan for."""
 
-    Args:
-        origin (`str`): Their source, as text.
-        measured (`SampleSizes`, *optional*): Sizes of samples of a dataset; without them all samples are equal.
-    """
-
-    origin: str
-    measured: SampleSizes | None = None
+    origin: str  # their source, as text
+    measured: SampleSizes | None = None  # of a dataset; without them all samples are equal
 
     @property
     def are_alike(self) -> bool:
         return self.measured is None
 
     def sizes(self, source: ModelSource, settings: Settings) -> SampleSizes:
-        """
-        Sizes of the measured samples, or of one that all are like.
-
-        Args:
-            source (`ModelSource`): The model.
-            settings (`Settings`): Tokens of equal samples.
-        """
+        """Returns sizes of the measured samples, or of one, with the tokens of the settings, that all are like."""
         tokens = {
             name: settings.seq_len if name == LANGUAGE_MODEL else settings.image_tokens for name in source.spec.modules
         }
@@ -171,16 +135,7 @@ class Samples:
 
 
 def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
-    """
-    Reads the samples of `--dataset`.
-
-    Args:
-        args (`argparse.Namespace`): The arguments.
-        source (`ModelSource`): The model.
-
-    Raises:
-        `ValueError`: For a dataset that can't be read, or with samples that can't be measured.
-    """
+    """Reads the samples of `--dataset`; raises `ValueError` if it can't be read, or samples can't be measured."""
     if args.dataset is None:
         for name in ("token_columns", "processor", "split"):
             if getattr(args, name) is not None:

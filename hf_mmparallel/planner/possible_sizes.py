@@ -28,14 +28,7 @@ _WITH_CONTEXT = (None, "bitfield")  # attention functions of language models tha
 
 def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
     """
-    Checks that the language model supports context parallelism.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        spec (`ModelSpec`): Its description.
-
-    Raises:
-        `ValueError`: If it does not use an attention function of transformers, or its masks are unknown.
+    Raises `ValueError` for context parallelism of a language model with attention code of its own, or unknown masks.
     """
     tower = type(model.get_submodule(spec.modules[LANGUAGE_MODEL].tower))
     if not getattr(tower, "_supports_attention_backend", False):
@@ -80,15 +73,8 @@ def possible_sizes(
     model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin
 ) -> dict[str, dict[str, Any]]:
     """
-    Fixed sizes, sharding and storage of a search: those set by the user, and sizes that the model restricts to 1.
-
-    Args:
-        model (`PreTrainedModel`): The model, which may be on the meta device.
-        spec (`ModelSpec`): Its description, with adapters; additional modules in it have no restrictions.
-        plugin (`MultimodalParallelPlugin`): The settings of its modules, with the sizes set by the user.
-
-    Returns:
-        `dict[str, dict[str, Any]]`: Module -> name of a setting -> its value.
+    Returns module -> setting -> its fixed value in a search: sizes, sharding and storage that the user has set, and
+    sizes that the model restricts to 1. Modules of `spec` that the model lacks have no restrictions.
     """
     only: dict[str, dict[str, Any]] = {name: {} for name in spec.modules}
     for name, module in spec.modules.items():
@@ -108,17 +94,9 @@ def stage_tp_sizes(
     model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin, node_size: int
 ) -> dict[str, tuple[int, ...]]:
     """
-    Tensor-parallel sizes that different stages of a module may have in one plan: the one set by the user, or else the
-    powers of two within a node that cut the module's matrices alike.
-
-    Args:
-        model (`PreTrainedModel`): The model, which may be on the meta device.
-        spec (`ModelSpec`): Its description, with adapters; of additional modules in it only sizes are looked at.
-        plugin (`MultimodalParallelPlugin`): The settings of its modules, with the sizes set by the user.
-        node_size (`int`): Ranks of a node.
-
-    Returns:
-        `dict[str, tuple[int, ...]]`: Module -> its sizes, in ascending order.
+    Returns module -> the tensor-parallel sizes, in ascending order, that its stages may have in one plan: the one set
+    by the user, or the powers of two within a node of `node_size` ranks that cut its matrices alike. Of modules of
+    `spec` that the model lacks only sizes are looked at.
     """
     given, result = plugin.fixed_sizes, {}
     powers = [1 << power for power in range(1, node_size.bit_length())]

@@ -33,43 +33,25 @@ Freeze = bool | str | list[str]
 
 @dataclass(frozen=True)
 class Settings:
-    """
-    Settings of a planning request.
+    """Settings of a planning request."""
 
-    Args:
-        gpus (`int`, *optional*): Number of ranks.
-        gpu_type (`str`, *optional*, defaults to `"h100"`): Device of each rank.
-        gpu_spec (`str`, *optional*): File that describes that device.
-        described (`Hardware`, *optional*): Description of that device, if it may differ from the table's.
-        global_batch_size (`int`, *optional*): Samples of a step.
-        microbatch_size (`int`, *optional*): Samples of a microbatch of one language model replica.
-        seq_len (`int`, *optional*, defaults to 2048): LM tokens per sample, without a dataset.
-        image_tokens (`int`, *optional*, defaults to 576): Tokens per sample in each encoder, without a dataset.
-        schedule (`str`, *optional*): Name of the schedule; that of the layout by default.
-        microbatch_assignment (`str`, *optional*): Arrangement of samples.
-        packing (`bool`, *optional*): Whether microbatches of the language model are packed rows without padding.
-        memory_limit_gib (`float`, *optional*): Memory limit of a rank.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`): Compute dtype.
-        plugin (`MultimodalParallelPlugin`): Layouts and settings of modules, as far as they are given.
-        sizes (`Mapping[str, Mapping[str, int]]`): Module -> its given sizes.
-        checkpointing (`Mapping[str, bool]`): Module -> whether activations are recomputed, if that is given.
-    """
-
-    gpus: int | None = None
-    gpu_type: str = PlannedFor.gpu_type
-    gpu_spec: str | None = None
-    described: Hardware | None = None
-    global_batch_size: int | None = None
-    microbatch_size: int | None = None
-    seq_len: int = PlannedFor.seq_len
-    image_tokens: int = PlannedFor.image_tokens
-    schedule: Schedule | None = None
-    microbatch_assignment: str | None = None
-    packing: bool | None = None
-    memory_limit_gib: float | None = None
-    dtype: str = PlannedFor.dtype
+    gpus: int | None = None  # ranks
+    gpu_type: str = PlannedFor.gpu_type  # the device of each rank
+    gpu_spec: str | None = None  # file that describes that device
+    described: Hardware | None = None  # that device, if it may differ from the table's
+    global_batch_size: int | None = None  # samples of a step
+    microbatch_size: int | None = None  # samples of a microbatch of one language model replica
+    seq_len: int = PlannedFor.seq_len  # LM tokens per sample, without a dataset
+    image_tokens: int = PlannedFor.image_tokens  # per sample in each encoder, without a dataset
+    schedule: Schedule | None = None  # that of the layout by default
+    microbatch_assignment: str | None = None  # arrangement of samples
+    packing: bool | None = None  # whether microbatches of the language model are packed rows without padding
+    memory_limit_gib: float | None = None  # of a rank
+    dtype: str = PlannedFor.dtype  # of computation
+    # layouts and settings of modules that are given
     plugin: MultimodalParallelPlugin = field(default_factory=MultimodalParallelPlugin)
-    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # module -> its given sizes
+    # module -> whether activations are recomputed, if that is given
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
 
     @classmethod
@@ -162,13 +144,8 @@ class Settings:
 
     def with_changes(self, text: str) -> Settings:
         """
-        The settings of a `--what-if`.
-
-        Args:
-            text (`str`): Such as `frozen=vision,gpus=128`.
-
-        Raises:
-            `ValueError`: For an unknown key or an invalid value.
+        Returns the settings of a `--what-if`, such as `frozen=vision,gpus=128`; raises `ValueError` if it can't be
+        read.
         """
         changed = self
         for pair in text.split(","):
@@ -198,6 +175,7 @@ def _name_in(known: tuple[str, ...] | list[str]) -> Callable[[str], str]:
     return read
 
 
+# settings that `--what-if` may change besides frozen modules -> parser of the value
 CHANGES: Mapping[str, Callable[[str], Any]] = {
     "gpus": positive,
     "gpu_type": lambda text: find_device(text).name,
@@ -210,7 +188,6 @@ CHANGES: Mapping[str, Callable[[str], Any]] = {
     "memory_limit_gib": float,
     "dtype": _name_in(list(PEAK_OF_DTYPE)),
 }
-"""Settings that `--what-if` may change besides frozen modules -> parser of the value."""
 
 
 def _parsed(key: str, value: str) -> Any:
@@ -222,13 +199,7 @@ def _parsed(key: str, value: str) -> Any:
 
 
 def complete(args: argparse.Namespace, planned_for: PlannedFor | None = None) -> None:
-    """
-    Gives the arguments that a command was not given the values that a plan was made for, or their defaults.
-
-    Args:
-        args (`argparse.Namespace`): The arguments; changed.
-        planned_for (`PlannedFor`, *optional*): What the plan of a file was made for.
-    """
+    """Gives arguments that were not given the values that a plan was made for, or their defaults, in place."""
     stored = PlannedFor() if planned_for is None else planned_for
     if args.gpu_type is not None or args.gpu_spec is not None:
         stored = replace(stored, gpu_type=PlannedFor.gpu_type, gpu_spec=None)
@@ -239,13 +210,8 @@ def complete(args: argparse.Namespace, planned_for: PlannedFor | None = None) ->
 
 def read_layout(args: argparse.Namespace) -> dict[str, Any]:
     """
-    Reads `--parallel` or `--module`, and completes the arguments.
-
-    Returns:
-        The `plugin`, `sizes` and `checkpointing` of [`Settings`].
-
-    Raises:
-        `ValueError`: If a file or value can't be read, or a module is named twice.
+    Reads `--parallel` or `--module` as the `plugin`, `sizes` and `checkpointing` of [`Settings`], and completes the
+    arguments; raises `ValueError` if a file or value can't be read, or a module is named twice.
     """
     if args.parallel is not None:
         plugin = read_plugin(args.parallel)
@@ -265,15 +231,7 @@ def read_layout(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_plugin(path: str) -> MultimodalParallelPlugin:
-    """
-    Reads settings of modules, or a plan.
-
-    Args:
-        path (`str`): A YAML or JSON file.
-
-    Raises:
-        `ValueError`: If it is neither, with the location of the error.
-    """
+    """Reads settings of modules or a plan, YAML or JSON; raises `ValueError` with the location of an error."""
     import yaml
 
     try:
@@ -284,16 +242,7 @@ def read_plugin(path: str) -> MultimodalParallelPlugin:
 
 def module_settings(text: str) -> tuple[str, dict[str, Any]]:
     """
-    Reads `vision:dp=2,freeze=tower`.
-
-    Args:
-        text (`str`): The value of `--module`.
-
-    Returns:
-        The module, and its settings as fields of [`ModulePlugin`].
-
-    Raises:
-        `ValueError`: If it has another form.
+    Reads `vision:dp=2,freeze=tower` as a module and fields of [`ModulePlugin`]; raises `ValueError` for another form.
     """
     name, pairs = named_pairs("--module", text, "vision:dp=2,tp=2")
     settings = {SHORT_NAMES.get(key, key): _value(value) for key, value in pairs.items()}
@@ -309,17 +258,7 @@ def module_settings(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def named_pairs(flag: str, text: str, example: str) -> tuple[str, dict[str, str]]:
-    """
-    Reads `name:key=value,key=value`.
-
-    Args:
-        flag (`str`): The argument, for the error.
-        text (`str`): Its value.
-        example (`str`): A correct value.
-
-    Raises:
-        `ValueError`: If it has another form.
-    """
+    """Reads `name:key=value,key=value` of an argument; raises `ValueError` for another form."""
     name, colon, rest = text.partition(":")
     pairs = [pair.partition("=") for pair in rest.split(",") if pair]
     if not name or not colon or not all(key and equals and value for key, equals, value in pairs):
@@ -335,21 +274,15 @@ def _value(text: str) -> Any:
 
 
 def has_all_sizes(settings: Settings, spec: ModelSpec, num_ranks: int) -> bool:
-    """
-    Whether a layout leaves nothing to search for: a finished plan, no number of GPUs, all sizes of all modules, or
-    some sizes of each module that use all GPUs together.
-
-    Args:
-        settings (`Settings`): The settings.
-        spec (`ModelSpec`): The model.
-        num_ranks (`int`): Ranks of the layout if omitted sizes are 1.
-    """
+    """Whether a layout leaves nothing to search for; `num_ranks` are its ranks if omitted sizes are 1."""
+    # a finished plan, or no number of GPUs
     if settings.plugin.plan is not None or settings.gpus is None:
         return True
-    needed = {"dp_size", "pp_size", "tp_size"}
+    needed = {"dp_size", "pp_size", "tp_size"}  # of all modules
     if all(needed <= set(settings.sizes.get(name, ())) for name in spec.modules):
         return True
     colocated = {name for name, module in settings.plugin.modules.items() if module.colocate_with is not None}
+    # or some sizes of each module that use all GPUs together
     return num_ranks == settings.gpus and all(name in settings.sizes or name in colocated for name in spec.modules)
 
 

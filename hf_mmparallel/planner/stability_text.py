@@ -8,10 +8,8 @@ from .answer import Answer
 
 def stability_lines(answer: Answer) -> list[tuple[str, str]]:
     """
-    The minimum stable batch of the dataset, for a plan that splits ranks between modules: labels and texts.
-
-    Args:
-        answer (`Answer`): The plan; without a dataset there are no lines.
+    Returns labels and texts about the dataset's minimum stable batch, for a plan that splits ranks between modules;
+    none without a dataset.
     """
     if answer.inputs.samples.measured is None:
         return []

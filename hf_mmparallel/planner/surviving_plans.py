@@ -33,22 +33,13 @@ CHOSEN_BY_TEMPLATES = ("dp_size", "pp_size", "layers_per_stage", "colocate_with"
 
 @dataclass(frozen=True)
 class SurvivingPlans:
-    """
-    The plans of a model on a cluster that survives failures.
+    """The plans of a model on a cluster that survives failures."""
 
-    Args:
-        settings ([`Settings`]): The settings of the request.
-        inputs ([`Inputs`]): The model and the samples.
-        planner ([`ResilientPlanner`]): The plans.
-        first ([`ClusterPlan`]): The plan of all nodes.
-        global_batch_size (`int`): Samples of a step.
-    """
-
-    settings: Settings
+    settings: Settings  # of the request
     inputs: Inputs
     planner: ResilientPlanner
-    first: ClusterPlan
-    global_batch_size: int
+    first: ClusterPlan  # of all nodes
+    global_batch_size: int  # samples of a step
 
     @property
     def planned_for(self) -> PlannedFor:
@@ -59,15 +50,8 @@ class SurvivingPlans:
 
 def nodes_and_size(gpus: int | None, nodes: int | None, device_node_size: int) -> tuple[int, int]:
     """
-    Number of nodes, and ranks of each.
-
-    Args:
-        gpus (`int`, *optional*): Number of ranks.
-        nodes (`int`, *optional*): Number of nodes.
-        device_node_size (`int`): Devices of a node, by default.
-
-    Raises:
-        `ValueError`: If both are left out, or nodes would have different numbers of ranks.
+    Returns the number of nodes and ranks of each, by default `device_node_size`; raises `ValueError` if both numbers
+    are left out, or nodes would have different numbers of ranks.
     """
     if gpus is None and nodes is None:
         raise ValueError("`--failures` plans for nodes that may fail. Give `--nodes`, `--gpus`, or both.")
@@ -86,16 +70,8 @@ def nodes_and_size(gpus: int | None, nodes: int | None, device_node_size: int) -
 
 def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failures: int) -> SurvivingPlans:
     """
-    Plans for a cluster that survives failures.
-
-    Args:
-        settings ([`Settings`]): The settings.
-        inputs ([`Inputs`]): The model and the samples.
-        nodes (`int`, *optional*): Number of nodes.
-        failures (`int`): Nodes that may fail at once.
-
-    Raises:
-        `ValueError`: If that can't be guaranteed, with what can; or for settings that templates choose.
+    Plans for a cluster of which `failures` nodes may fail at once; raises `ValueError` if that can't be guaranteed,
+    with what can, or for settings that templates choose.
     """
     plan = settings.plugin.plan
     gpus = settings.gpus if plan is None else plan.world_size
@@ -132,15 +108,7 @@ def _modules(settings: Settings) -> dict[str, ModulePlugin]:
 
 
 def drawn_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_pipelines: int) -> TypicalMicrobatches:
-    """
-    The microbatches of one global batch.
-
-    Args:
-        settings ([`Settings`]): The settings.
-        inputs ([`Inputs`]): The model and the samples.
-        batch (`int`): Samples of a step.
-        fewest_pipelines (`int`): Pipelines that divide its microbatches, at least.
-    """
+    """Returns the microbatches of one global batch, which at least `fewest_pipelines` divide."""
     size = settings.microbatch_size or 1
     sizes = typical_batches(inputs.samples.sizes(inputs.source, settings), batch, inputs.seed)[0]
     return TypicalMicrobatches(sizes, size, -(-batch // (size * fewest_pipelines)))
@@ -154,13 +122,7 @@ def selected_layers(inputs: Inputs) -> dict[str, int]:
 
 
 def template_table(planner: ResilientPlanner, most: int | None = None) -> Table:
-    """
-    A row for each template; equal neighboring stages are one line of it.
-
-    Args:
-        planner ([`ResilientPlanner`]): The plans.
-        most (`int`, *optional*): Number of templates that are shown, the last one among them; all by default.
-    """
+    """Returns a row for each of at most `most` templates and the last; equal neighboring stages are one line of it."""
     table = Table(title=f"Templates for nodes of {_count(planner.node_size, 'rank')}", title_justify="left")
     for column in ("nodes", "stages", "stages x layers of each", "one microbatch", "slowest stage"):
         table.add_column(column, justify="left" if column.endswith("each") else "right")
@@ -201,17 +163,7 @@ def _piece_text(module: str, count: int) -> str:
 
 
 def guarantee_lines(planner: ResilientPlanner, global_batch_size: int, memory: str) -> list[tuple[str, str]]:
-    """
-    What is guaranteed, and what it is planned for.
-
-    Args:
-        planner ([`ResilientPlanner`]): The plans.
-        global_batch_size (`int`): Samples of a step.
-        memory (`str`): The memory of a rank that one copy of the model fits, as text.
-
-    Returns:
-        `list[tuple[str, str]]`: Labels and texts.
-    """
+    """Returns labels and texts on what is guaranteed; `memory` is that of a rank that one copy of the model fits."""
     fewest, failures, size = planner.fewest, planner.failures, planner.node_size
     chain = planner.plans.chain
     losses = "No node" if not failures else "Any node" if failures == 1 else f"Any {failures} nodes"
@@ -235,18 +187,12 @@ def _count(number: int, noun: str) -> str:
 
 def throughput_table(planner: ResilientPlanner, first: ClusterPlan, global_batch_size: int, most: int) -> Table:
     """
-    A row for each number of nodes, from all of them to the fewest that are guaranteed: of the fastest pipelines, and
-    of those that are left if nodes are lost one by one.
-
-    Args:
-        planner ([`ResilientPlanner`]): The plans.
-        first ([`ClusterPlan`]): The plan of all nodes.
-        global_batch_size (`int`): Samples of a step.
-        most (`int`): Number of rows; the last one is that of the fewest nodes that are guaranteed, at best.
+    Returns a row for each number of nodes: of the fastest pipelines, and of those left if nodes are lost one by one.
     """
     table = Table(title="Throughput with fewer nodes, at best and after losses one by one", title_justify="left")
     for column in (*_PIPELINES, "samples/s", "nodes of each after losses", "samples/s"):
         _add_column(table, column)
+    # from all nodes to the fewest that are guaranteed, whose row is the last one, at best
     for left in _shown_losses(planner, first, most):
         best = planner.at_best(left)
         rates = [_rate(planner, one, global_batch_size) for one in (best, left)]
@@ -255,19 +201,11 @@ def throughput_table(planner: ResilientPlanner, first: ClusterPlan, global_batch
 
 
 def fewer_nodes_table(planner: ResilientPlanner, first: ClusterPlan, global_batch_size: int, most: int) -> Table:
-    """
-    A row for each number of nodes that are left if nodes of a run are lost one by one, each time the one that slows
-    the others most.
-
-    Args:
-        planner ([`ResilientPlanner`]): The plans.
-        first ([`ClusterPlan`]): The plan of all nodes.
-        global_batch_size (`int`): Samples of a step.
-        most (`int`): Number of rows; the last one is that of the fewest nodes that are guaranteed.
-    """
+    """Returns a row for each number of nodes of a run that are left if they are lost one by one."""
     table = Table(title="Predicted steps with fewer nodes, lost one by one", title_justify="left")
     for column in (*_PIPELINES, "samples/s"):
         _add_column(table, column)
+    # each time the one that slows the others most; the last row is that of the fewest nodes that are guaranteed
     for one in _shown_losses(planner, first, most):
         table.add_row(*_cells(planner, one), _rate(planner, one, global_batch_size))
     return table

@@ -29,18 +29,11 @@ class _Row:
 
 @dataclass(frozen=True)
 class Cells:
-    """
-    A table of texts.
+    """A table of texts."""
 
-    Args:
-        columns (`tuple[str, ...]`): Headings.
-        rows (`tuple[tuple[str, ...], ...]`): Cells of each row, as many as columns.
-        right (`tuple[str, ...]`, *optional*): Headings of numeric columns.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    right: tuple[str, ...] = ()
+    columns: tuple[str, ...]  # headings
+    rows: tuple[tuple[str, ...], ...]  # as many cells as columns
+    right: tuple[str, ...] = ()  # headings of numeric columns
 
 
 def range_text(counts: Sequence[int]) -> str:
@@ -57,20 +50,12 @@ def plan_table(
     is_narrow: bool = False,
 ) -> Table:
     """
-    A row for each stage of each module; replicas and equal neighbors are merged.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        spec (`ModelSpec`, *optional*): The model, for numbers of parameters.
-        simulation (`Simulation`): The simulation, for microbatches in flight.
-        memory (`Mapping[int, RankMemory]`, *optional*): Rank -> its memory; that of the fullest rank is shown.
-        is_narrow (`bool`, *optional*, defaults to `False`): Whether to omit lines between columns.
-
-    Returns:
-        `Table`: For rich.
+    Returns a row for each stage of each module; replicas and equal neighbors are merged. The model gives numbers of
+    parameters, the simulation microbatches in flight, and memory is that of the fullest rank.
     """
     cells = plan_cells(plan, spec, simulation, memory)
     table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
+    # no lines between columns
     if is_narrow:
         table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, 0, False
     for column in cells.columns:

@@ -30,14 +30,7 @@ def new_console() -> Console:
 
 
 def report(console: Console, answer: Answer, more: Sequence[tuple[str, str]] = ()) -> None:
-    """
-    Prints a plan with its prediction.
-
-    Args:
-        console (`Console`): The console.
-        answer (`Answer`): The plan.
-        more (`Sequence[tuple[str, str]]`, *optional*): Further labels and texts.
-    """
+    """Prints a plan with its prediction, and `more` labels and texts."""
     prediction = answer.prediction
     narrow = console.width < NARROW
     console.print(plan_table(answer.plan, answer.costs.spec, prediction.simulation, answer.memory, narrow))
@@ -55,12 +48,7 @@ def print_labelled(console: Console, lines: Sequence[tuple[str, str]]) -> None:
 
 
 def summary(answer: Answer) -> list[tuple[str, str]]:
-    """
-    The prediction of a step: labels and texts.
-
-    Args:
-        answer (`Answer`): The plan.
-    """
+    """Returns the prediction of a step as labels and texts."""
     prediction = answer.prediction
     times = [prediction.step_ms for prediction in answer.predictions]
     ends = [ms_text(end) for end in (min(times), max(times))]
@@ -92,7 +80,6 @@ def memory_text(answer: Answer) -> str:
 
 
 def _parts(memory: RankMemory) -> str:
-    """The largest parts of a rank's memory."""
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -207,14 +194,7 @@ def groups_text(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> str:
 
 
 def print_runners_up(console: Console, result: SearchResult, explain: bool) -> None:
-    """
-    Prints the next best plans.
-
-    Args:
-        console (`Console`): The console.
-        result (`SearchResult`): The search.
-        explain (`bool`): Whether to explain why they are slower, and why others were rejected.
-    """
+    """Prints the next best plans, and with `explain` why they are slower and others were rejected."""
     if result.runners_up:
         table = Table(title="Next best plans", title_justify="left")
         for column in ("", "plan", "step", "slower"):

@@ -1,8 +1,4 @@
-"""
-The Trainer and its arguments.
-
-The top of the package beside `cli`; nothing imports it but users. In it only this file imports `trainer.py`.
-"""
+"""The Trainer and its arguments. Nothing imports it but users; in it only this file imports `trainer.py`."""
 
 from .arguments import MultimodalTrainingArguments
 from .trainer import MultimodalParallelTrainer

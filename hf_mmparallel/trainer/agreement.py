@@ -22,17 +22,8 @@ _UNREAD = -1
 
 
 def check_same_folder(folder: str, setting: str, world: World) -> None:
-    """
-    Checks that all ranks save to one folder, into which each writes its part. Collective.
-
-    Args:
-        folder (`str`): Of this rank.
-        setting (`str`): Name of the argument, for the error.
-        world ([`World`]): The ranks.
-
-    Raises:
-        `ValueError`: On all ranks, with the two folders, if some rank has another one.
-    """
+    """Raises `ValueError` on all ranks, with two folders, if some rank saves to another one. Collective."""
+    # each rank writes its part of a checkpoint there; `setting` names the argument in the error
     folders = world.all_gather(folder, "comparing the folder to save to")
     other = next((rank for rank, path in enumerate(folders) if path != folders[0]), None)
     if other is not None:
@@ -44,35 +35,19 @@ def check_same_folder(folder: str, setting: str, world: World) -> None:
 
 
 def check_output_folder(args: TrainingArguments, world: World) -> None:
-    """
-    Checks the folder that a run writes to. Collective.
-
-    Args:
-        args (`TrainingArguments`): The arguments.
-        world ([`World`]): The ranks.
-
-    Raises:
-        `ValueError`: On all ranks, if some rank saves to another folder, or nothing can be written to it.
-    """
+    """Raises `ValueError` on all ranks if they save to different folders, or can't write to theirs. Collective."""
     if args.save_strategy != "no":
         check_same_folder(str(args.output_dir), "output_dir", world)
     world.from_first_rank(functools.partial(check_output_dir, args))
 
 
 class SampleAgreement:
-    """
-    Leaves out samples that some rank can't read, or raises, the same on every rank.
-
-    Args:
-        skip (`bool`): Whether to leave such samples out; otherwise they end the run.
-        world ([`World`]): The ranks.
-        name (`str`, *optional*, defaults to `"dataset"`): Name of the dataset in errors.
-    """
+    """Leaves out samples that some rank can't read, or raises, the same on every rank."""
 
     def __init__(self, skip: bool, world: World, name: str = "dataset"):
-        self.skip = skip
+        self.skip = skip  # otherwise such samples end the run
         self.world = world
-        self.name = name
+        self.name = name  # of the dataset in errors
         self.num_skipped = 0
         self._reported: set[str] = set()
         self._compared: StepDataset | None = None
@@ -83,19 +58,13 @@ class SampleAgreement:
 
     def agree(self, item: StepBatch | UnreadableBatch | None, dataset: StepDataset) -> StepBatch | None:
         """
-        The step of an item of a loader, without bad samples, the same on every rank.
+        Returns the step of a loader's item, `None` at its end, without bad samples, the same on every rank. Raises
+        [`BadSampleError`] for a bad sample unless `skip`, and when no sample of the step can be read; `RuntimeError`
+        for streams and datasets that differ.
 
         Collective if `skip`: the ranks combine their bitmaps of bad samples, and while there are any the step is
         planned and read again without them. Collective for streams, whose rows the ranks compare, and for the first
-        batch of any other dataset, of which the ranks compare some samples.
-
-        Args:
-            item ([`StepBatch`], [`UnreadableBatch`] or `None`): Item of the loader, `None` at its end.
-            dataset (`StepDataset`): Reads a step again.
-
-        Raises:
-            [`BadSampleError`]: For a bad sample unless `skip`, and when no sample of the step can be read.
-            `RuntimeError`: For streams and datasets that differ.
+        batch of any other dataset, of which they compare some samples.
         """
         if dataset.window is not None:
             self._compare(item)
@@ -121,7 +90,6 @@ class SampleAgreement:
         return item
 
     def _bad_batch_indices(self, item: StepBatch | UnreadableBatch) -> list[int]:
-        """The batch indices that are bad on any rank."""
         flags = torch.zeros(len(item.global_batch.samples), dtype=torch.uint8)
         flags[list(item.bad)] = 1
         self.world.all_reduce(flags, "max", "comparing which samples can be read")
@@ -188,14 +156,8 @@ class TargetCount:
 
     def saw(self, num_targets: int, is_first: bool) -> None:
         """
-        Counts the target tokens of a global batch, over all ranks. A later batch without any is logged the first time.
-
-        Args:
-            num_targets (`int`): Target tokens.
-            is_first (`bool`): Whether it is the first batch of a run, and not of one that is resumed.
-
-        Raises:
-            `ValueError`: If the first batch has none.
+        Counts the target tokens of a global batch, over all ranks; raises `ValueError` if the first batch of a run has
+        none.
         """
         if num_targets:
             return
@@ -203,12 +165,14 @@ class TargetCount:
             "all `labels` are -100. Targets are what the `assistant` says in conversations, and what has a label of "
             "its own otherwise"
         )
+        # not the first of one that is resumed
         if is_first:
             raise ValueError(
                 f"The first global batch has no target token: {reason}. Give the roles of messages these names, or "
                 "filter samples without targets."
             )
         self.num_without += 1
+        # a later batch without any is logged the first time
         if self.num_without == 1:
             logger.warning(
                 f"A global batch has no target token: {reason}. Its loss is 0, where the stock Trainer's is NaN; "

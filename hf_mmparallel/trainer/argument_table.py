@@ -1,8 +1,7 @@
 """
-What becomes of every argument under a plan: honoured, refused with a reason, or without effect.
-
-Each field of `TrainingArguments`, each argument of `Trainer` and each variable of `accelerate launch` has one entry;
-the settings of `accelerator_config` have an entry each.
+What becomes of every argument under a plan: honoured, refused with a reason, or without effect. Each field of
+`TrainingArguments`, each argument of `Trainer`, each setting of `accelerator_config` and each variable of `accelerate
+launch` has one entry.
 """
 
 from __future__ import annotations
@@ -19,42 +18,24 @@ from .._environment import launcher_setting
 
 @dataclass(frozen=True)
 class Honoured:
-    """
-    An argument that means what it means on one process.
+    """An argument that means what it means on one process."""
 
-    Args:
-        read_by (`str`): Qualified name of a function that reads it under a plan.
-    """
-
-    read_by: str
+    read_by: str  # qualified name of a function that reads it under a plan
 
 
 @dataclass(frozen=True)
 class Refused:
-    """
-    An argument with values that can't hold under a plan.
+    """An argument with values that can't hold under a plan."""
 
-    Args:
-        is_refused (`Callable[[Any], bool]`): Whether a value is one of them.
-        reason (`str`): Why it can't hold.
-        remedy (`str`): The alternative.
-        read_by (`str`, *optional*): Qualified name of a function that reads the other values.
-    """
-
-    is_refused: Callable[[Any], bool]
-    reason: str
-    remedy: str
-    read_by: str | None = None
+    is_refused: Callable[[Any], bool]  # of a value
+    reason: str  # why it can't hold
+    remedy: str  # the alternative
+    read_by: str | None = None  # qualified name of a function that reads the other values
 
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """
-    An argument that changes nothing under a plan.
-
-    Args:
-        reason (`str`): Why.
-    """
+    """An argument that changes nothing under a plan."""
 
     reason: str
 
@@ -75,6 +56,7 @@ _LEAVE_OUT = "Leave it out."
 _NO_DDP = "gradients are summed without `DistributedDataParallel`"
 _ONE_READER = "every rank reads the samples that its modules work on"
 
+# the fields of `TrainingArguments`
 ARGUMENTS: Mapping[str, Entry] = {
     "output_dir": Honoured("Trainer._get_output_dir"),
     "per_device_train_batch_size": Honoured("resolve_batch"),
@@ -254,8 +236,8 @@ ARGUMENTS: Mapping[str, Entry] = {
     "resume_from_checkpoint": ForScripts(),
     "local_rank": ForScripts(),
 }
-"""The fields of `TrainingArguments`."""
 
+# the arguments of `Trainer`
 TRAINER_ARGUMENTS: Mapping[str, Entry] = {
     "model": Honoured("MultimodalParallelTrainer.__init__"),
     "args": Honoured("MultimodalParallelTrainer.__init__"),
@@ -277,7 +259,6 @@ TRAINER_ARGUMENTS: Mapping[str, Entry] = {
     "optimizer_cls_and_kwargs": Honoured("Trainer.create_optimizer"),
     "preprocess_logits_for_metrics": Honoured("_Collector.__call__"),
 }
-"""The arguments of `Trainer`."""
 
 _AS_FILES = "and launch with a ready file of `examples/accelerate_configs`, or with `torchrun`."
 
@@ -291,6 +272,7 @@ def _of_refused(*names: str, switch: str) -> dict[str, Entry]:
     return dict.fromkeys(names, WithoutEffect(f"`{switch}` is refused"))
 
 
+# what `accelerate launch` sets for its processes; what it says of FSDP or Megatron-LM has names without its own
 LAUNCHER_VARIABLES: Mapping[str, Entry] = {
     "ACCELERATE_USE_CPU": Honoured("TrainingArguments._setup_devices"),
     "ACCELERATE_CPU_AFFINITY": Honoured("PartialState.__init__"),
@@ -345,8 +327,8 @@ LAUNCHER_VARIABLES: Mapping[str, Entry] = {
         "Use `distributed_type: 'NO'`, and the sizes of each module in `parallel`.",
     ),
 }
-"""What `accelerate launch` sets for its processes; what it says of FSDP or Megatron-LM has names without its own."""
 
+# the fields of `MultimodalTrainingArguments` that have no effect without a plan
 NEED_A_PLAN = (
     "max_tokens_per_microbatch",
     "memory_limit_gib",
@@ -356,10 +338,9 @@ NEED_A_PLAN = (
     "resilience",
     "mean_time_between_failures_h",
 )
-"""The fields of `MultimodalTrainingArguments` that have no effect without a plan."""
 
+# those that without a plan have an effect with `microbatch_assignment` only
 NEED_AN_ARRANGEMENT = ("token_columns", "layer_profile", "gpu_spec")
-"""Those that without a plan have one with `microbatch_assignment` only."""
 
 
 def value_of(args: Any, name: str) -> Any:
@@ -413,14 +394,7 @@ def settings_idle_under_a_plan(args: TrainingArguments) -> Iterator[str]:
 
 
 def settings_without_plan(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """
-    Sentences about settings that have no effect in a run without a plan.
-
-    Args:
-        args (`TrainingArguments`): The arguments.
-        given (`Mapping[str, Any]`, *optional*):
-            Arguments of the Trainer that an arrangement of samples reads, `None` if not given.
-    """
+    """Yields sentences about settings without effect in a run without a plan."""
     known = {field.name for field in fields(args)}
 
     def changed(names: tuple[str, ...]) -> list[str]:
@@ -429,6 +403,7 @@ def settings_without_plan(args: TrainingArguments, given: Mapping[str, Any] | No
     planned = changed(NEED_A_PLAN)
     if planned:
         yield f"No effect without a plan: {', '.join(planned)}. Give a layout in `parallel`."
+    # `given` are arguments of the Trainer that an arrangement of samples reads
     arranged = changed(NEED_AN_ARRANGEMENT) + [
         f"`{name}`" for name, value in (given or {}).items() if value is not None
     ]

@@ -24,8 +24,7 @@ from .rank_numbers import set_ranks
 ON_BAD_SAMPLE = ("raise", "skip")
 
 
-AUTO = "auto"
-"""The value of `memory_limit_gib` that lets the first steps correct the limit."""
+AUTO = "auto"  # the value of `memory_limit_gib` that lets the first steps correct the limit
 
 
 @dataclass
@@ -37,8 +36,8 @@ class MultimodalTrainingArguments(TrainingArguments):
         parallel (`dict` or `str`, *optional*):
             The layout: a dict of [`ModulePlugin`] by module, a [`MultimodalParallelPlugin`], the path of a YAML or
             JSON file, or a JSON string. `"auto"` searches for the best plan of the model, the training dataset and
-            the launched ranks; `{"auto": True, "modules": {...}}` does so with settings of modules, whose sizes it
-            keeps. Without it the stock Trainer runs.
+            the launched ranks; `{"auto": True, "modules": {...}}` keeps the sizes of its modules. Without it the stock
+            Trainer runs.
         global_batch_size (`int`, *optional*):
             Samples of an optimizer step, whatever the layout. By default `per_device_train_batch_size *
             gradient_accumulation_steps`, times the copies of the language model; times the number of ranks, as in the
@@ -52,11 +51,10 @@ class MultimodalTrainingArguments(TrainingArguments):
             with the shortest predicted step. By their cost in each module, with work of the language model deferred
             by a microbatch where that evens it out (`"hierarchical"`), the same with small microbatches where the
             pipeline fills and drains (`"tapered"`), by Entrain's algorithm as published (`"entrain"`), in the
-            sampler's order (`"contiguous"`), or as a baseline
-            `"batch_rebalance"`, `"disttrain"` or `"sub_microbatches"`. The global batch and its gradient are the same
-            with each. Without a plan the stock Trainer makes its own batches, unless one of `"hierarchical"`,
-            `"batch_rebalance"`, `"disttrain"` and `"contiguous"` is named: it arranges each global batch over the
-            ranks and accumulation steps of DDP, FSDP or DeepSpeed.
+            sampler's order (`"contiguous"`), or as a baseline `"batch_rebalance"`, `"disttrain"` or
+            `"sub_microbatches"`. The global batch and its gradient are the same with each. Without a plan
+            `"hierarchical"`, `"batch_rebalance"`, `"disttrain"` and `"contiguous"` arrange each global batch over the
+            ranks and accumulation steps of DDP, FSDP or DeepSpeed; by default the stock Trainer makes its batches.
         token_columns (`str` or `dict`, *optional*):
             The dataset's column with the tokens of a sample in the language model, or a dict from module to column; a
             column holds numbers, or lists with the lengths of a sample's images. Without it sizes come from the
@@ -68,28 +66,26 @@ class MultimodalTrainingArguments(TrainingArguments):
             known GPU. `"auto"` starts from that and corrects it by the allocated memory of the first four steps.
         layer_profile (`str`, *optional*):
             File of `hf-mmparallel profile` with measured costs of the model's layers, or of `hf-mmparallel calibrate`
-            with costs that runs have corrected, for the search of `parallel="auto"`, the arrangement of samples and
-            predictions; by default costs are counted from shapes.
+            with costs that runs have corrected; by default costs are counted from shapes.
         gpu_spec (`str`, *optional*):
             YAML file that describes the device of the ranks, as for `--gpu-spec` of the command line. By default a
             GPU of the table of devices is recognised, and another one is measured at the start, for about two seconds.
         log_predictions (`bool`, *optional*, defaults to `True`):
-            Whether steps are compared with their predictions: `parallel/predicted_...` in the log, a table in
-            the model card, and `trainer_log.jsonl` in the output folder, for `hf-mmparallel calibrate`.
+            Compares steps with their predictions: `parallel/predicted_...` in the log, a table in the model card, and
+            `trainer_log.jsonl` in the output folder, for `hf-mmparallel calibrate`.
         on_bad_sample (`str`, *optional*, defaults to `"raise"`):
-            Treatment of a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
-            leaves it out on all ranks, counts it and logs it.
+            `"raise"` ends the run with index and file of a sample that can't be read, `"skip"` leaves it out on all
+            ranks, counts it and logs it.
         resilience (`dict`, *optional*):
             Lets training go on, in the same processes, when ranks are lost: `{"failures": 1}` survives the loss of any
             one node, see [`ResilienceSettings`]. Needs `hf-mmparallel launch`.
         async_save (`bool`, *optional*, defaults to `False`):
-            Whether checkpoints under a plan are written while training goes on, which then waits only for a copy of
-            this rank's weights and optimizer state to host memory. The files are the same. The folder appears when
-            all ranks have written, after `on_save`; the next save, the end of training and `load_best_model_at_end`
-            wait for it, and raise what went wrong.
+            Writes checkpoints under a plan while training goes on, which waits only for a copy of this rank's weights
+            and optimizer state to host memory. The files are the same. The folder appears when all ranks have written,
+            after `on_save`; the next save, the end of training and `load_best_model_at_end` wait for it, and raise
+            what went wrong.
         save_on_preemption (`bool`, *optional*, defaults to `False`):
-            Whether SIGTERM or SIGUSR1 on any rank ends the training of all ranks after the step that they are in, with
-            a checkpoint.
+            SIGTERM or SIGUSR1 on any rank ends the training of all after their step, with a checkpoint.
         mean_time_between_failures_h (`float`, *optional*, defaults to 24):
             Hours between two failures of any part of the job, for the advice after the first checkpoint on how often
             to save.

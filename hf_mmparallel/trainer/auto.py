@@ -50,20 +50,12 @@ _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 @dataclass(frozen=True)
 class FoundPlan:
-    """
-    The plan and batch sizes that were found, broadcast to all ranks.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        global_batch_size (`int`): Samples of an optimizer step.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
-        arrangement (`str`, *optional*): Arrangement of batches; `None` for that of the arguments.
-    """
+    """The plan and batch sizes that were found, broadcast to all ranks."""
 
     plan: ParallelPlan
-    global_batch_size: int
-    microbatch_size: int
-    arrangement: str | None = None
+    global_batch_size: int  # samples of an optimizer step
+    microbatch_size: int  # samples of a microbatch of one language-model replica
+    arrangement: str | None = None  # of batches; `None` for that of the arguments
 
     def applied(
         self, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
@@ -79,16 +71,10 @@ class FoundPlan:
 
 @dataclass(frozen=True)
 class AutoSearch:
-    """
-    The search, as rank 0 knows it.
+    """The search, as rank 0 knows it."""
 
-    Args:
-        answer (`Answer`, *optional*): The plan with its prediction; `None` if it comes from a checkpoint.
-        origin (`str`): Origin of the plan, a sentence.
-    """
-
-    answer: Answer | None
-    origin: str
+    answer: Answer | None  # `None` if the plan comes from a checkpoint
+    origin: str  # of the plan, a sentence
 
     @property
     def result(self) -> SearchResult | None:
@@ -102,19 +88,8 @@ def find_plan(
     args: MultimodalTrainingArguments,
 ) -> tuple[FoundPlan, AutoSearch | None]:
     """
-    Searches for a plan on rank 0. Collective.
-
-    Args:
-        prepared ([`PreparedModel`]): The model with the settings of its modules.
-        sizes ([`TrainingSizes`]): Sizes of the training samples.
-        plugin (`MultimodalParallelPlugin`): These settings, and the sizes that are set.
-        args ([`MultimodalTrainingArguments`]): As the user gave them.
-
-    Returns:
-        The plan, the same on all ranks, and on rank 0 the search.
-
-    Raises:
-        `ValueError`: On all ranks, if there is no plan or nothing to plan for.
+    Searches on rank 0 for a plan, the same on all ranks, and returns the search there, too. Collective; raises
+    `ValueError` on all ranks if there is no plan or nothing to plan for.
     """
     searched: list[AutoSearch] = []
 
@@ -148,15 +123,8 @@ def saved_plan(
     prepared: PreparedModel, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
 ) -> tuple[ParallelPlan | None, str]:
     """
-    The plan of the checkpoint that `resume_from_checkpoint` names.
-
-    Args:
-        prepared ([`PreparedModel`]): The model.
-        plugin (`MultimodalParallelPlugin`): The sizes that are set.
-        args ([`MultimodalTrainingArguments`]): The arguments.
-
-    Returns:
-        The plan, if there is one for as many ranks with these sizes, and a sentence about it.
+    Returns the plan of the checkpoint to resume from, if it has one for as many ranks and with the sizes that are set,
+    and a sentence about it.
     """
     folder: Any = args.resume_from_checkpoint
     if str(folder).lower() == "true":
@@ -198,7 +166,6 @@ def _searched(
     args: MultimodalTrainingArguments,
     batch: int,
 ) -> Answer:
-    """The answer of a search with the training samples."""
     costs = prepared.costs
     with seeded(args.seed):  # only this rank reads samples here
         samples = training_samples(sizes, batch)
@@ -267,14 +234,8 @@ def _checkpointing(
 
 def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     """
-    Sizes of samples from all over the training set, or of the first of a stream.
-
-    Args:
-        sizes ([`TrainingSizes`]): Sizes of the training samples.
-        batch (`int`): Samples of a global batch.
-
-    Raises:
-        `ValueError`: Without training samples, and where the sizes of all are unknown.
+    Returns sizes of samples from all over the training set, or of the first of a stream; raises `ValueError` without
+    samples or sizes.
     """
     context = sizes.context
     dataset = context.train_dataset
@@ -308,12 +269,8 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
 
 def report_search(search: AutoSearch, folder: Path) -> None:
     """
-    Prints the search and its result, what bounds the step and the runners-up, and writes the plan as `plan.yaml`,
-    which `parallel=` takes, and as `plan.html`.
-
-    Args:
-        search ([`AutoSearch`]): The search.
-        folder (`Path`): The output folder.
+    Prints the search, what bounds the step and the runners-up, and writes the plan as `plan.yaml`, which `parallel=`
+    takes, and as `plan.html`.
     """
     console = stderr_console()
     if search.origin:

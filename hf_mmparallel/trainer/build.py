@@ -65,10 +65,8 @@ def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool
 
 def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelPlugin:
     """
-    A layout whose language model has the attention function that keeps the samples of a row apart.
-
-    Raises:
-        `ValueError`: If it has another one.
+    Returns a layout whose language model has the attention function that keeps the samples of a row apart; raises
+    `ValueError` if it has another one.
     """
     plugin = plugin or MultimodalParallelPlugin()
     module = plugin.modules.get(LANGUAGE_MODEL, ModulePlugin())
@@ -81,10 +79,7 @@ def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelP
 
 
 def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
-    """
-    Applies attention functions and frozen parameters, those of a finished plan too, to a whole model, in place.
-    Adapters that it has are not frozen.
-    """
+    """Applies attention functions and frozen parameters, those of a finished plan too, to a whole model, in place."""
     spec = build_model_spec(model)
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
@@ -93,6 +88,7 @@ def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlug
     adapters = adapter_names(parameters)
     for name, module in frozen_as_planned(spec, plugin).modules.items():
         for parameter in module.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze).parameters:
+            # adapters that the model has are not frozen
             if not parameter.trainable and parameter.name not in adapters:
                 parameters[parameter.name].requires_grad_(False)
                 is_changed = True
@@ -100,12 +96,7 @@ def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlug
 
 
 def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, Any]:
-    """
-    Module -> its adapters' config, for the modules that have one.
-
-    Raises:
-        `ValueError`: If the model has adapters already.
-    """
+    """Returns module -> its adapters' config, if it has one; raises `ValueError` if the model has adapters already."""
     configs = {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
     if configs and is_peft_model(model):
         raise ValueError(
@@ -149,10 +140,8 @@ def load_whole(model: Any) -> Any:
 
 def restore_renamed(model: Any, folder: str | Path | None) -> bool:
     """
-    Loads a checkpoint whose keys are named as on the Hub, of which the stock Trainer would restore nothing.
-
-    Returns:
-        `bool`: Whether it was one; otherwise nothing is done.
+    Loads a checkpoint whose keys are named as on the Hub, of which the stock Trainer would restore nothing; returns
+    whether it was one.
     """
     if not isinstance(model, PreTrainedModel) or folder is None:
         return False
@@ -189,10 +178,8 @@ def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, M
 
 def prepare_context(model: PreTrainedModel, spec: ModelSpec, settings: ModulePlugin | None) -> None:
     """
-    Gives the language model the attention function that ranks can share a row of tokens with.
-
-    Raises:
-        `ValueError`: For a model that can't have it, and for settings that ask for another one.
+    Gives the language model the attention function that ranks can share a row of tokens with; raises `ValueError` for
+    a model that can't have it, or settings that ask for another.
     """
     chosen = None if settings is None else settings.attn_implementation
     if chosen not in (None, ATTENTION):
@@ -206,10 +193,7 @@ def prepare_context(model: PreTrainedModel, spec: ModelSpec, settings: ModulePlu
 
 def resolve_batch(args: MultimodalTrainingArguments, dp_size: int) -> int:
     """
-    Samples of a global batch.
-
-    Raises:
-        `ValueError`: If `global_batch_size` and the arguments of HF contradict each other.
+    Returns the samples of a global batch; raises `ValueError` if `global_batch_size` and arguments of HF contradict.
     """
     derived = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
     if args.global_batch_size is None:
@@ -260,21 +244,12 @@ def arguments_of_plan(args: MultimodalTrainingArguments, plan: ParallelPlan) -> 
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """
-    A model with the settings of its modules, before it is laid out.
+    """A model with the settings of its modules, before it is laid out."""
 
-    Args:
-        model (`PreTrainedModel`): The whole model; on the meta device if each rank reads its part.
-        spec (`ModelSpec`): Its description, with what is frozen and with adapters.
-        costs (`CostModel`): Costs of its layers, the same on all ranks.
-        source (`str` or `Path`, *optional*): Id or folder that ranks read their parts from.
-        adapter ([`Adapter`], *optional*): Its adapters.
-    """
-
-    model: Any
-    spec: ModelSpec
-    costs: CostModel
-    source: str | Path | None = None
+    model: Any  # the whole model; on the meta device if each rank reads its part
+    spec: ModelSpec  # with what is frozen and with adapters
+    costs: CostModel  # of its layers, the same on all ranks
+    source: str | Path | None = None  # id or folder that ranks read their parts from
     adapter: Adapter | None = None
 
 
@@ -282,14 +257,8 @@ def prepare_model(
     model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, world: World
 ) -> PreparedModel:
     """
-    Freezes parts of a model, adds adapters and sets attention functions, in place. Collective.
-
-    Args:
-        model (`PreTrainedModel`, `PeftModel`, `str` or `Path`):
-            A whole model, equal on all ranks, or an id or folder from which each rank reads only its weights.
-        args (`MultimodalTrainingArguments`): The arguments.
-        plugin (`MultimodalParallelPlugin`): The settings of modules.
-        world ([`World`]): The ranks.
+    Freezes parts of a model, adds adapters and sets attention functions, in place. Collective. A whole model is equal
+    on all ranks; of an id or folder each rank reads only its weights.
     """
     source = model if isinstance(model, (str, Path)) else None
     configs = adapter_configs(model, plugin)
@@ -314,24 +283,12 @@ def build_engine(
     args: MultimodalTrainingArguments,
     plugin: MultimodalParallelPlugin,
     world: World,
+    # of each forward, such as autocast
     forward_context: Callable[[], AbstractContextManager],
     joins: bool = False,
 ) -> tuple[ParallelEngine, int]:
     """
-    Prepares this rank's part of a model, in place. Collective.
-
-    Args:
-        prepared ([`PreparedModel`]): The model.
-        args (`MultimodalTrainingArguments`): The arguments.
-        plugin (`MultimodalParallelPlugin`): The layout.
-        world ([`World`]): The ranks.
-        forward_context (`Callable[[], AbstractContextManager]`): Context of each forward, such as autocast.
-        joins (`bool`, *optional*, defaults to `False`):
-            Whether this rank gets its place in a plan, and its weights, later; until then it has all of the model, by
-            itself and without memory.
-
-    Returns:
-        The engine, and the samples of a global batch.
+    Prepares this rank's part of a model, in place; returns the engine, and the samples of a global batch. Collective.
     """
     spec, source = prepared.spec, prepared.source
     plan, global_batch_size = plan_and_batch(plugin, spec, args)
@@ -343,6 +300,8 @@ def build_engine(
     check_host_memory(prepared.costs, plan, world)
     check_global_batch(plugin.modules, global_batch_size)
     load: LoadFunction | None = None
+    # A rank that joins gets its place in a plan, and its weights, later; until then it has all of the model, by itself
+    # and without memory.
     if joins:
         plan, load = on_one_rank(plan, spec), load_nothing(world.device)
     elif source is not None:
@@ -396,10 +355,8 @@ def compute_dtype(spec: ModelSpec, args: MultimodalTrainingArguments) -> str:
 
 def costs_of(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -> CostModel:
     """
-    Costs of layers by the device of all ranks and the profile of rank 0; the same on all ranks, which decide alike.
-
-    Raises:
-        `ValueError`: For a profile or a description of a device that can't be read, or a profile of another model.
+    Returns the costs of layers by the device of all ranks and the profile of rank 0; raises `ValueError` for a profile
+    or a description that can't be read, or a profile of another model.
     """
 
     def read() -> tuple[Hardware | None, LayerProfile | Calibration | None]:
@@ -409,6 +366,7 @@ def costs_of(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -
         described = None if args.gpu_spec is None else device_from("", args.gpu_spec)
         return described, None if path is None else read_costs(path)
 
+    # the same on all ranks, which decide alike
     described, source = world.from_first_rank(read)
     device = (described or device_of_ranks(world)).computing_in(compute_dtype(spec, args))
     return costs_from(spec, device, value_bytes(spec, args), source)
@@ -423,7 +381,6 @@ def plan_and_batch(
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:
-    """The plan with the number of microbatches that the batch sizes give."""
     draft = plan_for_model(plugin, spec, args.world_size)
     dp_size = draft.modules[LANGUAGE_MODEL].dp_size
     plan = plan_for_batch(draft, resolve_batch(args, dp_size), args.per_device_train_batch_size)

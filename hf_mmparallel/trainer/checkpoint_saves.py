@@ -33,29 +33,14 @@ _STEPS = 33  # whose starts are kept, for the median duration of a step
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """
-    A checkpoint that is there.
-
-    Args:
-        path (`Path`): Its folder.
-        state (`TrainerState`): The state of the Trainer at its step.
-    """
+    """A checkpoint that is there."""
 
     path: Path
-    state: TrainerState
+    state: TrainerState  # of the Trainer at its step
 
 
 class CheckpointSaves:
-    """
-    Saves checkpoints, with `async_save` in the background.
-
-    Args:
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        world ([`World`]): The ranks.
-
-    Attributes:
-        has_given_up (`bool`): Whether the last checkpoint was given up, so that another one is due.
-    """
+    """Saves checkpoints, with `async_save` in the background."""
 
     def __init__(self, args: Any, world: World):
         self.args = args
@@ -66,18 +51,13 @@ class CheckpointSaves:
         self._state: TrainerState | None = None
         self._saved: SavedCheckpoint | None = None
         self._has_warned = self._has_advised = False
-        self.has_given_up = False
+        self.has_given_up = False  # the last checkpoint, so that another one is due
         self._step_starts_s: deque[float] = deque(maxlen=_STEPS)
 
     @contextmanager
     def checkpoint(self, folder: Path, state: TrainerState) -> Iterator[Writes]:
         """
-        A block that collects what this rank writes of a checkpoint; [`~CheckpointSaves.finish`] waits for it.
-        Collective.
-
-        Args:
-            folder (`Path`): The checkpoint.
-            state (`TrainerState`): The state of the Trainer.
+        A block that collects what this rank writes of a checkpoint; [`~CheckpointSaves.finish`] waits. Collective.
         """
         assert self._save is None, "one at a time"
         then = functools.partial(self._rotate, folder.parent, state)
@@ -105,7 +85,6 @@ class CheckpointSaves:
         return self._copies
 
     def _rotate(self, folder: Path, state: TrainerState) -> None:
-        """Removes the oldest checkpoints above `save_total_limit`."""
         rotate_checkpoints(
             output_dir=str(folder),
             save_total_limit=self.args.save_total_limit,
@@ -125,10 +104,9 @@ class CheckpointSaves:
                 self._advise(save)
 
     def start_anew(self) -> None:
-        """
-        Gives up the checkpoint that is being written, and what is known of those before: other ranks have other parts
-        to write. All ranks go on alike, whatever they had come to, and so do those that join.
-        """
+        """Gives up the checkpoint that is being written, and what is known of those before."""
+        # Other ranks have other parts to write. All ranks go on alike, whatever they had come to, and so do those that
+        # join.
         self._copies, self._has_warned, self._has_advised = None, False, False
         self._step_starts_s.clear()
         save, self._save = self._save, None
@@ -175,13 +153,7 @@ class CheckpointSaves:
 
     @contextmanager
     def writing(self, folder: str | Path) -> Iterator[Writes]:
-        """
-        A block that writes files of a folder: of the checkpoint that is collected, or of another folder, which is
-        written at its end. Collective.
-
-        Args:
-            folder (`str` or `Path`): The folder.
-        """
+        """A block that writes files of the checkpoint that is collected, or of a folder, at its end. Collective."""
         if self._collecting is not None and self._collecting.folder == Path(folder):
             yield self._collecting
             return

@@ -23,15 +23,8 @@ _CONVERSATIONS = ("messages", "conversations", "conversation")
 
 def choose_collator(args: Arguments, given: dict[str, Any], model: Any) -> Arguments:
     """
-    Puts the collator that the datasets ask for into the arguments of a Trainer, if there is none.
-
-    Args:
-        args (`TrainingArguments`): The arguments.
-        given (`dict[str, Any]`): The arguments of the Trainer; changed in place.
-        model: The whole model.
-
-    Returns:
-        `TrainingArguments`: The arguments, in which columns are kept for a collator that reads raw ones.
+    Puts the collator that the datasets ask for into the arguments of a Trainer (`given`, in place), if there is none;
+    returns `args`, in which columns are kept for a collator that reads raw ones.
     """
     if given.get("data_collator") is None:
         dataset = next(iter(_datasets(given).values()), None)
@@ -43,14 +36,7 @@ def choose_collator(args: Arguments, given: dict[str, Any], model: Any) -> Argum
 
 
 def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> None:
-    """
-    Raises `ValueError` for datasets without the columns that make samples.
-
-    Args:
-        given (`Mapping[str, Any]`): The arguments of the Trainer.
-        model: The model, an id or a folder.
-        is_planned (`bool`): Whether it is trained under a plan; the stock Trainer may have uses for other columns.
-    """
+    """Raises `ValueError` for datasets without the columns that make samples."""
     collator, processor = innermost(given.get("data_collator")), given.get("processing_class")
     if collator is not None and not isinstance(collator, ChatCollator):
         return
@@ -64,6 +50,7 @@ def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> Non
             messages = row.get(collator.messages_column) if isinstance(row, Mapping) else None
             for message in messages if isinstance(messages, list) else ():
                 require_role(message, f"`{name}`")
+        # without a plan the stock Trainer may have uses for other columns
         elif "input_ids" not in columns:
             _check_untokenised(name, columns, processor, _inputs_of(model), is_planned)
 

@@ -27,14 +27,7 @@ def check_trainer_state(folder: Path) -> None:
 
 
 def save_trainer_state(folder: Path, state: TrainerState, stateful: Iterable[Any]) -> None:
-    """
-    Writes the state of a Trainer.
-
-    Args:
-        folder (`Path`): The checkpoint.
-        state (`TrainerState`): The state; those of callbacks are added.
-        stateful (`Iterable`): Callbacks and the control, of which some may have a state.
-    """
+    """Writes the state of a Trainer, with those of the callbacks and the control that have one (`stateful`)."""
     for part in stateful:
         if isinstance(part, ExportableState):
             name = type(part).__name__
@@ -47,13 +40,7 @@ def save_trainer_state(folder: Path, state: TrainerState, stateful: Iterable[Any
 
 
 class DataProgress:
-    """
-    The position of a training run in its data.
-
-    Args:
-        global_batch_size (`int`): Samples of a global batch.
-        folder (`str`, *optional*): The checkpoint that the run goes on from.
-    """
+    """The position of a training run in its data, of the checkpoint that it goes on from or the start."""
 
     def __init__(self, global_batch_size: int, folder: str | None = None):
         self.global_batch_size = global_batch_size
@@ -67,13 +54,8 @@ class DataProgress:
 
     def training_values(self, values: tuple, args: Any, dataloader: DataLoader) -> tuple:
         """
-        The result of `Trainer.set_initial_training_values` for a resumed run, maybe with another batch size: the
-        number of steps follows from the samples that are left.
-
-        Args:
-            values (`tuple`): Its result for a run from the start.
-            args (`TrainingArguments`): The arguments.
-            dataloader (`DataLoader`): Loader of the training set, whose global batches get the position.
+        Returns the `values` of `Trainer.set_initial_training_values` for a resumed run, maybe with another batch size:
+        the number of steps follows from the samples that are left. The loader's global batches get the position.
         """
         position = self.position
         if args.ignore_data_skip:

@@ -15,10 +15,7 @@ _ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 
 
 def check_deepspeed(args: TrainingArguments, modules: Mapping[str, ModulePlugin]) -> None:
-    """
-    Raises `ValueError` for a value of a module's DeepSpeed configuration that contradicts the arguments; `"auto"` is
-    the value of the arguments.
-    """
+    """Raises `ValueError` for a value of a module's DeepSpeed configuration that contradicts the arguments."""
     values = {
         "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", args.per_device_train_batch_size),
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),

@@ -16,8 +16,8 @@ from transformers.modeling_utils import set_zero3_state
 from ..adapters.peft_models import base_model_of, with_adapters_of
 from ..modeling.whole import blank_model, check_gatherable, fill
 
+# what FSDP and accelerate's activation checkpointing add to names, and leave out of a state dict
 _WRAPPERS = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What FSDP and accelerate's activation checkpointing add to names, and leave out of a state dict."""
 
 
 def has_divided_weights(model: nn.Module) -> bool:
@@ -29,20 +29,10 @@ def has_divided_weights(model: nn.Module) -> bool:
 
 def gather_divided(model: Any, wrapped: nn.Module, is_first: bool) -> Any:
     """
-    Gathers a model of which ranks hold shares, one parameter at a time. Collective.
-
-    Args:
-        model (`PreTrainedModel` or `PeftModel`): The model, without what accelerate wraps around it.
-        wrapped (`nn.Module`): The model with it.
-        is_first (`bool`): Whether this is the rank that gets the whole model.
-
-    Returns:
-        `PreTrainedModel`, `PeftModel` or `None`: The model in evaluation mode in host memory; `None` on other ranks.
-
-    Raises:
-        `ValueError`: For a model that can't be built again from its config.
+    Gathers a model of which ranks hold shares, one parameter at a time: in evaluation mode in host memory on the first
+    rank, `None` on others. Collective; raises `ValueError` for a model that can't be built from its config.
     """
-    base = base_model_of(model)
+    base = base_model_of(model)  # `wrapped` is the model with what accelerate adds
     check_gatherable(base)
     if not isinstance(base, PreTrainedModel):
         raise ValueError(

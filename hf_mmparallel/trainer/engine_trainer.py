@@ -66,16 +66,7 @@ T = TypeVar("T")
 
 
 class EngineTrainer(Trainer):
-    """
-    A Trainer that may have an engine. It overrides no method of [`~transformers.Trainer`].
-
-    Attributes:
-        engine ([`ParallelEngine`], *optional*): This rank's part of the model; `None` for the stock Trainer.
-        search ([`AutoSearch`], *optional*): The search for the plan, on rank 0.
-        sample_tokens (`Callable`, *optional*): Sample -> module -> its tokens.
-        global_batch_size (`int`): Samples of a global batch, under a plan.
-        rows ([`RowChoice`]): Whether samples are packed, under a plan.
-    """
+    """A Trainer that may have an engine. It overrides no method of [`~transformers.Trainer`]."""
 
     loss_is_scaled_for_ga: bool | None = True
     is_planned: bool
@@ -83,12 +74,12 @@ class EngineTrainer(Trainer):
     model: Any
     train_dataset: Any
     data_collator: Any
-    engine: ParallelEngine | None
-    search: AutoSearch | None
-    sample_tokens: Callable | None
+    engine: ParallelEngine | None  # this rank's part of the model; `None` for the stock Trainer
+    search: AutoSearch | None  # for the plan, on rank 0
+    sample_tokens: Callable | None  # sample -> module -> its tokens
     model_spec: ModelSpec
-    global_batch_size: int
-    rows: RowChoice
+    global_batch_size: int  # samples, under a plan
+    rows: RowChoice  # whether samples are packed, under a plan
     _steps: TrainingSteps
     _prepared_optimizer: Any
     _saves: CheckpointSaves
@@ -224,11 +215,9 @@ class EngineTrainer(Trainer):
             report_survival(layouts.planner, first, self.global_batch_size, memory_bytes)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """
-        Refuses a method of the Trainer that is assigned to the instance (`trainer.training_step = ...`) where
-        [`check_overrides`] refuses it in a subclass: a plan would not call it.
-        """
+        """Refuses a method that is assigned to the instance (`trainer.training_step = ...`) as in a subclass."""
         if vars(self).get("is_planned"):
+            # a plan would not call it, see [`check_overrides`]
             check_assignment(type(self), name, value)
         super().__setattr__(name, value)
 
@@ -281,10 +270,11 @@ class EngineTrainer(Trainer):
 
     def gather_model(self) -> PreTrainedModel | None:
         """
-        The whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over; `None` on
-        other ranks. With adapters it is a `PeftModel`. Without a plan, too, if FSDP or DeepSpeed's stage 3 divide the
-        weights; where each rank has all of them it is the model that is trained, on its device. Collective: call it
-        on all ranks.
+        Returns the whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over;
+        `None` on other ranks. With adapters it is a `PeftModel`. Collective: call it on all ranks.
+
+        Without a plan, too, if FSDP or DeepSpeed's stage 3 divide the weights; where each rank has all of them it is
+        the model that is trained, on its device.
         """
         if self.engine is None:
             whole: Any = self.accelerator.unwrap_model(self.model)
@@ -337,7 +327,6 @@ class EngineTrainer(Trainer):
 
     @property
     def _preemption(self) -> PreemptionCallback | None:
-        """The callback of `save_on_preemption`."""
         return next((c for c in self.callback_handler.callbacks if isinstance(c, PreemptionCallback)), None)
 
     @property

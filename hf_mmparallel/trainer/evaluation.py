@@ -26,14 +26,7 @@ _KINDS = ("predictions", "labels", "inputs", "losses")
 
 
 class _Collector:
-    """
-    Collects predictions, labels and inputs of the microbatches of one step, on the ranks that have their last stage.
-
-    Args:
-        engine ([`ParallelEngine`]): This rank's part of the model.
-        preprocess (`Callable`, *optional*): `preprocess_logits_for_metrics` of the Trainer.
-        with_inputs (`bool`): Whether inputs are collected.
-    """
+    """Collects predictions, labels and inputs of a step's microbatches, on the ranks that have their last stage."""
 
     def __init__(self, engine: ParallelEngine, preprocess: Callable | None, with_inputs: bool):
         self.engine = engine
@@ -65,10 +58,8 @@ def _on_host(value: Any) -> Any:
 
 
 def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[int, int, float, float]]:
-    """
-    (first batch index, samples, summed loss, target tokens) of each microbatch that this rank reports, or of its part
-    of the tokens.
-    """
+    """Returns (first batch index, samples, summed loss, target tokens) of each microbatch that this rank reports."""
+    # or of the part of its tokens that this rank has
     return [
         (engine.batch_indices(task)[0], len(engine.batch_indices(task)), float(loss), float(count))
         for task, (loss, count) in losses.items()
@@ -77,15 +68,13 @@ def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[
 
 
 def _mean_losses(sums_of_ranks: list[tuple[int, int, float, float]]) -> list[tuple[float, int]]:
-    """
-    (mean loss, samples) of each microbatch, in order, from the sums of its parts; NaN where there is no target, as on
-    one process.
-    """
+    """Returns (mean loss, samples) of each microbatch, in order, from the sums of its parts."""
     sums: dict[tuple[int, int], list[float]] = {}
     for batch_index, samples, loss, count in sums_of_ranks:
         total = sums.setdefault((batch_index, samples), [0.0, 0.0])
         total[0] += loss
         total[1] += count
+    # NaN where there is no target, as on one process
     return [(loss / count if count else math.nan, samples) for (_, samples), (loss, count) in sorted(sums.items())]
 
 
@@ -115,16 +104,8 @@ def check_full_precision(engine: ParallelEngine) -> None:
 
 class Evaluator:
     """
-    Runs evaluations and predictions.
-
-    The loss is that of the stock Trainer: the mean over samples of the mean over the target tokens of their microbatch
-    of `per_device_eval_batch_size` samples.
-
-    Args:
-        engine ([`ParallelEngine`]): This rank's part of the model.
-        args (`TrainingArguments`): The arguments.
-        compute_metrics (`Callable`, *optional*): As in the Trainer.
-        preprocess_logits_for_metrics (`Callable`, *optional*): As in the Trainer.
+    Runs evaluations and predictions. The loss is that of the stock Trainer: the mean over samples of the mean over the
+    target tokens of their microbatch of `per_device_eval_batch_size` samples.
     """
 
     def __init__(
@@ -141,15 +122,8 @@ class Evaluator:
 
     def run(self, batches: Iterable[StepBatch], prediction_loss_only: bool, prefix: str) -> EvalLoopOutput:
         """
-        Evaluates batches. Collective.
-
-        Args:
-            batches (`Iterable[StepBatch]`): The batches, on this rank's device.
-            prediction_loss_only (`bool`): Whether only the loss is wanted.
-            prefix (`str`): Of the names of metrics.
-
-        Returns:
-            `EvalLoopOutput`: The metrics on all ranks; predictions and labels on rank 0, `None` elsewhere.
+        Evaluates batches on this rank's device; metrics are on all ranks, predictions and labels on rank 0.
+        Collective.
         """
         world = self.engine.world
         concatenate = self.args.eval_do_concat_batches

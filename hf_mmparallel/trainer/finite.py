@@ -11,15 +11,11 @@ logger = get_logger(__name__)
 
 
 class FiniteCheck:
-    """
-    Checks the loss and the norm of the gradient of each step, and warns of the first step in which one of them is
-    not finite, then of the tenth and of the hundredth. Training goes on, as in `transformers.Trainer`.
-
-    Args:
-        filtered (`bool`): Whether such losses are left out of the log (`logging_nan_inf_filter`).
-    """
+    """Warns of the first, the tenth and the hundredth step whose loss or norm of the gradient is not finite."""
 
     def __init__(self, filtered: bool):
+        # whether such losses are left out of the log (`logging_nan_inf_filter`); training goes on, as in the stock
+        # Trainer
         self.filtered = filtered
         self.num_steps = 0
         self._last_step = -1

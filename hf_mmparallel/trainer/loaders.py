@@ -32,26 +32,17 @@ from .run_context import RunContext
 from .start_checks import check_dataset
 from .training_sizes import SharedSizes, TrainingSizes
 
-SamplerOf = Callable[[Any], Any]
-"""Dataset -> its sampler, such as `Trainer._get_train_sampler`."""
+SamplerOf = Callable[[Any], Any]  # dataset -> its sampler, such as `Trainer._get_train_sampler`
 
 
 @dataclass(frozen=True)
 class TrainingLoader:
-    """
-    The loader of the training steps, and how they are planned.
+    """The loader of the training steps, and how they are planned."""
 
-    Args:
-        loader ([`StepLoader`]): Yields a [`StepBatch`] for each global batch.
-        run_planner ([`StepPlanner`]): Plans the steps as the loader does, for callbacks and errors.
-        memory_ratio ([`MemoryRatio`], *optional*): Corrects limits of microbatches by the memory of the first steps.
-        typical (`SampleSizes`, *optional*): Sizes of a typical global batch, by which limits are computed.
-    """
-
-    loader: StepLoader
-    run_planner: StepPlanner
-    memory_ratio: MemoryRatio | None
-    typical: SampleSizes | None = None
+    loader: StepLoader  # yields a [`StepBatch`] for each global batch
+    run_planner: StepPlanner  # plans the steps as the loader does, for callbacks and errors
+    memory_ratio: MemoryRatio | None  # corrects limits of microbatches by the memory of the first steps
+    typical: SampleSizes | None = None  # of a global batch, by which limits are computed
 
     @property
     def dataset(self) -> StepDataset:
@@ -81,15 +72,10 @@ class TrainingLoader:
 
 
 class StepLoader(DataLoader):
-    """
-    A loader of steps.
+    """A loader of steps."""
 
-    Attributes:
-        repeated (`Callable`):
-            Runs what starts to read, again if ranks are lost in it: with workers, which read ahead, ranks exchange the
-            sizes of the first samples.
-    """
-
+    # Runs what starts to read, again if ranks are lost in it: with workers, which read ahead, ranks exchange the sizes
+    # of the first samples.
     repeated: Callable[[Callable[[], Any]], Any] = staticmethod(lambda work: work())
 
     def __iter__(self) -> Any:
@@ -101,14 +87,7 @@ class StepLoader(DataLoader):
 
 
 def follow_plan(loader: DataLoader, engine: ParallelEngine, planner: StepPlanner | None = None) -> None:
-    """
-    Lets a loader, in place, plan its steps for the plan that an engine has now.
-
-    Args:
-        loader (`DataLoader`): A loader of [`StepLoaders`].
-        engine ([`ParallelEngine`]): This rank's part of the model.
-        planner ([`StepPlanner`], *optional*): Plans the steps; by default as before, by the engine's plan.
-    """
+    """Lets a loader, in place, plan its steps for the plan that an engine has now, by default as before."""
     steps: Any = loader.dataset
     if steps.inputs is engine.inputs:
         return
@@ -123,14 +102,7 @@ def follow_plan(loader: DataLoader, engine: ParallelEngine, planner: StepPlanner
 
 
 class StepLoaders:
-    """
-    Makes the loaders of a run.
-
-    Args:
-        context ([`RunContext`]): The run.
-        engine ([`ParallelEngine`]): This rank's part of the model.
-        global_batch_size (`int`): Samples of a global batch.
-    """
+    """Makes the loaders of a run."""
 
     def __init__(self, context: RunContext, engine: ParallelEngine, global_batch_size: int):
         self.context = context
@@ -142,13 +114,8 @@ class StepLoaders:
         self, sampler_of: SamplerOf, sizes: TrainingSizes, arrangement: str, learned: Mark | None = None
     ) -> TrainingLoader:
         """
-        Global batches of the training set in the stock Trainer's order, arranged as the arguments say. Collective.
-
-        Args:
-            sampler_of (`Callable`): Training set -> its sampler.
-            sizes ([`TrainingSizes`]): Sizes of the training samples.
-            arrangement (`str`): Arrangement if the arguments name none; that of rank 0 counts.
-            learned (`tuple[float, int, int]`, *optional*): Memory ratio of the run that is resumed.
+        Loads global batches of the training set in the stock Trainer's order, arranged as the arguments say.
+        Collective; `learned` is the memory ratio of the run that is resumed.
         """
         dataset = self.context.train_dataset
         if dataset is None:
@@ -156,6 +123,7 @@ class StepLoaders:
         check_dataset(dataset)
         dataset = self._windowed(dataset, self.args.dataloader_drop_last)
         order = self._training_order(dataset, sampler_of)
+        # for arguments that name no arrangement; that of rank 0 counts
         agreed = self.context.world.from_first_rank(lambda: arrangement)
         shared = sizes.shared(dataset, self.global_batch_size)
         base = base_planner(self.engine, self.args.per_device_train_batch_size)
@@ -176,14 +144,7 @@ class StepLoaders:
         return TrainingLoader(loader, run_planner, memory_ratio, shared.typical)
 
     def evaluation(self, dataset: Any, sampler_of: SamplerOf, description: str) -> DataLoader:
-        """
-        Batches of a dataset in its order, with enough microbatches to fill the pipeline.
-
-        Args:
-            dataset: The dataset.
-            sampler_of (`Callable`): Dataset -> its sampler, if it has one.
-            description (`str`): Name of the dataset in messages.
-        """
+        """Loads a dataset in its order, in batches with enough microbatches to fill the pipeline."""
         check_dataset(dataset)
         plan = self.engine.plan
         depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
@@ -268,7 +229,6 @@ class StepLoaders:
 
 
 def _start_worker(index: int, num_workers: int, rank: int, leaves_signals: bool) -> None:
-    """What a data worker does first."""
     seed_worker(index, num_workers, rank)
     if leaves_signals:
         leave_signals_to_rank()
@@ -277,15 +237,7 @@ def _start_worker(index: int, num_workers: int, rank: int, leaves_signals: bool)
 def with_sizes(
     global_batches: GlobalBatchSampler, dataset: Any, sizes: SharedSizes, context: RunContext
 ) -> MeasuredBatchSampler:
-    """
-    Global batches with the sizes of their samples, of which each rank measures a share.
-
-    Args:
-        global_batches ([`GlobalBatchSampler`]): The global batches.
-        dataset: The dataset.
-        sizes ([`SharedSizes`]): How each rank measures.
-        context ([`RunContext`]): The run.
-    """
+    """Returns global batches with the sizes of their samples, of which each rank measures a share."""
     args = context.args
     ranks = replace(_measuring(context.world), keeps=args.local_process_index == 0)
     return MeasuredBatchSampler(
@@ -320,13 +272,7 @@ class _FirstRanksOrder:
 
 
 def check_loader(loader: Any, method: str) -> None:
-    """
-    Raises `ValueError` for a loader that is not this package's.
-
-    Args:
-        loader (`Any`): The loader.
-        method (`str`): The method of the Trainer that returned it, maybe an override.
-    """
+    """Raises `ValueError` for a loader that is not this package's; `method` has returned it, maybe as an override."""
     if not isinstance(getattr(loader, "dataset", None), StepDataset):
         raise ValueError(
             f"`{method}` returned a `{type(loader).__name__}` of batches, but under a plan steps are arranged over "
@@ -344,13 +290,8 @@ def training_planner(
     planner: StepPlanner, args: MultimodalTrainingArguments, sizes: SizeFunction | None, arrangement: str | None = None
 ) -> StepPlanner:
     """
-    A planner of training steps with the arrangement and the limits that the arguments ask for.
-
-    Args:
-        planner ([`StepPlanner`]): See [`base_planner`].
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*): Dataset indices -> sizes.
-        arrangement (`str`, *optional*): Arrangement if the arguments name none.
+    Returns a planner of training steps with the arrangement and the limits of the arguments; `sizes` is dataset
+    indices -> sizes, and `arrangement` is for arguments that name none.
     """
     return replace(
         planner,

@@ -19,25 +19,16 @@ FIRST, LAST = 2, 4
 """Steps of a run that are measured: when the first one ends, the optimizer makes its state."""
 _LEAST, _MOST = 0.5, 2.0  # range of a plausible ratio; beyond it something else is wrong
 
+# the ratio, and the epoch and position of the last global batch that was planned without it
 Mark = tuple[float, int, int]
-"""The ratio, and the epoch and position of the last global batch that was planned without it."""
 
 
 class MemoryRatio:
     """
-    Learns by how much the memory of ranks differs from the estimate, and gives global batches limits that allow for
-    it.
+    Learns by how much the memory of ranks differs from the estimate, for the limits of global batches.
 
     The ratio is the largest of all ranks over a few steps. It holds for all global batches after the last one that was
-    handed out when it was learned, on all ranks; a checkpoint keeps both, so that a resumed run plans as the first one
-    did.
-
-    Args:
-        planner ([`StepPlanner`]): Planner of the run, with limits by the estimate.
-        typical (`SampleSizes`): Sizes of a typical global batch.
-        measure (`Callable[[], float | None]`): Peak of allocated bytes of this rank since the last call; `None` where
-            nothing counts them.
-        learned (`tuple[float, int, int]`, *optional*): The ratio of the run that is resumed.
+    handed out when it was learned, on all ranks; a checkpoint keeps both, so that a resumed run plans as before.
     """
 
     def __init__(
@@ -47,9 +38,9 @@ class MemoryRatio:
         measure: Callable[[], float | None],
         learned: Mark | None = None,
     ):
-        self.planner = planner
-        self.typical = typical
-        self.measure = measure
+        self.planner = planner  # with limits by the estimate
+        self.typical = typical  # sizes of a typical global batch
+        self.measure = measure  # see [`allocated_since`]
         self.learned: Mark | None = None
         self.limits: Mapping[str, int] | None = None
         self._num_steps = 0
@@ -66,12 +57,7 @@ class MemoryRatio:
         return self.limits
 
     def saw_step(self, engine: ParallelEngine) -> None:
-        """
-        Measures the step that has just run. Collective for the last of the measured steps.
-
-        Args:
-            engine ([`ParallelEngine`]): The engine that ran it.
-        """
+        """Measures the step that has just run. Collective for the last of the measured steps."""
         if self.learned is not None:
             return
         self._num_steps += 1

@@ -25,18 +25,11 @@ _COMPARED = re.compile(_PREFIX + r"(predicted_|step_ms|bubble_fraction|memory_gi
 
 @dataclass(frozen=True)
 class RunSummary:
-    """
-    What is known of a run at its end.
+    """What is known of a run at its end."""
 
-    Args:
-        log_history (`list[dict]`): The Trainer's log.
-        comparison ([`RunComparison`], *optional*): Predictions beside measurements.
-        recoveries (`str`, *optional*): What became of it when ranks were lost or joined.
-    """
-
-    log_history: list[dict]
-    comparison: RunComparison | None = None
-    recoveries: str | None = None
+    log_history: list[dict]  # the Trainer's log
+    comparison: RunComparison | None = None  # predictions beside measurements
+    recoveries: str | None = None  # what became of it when ranks were lost or joined
 
 
 def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:

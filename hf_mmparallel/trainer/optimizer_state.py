@@ -21,11 +21,8 @@ SCHEDULER = "scheduler.pt"
 
 def stock_groups(decayed: Iterable[str], model: nn.Module) -> list[list[str]]:
     """
-    Names of the trained parameters in the groups of `Trainer.create_optimizer`: with weight decay, and without.
-
-    Args:
-        decayed (`Iterable[str]`): Parameters with weight decay, see `Trainer.get_decay_parameter_names`.
-        model (`nn.Module`): The whole model, before it is laid out; may be on the meta device.
+    Returns the names of trained parameters in the groups of `Trainer.create_optimizer`: with weight decay (`decayed`,
+    of `Trainer.get_decay_parameter_names`), and without. The model is whole, maybe on the meta device.
     """
     decayed = set(decayed)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -34,17 +31,14 @@ def stock_groups(decayed: Iterable[str], model: nn.Module) -> list[list[str]]:
 
 def complete_state(optimizer: Any) -> None:
     """
-    Gives parameters of Adam or AdamW that have had no gradient yet, such as those of a layer that no forward reads,
-    the state that they start with. From a checkpoint of FSDP2 without the state of a parameter torch loads none.
-
-    Args:
-        optimizer (`torch.optim.Optimizer` or `AcceleratedOptimizer`): This rank's.
+    Gives parameters of Adam or AdamW without a gradient yet, as of a layer that no forward reads, their first state.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     found = next(((p, state) for p, state in optimizer.state.items() if state), None)
     if found is None or not isinstance(optimizer, torch.optim.Adam):
         return
     updated, known = found
+    # from a checkpoint of FSDP2 without the state of a parameter torch loads none
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         if not optimizer.state.get(parameter):
             optimizer.state[parameter] = {
@@ -56,7 +50,6 @@ def complete_state(optimizer: Any) -> None:
 def is_by_name(folder: str | None, model: nn.Module) -> bool:
     """
     Whether one process reads a checkpoint by the names of parameters: one that a plan has written, of this very model.
-    What `peft` has wrapped has other names, but the same order.
     """
     if folder is None or not (Path(folder) / SCHEDULER).is_file():
         return False  # the stock Trainer leaves both alone then
@@ -64,6 +57,7 @@ def is_by_name(folder: str | None, model: nn.Module) -> bool:
         return (Path(folder) / TABLE).is_file()
     groups = read_state(Path(folder) / STATE)["param_groups"]
     names = [name for group in groups for name in group.get("param_names", ())]
+    # what `peft` has wrapped has other names, but the same order
     return bool(names) and set(names) <= {name for name, _ in model.named_parameters()}
 
 
@@ -72,18 +66,8 @@ def load_optimizer_and_scheduler(
 ) -> None:
     """
     Reads the state of a plan's checkpoint or of the stock Trainer's, also under FSDP2 or DeepSpeed, into this rank's
-    optimizer and schedule. Called by all ranks.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's.
-        scheduler (`LRScheduler`): This rank's.
-        model (`nn.Module`): The pruned model of this rank.
-        folder (`Path`): The checkpoint.
-        groups (`Sequence[Sequence[str]]`): See [`stock_groups`].
-        world ([`World`]): The ranks.
-
-    Raises:
-        `ValueError`: On all ranks, for state that can't be read, or of another model.
+    optimizer and schedule. Called by all ranks, which raise `ValueError` for state that can't be read, or of another
+    model.
     """
     state = world.raise_together(lambda: _read_scheduler(folder / SCHEDULER))
     if not (folder / STATE).is_file() and (folder / TABLE).is_file():
@@ -109,13 +93,7 @@ def _set_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> No
 
 
 def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """
-    The state of rank 0's schedule with an entry for each group of the whole model.
-
-    Args:
-        state (`Mapping[str, Any]`): Of rank 0, whose optimizer may have other groups.
-        groups (`Sequence[Mapping[str, Any]]`): Settings of the groups of the whole model.
-    """
+    """Returns the state of rank 0's schedule with an entry for each group of the whole model, by their settings."""
     return _with_groups(state, groups, {})
 
 

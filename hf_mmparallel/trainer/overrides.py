@@ -1,7 +1,6 @@
 """
-Overrides of methods of `Trainer` in a subclass of the user: whether they work under a plan.
-
-Each method has one entry. Where none is refused the loop of the stock Trainer calls the override as ever.
+Overrides of methods of `Trainer` in a subclass of the user: whether they work under a plan. Each method has one entry;
+where none is refused the loop of the stock Trainer calls the override as ever.
 """
 
 from __future__ import annotations
@@ -21,27 +20,15 @@ class Holds:
 
 @dataclass(frozen=True)
 class Extends:
-    """
-    An override holds if it calls the method that it overrides, whose work a plan needs.
+    """An override holds if it calls the method that it overrides, whose work a plan needs."""
 
-    Args:
-        reason (`str`): The work of the inherited method.
-        remedy (`str`): The alternative to replacing it.
-    """
-
-    reason: str
-    remedy: str
+    reason: str  # the work of the inherited method
+    remedy: str  # the alternative to replacing it
 
 
 @dataclass(frozen=True)
 class NeverCalled:
-    """
-    Under a plan nothing calls the method, so that an override would be ignored.
-
-    Args:
-        reason (`str`): Why.
-        remedy (`str`): The alternative.
-    """
+    """Under a plan nothing calls the method, so that an override would be ignored."""
 
     reason: str
     remedy: str
@@ -63,6 +50,7 @@ def _loader(remedy: str) -> Extends:
     return Extends("batches are arranged over the ranks by a loader of its own", remedy)
 
 
+# the methods of `Trainer`
 METHODS: Mapping[str, Entry] = {
     # Small helpers, called by the user or by callbacks.
     **dict.fromkeys(
@@ -183,23 +171,16 @@ METHODS: Mapping[str, Entry] = {
     "_push_from_checkpoint": Holds(),
     "_finish_current_push": Holds(),
 }  # fmt: skip
-"""The methods of `Trainer`."""
 
 
+# of the stock Trainer, to tell methods that are replaced in its class later
 _AT_IMPORT = {name: vars(Trainer).get(name) for name in METHODS}
-"""Methods of the stock Trainer, to tell those that are replaced in its class later."""
 
 
 def check_overrides(cls: type, ours: type) -> None:
     """
-    Refuses overrides that a plan would ignore, or that replace what it needs.
-
-    Args:
-        cls (`type`): The class of the user's Trainer.
-        ours (`type`): The class of this package that it derives from.
-
-    Raises:
-        `ValueError`: For the first of them, with the reason and what to do instead.
+    Raises `ValueError` for the first override that a plan would ignore, or that replaces what it needs, in the class
+    of the user's Trainer, which derives from `ours`.
     """
     order = cls.__mro__
     for number, owner in enumerate(order):
@@ -221,17 +202,7 @@ def check_overrides(cls: type, ours: type) -> None:
 
 
 def check_assignment(cls: type, name: str, method: Any) -> None:
-    """
-    Refuses a method of one Trainer that a plan would ignore, or that replaces what it needs.
-
-    Args:
-        cls (`type`): The class of the Trainer.
-        name (`str`): The attribute that is set.
-        method (`Any`): The new value.
-
-    Raises:
-        `ValueError`: As [`check_overrides`].
-    """
+    """Raises `ValueError` as [`check_overrides`] for a method that is set on one Trainer of a class."""
     entry = METHODS.get(name)
     if entry is None or isinstance(entry, Holds):
         return
@@ -240,13 +211,11 @@ def check_assignment(cls: type, name: str, method: Any) -> None:
 
 
 def _calls(method: Any, name: str) -> bool:
-    """
-    Whether the code of an override mentions the method that it overrides, by name or by a variable that has it; true
-    where there is no code to read.
-    """
+    """Whether the code of an override mentions the method that it overrides, by name or by a variable that has it."""
     function = inspect.unwrap(getattr(method, "__func__", method))
     code = getattr(function, "__code__", None)
     pending = [] if code is None else [code]
+    # true where there is no code to read
     calls = code is None
     while pending:
         code = pending.pop()
@@ -274,7 +243,6 @@ def _fate(entry: NeverCalled | Extends) -> str:
 
 
 def _refusal(owner: type, ours: type, name: str, entry: NeverCalled | Extends) -> str:
-    """The error for an override: reason and remedy."""
     remedy = entry.remedy
     if issubclass(owner, Trainer) and not issubclass(owner, ours):
         remedy = (

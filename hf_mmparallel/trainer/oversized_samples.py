@@ -24,34 +24,20 @@ _REMEDY = (
 
 
 def allowed_bytes(args: Any, device: Hardware) -> float | None:
-    """
-    Memory of a rank that the estimate of a microbatch may fill, `None` where it is unknown.
-
-    Args:
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        device (`Hardware`): The device of a rank; the same on all ranks, which have to arrange alike.
-    """
+    """Returns the memory of a rank that the estimate of a microbatch may fill, `None` where it is unknown."""
+    # the device is the same on all ranks, which have to arrange alike
     return usable_bytes(device, None if args.memory_limit_gib == AUTO else args.memory_limit_gib)
 
 
 @dataclass(frozen=True)
 class LargeSamples:
-    """
-    How samples compare with the limits of microbatches.
+    """How samples compare with the limits of microbatches."""
 
-    Args:
-        limits (`Mapping[str, int]`): Module -> maximum tokens of a microbatch.
-        largest (`Mapping[str, int]`): Module -> tokens of the largest sample.
-        num_over (`int`): Samples that are larger than a microbatch in one of the modules.
-        num_samples (`int`): Samples that were compared.
-        are_all (`bool`): Whether these are all samples of the dataset.
-    """
-
-    limits: Mapping[str, int]
-    largest: Mapping[str, int]
-    num_over: int
-    num_samples: int
-    are_all: bool
+    limits: Mapping[str, int]  # module -> maximum tokens of a microbatch
+    largest: Mapping[str, int]  # module -> tokens of the largest sample
+    num_over: int  # larger than a microbatch in one of the modules
+    num_samples: int  # that were compared
+    are_all: bool  # whether these are all samples of the dataset
 
     @classmethod
     def of(cls, start: StartSizes, limits: Mapping[str, int]) -> LargeSamples:
@@ -85,24 +71,13 @@ class LargeSamples:
 
 
 class LimitWatch:
-    """
-    Warns once of samples that are larger than the limit of a microbatch.
-
-    Args:
-        has_warned (`bool`, *optional*, defaults to `False`): Whether the report before the first step has warned.
-    """
+    """Warns once of samples above the limit of a microbatch, unless the report before the first step has warned."""
 
     def __init__(self, has_warned: bool = False):
         self.has_warned = has_warned
 
     def saw(self, step: StepPlan, workloads: Workloads | None) -> None:
-        """
-        Compares the samples of a step with the limits.
-
-        Args:
-            step (`StepPlan`): The arrangement.
-            workloads (`Workloads`, *optional*): Tokens of its samples, and the limits.
-        """
+        """Compares the tokens of a step's samples with the limits that come with them in `workloads`."""
         if self.has_warned or workloads is None:
             return
         for name, limit in workloads.token_limits.items():

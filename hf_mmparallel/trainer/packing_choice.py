@@ -13,16 +13,10 @@ from ..plan import LANGUAGE_MODEL, ModelSpec
 
 @dataclass(frozen=True)
 class RowChoice:
-    """
-    The form of rows of the language model.
+    """The form of rows of the language model."""
 
-    Args:
-        packed (`bool`): Whether a microbatch is one row without padding.
-        reason (`str`): Why, in words.
-    """
-
-    packed: bool
-    reason: str
+    packed: bool  # whether a microbatch is one row without padding
+    reason: str  # why, in words
 
     def __str__(self) -> str:
         form = "packed into one row" if self.packed else "padded to the longest of their microbatch"
@@ -31,13 +25,7 @@ class RowChoice:
 
 def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any) -> RowChoice:
     """
-    Decides how rows are made under a plan.
-
-    Args:
-        packing (`bool`, *optional*): The user's choice; without it rows are packed wherever the model allows it.
-        model ([`~transformers.PreTrainedModel`]): The whole model, with its attention functions set.
-        spec (`ModelSpec`): Its description.
-        collator (`Callable`): The data collator that the user gave, or that was chosen.
+    Decides how rows are made under a plan: packed by default wherever the model, with its attention set, allows it.
     """
     if isinstance(collator, PackingCollator):
         return RowChoice(True, "the data collator does")

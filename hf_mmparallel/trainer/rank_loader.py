@@ -24,13 +24,7 @@ _OWN_BATCHES = "ranks would not get the batches that samples are arranged in"
 
 def check_arrangement(trainer: Any) -> None:
     """
-    Refuses what `microbatch_assignment` can't be used with in a run without a plan.
-
-    Args:
-        trainer (`Trainer`): The Trainer, constructed.
-
-    Raises:
-        `ValueError`: With the reason and what to do instead, on every rank.
+    Raises `ValueError`, on every rank, for what `microbatch_assignment` can't be used with in a run without a plan.
     """
     args, config = trainer.args, trainer.args.accelerator_config
     if args.microbatch_assignment not in RANK_ARRANGEMENTS:
@@ -82,19 +76,14 @@ def _refusal(args: Any, reason: str, remedy: str) -> ValueError:
 
 
 def encoders_run_together(trainer: Any, spec: ModelSpec) -> tuple[str, ...]:
-    """
-    The encoders whose weights or gradients all ranks exchange while they run them: every one if weights are sharded,
-    those that are trained if gradients are; DDP finds out by itself which parameters took part.
-
-    Args:
-        trainer (`Trainer`): The Trainer, constructed.
-        spec (`ModelSpec`): The model.
-    """
+    """Returns the encoders whose weights or gradients all ranks exchange while they run them."""
+    # DDP finds out by itself which parameters took part
     if trainer.args.world_size == 1 or not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         return ()
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     if trainer.is_fsdp_enabled or getattr(plugin, "zero_stage", 0) == 3:
-        return tuple(spec.encoders)
+        return tuple(spec.encoders)  # weights are sharded
+    # gradients are sharded
     return tuple(name for name in spec.encoders if any(p.trainable for p in spec.modules[name].parameters))
 
 
@@ -103,24 +92,16 @@ def arranged_loader(
     context: RunContext,
     sizes: TrainingSizes,
     costs: CostModel,
+    # samples of a batch of one rank
     batch_size: int,
+    # see [`encoders_run_together`]
     together: tuple[str, ...],
+    # `Accelerator.prepare`, which keeps the loader
     prepare: Callable[[Any], Any],
 ) -> Any:
     """
-    A loader of the same global batches as the stock Trainer's, arranged over ranks and accumulation steps. Collective.
-
-    Args:
-        loader (`DataLoader`): The stock Trainer's training loader.
-        context ([`RunContext`]): The run.
-        sizes ([`TrainingSizes`]): Sizes of the training samples.
-        costs (`CostModel`): Costs of layers.
-        batch_size (`int`): Samples of a batch of one rank.
-        together (`tuple[str, ...]`): See [`encoders_run_together`].
-        prepare (`Callable`): `Accelerator.prepare`, which keeps the loader.
-
-    Raises:
-        `ValueError`: If the loader is not of a dataset with indices, and if nothing says the sizes of its samples.
+    Returns a loader of the stock Trainer's global batches, arranged over ranks and accumulation steps. Collective;
+    raises `ValueError` for a dataset without indices, and if nothing says the sizes of its samples.
     """
     args, world = context.args, context.world
     batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)

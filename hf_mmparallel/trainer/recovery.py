@@ -1,13 +1,11 @@
 """
 A training run that goes on when ranks are lost or join: who is there, what they are done with, and the next plan.
 
-Work of all ranks counts from the moment in which any of them knows that all were done with it. Then all who are left
-have its result, and those who did not know yet learn it when they meet. If none knows, all repeat the work. Of a step
-it is the norm of the gradient that says so: to compute it, every rank had its sums of gradients complete. Evaluations
-and checkpoints end with a barrier, and so do the copies of a new layout.
-
-Ranks that join are let in between two steps, when all others have come there. They hold nothing, and get what the
-first rank tells of the run; the rest is as after a loss.
+Work of all ranks counts from the moment in which any of them knows that all were done with it: those who are left have
+its result, and who did not know yet learns it when they meet. If none knows, all repeat it. Of a step the norm of the
+gradient says so: for it every rank had complete sums of gradients. Evaluations, checkpoints and the copies of a new
+layout end with a barrier. Ranks that join are let in between two steps, when all others have come there; they hold
+nothing, and get what the first rank tells of the run.
 """
 
 from __future__ import annotations
@@ -80,40 +78,22 @@ class LayoutPlanner(Protocol):
 
 @dataclass
 class MembershipChange:
-    """
-    What became of a run when ranks were lost or joined. Times are in seconds, of this rank.
+    """What became of a run when ranks were lost or joined. Times are in seconds, of this rank."""
 
-    Args:
-        lost (`tuple[int, ...]`): Members that are lost, by their numbers in the launch.
-        reasons (`tuple[str, ...]`): What is known of why.
-        joined (`tuple[int, ...]`): Members that have joined.
-        step (`int`): Steps that are done.
-        world_size (`int`): Ranks that go on.
-        lost_at (`float`): When the first loss was noticed, or others were let in, in seconds since the epoch.
-        stopped_s (`float`): From `lost_at` until this rank had stopped its work.
-        regrouped_s (`float`): From `lost_at` until the ranks had met, planned and were connected.
-        planned_s (`float`): Time of that in which the new plan was made.
-        copied_s (`float`): Time in which parameters and their state were copied.
-        copied_bytes (`int`): Bytes that all ranks received.
-        total_s (`float`): From the loss, or from when others were let in, until the run goes on.
-        layout (`str`): The new layout.
-        reason (`str`): Why it is this one.
-    """
-
-    lost: tuple[int, ...] = ()
-    reasons: tuple[str, ...] = ()
-    joined: tuple[int, ...] = ()
-    step: int = 0
-    world_size: int = 0
-    lost_at: float = 0.0
-    stopped_s: float = 0.0
-    regrouped_s: float = 0.0
-    planned_s: float = 0.0
-    copied_s: float = 0.0
-    copied_bytes: int = 0
-    total_s: float = 0.0
-    layout: str = ""
-    reason: str = ""
+    lost: tuple[int, ...] = ()  # members, by their numbers in the launch
+    reasons: tuple[str, ...] = ()  # what is known of why
+    joined: tuple[int, ...] = ()  # members, by their numbers in the launch
+    step: int = 0  # steps that are done
+    world_size: int = 0  # ranks that go on
+    lost_at: float = 0.0  # when the first loss was noticed, or others were let in, in seconds since the epoch
+    stopped_s: float = 0.0  # from `lost_at` until this rank had stopped its work
+    regrouped_s: float = 0.0  # from `lost_at` until the ranks had met, planned and were connected
+    planned_s: float = 0.0  # time of that in which the new plan was made
+    copied_s: float = 0.0  # in which parameters and their state were copied
+    copied_bytes: int = 0  # that all ranks received
+    total_s: float = 0.0  # from the loss, or from when others were let in, until the run goes on
+    layout: str = ""  # the new one
+    reason: str = ""  # why it is this one
 
     @property
     def sentence(self) -> str:
@@ -138,55 +118,25 @@ def _named(members: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Told:
-    """
-    What ranks that join are told.
-
-    Args:
-        planner ([`LayoutPlanner`]): Decides on layouts.
-        layout ([`NodeLayout`]): The layout before they join.
-        report ([`_Report`]): What the rank says of itself that tells them.
-        run (`bytes`): What else they need to know of the run.
-    """
+    """What ranks that join are told."""
 
     planner: LayoutPlanner
-    layout: NodeLayout
-    report: _Report
-    run: bytes
+    layout: NodeLayout  # before they join
+    report: _Report  # of the rank that tells them
+    run: bytes  # what else they need to know of the run
 
 
 @dataclass(frozen=True)
 class _Report:
-    """
-    What a rank says of itself when the ranks meet.
+    """What a rank says of itself when the ranks meet."""
 
-    Args:
-        num_layouts (`int`): Layouts before the one that it has all parameters of.
-        num_done (`int`): Pieces of work that it knows all ranks to be done with.
-        value (`float`): What it knows of the last of them, such as the norm of the gradient.
-    """
-
-    num_layouts: int
-    num_done: int
-    value: float
+    num_layouts: int  # before the one that it has all parameters of
+    num_done: int  # pieces of work that it knows all ranks to be done with
+    value: float  # what it knows of the last of them, such as the norm of the gradient
 
 
 class Recovery:
-    """
-    Repeats the work of a run when ranks are lost in it, on those that are left, and lets others in.
-
-    Args:
-        membership ([`Membership`]): Who is left.
-        world ([`World`]): The ranks, which get new numbers.
-        planner ([`LayoutPlanner`]): Decides on layouts.
-        layout ([`NodeLayout`]): The layout at the start; of a rank that joins, any.
-        holds (`Callable[[], Held]`): Returns what this rank holds of the model and its optimizer.
-        follow (`Callable[[NodeLayout, Held, MembershipChange], None]`): Lays the model out, and goes back to the last
-            step that is done. Collective.
-        tell (`Callable[[], bytes]`, *optional*): Returns what ranks that join need to know of the run.
-
-    Attributes:
-        events (`list[MembershipChange]`): What has happened so far.
-    """
+    """Repeats the work of a run when ranks are lost in it, on those that are left, and lets others in."""
 
     def __init__(
         self,
@@ -199,13 +149,13 @@ class Recovery:
         tell: Callable[[], bytes] = bytes,
     ):
         self.membership = membership
-        self.world = world
+        self.world = world  # the ranks, which get new numbers
         self.planner = planner
-        self.layout: Any = layout
-        self.events: list[MembershipChange] = []
-        self._holds = holds
-        self._follow = follow
-        self._tell = tell
+        self.layout: Any = layout  # at the start; of a rank that joins, any
+        self.events: list[MembershipChange] = []  # what has happened so far
+        self._holds = holds  # returns what this rank holds of the model and its optimizer
+        self._follow = follow  # lays the model out, and goes back to the last step that is done; collective
+        self._tell = tell  # returns what ranks that join need to know of the run
         self._backend, self._timeout = dist.get_backend_config(), world.timeout
         self._num_layouts = 0
         self._next: Any = None  # layout of the ranks that have met
@@ -249,11 +199,7 @@ class Recovery:
 
     def run(self, work: Callable[[], T]) -> T:
         """
-        Does some work in which ranks communicate; again, when ranks are lost in it. It does not count before a
-        [`Recovery.commit`].
-
-        Args:
-            work (`Callable`): The work, which can be repeated.
+        Does work in which ranks communicate; again, if ranks are lost in it. A [`Recovery.commit`] makes it count.
         """
         self._begin()
         while True:
@@ -265,12 +211,9 @@ class Recovery:
 
     def commit(self, all_are_done: Callable[[], float]) -> float | None:
         """
-        Makes the work since the last call count; `None` if ranks were lost before any knew that all were done with it,
-        so that it has to be repeated.
-
-        Args:
-            all_are_done (`Callable[[], float]`):
-                Returns a number once all ranks have called it, the same on all ranks, which is the result.
+        Makes the work since the last call count; `None` if it has to be repeated, since ranks were lost before any
+        knew that all were done with it. Else the result of `all_are_done`, equal on all ranks, which have all called
+        it.
         """
         before = self._num_done
         try:
@@ -387,7 +330,6 @@ class Recovery:
         return True
 
     def _layout_of(self, members: set[int]) -> NodeLayout:
-        """The layout that follows when these members are there."""
         lost, joined = set(self.layout.members) - members, members - set(self.layout.members)
         try:
             layout = self.planner.without(self.layout, lost) if lost else self.layout

@@ -25,12 +25,7 @@ from .state_transfers import state_transfers
 
 
 class NodeLayouts:
-    """
-    Decides on layouts when members are lost or join, see [`LayoutPlanner`].
-
-    Args:
-        planner ([`ResilientPlanner`]): Plans pipelines of nodes.
-    """
+    """Decides on layouts of pipelines of nodes when members are lost or join, see [`LayoutPlanner`]."""
 
     def __init__(self, planner: ResilientPlanner):
         self.planner = planner
@@ -48,18 +43,15 @@ class NodeLayouts:
         return replace(self.planner, failures=0).without(layout, self._nodes(lost))
 
     def with_members(self, layout: ClusterPlan, joined: Collection[int]) -> ClusterPlan:
-        """
-        The layout that follows when members join. Those of nodes that have not joined whole are left out, and all of
-        them if no pipelines could use all nodes.
-        """
+        """The layout that follows when members join."""
         size = self.planner.node_size
         counts = Counter(member // size for member in joined)
-        whole = sorted(node for node, count in counts.items() if count == size)
+        whole = sorted(node for node, count in counts.items() if count == size)  # others are left out
         if not whole:
             return layout
         try:
             return self.planner.with_nodes(layout, whole)
-        except ValueError:
+        except ValueError:  # no pipelines could use all nodes
             return layout
 
     def _nodes(self, members: Collection[int]) -> set[int]:
@@ -81,19 +73,7 @@ def node_layouts(
     global_batch: tuple[int, SampleSizes | None],
 ) -> NodeLayouts:
     """
-    What decides on layouts, on every rank alike.
-
-    Args:
-        prepared ([`PreparedModel`]): The whole model, with costs of its layers.
-        plugin ([`MultimodalParallelPlugin`]):
-            Settings of modules, and the plan of the user, whose tensor-parallel sizes are kept. Without a plan stages
-            have any size that the settings leave open.
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        global_batch (`tuple[int, SampleSizes | None]`):
-            Number of samples of a global batch, and sizes of a typical one; without them all samples count the same.
-
-    Raises:
-        `ValueError`: For a number of failures that can't be guaranteed.
+    Returns what decides on layouts, on every rank alike; raises `ValueError` for failures that can't be guaranteed.
     """
     survives = args.survives
     assert survives is not None
@@ -107,15 +87,16 @@ def node_layouts(
         )
     num_samples, sizes = global_batch
     size = args.per_device_train_batch_size
+    # without sizes of a typical global batch all samples count the same
     microbatches = TypicalMicrobatches(
         sizes or SampleSizes.uniform(dict.fromkeys(spec.modules, 1), size), size, -(-num_samples // size)
     )
     selected = {name: earliest_selected_layer(prepared.model, spec.modules[name]) for name in spec.encoders}
-    if plan is None:
+    if plan is None:  # stages have any size that the settings leave open
         modules = _recomputed(plugin.modules, spec, args)
         tp_sizes = stage_tp_sizes(prepared.model, spec, plugin, min(node_size, costs.device.node_size))
     else:
-        modules, tp_sizes = module_settings(plan), tp_sizes_of(plan)
+        modules, tp_sizes = module_settings(plan), tp_sizes_of(plan)  # those of the user's plan are kept
     chain = model_chain(
         costs,
         modules,
@@ -143,17 +124,7 @@ def _recomputed(
 
 
 def check_survivable(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any) -> None:
-    """
-    Checks what a run needs to go on when nodes are lost.
-
-    Args:
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        modules (`Mapping[str, ModulePlugin]`): Settings of modules.
-        dataset: The training set.
-
-    Raises:
-        `ValueError`: For the first thing with which it could not go on.
-    """
+    """Raises `ValueError` for the first thing with which a run could not go on when nodes are lost."""
     refused = next(refusals(args, modules, dataset), None)
     if refused is not None:
         raise ValueError(f"`resilience` can't be used with {refused}")

@@ -11,13 +11,9 @@ from ..resilience.save_interval import best_save_interval_s, expected_slowdown
 
 def save_advice(blocked_s: float, write_s: float, step_s: float | None, args: TrainingArguments) -> str:
     """
-    One line on the cost of a checkpoint and on the interval between two with which a run is expected to end first.
-
-    Args:
-        blocked_s (`float`): Time that training has waited for a checkpoint.
-        write_s (`float`): Time from then on until it was written; 0 if training waited for that.
-        step_s (`float`, *optional*): Duration of a step, if it is known.
-        args ([`MultimodalTrainingArguments`]): The arguments.
+    Returns one line on the cost of a checkpoint and on the interval with which a run is expected to end first:
+    training waits for `blocked_s`, files take `write_s` more, 0 if training waits for them, and a step `step_s`, if
+    known.
     """
     hours: float = args.mean_time_between_failures_h  # type: ignore[attr-defined]
     mean_s = 3600 * hours

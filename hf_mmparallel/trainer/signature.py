@@ -21,11 +21,6 @@ def shows_stock_signature(init: F) -> F:
 
 
 def by_name(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """
-    The arguments of a Trainer by name.
-
-    Raises:
-        `TypeError`: For those that the stock Trainer does not take, and those given twice.
-    """
+    """Returns the arguments of a Trainer by name; raises `TypeError` for unknown ones and those given twice."""
     given = dict(_STOCK.bind(self, *args, **kwargs).arguments)
     return {name: value for name, value in given.items() if name != "self"}

@@ -21,21 +21,11 @@ logger = get_logger(__name__)
 
 
 def check_model(model: nn.Module, is_searched: bool = False) -> None:
-    """
-    Refuses models that can't be trained under a plan.
-
-    Args:
-        model (`nn.Module`): The whole model.
-        is_searched (`bool`, *optional*, defaults to `False`): Whether its plan is searched for, by predicted steps.
-
-    Raises:
-        `ValueError`: For a loss other than that of the next token, and where a loss or norm is no sum over samples;
-            for layers that are in no module, if the plan is searched for.
-    """
+    """Raises `ValueError` for a whole model that can't be trained under a plan, or predicted for the search of one."""
     if isinstance(model, PreTrainedModel):
         if is_searched:
-            check_supported(model)
-        check_causal(model)
+            check_supported(model)  # layers that are in no module
+        check_causal(model)  # a loss other than that of the next token
         text = unknown_layers_text(model)
         if text:
             logger.warning(f"{text} They run with the language model, as parts of it.")

@@ -30,30 +30,17 @@ _SAMPLES = 8
 
 @dataclass(frozen=True)
 class StepReport:
-    """
-    Prediction for steps with full global batches: the typical one, and the mean time.
+    """Prediction for steps with full global batches: the typical one, and the mean time."""
 
-    Args:
-        planned ([`PlannedStep`]): The typical step.
-        simulation ([`Simulation`]): Its tasks over time.
-        memory (`Mapping[int, RankMemory]`, *optional*):
-            Rank -> memory, the maximum over steps; `None` where sizes of samples are unknown.
-        step_ms (`float`): Mean duration of the steps, optimizer included.
-        balances (`tuple[Balance, Balance]`, *optional*):
-            Balance of the typical step in the sampler's order and as arranged, where sizes are known.
-        before_ms (`float`, *optional*): Mean duration in the sampler's order.
-        choice ([`ArrangementChoice`], *optional*): Arrangement and reason, where the arguments name none.
-        large ([`LargeSamples`], *optional*): Samples above the limits of microbatches, where there are limits.
-    """
-
-    planned: PlannedStep
-    simulation: Simulation
-    memory: Mapping[int, RankMemory] | None
-    step_ms: float
+    planned: PlannedStep  # the typical step
+    simulation: Simulation  # its tasks over time
+    memory: Mapping[int, RankMemory] | None  # rank -> the maximum over steps; `None` if sizes are unknown
+    step_ms: float  # mean duration of the steps, optimizer included
+    # of the typical step in the sampler's order and as arranged, where sizes are known
     balances: tuple[Balance, Balance] | None = None
-    before_ms: float | None = None
-    choice: ArrangementChoice | None = None
-    large: LargeSamples | None = None
+    before_ms: float | None = None  # mean duration in the sampler's order
+    choice: ArrangementChoice | None = None  # and its reason, where the arguments name none
+    large: LargeSamples | None = None  # samples above the limits of microbatches, where there are limits
 
     @classmethod
     def of(cls, planner: StepPlanner, predictions: Sequence[Prediction]) -> StepReport:
@@ -68,8 +55,8 @@ def sample_tokens(
     dataset: Any, collator: Callable, spec: ModelSpec, indices: Sequence[int] | None = None
 ) -> dict[str, int] | None:
     """
-    Module -> mean tokens of the first samples, or of those at `indices`: length of the sequence, features of an
-    encoder. `None` without a dataset.
+    Returns module -> mean tokens of the first samples, or of those at `indices`: length of the sequence, features of
+    an encoder; `None` without a dataset.
     """
     if dataset is None:
         return None
@@ -100,13 +87,8 @@ def _sample(dataset: Any, index: int) -> Any:
 
 
 def mean_tokens(context: RunContext, dataset: Any) -> dict[str, int] | None:
-    """
-    See [`sample_tokens`]; `None` for a stream, and where samples may be skipped and the first can't be read.
-
-    Args:
-        context ([`RunContext`]): The run.
-        dataset: The training dataset, or the window of a stream, of which the samples in the window are read.
-    """
+    """Returns [`sample_tokens`] of a dataset or the window of a stream, in which samples are read."""
+    # `None` for a stream, and where samples may be skipped and the first can't be read
     if is_stream(dataset):
         return None
     lean, collator = context.drop_columns(dataset, "Training")
@@ -127,15 +109,8 @@ def predict(
     searched: SampleSizes | None = None,
 ) -> tuple[StepPlanner, StepReport]:
     """
-    Predicts steps with full global batches, as the planner of training steps arranges them: for the batches that the
-    plan was made for, see [`typical_batches`].
-
-    Args:
-        engine ([`ParallelEngine`]): This rank's part of the model.
-        sizes ([`TrainingSizes`]): Sizes of the training samples.
-        global_batch_size (`int`): Samples of a global batch.
-        request ([`PlannedFor`]): Number of measured samples, and the seed.
-        searched (`SampleSizes`, *optional*): Sizes of the samples that the plan was searched for with.
+    Predicts steps with full global batches, as the planner of training steps arranges them: for those that the plan
+    was made for, see [`typical_batches`]. `searched` are sizes of the samples that it was searched for with.
     """
     context, args = sizes.context, sizes.context.args
     dataset = context.train_dataset

@@ -109,32 +109,18 @@ def stderr_console() -> Console:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """
-    The report of a run on its plan, on rank 0.
-
-    Args:
-        engine ([`ParallelEngine`]): This rank's part of the model.
-        sizes ([`TrainingSizes`]): Sizes of the training samples.
-        global_batch_size (`int`): Samples of a global batch.
-        rows ([`RowChoice`]): Whether samples are packed.
-        searched (`SampleSizes`, *optional*): Sizes of the samples that the plan was searched for with.
-        planned_for ([`PlannedFor`], *optional*): What the plan of a file was made for.
-    """
+    """The report of a run on its plan, on rank 0."""
 
     engine: ParallelEngine
     sizes: TrainingSizes
     global_batch_size: int
-    rows: RowChoice
-    searched: SampleSizes | None = None
-    planned_for: PlannedFor | None = None
+    rows: RowChoice  # whether samples are packed
+    searched: SampleSizes | None = None  # sizes of the samples that the plan was searched for with
+    planned_for: PlannedFor | None = None  # what the plan of a file was made for
 
     def show(self) -> StepReport:
         """
-        Prints the plan with the predicted bubble and balance, and draws the predicted step into the output
-        folder.
-
-        Returns:
-            [`StepReport`]: The prediction.
+        Prints the plan with the predicted bubble and balance, draws the step into the output folder, and returns it.
         """
         engine, args = self.engine, self.sizes.context.args
         request = PlannedFor(seed=args.seed) if self.planned_for is None else self.planned_for
@@ -209,15 +195,7 @@ class PlanReport:
 def report_survival(
     planner: ResilientPlanner, first: ClusterPlan, global_batch_size: int, memory_bytes: float | None
 ) -> None:
-    """
-    Prints what a run with `resilience` survives, and what it is predicted to be like then.
-
-    Args:
-        planner ([`ResilientPlanner`]): Its plans.
-        first ([`ClusterPlan`]): The plan of all nodes.
-        global_batch_size (`int`): Samples of a global batch.
-        memory_bytes (`float`, *optional*): Memory of a rank.
-    """
+    """Prints what a run with `resilience` survives, and what it is predicted to be like then."""
     memory = "with any memory" if memory_bytes is None else f"by predicted memory, {memory_bytes / 2**30:.4g} GiB"
     console = stderr_console()
     print_labelled(console, guarantee_lines(planner, global_batch_size, memory))
@@ -236,10 +214,7 @@ def draw_prediction(folder: Path, arrangement: str, prediction: StepReport) -> N
 
 
 def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
-    """
-    Warns of an arrangement with fewer than half of the microbatches that `per_device_train_batch_size` asks for, which
-    leaves stages idle and takes more memory.
-    """
+    """Warns of fewer than half of the microbatches that `per_device_train_batch_size` asks for."""
     replicas = step.microbatches[LANGUAGE_MODEL]
     asked = num_microbatches(len(step.samples), planner.microbatch_size, len(replicas))
     max_count = max(len(microbatches) for microbatches in replicas)

@@ -12,19 +12,13 @@ from ..runtime.local_shards import Region
 
 def state_transfers(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> list[Transfer]:
     """
-    What ranks send each other when a plan follows another, by their ranks in the new one. A rank whose part of a
-    parameter changes keeps what its old part and the new one have in common.
-
-    Args:
-        spec ([`ModelSpec`]): The model.
-        before, after ([`PlacedPlan`]): The plans.
-
-    Raises:
-        [`LostStateError`]: If no process that is left holds a part.
+    Returns what ranks send each other when a plan follows another, by their ranks in the new one; raises
+    [`LostStateError`] if no process that is left holds a part.
     """
     held, needed = _parts(spec, before), _parts(spec, after)
     copies = state_copies(spec, before, after).copies
     wanted = [(copy.parameter, copy.source, copy.target, copy.slice) for copy in copies]
+    # a rank whose part of a parameter changes keeps what its old part and the new one have in common
     for name, of_members in needed.items():
         for member, part in of_members.items():
             own = held[name].get(member, part)

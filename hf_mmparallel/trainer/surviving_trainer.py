@@ -104,10 +104,7 @@ class SurvivingTrainer(EngineTrainer):
 
     @contextlib.contextmanager
     def _joined_checkpoint(self, given: str | None) -> Iterator[str | None]:
-        """
-        The checkpoint that a training begins from: for a rank that joins, what it is told by those that train, once
-        they let it in.
-        """
+        """The checkpoint that a training begins from: for a rank that joins, what it is told once it is let in."""
         if self._recovery is None or not self._joins:
             yield given
             return
@@ -178,7 +175,6 @@ class SurvivingTrainer(EngineTrainer):
         return ToldRun.of(self, self._steps).to_bytes()
 
     def _held_parameters(self) -> dict[str, HeldParameter]:
-        """What this rank holds of the model and its optimizer."""
         return held_parameters(self.model, self._prepared_optimizer)
 
     def _follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:

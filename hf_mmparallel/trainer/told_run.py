@@ -23,33 +23,17 @@ _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_f
 
 @dataclass(frozen=True)
 class ToldRun:
-    """
-    A run between two steps, without weights and what belongs to them.
+    """A run between two steps, without weights and what belongs to them."""
 
-    Args:
-        files (`dict[str, bytes]`):
-            Files of a checkpoint: the states of the Trainer and its callbacks, the position in the data.
-        schedule (`dict[str, Any]`): State of the learning rate schedule.
-        groups (`list[dict[str, Any]]`): Settings of the groups of the optimizer.
-        sums (`dict[str, float]`): What the Trainer adds up between two logs.
-        callbacks (`list[tuple[str, dict[str, Any]]]`): Class and attributes of each callback that has a state.
-    """
-
-    files: dict[str, bytes]
-    schedule: dict[str, Any]
-    groups: list[dict[str, Any]]
-    sums: dict[str, float]
-    callbacks: list[tuple[str, dict[str, Any]]]
+    files: dict[str, bytes]  # of a checkpoint: the states of the Trainer and its callbacks, the position in the data
+    schedule: dict[str, Any]  # state of the learning rate schedule
+    groups: list[dict[str, Any]]  # settings of the groups of the optimizer
+    sums: dict[str, float]  # what the Trainer adds up between two logs
+    callbacks: list[tuple[str, dict[str, Any]]]  # class and attributes of each one that has a state
 
     @classmethod
     def of(cls, trainer: Any, steps: Any) -> ToldRun:
-        """
-        The run of a Trainer.
-
-        Args:
-            trainer (`Trainer`): The Trainer of this rank.
-            steps ([`TrainingSteps`]): Its steps.
-        """
+        """Returns the run of this rank's Trainer and its [`TrainingSteps`]."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             state = copy.deepcopy(trainer.state)  # without what is written
@@ -87,11 +71,8 @@ class ToldRun:
         schedule.load_state_dict(self.schedule)
 
     def restore_callbacks(self, trainer: Any) -> None:
-        """
-        Gives callbacks what those of the others have noted, such as the patience left of `EarlyStoppingCallback`: all
-        ranks decide alike. Those of one class are told apart by their order.
-        """
-        told = list(self.callbacks)
+        """Gives callbacks what others have noted, such as the patience left of `EarlyStoppingCallback`."""
+        told = list(self.callbacks)  # all ranks decide alike; callbacks of one class are told apart by their order
         for callback in trainer.callback_handler.callbacks:
             name = type(callback).__name__
             found = next((entry for entry in told if entry[0] == name), None)

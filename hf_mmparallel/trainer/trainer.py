@@ -1,7 +1,6 @@
 """
-`transformers.Trainer` with a layout for each module: its overrides, each with the reason why a plan needs it.
-
-The state that they share is in [`EngineTrainer`]. Decisions are made in other files, which don't know the Trainer.
+`transformers.Trainer` with a layout for each module: its overrides, each with the reason why a plan needs it. Their
+state is in [`EngineTrainer`]; decisions are made in other files, which don't know the Trainer.
 """
 
 from __future__ import annotations
@@ -160,9 +159,9 @@ class MultimodalParallelTrainer(SurvivingTrainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """
-        Under a plan its items are steps of all ranks, and the training steps that follow are planned as this loader
-        plans them. Without one they are the stock Trainer's batches, arranged if `microbatch_assignment` says so.
-        Collective, since ranks exchange sizes of samples.
+        Under a plan its items are steps of all ranks, and training steps that follow are planned as this loader does;
+        without one they are the stock Trainer's batches, arranged if `microbatch_assignment` says so. Collective,
+        since ranks exchange sizes of samples.
         """
         if not self.is_planned:
             loader = super().get_train_dataloader()
@@ -241,9 +240,9 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """
-        Weighs the mean loss of an arranged batch by its target tokens, where the model takes no `num_items_in_batch`:
-        batches have as many as the arrangement gives them. Evaluation has the batches of the stock Trainer.
+        Weighs the mean loss of an arranged batch by its target tokens, where the model takes no `num_items_in_batch`.
         """
+        # evaluation has the batches of the stock Trainer; arranged ones have as many targets as the arrangement gives
         if num_items_in_batch is None or not (model.training and self._weighs_batches):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         weight = self._num_targets(inputs) / num_items_in_batch * self.args.world_size
@@ -410,13 +409,11 @@ class MultimodalParallelTrainer(SurvivingTrainer):
                 self._finish_save()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """
-        Waits for the last checkpoint first, which may be the best. After a signal the best one is not loaded, and the
-        last one is kept beside it, to go on from.
-        """
+        """Waits for the last checkpoint first, which may be the best."""
         if self.is_planned:
             self._end_saves()
         best = self.state.best_model_checkpoint
+        # the best one is not loaded, and the last one is kept beside it, to go on from
         if self._is_preempted:
             self.state.best_model_checkpoint = None
         try:
@@ -437,13 +434,10 @@ class MultimodalParallelTrainer(SurvivingTrainer):
             writes.add(sync_file, writes.folder / self._rng_file)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """
-        Under a plan writes the state of all ranks by the names of parameters, so that any layout reads it. Under FSDP
-        the state has every parameter, without which torch does not load it.
-        """
+        """Under a plan writes the state of all ranks by the names of parameters, so that any layout reads it."""
         if not self.is_planned:
             if self.accelerator.is_fsdp2:
-                optimizer_state.complete_state(self.optimizer)
+                optimizer_state.complete_state(self.optimizer)  # else torch does not load it
             return super()._save_optimizer_and_scheduler(output_dir)
         sharded = self._engine.sharded
         with self._saves.writing(output_dir) as writes:

@@ -30,15 +30,9 @@ _TOGETHER = 64  # samples between two updates of the progress bar
 
 @dataclass(frozen=True)
 class StartSizes:
-    """
-    Sizes of training samples that are known before the first step.
+    """Sizes of training samples that are known before the first step."""
 
-    Args:
-        sizes (`SampleSizes`): Of all samples, or of some from all over the dataset.
-        are_all (`bool`): Whether they are of all samples.
-    """
-
-    sizes: SampleSizes
+    sizes: SampleSizes  # of all samples, or of some from all over the dataset
     are_all: bool
 
     def drawn(self, request: PlannedFor) -> SampleSizes:
@@ -50,19 +44,12 @@ class StartSizes:
 
 @dataclass(frozen=True)
 class SharedSizes:
-    """
-    Sizes that are equal on all ranks.
+    """Sizes that are equal on all ranks."""
 
-    Args:
-        source (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
-            Dataset indices -> sizes, or how each rank measures them; `None` where sizes are unknown.
-        typical (`SampleSizes`, *optional*): Sizes of a global batch whose samples are like the mean one.
-        median (`SampleSizes`, *optional*): Size of one sample, used for samples of unknown size.
-    """
-
+    # dataset indices -> sizes, or how each rank measures them; `None` where sizes are unknown
     source: SizeSource | None
-    typical: SampleSizes | None
-    median: SampleSizes | None
+    typical: SampleSizes | None  # of a global batch whose samples are like the mean one
+    median: SampleSizes | None  # of one sample, used for samples of unknown size
 
     @property
     def is_measured_by_batch(self) -> bool:
@@ -81,25 +68,14 @@ class MeasuredSizes:
 
 
 class TrainingSizes:
-    """
-    Sizes of the training samples, measured once.
-
-    Args:
-        context ([`RunContext`]): The run.
-        measured ([`MeasuredSizes`], *optional*): Earlier results, to which new ones are added.
-    """
+    """Sizes of the training samples, measured once; results are added to `measured`."""
 
     def __init__(self, context: RunContext, measured: MeasuredSizes | None = None):
         self.context = context
         self.measured = MeasuredSizes() if measured is None else measured
 
     def of_rank(self, dataset: Any) -> SizeSource | None:
-        """
-        Dataset indices -> sizes, as this rank alone measures them; `None` where sizes are unknown.
-
-        Args:
-            dataset: The training dataset, or the window of a stream.
-        """
+        """Returns dataset indices -> sizes, as this rank alone measures them; `None` where sizes are unknown."""
         source = self._in_features(dataset)
         if source is None:
             return None
@@ -109,13 +85,7 @@ class TrainingSizes:
         return measured.with_layers[1]
 
     def at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
-        """
-        Sizes that this rank alone measures before the first step; `None` where they are unknown.
-
-        Args:
-            dataset: The training dataset, or the window of a stream.
-            global_batch_size (`int`): Samples of a global batch.
-        """
+        """Returns sizes that this rank alone measures before the first step; `None` where they are unknown."""
         if self.measured.start is None or self.measured.start[0] is not dataset:
             with seeded(self.context.args.seed):  # only this rank reads samples here
                 self.measured.start = dataset, self._at_start(dataset, global_batch_size)
@@ -145,16 +115,7 @@ class TrainingSizes:
         return None if start is None else start.sizes.like_the_mean(global_batch_size)
 
     def shared(self, dataset: Any, global_batch_size: int) -> SharedSizes:
-        """
-        Sizes that are equal on all ranks. Collective.
-
-        The first rank measures the encoders, and all samples that are measured in advance, because a file may be
-        readable on one host and not on another.
-
-        Args:
-            dataset: The training dataset, or the window of a stream.
-            global_batch_size (`int`): Samples of a global batch.
-        """
+        """Returns sizes that are equal on all ranks. Collective."""
 
         def find() -> tuple[SharedSizes, dict[str, LayerTokens] | None]:
             source, start = self.of_rank(dataset), self.at_start(dataset, global_batch_size)
@@ -164,6 +125,8 @@ class TrainingSizes:
             layers = self.measured.layers if local else None
             return SharedSizes(None if local else source, typical, median), layers
 
+        # The first rank measures the encoders, and all samples that are measured in advance, because a file may be
+        # readable on one host and not on another.
         with shared_failure("measuring samples"):
             shared, layers = self.context.world.from_first_rank(find)
             source = None if layers is None else self._in_features(dataset)
@@ -198,17 +161,7 @@ class TrainingSizes:
 def representative_batch(
     dataset: Any, sizes: SizeFunction | None, count: int, args: MultimodalTrainingArguments
 ) -> GlobalBatch:
-    """
-    Samples from all over a dataset, or the first of a stream. Samples whose file can't be read are left out, and with
-    `on_bad_sample="skip"` all that have no size.
-
-    Args:
-        dataset: The training dataset, or the window of a stream.
-        sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
-            Dataset indices -> sizes; without it the global batch has the first indices.
-        count (`int`): Number of samples, if the dataset has as many.
-        args ([`MultimodalTrainingArguments`]): The arguments.
-    """
+    """Returns samples from all over a dataset, the first ones without `sizes`, or the first of a stream."""
     first = GlobalBatch(tuple(range(count)))
     if isinstance(dataset, StreamWindow):
         return dataset.fetch(first)
@@ -220,6 +173,7 @@ def representative_batch(
     with tqdm(total=len(chosen), desc="Measuring samples", disable=is_quick) as bar:
         for start in range(0, len(chosen), _TOGETHER):
             few = chosen[start : start + _TOGETHER]
+            # without samples whose file can't be read, and with `on_bad_sample="skip"` all that have no size
             readable += _readable(sizes, few, args.on_bad_sample == "skip")
             bar.update(len(few))
     keep_sizes(sizes, readable)
@@ -227,7 +181,6 @@ def representative_batch(
 
 
 def _readable(sizes: SizeFunction, indices: Sequence[int], skip: bool) -> list[int]:
-    """Those of some samples that can be measured."""
     errors = measure_samples(sizes, indices)
     for error in errors.values():
         if not skip and not isinstance(error, (OSError, UnknownSizeError)):

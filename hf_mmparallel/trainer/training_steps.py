@@ -21,31 +21,17 @@ from .oversized_samples import LimitWatch
 
 
 class TrainingSteps:
-    """
-    Reads and runs the steps of a training, and warns of what goes wrong in them.
-
-    Args:
-        engine ([`ParallelEngine`]): This rank's part of the model.
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        global_batch_size (`int`): Samples of a global batch.
-
-    Attributes:
-        samples ([`SampleAgreement`]): Leaves out samples that can't be read.
-        finite ([`FiniteCheck`]): Warns of losses and gradients that are not finite.
-        limits ([`LimitWatch`]): Warns of samples above the limits of microbatches.
-        memory_ratio ([`MemoryRatio`], *optional*): With `memory_limit_gib="auto"`; of the loader in use.
-        progress ([`DataProgress`]): Position of the run in its data.
-        totals ([`StepTotals`]): Sums of the last step over all ranks.
-    """
+    """Reads and runs the steps of a training, and warns of what goes wrong in them."""
 
     def __init__(self, engine: ParallelEngine, args: MultimodalTrainingArguments, global_batch_size: int):
         self.engine = engine
         self.global_batch_size = global_batch_size
+        # leaves out those that can't be read
         self.samples = SampleAgreement(args.on_bad_sample == "skip", engine.world, "training dataset")
         self.finite = FiniteCheck(args.logging_nan_inf_filter)
-        self.memory_ratio: MemoryRatio | None = None
+        self.memory_ratio: MemoryRatio | None = None  # with `memory_limit_gib="auto"`; of the loader in use
         self.progress = DataProgress(global_batch_size)
-        self.totals = StepTotals(0.0, 0, 0, 0)
+        self.totals = StepTotals(0.0, 0, 0, 0)  # of the last step over all ranks
         self._targets = TargetCount()
         self.limits = LimitWatch()
         self._training: TrainingLoader | None = None
@@ -105,14 +91,7 @@ class TrainingSteps:
 
     def read(self, dataset: StepDataset, step: int) -> StepBatch | None:
         """
-        Reads the next global batch, without samples that can't be read. Collective.
-
-        Args:
-            dataset (`StepDataset`): The dataset of the loader, which reads a batch again.
-            step (`int`): Number of the step.
-
-        Returns:
-            [`StepBatch`]: The batch; `None` at the end of an epoch.
+        Reads the next global batch, without samples that can't be read; `None` at the end of an epoch. Collective.
         """
         ACTIVITY.step = step
         engine = self.engine
@@ -129,16 +108,9 @@ class TrainingSteps:
         return batch
 
     def run(self, on_device: Callable[[StepBatch], StepBatch], index: int) -> StepTotals:
-        """
-        Computes the gradients of the global batch that was read last; it is read again if the plan has changed since.
-        Collective.
-
-        Args:
-            on_device (`Callable[[StepBatch], StepBatch]`): Brings a batch to this rank's device.
-            index (`int`): Steps before it.
-        """
+        """Computes the gradients of the global batch that was read last, after `index` steps. Collective."""
         batch = self._batch
-        if batch is None:
+        if batch is None:  # the plan has changed since
             assert self._training is not None
             batch = self.read(self._training.dataset, index + 1)
             assert batch is not None

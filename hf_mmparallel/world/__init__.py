@@ -1,7 +1,5 @@
 """
-The processes that train together: their collectives, their current activity, and the detection of failed ranks.
-
-May be imported by all code that runs on ranks; imports nothing of the package but `_environment`.
+The processes that train together. Imports nothing of the package but `_environment`; all code on ranks may import it.
 """
 
 from .activity import ACTIVITY, doing

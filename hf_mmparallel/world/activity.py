@@ -8,21 +8,14 @@ from typing import Any
 
 
 class Activity:
-    """
-    The current activity of the main thread. Updating it is a few assignments; the text is only made when it is read.
-
-    Args:
-        step (`int`, *optional*): The current or last optimizer step; `None` before the first.
-        doing: The activity: a phrase, or an action of a program.
-        waits (`bool`): Whether the main thread is waiting for other ranks.
-        count (`int`): Number of activities started so far.
-    """
+    """The current activity of the main thread; an update is a few assignments, text is only made when it is read."""
 
     def __init__(self) -> None:
+        # the current or last optimizer step; `None` before the first
         self.step: int | None = None
-        self.doing: Any = "starting"
-        self.waits = False
-        self.count = 0
+        self.doing: Any = "starting"  # a phrase, or an action of a program
+        self.waits = False  # for other ranks
+        self.count = 0  # activities started so far
 
     def now(self, doing: Any, waits: bool = False) -> None:
         """Sets the current activity."""
@@ -34,8 +27,7 @@ class Activity:
         return f"{step}{self.doing}{', waiting for other ranks' if self.waits else ''}"
 
 
-ACTIVITY = Activity()
-"""The activity of this process."""
+ACTIVITY = Activity()  # of this process
 
 
 @contextlib.contextmanager

@@ -6,18 +6,10 @@ from typing import Any
 
 
 class Arrivals:
-    """
-    Counts ranks through the store of the process group, without a collective: two threads of a rank must not run
-    collectives at the same time.
-
-    Args:
-        store (`Store`, *optional*): A clone of the store that no other thread uses; `None` for a single rank.
-        key (`str`): The key of the count.
-        size (`int`): Number of ranks.
-    """
+    """Counts ranks through a store, without a collective: two threads of a rank must not run collectives at once."""
 
     def __init__(self, store: Any, key: str, size: int):
-        self.store = store
+        self.store = store  # a clone that no other thread uses; `None` for a single rank
         self.key = key
         self.size = size
         self._has_arrived = False

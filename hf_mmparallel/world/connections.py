@@ -1,8 +1,7 @@
 """
-Ends the collectives of this process from another thread, so that a main thread that is blocked in one raises.
-
-NCCL has a function for it. Gloo has none: its `abort` doesn't release a thread that waits. Its sockets are shut down
-instead, which peers also notice at once, even where a stopped peer or a data-loader worker keeps the other end open.
+Ends the collectives of this process from another thread, so that a main thread that is blocked in one raises. NCCL has
+a function for it; gloo's `abort` releases no thread that waits, so its sockets are shut down, which peers notice at
+once, even where a stopped peer or a data-loader worker keeps the other end open.
 """
 
 from __future__ import annotations
@@ -41,33 +40,23 @@ def end_collectives(backend: str) -> None:
 
 
 def end_gloo_connections(most_ranks: int = 1) -> int:
-    """
-    Shuts down the connections of all gloo groups of this process, and no other ones.
-
-    Args:
-        most_ranks (`int`, *optional*, defaults to 1): Ranks of the largest group, if that has more than were launched.
-
-    Returns:
-        `int`: The number of connections that were open.
-    """
+    """Shuts down the connections of all gloo groups of this process, and no other ones; returns how many were open."""
     watched = {descriptor: inode for loop in gloo_loops() for descriptor, inode in _watched(loop).items()}
     for descriptor in watched:
+        # a group that others have joined may have more ranks than were launched: `most_ranks`
         _end_awaited(descriptor, max(most_ranks, _largest_group()))
     return sum(shut_down(descriptor, inode) for descriptor, inode in watched.items())
 
 
 def _end_awaited(descriptor: int, num_ranks: int) -> None:
-    """
-    Ends the connections that gloo still waits for at a socket that listens: it gets them from this process, closed. A
-    peer that connects sends the number of the connection first, which is a rank.
-    """
+    """Ends the connections that gloo awaits at a socket that listens: it gets them from this process, closed."""
     with contextlib.suppress(OSError), _socket(descriptor) as candidate:
         if _accepts(candidate):
             for rank in range(num_ranks):
                 with socket.socket(candidate.family, socket.SOCK_STREAM) as knock:
                     knock.settimeout(_KNOCK_S)
                     knock.connect(candidate.getsockname())
-                    knock.sendall(rank.to_bytes(8, sys.byteorder))
+                    knock.sendall(rank.to_bytes(8, sys.byteorder))  # which a peer sends first: its rank
 
 
 def _largest_group() -> int:
@@ -76,18 +65,10 @@ def _largest_group() -> int:
 
 
 def shut_down(descriptor: int, inode: int | None = None) -> bool:
-    """
-    Shuts down a connection, which its owner may close at any time. A socket that listens is left: gloo aborts the
-    process if it cannot accept connections.
-
-    Args:
-        descriptor (`int`): Its file descriptor.
-        inode (`int`, *optional*): Its inode: another file may get the number of a closed one.
-
-    Returns:
-        `bool`: Whether it was open.
-    """
+    """Shuts down a connection, which its owner may close at any time; returns whether it was open."""
     with contextlib.suppress(OSError), _socket(descriptor) as connection:
+        # Another file may have got the number of a closed one. A socket that listens is left: gloo aborts the process
+        # if it cannot accept connections.
         if inode in (None, os.fstat(connection.fileno()).st_ino) and not _accepts(connection):
             connection.shutdown(socket.SHUT_RDWR)
             return True
@@ -95,10 +76,8 @@ def shut_down(descriptor: int, inode: int | None = None) -> bool:
 
 
 def gloo_loops() -> list[int]:
-    """
-    File descriptors of the epoll sets of gloo, which has one for each group. It waits there for a pipe, for a socket
-    that listens, and for its connections, those made later included.
-    """
+    """Returns the file descriptors of gloo's epoll sets, of which each group has one."""
+    # gloo waits there for a pipe, for a socket that listens, and for its connections, those made later included
     loops = [loop for loop in _epolls() if _is_gloo(loop)]
     threads = [task for task in _TASKS.iterdir() if _read(task / "comm").strip() == _LOOP]
     if len(loops) <= len(threads):

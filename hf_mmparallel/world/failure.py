@@ -36,18 +36,12 @@ def failure_sentence(rank: int, error: BaseException) -> str:
 @contextlib.contextmanager
 def shared_failure(activity: str) -> Iterator[None]:
     """
-    A block that all ranks run, in which all ranks report the first failure of any of them.
+    A block that all ranks run, in which all of them report the first failure of any. Others see it as `activity`.
 
     The exception of a rank is published in the store of the process group, and that rank stays alive until the others
-    have read it. Ranks that then lose their connection raise it in place of the connection error; a rank that died
-    without an exception is named. Under NCCL, where ranks would wait for the failed one, their collectives are
-    aborted. Nested blocks only set the activity.
-
-    Args:
-        activity (`str`): The activity of this rank in the block, shown to other ranks.
-
-    Raises:
-        [`RemoteRankError`]: In place of a lost connection, with its cause as far as it is known.
+    have read it. Ranks that then lose their connection raise [`RemoteRankError`] in its place; a rank that died
+    without an exception is named. Under NCCL collectives are aborted, since ranks would wait for the failed one.
+    Nested blocks only set the activity.
     """
     watcher = None if _watchers or _interruptions else _make_watcher()
     if watcher is None:
@@ -86,15 +80,13 @@ def _report_to_ranks(watcher: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _report_to_launcher(watcher: Watcher) -> Iterator[None]:
-    """
-    Passes the exception of the failed rank to torchrun, which prints it at the end instead of a hint at how to enable
-    tracebacks. Other ranks don't, since their exceptions could be mistaken for the cause.
-    """
+    """Gives torchrun the exception of the failed rank, which it prints in place of a hint on tracebacks."""
     try:
         yield
     except Exception as error:
         failure = watcher.failure
         is_remote = isinstance(error, RemoteRankError) and failure is not None and not failure.num_gone
+        # the exceptions of other ranks could be mistaken for the cause
         if not is_remote:
             with contextlib.suppress(OSError):  # the disk may be full
                 get_error_handler().record_exception(error)
@@ -103,17 +95,12 @@ def _report_to_launcher(watcher: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failures_left_to(interrupt: Callable[[], None]) -> Iterator[None]:
-    """
-    A block in which [`shared_failure`] leaves failures to its caller, which has a way to go on. It may begin in a
-    block of `shared_failure`, and may end after it.
-
-    Args:
-        interrupt (`Callable[[], None]`): Raises once a rank is lost; called while this one waits without a collective.
-    """
+    """A block in which [`shared_failure`] leaves failures to its caller, which has a way to go on."""
+    # The block may begin in one of `shared_failure`, and may end after it.
     for watcher in _watchers:  # of ranks that will have other numbers
         watcher.stop()
     _watchers.clear()
-    _interruptions.append(interrupt)
+    _interruptions.append(interrupt)  # raises once a rank is lost, where this one waits without a collective
     try:
         yield
     finally:
@@ -121,16 +108,7 @@ def failures_left_to(interrupt: Callable[[], None]) -> Iterator[None]:
 
 
 def check_rank_lives(rank: int) -> None:
-    """
-    Checks a rank that this one waits for without a collective.
-
-    Args:
-        rank (`int`): The rank that is waited for.
-
-    Raises:
-        [`RemoteRankError`]: If a rank has failed.
-        `RuntimeError`: If `rank` has given no sign of life for a minute; [`shared_failure`] replaces the message.
-    """
+    """Raises an error if a rank has failed, or if `rank`, which this one waits for without a collective, is silent."""
     for interrupt in _interruptions:
         interrupt()
     for watcher in _watchers:
@@ -138,7 +116,9 @@ def check_rank_lives(rank: int) -> None:
         if failure is not None:
             raise RemoteRankError(failure.sentence)
         peer = watcher.peers.get(rank)
+        # a minute without a sign of life
         if peer is not None and peer.sign is not None and peer.silence_s > max(_LONG_SILENCE_S, watcher.silent_s):
+            # `shared_failure` replaces this message
             raise RuntimeError(f"Connection closed: rank {rank} gives no sign of life.")
 
 

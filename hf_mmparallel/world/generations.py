@@ -10,52 +10,30 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Member:
-    """
-    A process of the job.
+    """A process of the job."""
 
-    Args:
-        id (`int`): Its number in the job, which no other process ever gets.
-        node (`int`): Number of its launcher, of which each host has one.
-    """
-
-    id: int
-    node: int
+    id: int  # its number in the job, which no other process ever gets
+    node: int  # number of its launcher, of which each host has one
 
 
 @dataclass(frozen=True)
 class Loss:
-    """
-    The loss of a member.
-
-    Args:
-        member (`Member`): The process.
-        reason (`str`): How it ended, such as `"killed by SIGKILL"`.
-        time (`float`): When its launcher noticed, in seconds since the epoch.
-    """
+    """The loss of a member."""
 
     member: Member
-    reason: str
-    time: float
+    reason: str  # how it ended, such as "killed by SIGKILL"
+    time: float  # when its launcher noticed, in seconds since the epoch
 
 
 @dataclass(frozen=True)
 class Generation:
-    """
-    The members that train together, until some are lost or others join.
+    """The members that train together, until some are lost or others join."""
 
-    Args:
-        number (`int`): 0 for those that the job starts with; each change makes the next.
-        members (`tuple[Member, ...]`): By ascending id; a position in it is the rank in this generation.
-        losses (`tuple[Loss, ...]`): Members of the generation before that were lost.
-        joined (`tuple[Member, ...]`): Members that were not in the generation before.
-        answered (`tuple[int, ...]`): Ids of members that have let those in who waited, and wait for this generation.
-    """
-
-    number: int
-    members: tuple[Member, ...]
-    losses: tuple[Loss, ...] = ()
-    joined: tuple[Member, ...] = ()
-    answered: tuple[int, ...] = ()
+    number: int  # 0 for those that the job starts with; each change makes the next
+    members: tuple[Member, ...]  # by ascending id; a position in it is the rank in this generation
+    losses: tuple[Loss, ...] = ()  # members of the generation before that were lost
+    joined: tuple[Member, ...] = ()  # members that were not in the generation before
+    answered: tuple[int, ...] = ()  # ids of members that have let those in who waited, and wait for this generation
 
     @property
     def ids(self) -> tuple[int, ...]:

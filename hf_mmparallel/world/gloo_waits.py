@@ -1,11 +1,7 @@
 """
-Releases threads that gloo has left waiting.
-
-When a connection of gloo ends, it wakes the threads that wait for messages that have not begun. A message of which a
-part has been written or read is forgotten, and a thread that waits for it waits until the time limit of its group
-(`signalException` in gloo's `transport/tcp/pair.cc`). Gloo can end such a wait, by `abortWaitSend` and `abortWaitRecv`
-of the buffer, but torch has no function that calls them for collectives. The buffer is found by the address at which
-the thread waits, which is a member of it, and is known to be one by its table of virtual functions.
+Releases threads that gloo has left waiting. When a connection ends, gloo wakes the threads that wait for messages that
+have not begun, but a thread whose message is written or read in part waits until the time limit of its group
+(`signalException` in gloo's `transport/tcp/pair.cc`).
 """
 
 from __future__ import annotations
@@ -31,21 +27,14 @@ _WORD = struct.calcsize("P")
 
 
 class GlooWaits:
-    """
-    The waits of this process for gloo. A thread that waits in two calls of [`GlooWaits.end_stuck`] at the same address
-    is stuck if the connections of gloo were ended before the first.
-    """
+    """The waits of this process for gloo, to be looked at twice after its connections were ended."""
 
     def __init__(self) -> None:
         self._before: set[tuple[str, int]] = set()
 
     def end_stuck(self) -> int:
-        """
-        Ends the waits that last since the call before. The result of what was waited for is undefined.
-
-        Returns:
-            `int`: Their number.
-        """
+        """Ends waits at the same address as in the call before, and returns their number; results are undefined."""
+        # a wait that was there at the call before is stuck if connections were ended before that call
         waits = set(_waits())
         stuck, self._before = waits & self._before, waits
         return sum(_end(address) for _, address in stuck)
@@ -66,6 +55,7 @@ def _end(address: int) -> bool:
     buffer = functions and _buffer_around(address, functions[0])
     if not functions or not buffer:
         return False
+    # gloo ends waits by these functions of a buffer, which torch calls for no collective
     for abort in functions[1]:
         abort(ctypes.c_void_p(buffer))
     return True
@@ -88,6 +78,7 @@ def _functions() -> tuple[int, tuple[Callable[[ctypes.c_void_p], None], ...]] | 
 
 def _buffer_around(address: int, beginning: int) -> int | None:
     """The start of the buffer of gloo that an address belongs to."""
+    # the thread waits at a member of the buffer, which begins with its table of virtual functions
     first = (address - _MEMBERS_BYTES) // _WORD * _WORD
     with contextlib.suppress(OSError), _MEMORY.open("rb", buffering=0) as memory:
         words = struct.unpack(f"{_MEMBERS_BYTES // _WORD}P", os.pread(memory.fileno(), _MEMBERS_BYTES, first))

@@ -11,14 +11,7 @@ FOREVER = timedelta(days=3650)
 
 
 def connect(address: tuple[str, int], prefix: str, timeout: timedelta = FOREVER) -> Any:
-    """
-    A connection to the store; each thread that waits needs one of its own.
-
-    Args:
-        address (`tuple[str, int]`): Host and port.
-        prefix (`str`): What all keys start with.
-        timeout (`timedelta`, *optional*): How long it waits for a key; without a limit by default.
-    """
+    """Returns a connection to the store at a host and port; each thread that waits needs one of its own."""
     store = TCPStore(*address, is_master=False, wait_for_workers=False)
     store.set_timeout(timeout)
     return PrefixStore(prefix, store)
@@ -32,8 +25,7 @@ NUM_NODES, NUM_MEMBERS, NUM_INFORMED = "num_nodes", "num_members", "num_informed
 MET, ABANDONED = "met", "abandoned"
 
 
-JOB = "hf_mmparallel/job"
-"""Key, without a prefix, of what a launcher that joins has to know of the job."""
+JOB = "hf_mmparallel/job"  # key, without a prefix, of what a launcher that joins has to know of the job
 _PIECE_BYTES = 4 * 2**20  # the store takes values of up to 8 MiB
 
 

@@ -1,15 +1,4 @@
-"""
-A worker's view of who is alive, under `hf-mmparallel launch`.
-
-    membership = Membership.from_environment()
-    membership.start(abort)  # `abort` is called by a thread as soon as members are lost
-    membership.register()  # from now on the others go on if this process dies
-    ...  # train; collectives raise after a loss
-    generation = membership.next_generation(timeout_s=30)
-    if membership.meet(generation):
-        membership.enter(generation)
-        store = membership.new_store()  # for `init_process_group`
-"""
+"""A worker's view of who is alive, under `hf-mmparallel launch`; `docs/failures.md` shows how a script uses it."""
 
 from __future__ import annotations
 
@@ -37,8 +26,7 @@ from .connections import end_gloo_connections, shut_down
 from .generations import Generation, Loss
 from .gloo_waits import GlooWaits
 
-SIGN_INTERVAL_S = 0.5
-"""Seconds between two signs of life that a worker gives its launcher."""
+SIGN_INTERVAL_S = 0.5  # between two signs of life that a worker gives its launcher
 _STANDING_S = 1.0  # a main thread that has stood this long in one activity sends its stack along
 _REPEAT_S = 0.05
 _LATE_S = 30.0  # after which a process that the others wait for says where it is
@@ -55,9 +43,6 @@ class Membership:
     """
     The membership of this process in the job. [`Membership.from_environment`] makes it.
 
-    Args:
-        settings (`dict`): What the launcher says, see `_environment.launch_settings`.
-
     Attributes:
         id, node (`int`): The number of this process in the job, and of its launcher.
         generation ([`Generation`], *optional*):
@@ -65,6 +50,7 @@ class Membership:
     """
 
     def __init__(self, settings: dict[str, Any]):
+        # what the launcher says, see `_environment.launch_settings`
         self.id: int = settings["id"]
         self.node: int = settings["node"]
         self._address: tuple[str, int] = (settings["host"], settings["port"])
@@ -146,8 +132,8 @@ class Membership:
 
         Args:
             abort (`Callable`):
-                Called by a thread, as soon as members of a newer generation than this process's are lost. Ends the
-                collectives of this process, see [`end_collectives`]. It is called once for each such generation.
+                Ends the collectives of this process, see [`end_collectives`]. Called by a thread, once for each newer
+                generation, as soon as members are lost.
         """
         self._abort = abort
         self._write_sign()
@@ -165,10 +151,8 @@ class Membership:
         atexit.register(self._stop, threads)
 
     def register(self) -> None:
-        """
-        From now on the others go on if this process dies; without it they are ended, as by `accelerate launch`. One
-        that joins a running job waits from now on.
-        """
+        """From now on the others go on if this process dies; a process that joins waits from now on."""
+        # without it the others are ended, as by `accelerate launch`
         self._push({"kind": "registered", "id": self.id, "node": self.node})
 
     def finish(self) -> None:
@@ -195,10 +179,7 @@ class Membership:
         self._push({"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "time": time.time()})
 
     def accept_joining(self) -> None:
-        """
-        Lets in the processes that wait; to be called by one member. There is a next generation, which has them unless
-        they have died.
-        """
+        """Lets in the processes that wait and have not died, with a next generation; for one member to call."""
         self._asks = True
         self._push({"kind": "accept", "id": self.id})
 
@@ -238,10 +219,7 @@ class Membership:
         return newest
 
     def _is_decided(self) -> bool:
-        """
-        Whether there is a newer generation: for a process that joins one that has it, for one that has let others in
-        the answer.
-        """
+        """Whether there is a newer generation: with this process if it joins, as an answer if it lets others in."""
         newer = self._newer()
         if self._asks:
             newer = newer if any(self.id in generation.answered for generation in newer) else []
@@ -252,7 +230,7 @@ class Membership:
         Waits for all members of a generation. The result is the same for all of them.
 
         Args:
-            generation ([`Generation`]): The generation.
+            generation ([`Generation`]): Of [`Membership.next_generation`].
             timeout_s (`float`, *optional*): Seconds to wait; without a limit if left out.
 
         Returns:
@@ -280,13 +258,11 @@ class Membership:
             self.generation = generation
 
     def new_store(self) -> Any:
-        """
-        A store for the process group of the generation that this process works in, over a connection of its own. The
-        connection ends when members are lost, so that a main thread that waits for their keys raises.
-        """
+        """Returns a store for this generation's process group; its connection ends when members are lost."""
         assert self.generation is not None, "a process group needs a generation"
         prefix = f"{self._prefix}/group/{self.generation.number}"
         store = keys.connect(self._address, prefix, _GROUP_TIMEOUT)
+        # so that a main thread that waits for keys of the store raises
         with self._news:
             self._group_stores = [store.underlying_store]
         if self.is_stale:
@@ -376,7 +352,6 @@ class Membership:
             time.sleep(_REPEAT_S)
 
     def _end_once(self, number: int) -> None:
-        """Calls `abort`, unless it has been called for a generation."""
         with self._ending:
             abort = self._abort
             if abort is not None and self._ended < number and (self.losses or self._error is not None):
@@ -423,6 +398,5 @@ class Membership:
 
 
 def _main_stack() -> str:
-    """The stack of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -13,9 +13,6 @@ class ReduceScatter:
     """
     A sum over the ranks of a group in flight, of which each rank gets one row. Collective.
 
-    Torch's reduce-scatter over gloo all-reduces a copy of its input, which sends twice as much. Over gloo each rank
-    therefore sends every row to the rank that it is for, and adds what it receives to its own row.
-
     Args:
         columns (`Sequence[torch.Tensor]` of shapes `[ranks of the group, elements]`):
             What this rank adds, which is copied; row `i` of each is for rank `i` of the group.
@@ -24,6 +21,8 @@ class ReduceScatter:
 
     def __init__(self, columns: Sequence[torch.Tensor], group: Any):
         num_rows, rank = len(columns[0]), group.rank()
+        # Torch's reduce-scatter over gloo all-reduces a copy of its input, which sends twice as much. Over gloo each
+        # rank therefore sends every row to the rank that it is for, and adds what it receives to its own row.
         if group._get_backend(columns[0].device).name() == "gloo":
             self._mine = torch.cat([column[rank] for column in columns])
             others = [row for row in range(num_rows) if row != rank]

@@ -15,8 +15,7 @@ from .activity import ACTIVITY
 
 logger = logging.getLogger(__name__)
 
-STALL_S = 60.0
-"""Seconds without progress on any rank before a warning is logged; repeated after twice the time, and so on."""
+STALL_S = 60.0  # without progress on any rank before a warning is logged; repeated after twice the time, and so on
 _INTERVAL_S = 0.5
 _RETRACTION_S = 3.0  # time for a rank that goes on after a failure to retract it
 _RANKS_PER_S = 512  # heartbeats per second that the store receives, independent of the number of ranks
@@ -34,38 +33,23 @@ _KILLED_HINT = (
 
 @dataclass(frozen=True)
 class Failure:
-    """
-    A published failure.
+    """A failure as it is published in the store."""
 
-    Args:
-        rank (`int`): The rank that publishes it.
-        sentence (`str`): The error message of the other ranks.
-        num_gone (`int`, *optional*, defaults to 0): Number of dead ranks, which will not read it.
-        id (`str`, *optional*): Distinguishes failures with the same message.
-    """
-
-    rank: int
-    sentence: str
-    num_gone: int = 0
+    rank: int  # that publishes it
+    sentence: str  # the error message of the other ranks
+    num_gone: int = 0  # dead ranks, which will not read it
+    # distinguishes failures with the same message
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 @dataclass(frozen=True)
 class Sign:
-    """
-    A heartbeat.
+    """A heartbeat as it is written to the store."""
 
-    Args:
-        beat (`int`): Its number.
-        doing (`str`): Current activity of the rank's main thread.
-        waits (`bool`): Whether the main thread is waiting for other ranks.
-        standing_s (`float`): Seconds since the activity started.
-    """
-
-    beat: int
-    doing: str
-    waits: bool
-    standing_s: float
+    beat: int  # its number
+    doing: str  # activity of the rank's main thread
+    waits: bool  # for other ranks
+    standing_s: float  # since the activity started
 
 
 @dataclass(frozen=True)
@@ -84,20 +68,10 @@ class Watcher:
     """
     Watches the ranks during one block of work that all of them run, such as a training run.
 
-    It has two daemon threads. One communicates with the store, and blocks while the process that hosts the store is
-    stopped. The other reads local state only and reports stalls. The main thread waits for both with a time limit.
-
-    Every rank follows the lowest live rank, the speaker. Only the speaker reads the heartbeats of all ranks, so that
-    the load of the store grows linearly with the number of ranks.
-
-    Args:
-        store (`Store`): The store of the process group; the watcher uses a clone.
-        rank (`int`): This rank.
-        world_size (`int`): The number of ranks.
-        keeper (`str`, *optional*, defaults to `"rank 0"`): Name of the process that hosts the store, for messages.
-        abort (`Callable`, *optional*):
-            Aborts the collectives of this rank when another rank fails, for backends that would wait for it.
-        reported_ids (`Collection[str]`, *optional*): Failures of earlier blocks, already raised by this process.
+    Of its daemon threads one communicates with the store, and blocks while the process that hosts the store is
+    stopped; the other reads local state only and reports stalls. The main thread waits for both with a time limit.
+    Every rank follows the lowest live rank, the speaker, which alone reads the heartbeats of all ranks, so that the
+    load of the store grows linearly with their number.
     """
 
     def __init__(
@@ -105,9 +79,9 @@ class Watcher:
         store: Any,
         rank: int,
         world_size: int,
-        keeper: str = "rank 0",
-        abort: Callable[[], None] | None = None,
-        reported_ids: Collection[str] = (),
+        keeper: str = "rank 0",  # the process that hosts the store, for messages
+        abort: Callable[[], None] | None = None,  # of collectives, for backends that would wait for a failed rank
+        reported_ids: Collection[str] = (),  # failures that this process has raised in earlier blocks
     ):
         self.store = store.clone()
         self.rank = rank
@@ -162,8 +136,8 @@ class Watcher:
 
     def lasting_failure(self) -> Failure | None:
         """
-        The failure, if it has not been retracted within a few seconds; for a rank that waits without a collective. A
-        rank that published a failure late and goes on retracts it, and then this returns `None`.
+        Returns the failure, for a rank that waits without a collective, once it has not been retracted for a few
+        seconds: a rank that published one late and goes on retracts it.
         """
         failure = self.failure
         if failure is None or time.monotonic() - self._read_s < _RETRACTION_S:
@@ -226,7 +200,6 @@ class Watcher:
         return f"has given no sign of life for {peer.silence_s:.1f} s, it was last at `{peer.sign.doing}`"
 
     def _store_sentence(self) -> str:
-        """Message about a store that does not answer."""
         first = self.peers.get(0)
         sign = first.sign if first is not None and self.keeper == "rank 0" else None
         last = "" if sign is None else f"; rank 0 was last at `{sign.doing}`"
@@ -271,7 +244,6 @@ class Watcher:
         return f"They wait for {_ranks(busy) if busy else 'each other'}"
 
     def _silent(self) -> list[int]:
-        """Other ranks without a recent heartbeat."""
         return [rank for rank, peer in sorted(self.peers.items()) if peer.silence_s > self.silent_s]
 
     # The thread that communicates with the store
@@ -295,7 +267,6 @@ class Watcher:
                 self._news.notify_all()
 
     def _exchange(self) -> None:
-        """One round of communication with the store."""
         self._beat += 1
         sign = self._sign()
         self.store.set(f"{_PREFIX}sign/{self.rank}", json.dumps(asdict(sign)))
@@ -361,7 +332,6 @@ class Watcher:
         self._speaker = alive[0] if alive else min(window.stop, self.rank)
 
     def _look_at(self, rank: int) -> None:
-        """Reads the heartbeat of a rank."""
         if rank == self.rank:
             return
         stored = self._read(f"{_PREFIX}sign/{rank}")
@@ -370,7 +340,6 @@ class Watcher:
             self.peers[rank] = Peer(sign, time.monotonic())
 
     def _sign(self) -> Sign:
-        """This rank's heartbeat."""
         if self._moved[0] != ACTIVITY.count:
             self._moved = ACTIVITY.count, time.monotonic()
         return Sign(self._beat, str(ACTIVITY), ACTIVITY.waits, time.monotonic() - self._moved[1])

@@ -37,29 +37,23 @@ class World:
     The processes that train together, as ranks `0` to `size - 1` of a plan. The constructor is collective.
 
     Objects and tensors in host memory are sent over a CPU group, so that no rank waits for its device; tensors on a
-    device are sent over the backend of that device. While a rank waits in one of these collectives its activity says
-    so. Without a process group there is one rank, and each collective returns its argument.
+    device over the backend of that device. Without a process group there is one rank, and collectives return their
+    argument.
 
     Args:
         device (`torch.device`, *optional*, defaults to the CPU): The device of this process.
         processes (`Sequence[int]`, *optional*):
-            The processes of the default group that belong to the world, in the order of the plan's ranks; all by
-            default. Other processes may make another world at the same time.
-
-    Attributes:
-        rank, size (`int`): This rank, and the number of ranks.
-        processes (`tuple[int, ...]`): Rank -> process of the default group.
-        is_first (`bool`): Whether this is rank 0.
-        on_device (`bool`):
-            Whether tensors are sent from device to device, with one stream per group (NCCL), rather than through host
-            memory, with one connection per pair of ranks (gloo).
+            Processes of the default group, in the order of the plan's ranks; all by default. Others may make another
+            world at the same time.
     """
 
     def __init__(self, device: torch.device = CPU, processes: Sequence[int] | None = None):
         # accelerate's `cpu:0` is the CPU, but moving to it copies tensors and so unshares shared memory.
         self.device = CPU if device.type == "cpu" else device
-        self.processes: tuple[int, ...] = (0,)
+        self.processes: tuple[int, ...] = (0,)  # rank -> process of the default group
         self.rank = 0
+        # whether tensors are sent from device to device, with one stream per group (NCCL), rather than through host
+        # memory, with one connection per pair of ranks (gloo)
         self.on_device = False
         self.group: Any = None
         self.host_group: Any = None
@@ -91,17 +85,8 @@ class World:
         leave_groups()
 
     def join(self, store: Any, rank: int, size: int, backend: str, timeout: timedelta | None) -> None:
-        """
-        Makes a new default group after [`World.leave`]. Objects that refer to this world go on with the new ranks.
-        Collective among the new ranks.
-
-        Args:
-            store (`Store`): A store that all new ranks share, with no key of an earlier group.
-            rank (`int`): This rank in the new group.
-            size (`int`): Number of new ranks.
-            backend (`str`): Backend of the new default group, as `init_process_group` takes it.
-            timeout (`timedelta` or `None`): Time limit of its collectives.
-        """
+        """Makes a new default group after [`World.leave`]. Collective among the new ranks."""
+        # `store` is shared by the new ranks, without keys of an earlier group; objects that refer to this world go on
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         self._join()
 
@@ -143,17 +128,7 @@ class World:
         dist.destroy_process_group(group)
 
     def new_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
-        """
-        A process group of these ranks, in this order, with the timeout of the default group. Collective: every rank
-        makes the same calls.
-
-        Args:
-            ranks (`Sequence[int]`): Ranks of this world.
-            backend (`str`, *optional*): The backend; that of the default group if left out.
-
-        Returns:
-            `ProcessGroup`: On the ranks of the group; torch's marker for non-members on the others.
-        """
+        """Makes a group of these ranks, in this order; others get torch's marker for non-members. Collective."""
         processes = [self.processes[rank] for rank in ranks]
         group = dist.new_group(
             processes,
@@ -238,18 +213,7 @@ class World:
         return self.device if self.on_device else CPU
 
     def gather_tensors(self, value: Any) -> list[Any]:
-        """
-        The values of all ranks on rank 0, an empty list on the others.
-
-        Tensors are sent one at a time, so that a rank needs device memory for one of them;
-        `torch.distributed.gather_object` allocates the largest value of any rank once for every rank.
-
-        Args:
-            value (`Any`): Lists, tuples and dicts of tensors and of objects that can be pickled.
-
-        Returns:
-            `list`: The value of each rank, with tensors in host memory.
-        """
+        """Returns the values of all ranks on rank 0, with tensors in host memory; an empty list on the others."""
         tensors: list[torch.Tensor] = []
 
         def describe(tensor: torch.Tensor) -> _SentTensor:
@@ -260,6 +224,8 @@ class World:
             return self.receive(sent.shape, sent.dtype, source)
 
         outlines = self.gather(None if self.is_first else tree_map_only(torch.Tensor, describe, value))
+        # One at a time, so that a rank needs device memory for one of them; `torch.distributed.gather_object`
+        # allocates the largest value of any rank once for every rank.
         for tensor in tensors:
             self.send(tensor, 0)
         if outlines is None:
@@ -273,13 +239,8 @@ class World:
     # Functions that run on one rank, or on each
 
     def raise_together(self, work: Callable[[], T]) -> T:
-        """
-        Runs a function on each rank; a `ValueError` or `OSError` of any rank is raised on all ranks, so that none
-        waits for another. Collective.
-
-        Args:
-            work (`Callable`): The function; it must not call collectives, which a failing rank would skip.
-        """
+        """Runs a function without collectives on each rank; a `ValueError` or `OSError` of any is raised on all."""
+        # so that none waits for another; a rank that fails would skip collectives of the function
         result: Any = None
         error: ValueError | OSError | None = None
         try:
@@ -297,16 +258,7 @@ class World:
         return result
 
     def raise_first(self, error: Exception | None, activity: str | None = None) -> None:
-        """
-        Raises on all ranks what any of them has caught. Collective.
-
-        Args:
-            error (`Exception`, *optional*): What this rank has caught, which it raises.
-            activity (`str`, *optional*): The purpose.
-
-        Raises:
-            [`RemoteRankError`]: On ranks without an error, for that of the first rank with one.
-        """
+        """Raises what this rank has caught, or [`RemoteRankError`] for what the first of others has. Collective."""
         sentences = self.all_gather(None if error is None else failure_sentence(self.rank, error), activity)
         if error is not None:
             raise error
@@ -316,14 +268,9 @@ class World:
 
     def from_first_rank(self, find: Callable[[], T]) -> T:
         """
-        Runs a function on the first rank and returns its result on all ranks, without a time limit. Collective.
-
-        Args:
-            find (`Callable`): Called on the first rank only; its result must be picklable.
-
-        Raises:
-            `ValueError`: On the other ranks, with the message of a `ValueError` or `OSError` of the first rank.
-            [`RemoteRankError`]: On the other ranks, for any other exception of the first rank.
+        Runs a function on the first rank and returns its result, which can be pickled, on all ranks, without a time
+        limit. Collective. The other ranks raise `ValueError` for its `ValueError` or `OSError`, else
+        [`RemoteRankError`].
         """
         if self._is_alone:
             return find()
@@ -346,10 +293,7 @@ class World:
         return value
 
     def wait_for_first_rank(self, activity: str | None = None) -> None:
-        """
-        Waits until the first rank has called this method, without the time limit that collectives have. Waiting ranks
-        poll the store, and raise if the first rank fails or dies. Collective.
-        """
+        """Waits without a time limit until the first rank calls this; raises if it fails or dies. Collective."""
         self._waits += 1
         key = f"arrived/{self._waits}"
         if self.is_first:
@@ -358,6 +302,7 @@ class World:
         longest = max(_POLL_S, self.size / _POLLS_PER_S)
         pause = _POLL_S / 16
         with _waiting(activity):
+            # collectives have a time limit; here ranks poll the store
             while not self._store.check([key]):
                 check_rank_lives(self.processes[0])
                 time.sleep(pause)
@@ -382,10 +327,7 @@ def _default_store() -> Any:
 
 
 def leave_groups() -> None:
-    """
-    Destroys all groups, even if some of them could only be made in part, so that groups made after it have the same
-    names on all ranks. Not collective.
-    """
+    """Destroys all groups, even those made in part, so that names of later ones agree on all ranks. Not collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0  # a default group that could not be made has got a name, too
