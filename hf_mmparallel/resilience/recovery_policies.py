@@ -45,6 +45,7 @@ class TemplateRecovery:
         self.templates = self.job.templates(self.counts)
 
     def join(self, nodes: frozenset[int]) -> Transition | None:
+        """See [`RecoveryPolicy`]."""
         self.alive |= nodes
         if len(self.alive) < (self.failures + 1) * self.counts[0]:
             return None
@@ -57,6 +58,7 @@ class TemplateRecovery:
         return Transition(self._pace(self.pipelines), pauses)
 
     def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
+        """See [`RecoveryPolicy`]."""
         self.alive -= nodes
         for node in nodes:
             self._held.pop(node, None)
@@ -78,6 +80,7 @@ class TemplateRecovery:
         return Transition(self._pace(self.pipelines), pauses, "step"), False
 
     def settle(self) -> None:
+        """See [`RecoveryPolicy`]."""
         self._held = self._needed(self.pipelines)
 
     def _fastest(self) -> list[Nodes]:
@@ -196,6 +199,7 @@ class GridRestart:
     _was_started: bool = field(default=False, init=False)
 
     def join(self, nodes: frozenset[int]) -> Transition | None:
+        """See [`RecoveryPolicy`]."""
         self.alive |= nodes
         found = self._best()
         if found is None or (self.grid is not None and found.step_s >= self.grid.step_s):
@@ -206,6 +210,7 @@ class GridRestart:
         return Transition(self._use(found), saving + starting)
 
     def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
+        """See [`RecoveryPolicy`]."""
         self.alive -= nodes
         if self.grid is None or nodes.isdisjoint(self.used):
             return None, False
@@ -249,6 +254,7 @@ class RedundantStages:
     _was_started: bool = field(default=False, init=False)
 
     def join(self, nodes: frozenset[int]) -> Transition | None:
+        """See [`RecoveryPolicy`]."""
         self.alive |= nodes
         found = self._best()
         if found is None or (self.grid is not None and found.step_s >= self._pace().step_s):
@@ -260,6 +266,7 @@ class RedundantStages:
         return Transition(self._pace(), self._copies(self.costs.regroup_s) if was_running else starting)
 
     def lose(self, nodes: frozenset[int], waiting: frozenset[int]) -> tuple[Transition | None, bool]:
+        """See [`RecoveryPolicy`]."""
         self.alive -= nodes
         if self.grid is None or all(nodes.isdisjoint(pipeline) for pipeline in self.pipelines):
             return None, False

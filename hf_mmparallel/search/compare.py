@@ -152,6 +152,7 @@ class UnawareOptions(ModuleOptions):
         self.assumed = assumed
 
     def layer_ms(self, kind: ParallelConfig, num_samples: float, padded: bool = True):
+        """See [`ModuleOptions`]."""
         return self._layer_ms(self.assumed, kind, num_samples, padded)
 
 
