@@ -12,22 +12,12 @@ from .pipelines import Pipeline, PipelineLayout, PipelinePlans, on_ranks
 
 
 def module_settings(plan: ParallelPlan) -> dict[str, ModulePlugin]:
-    """
-    The settings of the modules of a plan that do not depend on its number of ranks, for [`model_chain`].
-
-    Args:
-        plan ([`ParallelPlan`]): The plan.
-    """
+    """The settings of a plan's modules that do not depend on its number of ranks, for [`model_chain`]."""
     return {name: _settings(module) for name, module in plan.modules.items()}
 
 
 def tp_sizes_of(plan: ParallelPlan) -> dict[str, tuple[int, ...]]:
-    """
-    The tensor-parallel sizes that the stages of each module of a plan have, for [`model_chain`].
-
-    Args:
-        plan ([`ParallelPlan`]): The plan.
-    """
+    """The tensor-parallel sizes that the stages of each module of a plan have, for [`model_chain`]."""
     return {name: module.tp_sizes for name, module in plan.modules.items()}
 
 
@@ -47,15 +37,8 @@ def _settings(module: ModulePlan) -> ModulePlugin:
 
 def adopted_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) -> list[Pipeline]:
     """
-    The pipelines of a plan of the user.
-
-    Args:
-        plan ([`ParallelPlan`]): The plan.
-        plans ([`PipelinePlans`]): The model, and the settings of all plans.
-        num_nodes (`int`): Number of nodes.
-
-    Raises:
-        `ValueError`: If it does not consist of copies of the whole model on whole nodes.
+    The pipelines of a plan of the user; raises `ValueError` if it does not consist of copies of the whole model on
+    whole nodes, or has other settings than plans after failures.
     """
     check_plan(plan, plans.chain.spec)
     check_world_size(plan, num_nodes * plans.node_size)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ..arrange import fastest_counts
 from .templates import PipelineTemplate
 
+# times, relative to the shortest step, within which other numbers of pipelines are sought
 _NEARLY = (1.0, 1.01, 1.02, 1.05)
-"""Times, relative to the shortest step, within which other numbers of pipelines are sought."""
 
 
 class TimedPipeline(Protocol):
@@ -36,25 +36,14 @@ class TimedPipeline(Protocol):
 
 @dataclass(frozen=True)
 class Instantiation:
-    """
-    The pipelines of a cluster.
+    """The pipelines of a cluster."""
 
-    Args:
-        pipelines (`tuple[TimedPipeline, ...]`): The template or the stages of each pipeline.
-        microbatches (`tuple[int, ...]`): Microbatches of each in a step.
-    """
-
-    pipelines: tuple[TimedPipeline, ...]
-    microbatches: tuple[int, ...]
+    pipelines: tuple[TimedPipeline, ...]  # the template or the stages of each
+    microbatches: tuple[int, ...]  # of each in a step
 
     @classmethod
     def of(cls, pipelines: Sequence[TimedPipeline], num_microbatches: int) -> Instantiation:
-        """
-        Divides the microbatches of a step such that the last pipeline is done as early as possible.
-
-        Raises:
-            `ValueError`: If there are fewer microbatches than pipelines.
-        """
+        """Divides a step to end earliest; raises `ValueError` for fewer microbatches than pipelines."""
         fill_ms, slowest_ms = [one.fill_ms for one in pipelines], [one.slowest_ms for one in pipelines]
         return cls(tuple(pipelines), tuple(fastest_counts(fill_ms, slowest_ms, num_microbatches)))
 
@@ -87,20 +76,13 @@ def fastest_instantiations(
 ) -> list[Instantiation]:
     """
     The fastest pipelines that use all nodes, and those with other numbers of pipelines that are nearly as fast, the
-    fastest first; none if no pipelines use all nodes. Among equally fast ones of as many pipelines no two can exchange
-    nodes to be more even.
+    fastest first, `most` in all; none if no pipelines use all nodes. Among equally fast ones of as many pipelines no
+    two can exchange nodes to be more even.
 
     Within a time, a pipeline computes a known number of microbatches. The most that pipelines on a number of nodes
     compute within it follow by dynamic programming over nodes and pipelines, and the smallest time in which that is
     the whole step by bisection over the times at which any template ends a microbatch. The first result is exact,
     without a list of all combinations.
-
-    Args:
-        templates (`Sequence[PipelineTemplate]`): The templates, one for each number of nodes.
-        num_nodes (`int`): Nodes to use.
-        fewest_pipelines (`int`): Minimum number of pipelines.
-        num_microbatches (`int`): Microbatches of a step, at least one for each pipeline.
-        most (`int`): Most results, of which each has another number of pipelines.
     """
     usable = [template for template in templates if template.num_nodes <= num_nodes]
     if not usable:
@@ -142,21 +124,12 @@ def _rounded(time_ms: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Capacities:
-    """
-    The most microbatches that pipelines compute within a time.
-
-    Args:
-        templates (`Sequence[PipelineTemplate]`): The templates.
-        capacity (`np.ndarray` of shape `[templates]`): Microbatches of each; those that are negative are not used.
-        most (`np.ndarray` of shape `[nodes + 1, pipelines + 1]`):
-            Microbatches by number of nodes and of pipelines; negative infinity where these can't be.
-        last (`np.ndarray` of shape `[nodes + 1, pipelines + 1]`): Index of the template of one of these pipelines.
-    """
+    """The most microbatches that pipelines compute within a time."""
 
     templates: Sequence[PipelineTemplate]
-    capacity: NDArray
-    most: NDArray
-    last: NDArray
+    capacity: NDArray  # [templates]: microbatches of each; those that are negative are not used
+    most: NDArray  # [nodes + 1, pipelines + 1]: microbatches; negative infinity where these can't be
+    last: NDArray  # [nodes + 1, pipelines + 1]: index of the template of one of these pipelines
 
     def counts(self, fewest_pipelines: int, num_microbatches: int) -> list[int]:
         """Numbers of pipelines that compute all microbatches on all nodes."""
@@ -202,7 +175,6 @@ class _Capacities:
 def _most_microbatches(
     templates: Sequence[PipelineTemplate], capacity: NDArray, num_nodes: int, most_pipelines: int
 ) -> _Capacities:
-    """See [`_Capacities`]; a template with a negative capacity is not used."""
     used = np.flatnonzero(capacity > 0)
     sizes = np.array([templates[index].num_nodes for index in used.tolist()])
     most = np.full((num_nodes + 1, most_pipelines + 1), -np.inf)

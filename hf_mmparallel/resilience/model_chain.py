@@ -24,36 +24,22 @@ class ChainUnit:
     """
     Consecutive layers of a module that are always on one stage: one layer where the model allows to cut before and
     after it.
-
-    Args:
-        module (`str`): The module.
-        layers (`tuple[int, int]`): First layer, and one past the last.
     """
 
     module: str
-    layers: tuple[int, int]
+    layers: tuple[int, int]  # first layer, and one past the last
 
 
 @dataclass(frozen=True, eq=False)
 class ModelChain:
-    """
-    The chain of one copy of a model: its encoders, one after the other, then the language model.
-
-    Args:
-        costs ([`CostModel`]): Costs of layers.
-        modules (`Mapping[str, ModulePlugin]`): The settings of each module.
-        tp_sizes (`Mapping[str, tuple[int, ...]]`): Module -> tensor-parallel sizes of its stages, in ascending order.
-        microbatches ([`TypicalMicrobatches`]): What pipelines compute.
-        units (`tuple[ChainUnit, ...]`): The layers of the chain, whose index `chain` counts.
-        chain ([`LayerChain`]): Times and memory of stages.
-    """
+    """The chain of one copy of a model: its encoders, one after the other, then the language model."""
 
     costs: CostModel
     modules: Mapping[str, ModulePlugin]
-    tp_sizes: Mapping[str, tuple[int, ...]]
-    microbatches: TypicalMicrobatches
-    units: tuple[ChainUnit, ...]
-    chain: LayerChain
+    tp_sizes: Mapping[str, tuple[int, ...]]  # of the stages of each module, in ascending order
+    microbatches: TypicalMicrobatches  # what pipelines compute
+    units: tuple[ChainUnit, ...]  # the layers that `chain` counts
+    chain: LayerChain  # times and memory of stages
 
     @property
     def spec(self) -> ModelSpec:
@@ -82,27 +68,14 @@ class ModelChain:
         return [index for index, (before, unit) in enumerate(pairwise(self.units), 1) if before.module != unit.module]
 
     def pieces(self, units: tuple[int, int]) -> Iterator[tuple[str, tuple[int, int]]]:
-        """
-        Module and layers of each part of a stage that is in one module.
-
-        Args:
-            units (`tuple[int, int]`): First unit of the stage, and one past its last.
-        """
+        """Module and layers of each part of a stage that is in one module."""
         chosen = self.units[slice(*units)]
         for name in dict.fromkeys(unit.module for unit in chosen):
             layers = [unit.layers for unit in chosen if unit.module == name]
             yield name, (layers[0][0], layers[-1][1])
 
     def stage_ms(self, plan: ParallelPlan) -> dict[tuple[str, int, int], float]:
-        """
-        Mean time of a forward and a backward of a microbatch in each stage of a plan.
-
-        Args:
-            plan (`ParallelPlan`): A plan of the model.
-
-        Returns:
-            `dict[tuple[str, int, int], float]`: (module, replica, stage) -> milliseconds.
-        """
+        """(module, replica, stage) of a plan -> mean ms of a forward and a backward of a microbatch."""
         return mean_stage_ms(self.costs, plan, self.microbatches)
 
 
@@ -131,34 +104,21 @@ def mean_pass_ms(
 
 def model_chain(
     costs: CostModel,
+    # `dp_size`, `pp_size`, `layers_per_stage` and `colocate_with` have no effect
     modules: Mapping[str, ModulePlugin],
     microbatches: TypicalMicrobatches,
-    memory_bytes: float | None = None,
+    memory_bytes: float | None = None,  # of a rank; no limit by default
+    # encoder -> the first of its hidden states that the model's configuration selects, which its last stage must have;
+    # see `earliest_selected_layer`
     selected_layers: Mapping[str, int] | None = None,
+    # how many stages' weights, gradients and optimizer state a rank has memory for
     state_copies: int = 1,
+    # that each stage of a module may have; those of its settings by default
     tp_sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> ModelChain:
     """
-    The chain of a model.
-
-    Args:
-        costs ([`CostModel`]): Costs of layers, with the frozen parameters of the model.
-        modules (`Mapping[str, ModulePlugin]`):
-            Settings of modules, of which `dp_size`, `pp_size`, `layers_per_stage` and `colocate_with` have no effect.
-        microbatches ([`TypicalMicrobatches`]): What pipelines compute.
-        memory_bytes (`float`, *optional*): Memory of a rank; no limit by default.
-        selected_layers (`Mapping[str, int]`, *optional*):
-            Encoder -> the first of its hidden states that the model's configuration selects, which its last stage must
-            have; see [`earliest_selected_layer`].
-        state_copies (`int`, *optional*, defaults to 1):
-            How many stages' weights, gradients and optimizer state a rank has memory for.
-        tp_sizes (`Mapping[str, Sequence[int]]`, *optional*):
-            Module -> tensor-parallel sizes that each of its stages may have; that of its settings by default.
-
-    Raises:
-        `ValueError`:
-            For settings with which a lost rank takes the only copy of something with it, and for sizes that stages of
-            one module can't have.
+    The chain of a model. Raises `ValueError` for settings with which a lost rank takes the only copy of something with
+    it, and for sizes that stages of one module can't have.
     """
     spec = costs.spec
     settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
@@ -207,7 +167,6 @@ def _check_copies(name: str, plugin: ModulePlugin) -> None:
 
 
 def _units(spec: ModelSpec, selected_layers: Mapping[str, int]) -> Iterator[ChainUnit]:
-    """The units of all modules, see [`model_chain`]."""
     for name, module in spec.modules.items():
         last = min(selected_layers.get(name, module.num_layers), module.num_layers - 1)
         cuts = [0] if module.inner_features else range(last + 1)
@@ -248,6 +207,6 @@ def mesh_of(plugin: ModulePlugin, ranks: Sequence[int]) -> tuple[tuple[int, ...]
 
 
 def _has_other(wrong: NDArray) -> NDArray:
-    """By first unit and one past the last `[units, units + 1]`: whether one of the units is marked."""
+    """`[units, units + 1]`, by first unit and one past the last: true where one of the units is marked."""
     before = np.concatenate([[0], np.cumsum(wrong)])
     return before[None, :] > before[:-1, None]

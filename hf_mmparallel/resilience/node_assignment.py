@@ -16,17 +16,8 @@ Holdings = Mapping[int, Mapping[Part, int]]
 
 def kept_bytes(held: Holdings, needed: Holdings, nodes: Sequence[int], node_size: int) -> NDArray:
     """
-    Bytes that each node would have already in each place; its processes keep their order.
-
-    Args:
-        held (`Mapping[int, Mapping[tuple[str, Slice], int]]`): What each member holds, see [`holdings`].
-        needed (`Mapping[int, Mapping[tuple[str, Slice], int]]`):
-            What each member needs where each node takes its own place, of which the nodes are to be permuted.
-        nodes (`Sequence[int]`): The nodes.
-        node_size (`int`): Processes of a node.
-
-    Returns:
-        `np.ndarray` of shape `[nodes, nodes]`: Bytes by node and place.
+    Bytes `[nodes, nodes]` that each node would have already in each place; its processes keep their order. `needed` is
+    what each member needs where each node takes its own place, of which the nodes are to be permuted.
     """
     members = [range(node * node_size, (node + 1) * node_size) for node in nodes]
     rows = _kinds([tuple(frozenset(held.get(member, ())) for member in own) for own in members])
@@ -51,12 +42,6 @@ def _shared_bytes(parts: frozenset[Part], wanted: frozenset[tuple[Part, int]]) -
 
 
 def assigned_nodes(kept: NDArray, nodes: Sequence[int]) -> list[int]:
-    """
-    The node of each place such that the bytes that are kept are the most.
-
-    Args:
-        kept (`np.ndarray` of shape `[nodes, nodes]`): Bytes by node and place, see [`kept_bytes`].
-        nodes (`Sequence[int]`): The nodes.
-    """
+    """The node of each place such that most bytes are kept, of those by node and place in [`kept_bytes`]."""
     rows, columns = linear_sum_assignment(kept, maximize=True)
     return [nodes[row] for row in rows[np.argsort(columns, kind="stable")].tolist()]

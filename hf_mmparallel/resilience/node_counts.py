@@ -7,32 +7,19 @@ from collections.abc import Iterator, Sequence
 
 def node_counts(num_nodes: int, fewest: int, failures: int) -> range:
     """
-    The numbers of nodes of the pipeline templates of a cluster (Oobleck, section 2.4.1.1).
+    The numbers of nodes of the pipeline templates of a cluster (Oobleck, section 2.4.1.1); raises `ValueError` if the
+    nodes are too few for `failures + 1` copies of `fewest` nodes.
 
     With all counts from `fewest` to what is left when `failures` pipelines have the fewest nodes, every number of
     nodes from `(failures + 1) * fewest` to `num_nodes` is a sum of at least `failures + 1` counts (theorem 1): as many
     pipelines of the fewest nodes as failures, and one of the rest.
-
-    Args:
-        num_nodes (`int`): Nodes of the cluster.
-        fewest (`int`): Fewest nodes on which one copy of the model fits.
-        failures (`int`): Number of nodes that may fail at once without the loss of a layer.
-
-    Returns:
-        `range`: The counts.
-
-    Raises:
-        `ValueError`: If the nodes are too few for `failures + 1` copies.
     """
     check_guarantee(num_nodes, fewest, failures)
     return range(fewest, num_nodes - failures * fewest + 1)
 
 
 def check_guarantee(num_nodes: int, fewest: int, failures: int) -> None:
-    """
-    Raises:
-        `ValueError`: If a number is not possible, or the nodes are too few to survive this many failures.
-    """
+    """Raises `ValueError` if the nodes are too few to survive this many failures, or a number is not possible."""
     if fewest < 1:
         raise ValueError(f"A pipeline of {fewest} nodes does not exist. Give it at least one node.")
     if failures < 0:
@@ -52,16 +39,8 @@ def check_guarantee(num_nodes: int, fewest: int, failures: int) -> None:
 
 def instantiations(num_nodes: int, counts: Sequence[int], fewest_pipelines: int) -> Iterator[tuple[int, ...]]:
     """
-    All ways to use all nodes (Oobleck, equation 2.5). There are as many as partitions of `num_nodes`, which grow fast;
-    [`best_instantiation`] finds the fastest without listing them.
-
-    Args:
-        num_nodes (`int`): Nodes to use.
-        counts (`Sequence[int]`): Nodes of each template.
-        fewest_pipelines (`int`): Minimum number of pipelines.
-
-    Yields:
-        `tuple[int, ...]`: Number of pipelines of each template.
+    Yields the number of pipelines of each template for all ways to use all nodes (Oobleck, equation 2.5). There are as
+    many as partitions of `num_nodes`, which grow fast; [`best_instantiation`] finds the fastest without listing them.
     """
 
     def extend(index: int, nodes: int) -> Iterator[tuple[int, ...]]:

@@ -18,22 +18,13 @@ from .templates import PipelineTemplate
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """
-    The stages of a pipeline at places, which nodes take: place `p` has the ranks from `p * node_size` on.
+    """The stages of a pipeline at places, which nodes take: place `p` has the ranks from `p * node_size` on."""
 
-    Args:
-        num_nodes (`int`): Number of places.
-        stages (`Mapping[str, tuple[Stage, ...]]`): Module -> its stages.
-        fill_ms (`float`): Time of one microbatch through all stages and back.
-        slowest_ms (`float`): Time of a microbatch on the busiest ranks.
-        template ([`PipelineTemplate`], *optional*): The template that it comes from; none for stages of the user.
-    """
-
-    num_nodes: int
-    stages: Mapping[str, tuple[Stage, ...]]
-    fill_ms: float
-    slowest_ms: float
-    template: PipelineTemplate | None = None
+    num_nodes: int  # number of places
+    stages: Mapping[str, tuple[Stage, ...]]  # by module
+    fill_ms: float  # one microbatch through all stages and back
+    slowest_ms: float  # a microbatch on the busiest ranks
+    template: PipelineTemplate | None = None  # `None` for stages of the user
 
     @classmethod
     def of_template(cls, chain: ModelChain, template: PipelineTemplate) -> PipelineLayout:
@@ -55,15 +46,9 @@ class PipelineLayout:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """
-    One copy of the model.
+    """One copy of the model."""
 
-    Args:
-        nodes (`tuple[int, ...]`): The node of each place of the layout.
-        layout ([`PipelineLayout`]): Its stages.
-    """
-
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # of each place of the layout
     layout: PipelineLayout
 
 
@@ -72,16 +57,11 @@ class ClusterPlan(PlacedPlan):
     """
     The pipelines of the nodes that there are, as a plan: replica `d` of every module is on pipeline `d`. The processes
     of node `n` are the members from `n * node_size` on; ranks are in the order of members.
-
-    Args:
-        pipelines (`tuple[Pipeline, ...]`): The pipelines.
-        changes (`tuple[Change, ...]`, *optional*): How they came from the ones before.
-        reason (`str`, *optional*): Why they and no others followed those.
     """
 
     pipelines: tuple[Pipeline, ...]
-    changes: tuple[Change, ...] = ()
-    reason: str = ""
+    changes: tuple[Change, ...] = ()  # how the pipelines came from the ones before
+    reason: str = ""  # why they and no others followed those
 
     @property
     def nodes(self) -> tuple[int, ...]:
@@ -103,22 +83,13 @@ class ClusterPlan(PlacedPlan):
 
 @dataclass(frozen=True, eq=False)
 class PipelinePlans:
-    """
-    Makes plans of pipelines.
-
-    Args:
-        chain ([`ModelChain`]): The model.
-        node_size (`int`): Ranks of a node.
-        num_microbatches (`int`): Microbatches of a global batch, of all pipelines.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
-        microbatch_assignment (`str`, *optional*): Name of the arrangement.
-    """
+    """Makes plans of pipelines."""
 
     chain: ModelChain
-    node_size: int
-    num_microbatches: int
+    node_size: int  # ranks of a node
+    num_microbatches: int  # of a global batch, of all pipelines
     schedule: Schedule = "1f1b"
-    microbatch_assignment: str | None = None
+    microbatch_assignment: str | None = None  # name of the arrangement
 
     def consecutive(self, layouts: Sequence[PipelineLayout], counts: Sequence[int] | None = None) -> ClusterPlan:
         """The plan of pipelines on nodes that follow each other, from node 0 on, see [`~PipelinePlans.of`]."""
@@ -131,15 +102,8 @@ class PipelinePlans:
 
     def of(self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None = None) -> ClusterPlan:
         """
-        The plan of pipelines.
-
-        Args:
-            pipelines (`Sequence[Pipeline]`): The pipelines.
-            counts (`Sequence[int]`, *optional*):
-                Microbatches of each; by default such that the last pipeline is done as early as possible.
-
-        Raises:
-            `ValueError`: If there are fewer microbatches than pipelines.
+        The plan of pipelines with these microbatches of each, by default such that the last pipeline is done as early
+        as possible; raises `ValueError` if there are fewer microbatches than pipelines.
         """
         layouts = [pipeline.layout for pipeline in pipelines]
         if counts is None:

@@ -11,26 +11,17 @@ from .pipelines import ClusterPlan
 from .state_copies import StateCopies
 
 DAY_S = 86_400.0
-LEAST_GAIN = 0.01
-"""Predicted gain of speed below which pipelines are not divided anew."""
+LEAST_GAIN = 0.01  # predicted gain of speed below which pipelines are not divided anew
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """
-    A plan that a run may go on with.
-
-    Args:
-        plan ([`ClusterPlan`]): The plan.
-        step_ms (`float`): Predicted time of a step.
-        copied_bytes (`int`): Bytes that ranks copy before they go on.
-        copy_s (`float`): Predicted seconds for that, see [`copy_seconds`].
-    """
+    """A plan that a run may go on with."""
 
     plan: ClusterPlan
     step_ms: float
-    copied_bytes: int = 0
-    copy_s: float = 0.0
+    copied_bytes: int = 0  # by ranks before they go on
+    copy_s: float = 0.0  # predicted, see `copy_seconds`
 
     def steps_within(self, time_s: float) -> float:
         """Steps that are done in a time that starts with the copies."""
@@ -46,36 +37,18 @@ def copy_seconds(copies: StateCopies, device: Hardware, num_ranks: int) -> float
     """
     Predicted time in which ranks copy what they lack: that of the rank which sends or receives most, over its slowest
     link. All send and receive at the same time.
-
-    Args:
-        copies ([`StateCopies`]): The copies.
-        device ([`Hardware`]): The device of each rank.
-        num_ranks (`int`): Ranks of the run.
     """
     most_bytes = max([*copies.sent_bytes.values(), *copies.received_bytes.values()], default=0)
     return most_bytes / device.message_bytes_per_ms(range(num_ranks)) / 1e3
 
 
 def best_option(options: Sequence[PlanOption], time_s: float) -> PlanOption:
-    """
-    The option with which most steps are done until the next loss; of equals the one that copies less, then the first.
-
-    Args:
-        options (`Sequence[PlanOption]`): The options.
-        time_s (`float`): Expected seconds until then.
-    """
+    """The option with most steps until the next loss; of equals the one that copies less, then the first."""
     return max(options, key=lambda option: (option.steps_within(time_s), -option.copied_bytes))
 
 
 def reason_text(chosen: PlanOption, options: Sequence[PlanOption], time_s: float) -> str:
-    """
-    Why an option was chosen, in one sentence.
-
-    Args:
-        chosen ([`PlanOption`]): The option.
-        options (`Sequence[PlanOption]`): All options, the first of which changes as few pipelines as possible.
-        time_s (`float`): Expected seconds until the next loss.
-    """
+    """Says why an option was chosen; the first of all options changes as few pipelines as possible."""
     mended = options[0]
     within = _within(time_s)
     if chosen is not mended:
@@ -91,14 +64,7 @@ def reason_text(chosen: PlanOption, options: Sequence[PlanOption], time_s: float
 
 
 def reason_of_join(chosen: PlanOption, options: Sequence[PlanOption], time_s: float) -> str:
-    """
-    Why an option was chosen when nodes joined, in one sentence.
-
-    Args:
-        chosen ([`PlanOption`]): The option.
-        options (`Sequence[PlanOption]`): All options.
-        time_s (`float`): Expected seconds until the next loss.
-    """
+    """Says in one sentence why an option was chosen when nodes joined."""
     fastest = min(options, key=lambda option: option.step_ms)
     if fastest.step_ms >= chosen.step_ms:
         return f"Fastest pipelines, of {chosen.sizes} nodes"

@@ -11,21 +11,14 @@ Nodes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Change:
-    """
-    One step of a reconfiguration.
+    """One step of a reconfiguration."""
 
-    Args:
-        op (`str`):
-            `"reinstantiate"`: a pipeline goes on with the nodes that it has left; `"borrow"`: it takes a node of
-            another pipeline; `"merge"`: it becomes one with another pipeline; `"divide"`: its nodes, and others that
-            were in no pipeline, are divided among new pipelines.
-        nodes (`tuple[int, ...]`): The nodes of the pipeline before.
-        others (`tuple[int, ...]`, *optional*): The nodes that it takes or is joined with.
-    """
-
+    # "reinstantiate": a pipeline goes on with the nodes that it has left; "borrow": it takes a node of another
+    # pipeline; "merge": it becomes one with another pipeline; "divide": its nodes, and others that were in no
+    # pipeline, are divided among new pipelines
     op: Literal["reinstantiate", "borrow", "merge", "divide"]
-    nodes: Nodes
-    others: Nodes = ()
+    nodes: Nodes  # of the pipeline before
+    others: Nodes = ()  # that it takes or is joined with
 
     def __str__(self) -> str:
         names = {"reinstantiate": "goes on", "borrow": "borrows", "merge": "is merged with", "divide": "is divided"}
@@ -36,16 +29,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Reconfiguration:
-    """
-    Pipelines after a loss of nodes.
+    """Pipelines after a loss of nodes."""
 
-    Args:
-        pipelines (`tuple[tuple[int, ...], ...]`): The nodes of each pipeline; all nodes that are left.
-        changes (`tuple[Change, ...]`): How they came about, in order.
-    """
-
-    pipelines: tuple[Nodes, ...]
-    changes: tuple[Change, ...]
+    pipelines: tuple[Nodes, ...]  # all nodes that are left
+    changes: tuple[Change, ...]  # how the pipelines came about, in order
 
 
 class TooFewNodesError(RuntimeError):
@@ -54,22 +41,12 @@ class TooFewNodesError(RuntimeError):
 
 def without_nodes(pipelines: Sequence[Nodes], lost: Collection[int], counts: range, failures: int) -> Reconfiguration:
     """
-    The pipelines after a loss of nodes.
+    The pipelines after a loss of nodes, where templates have `counts` of nodes ([`node_counts`]) and `failures` are
+    guaranteed again; raises [`TooFewNodesError`] if fewer nodes are left than `failures + 1` copies need.
 
     A pipeline with nodes lost goes on with what it has left if a template has this number of nodes. Otherwise it
     borrows nodes, one by one, of the pipeline that has the most of those above the fewest nodes; if none has more, it
-    is merged with the smallest pipeline, until it has enough. There is a template for whatever comes of it (theorem
-    2). A pipeline that lost all nodes is gone; if fewer than `failures + 1` pipelines are left, new ones borrow all of
-    their nodes, which the paper does not say.
-
-    Args:
-        pipelines (`Sequence[tuple[int, ...]]`): The nodes of each pipeline.
-        lost (`Collection[int]`): The nodes that are lost.
-        counts (`range`): Numbers of nodes for which there are templates, see [`node_counts`].
-        failures (`int`): Failures that are guaranteed after the reconfiguration as well.
-
-    Raises:
-        [`TooFewNodesError`]: If fewer nodes are left than `failures + 1` copies need.
+    is merged with the smallest pipeline, until it has enough. Whatever comes of it has a template (theorem 2).
     """
     left = [tuple(node for node in nodes if node not in lost) for nodes in pipelines]
     num_left, needed = sum(map(len, left)), (failures + 1) * counts[0]
@@ -81,6 +58,7 @@ def without_nodes(pipelines: Sequence[Nodes], lost: Collection[int], counts: ran
     whole = [nodes for nodes, before in zip(left, pipelines, strict=True) if len(nodes) == len(before)]
     damaged = [nodes for nodes, before in zip(left, pipelines, strict=True) if 0 < len(nodes) < len(before)]
     changes = list(_mend(whole, damaged, counts[0]))
+    # New pipelines, in place of those that lost all nodes, borrow all of theirs, which the paper does not say.
     while len(whole) < failures + 1:
         changes += _mend(whole, [()], counts[0])
     return Reconfiguration(tuple(whole), tuple(changes))

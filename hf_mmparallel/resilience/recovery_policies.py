@@ -19,32 +19,21 @@ Pauses = tuple[tuple[Cause, float], ...]
 @dataclass(eq=False)
 class TemplateRecovery:
     """
-    Pipelines of templates, which are reconfigured in the same processes (Oobleck, section 2.5).
+    Pipelines of templates, which are reconfigured in the same processes (Oobleck, section 2.5); raises `ValueError` if
+    one copy does not fit, or the nodes are too few for `failures + 1` copies.
 
     A loss costs the running step, detection, new groups, and the copies of layers that nodes lack. Nodes that join are
     taken in at the end of a step. With fewer than `failures + 1` copies' nodes left it saves a checkpoint, if every
     layer is still held, and waits for nodes. If a layer is held nowhere, it starts from the last checkpoint.
-
-    Args:
-        job ([`ReplayJob`]): The job.
-        costs ([`EventCosts`]): What events cost.
-        failures (`int`): Simultaneous losses that are survived for certain.
-        mean_time_between_failures_s (`float`, *optional*):
-            Seconds until the next loss is expected. The fastest instantiation is taken after a loss if it does more
-            steps until then, copies included, as [`ResilientPlanner.without`] decides. By default pipelines are always
-            what becomes of them by [`without_nodes`].
-        saves (`bool`, *optional*, defaults to `False`):
-            Whether checkpoints are written every `costs.save_every` steps.
-
-    Raises:
-        `ValueError`: If one copy does not fit, or the nodes are too few for `failures + 1` copies.
     """
 
     job: ReplayJob
     costs: EventCosts
-    failures: int
+    failures: int  # simultaneous losses that are survived for certain
+    # The fastest instantiation is taken after a loss if it does more steps until the next one, copies included, as
+    # `ResilientPlanner.without` decides. By default pipelines are always what becomes of them by `without_nodes`.
     mean_time_between_failures_s: float | None = None
-    saves: bool = False
+    saves: bool = False  # writes checkpoints every `costs.save_every` steps
     alive: set[int] = field(default_factory=set, init=False)
     pipelines: list[Nodes] = field(default_factory=list, init=False)
     _held: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
@@ -139,10 +128,7 @@ class TemplateRecovery:
 
 
 def checked_fewest_nodes(job: ReplayJob) -> int:
-    """
-    Raises:
-        `ValueError`: If one copy of the model does not fit on all nodes.
-    """
+    """Raises `ValueError` if one copy of the model does not fit on all nodes."""
     if job.fewest_nodes is None:
         raise ValueError(
             f"One copy of the model does not fit on {job.most_nodes} nodes of {job.node_size} ranks. Use more nodes, "
@@ -166,19 +152,12 @@ def _regrouped(sizes: Sequence[int], pipelines: Sequence[Nodes], alive: set[int]
 
 @dataclass(frozen=True)
 class Grid:
-    """
-    Pipelines with equal numbers of nodes.
-
-    Args:
-        num_pipelines, nodes_each (`int`): The pipelines, and the nodes of each.
-        step_s (`float`): Seconds of a step.
-        own_step_s (`float`): The same without redundant computation.
-    """
+    """Pipelines with equal numbers of nodes."""
 
     num_pipelines: int
     nodes_each: int
     step_s: float
-    own_step_s: float
+    own_step_s: float  # without redundant computation
 
     @property
     def num_nodes(self) -> int:
@@ -187,13 +166,8 @@ class Grid:
 
 def grids(job: ReplayJob, num_nodes: int, redundant_share: float = 0.0) -> Iterator[Grid]:
     """
-    The grids that fit on a number of nodes, with equally many microbatches for each pipeline.
-
-    Args:
-        job ([`ReplayJob`]): The job.
-        num_nodes (`int`): Nodes; what no pipeline needs is idle.
-        redundant_share (`float`, *optional*):
-            Time for which each stage computes besides its own microbatch, in times of the next stage.
+    The grids that fit on a number of nodes, with equally many microbatches for each pipeline; nodes that none
+    needs are idle. Each stage computes for `redundant_share` of the next stage's time besides its own microbatch.
     """
     for nodes_each in range(1, num_nodes + 1):
         template = job.template(nodes_each)
@@ -215,10 +189,6 @@ class GridRestart:
     The grid is the fastest one for the nodes that there are; nodes that it can't use are idle, and nothing happens if
     one of them is lost. All pipelines have the same number of microbatches. Checkpoints block the job. If nodes join
     with which a grid is faster, the job saves a checkpoint at the end of the step and starts anew.
-
-    Args:
-        job ([`ReplayJob`]): The job.
-        costs ([`EventCosts`]): What events cost.
     """
 
     job: ReplayJob
@@ -271,17 +241,12 @@ class RedundantStages:
     the nodes that are left is used once it is faster, for which nodes copy their new state. If a node and the one
     before it are both lost, the job starts anew from the last checkpoint, also if another pipeline had the stage.
     Checkpoints are written beside training and block nothing. All pipelines have the same number of microbatches.
-
-    Args:
-        job ([`ReplayJob`]): The job, with the state of two stages in the memory that limits its chain.
-        costs ([`EventCosts`]): What events cost.
-        forward_share (`float`, *optional*, defaults to 1/3):
-            Share of a forward in the time of a stage: a backward takes twice as long, if nothing is recomputed. None
-            of it hides in bubbles.
     """
 
-    job: ReplayJob
+    job: ReplayJob  # with the state of two stages in the memory that limits its chain
     costs: EventCosts
+    # Share of a forward in the time of a stage: a backward takes twice as long, if nothing is recomputed. None of it
+    # hides in bubbles.
     forward_share: float = 1 / 3
     alive: set[int] = field(default_factory=set, init=False)
     pipelines: list[list[int | None]] = field(default_factory=list, init=False)
@@ -353,7 +318,7 @@ class RedundantStages:
 
 
 def _has_lost_neighbours(pipeline: Sequence[int | None]) -> bool:
-    """Whether a node and the one before it are lost; the last one is before the first."""
+    """Checks that a node and the one before it are lost; the last one is before the first."""
     return any(pipeline[index] is None and pipeline[index - 1] is None for index in range(len(pipeline)))
 
 

@@ -8,30 +8,19 @@ from functools import cached_property
 
 from .templates import LayerChain, PipelineTemplate, fastest_template, fewest_nodes
 
-NODE_BYTES_PER_S = 1.25e9
-"""10 Gbit/s."""
+NODE_BYTES_PER_S = 1.25e9  # 10 Gbit/s
 
 
 @dataclass(frozen=True, eq=False)
 class ReplayJob:
-    """
-    A job in numbers.
+    """A job in numbers."""
 
-    Args:
-        chain ([`LayerChain`]): The layers of one copy of the model.
-        state_bytes (`Sequence[float]`): Parameters and optimizer state of each layer of the chain, in bytes.
-        node_size (`int`): Ranks of a node.
-        num_microbatches (`int`): Microbatches of a step, of all pipelines together.
-        samples_per_step (`int`): Samples of a step.
-        most_nodes (`int`): Most nodes that it ever runs on.
-    """
-
-    chain: LayerChain
-    state_bytes: Sequence[float]
-    node_size: int
-    num_microbatches: int
+    chain: LayerChain  # the layers of one copy of the model
+    state_bytes: Sequence[float]  # parameters and optimizer state of each layer of the chain
+    node_size: int  # ranks of a node
+    num_microbatches: int  # of a step, of all pipelines together
     samples_per_step: int
-    most_nodes: int
+    most_nodes: int  # that it ever runs on
     _templates: dict[int, PipelineTemplate | None] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -45,11 +34,9 @@ class ReplayJob:
         return float(sum(self.state_bytes))
 
     def template(self, num_nodes: int) -> PipelineTemplate | None:
-        """
-        The fastest template of exactly this number of nodes, with the share of the step's microbatches that so many
-        nodes compute; `None` if there is none.
-        """
+        """The fastest template of exactly this number of nodes; `None` if there is none."""
         if num_nodes not in self._templates:
+            # with the share of the microbatches of a step that so many nodes compute
             share = -(-self.num_microbatches * num_nodes // self.most_nodes)
             self._templates[num_nodes] = fastest_template(self.chain, num_nodes, self.node_size, share)
         return self._templates[num_nodes]
@@ -83,49 +70,29 @@ class ReplayJob:
 
 @dataclass(frozen=True)
 class EventCosts:
-    """
-    What losses, joins and checkpoints cost: all that a replay assumes besides the times of layers.
+    """What losses, joins and checkpoints cost: all that a replay assumes besides the times of layers."""
 
-    Args:
-        detect_s (`float`, *optional*, defaults to 0.5): Seconds from a loss until all other nodes know of it.
-        regroup_s (`float`, *optional*, defaults to 1.5):
-            Seconds until nodes that go on in the same processes have a new plan and new process groups, without the
-            copies of weights.
-        copy_bytes_per_s (`float`, *optional*, defaults to 1.25e9):
-            What a node sends and receives per second while missing weights are copied.
-        save_s (`float`, *optional*, defaults to 10.0): Seconds for which a checkpoint blocks all nodes.
-        restart_s (`float`, *optional*, defaults to 90.0):
-            Seconds from a loss until new processes have read a checkpoint: detection, end and start of processes,
-            imports, process groups, and reading.
-        save_every (`int`, *optional*, defaults to 10): Steps between two checkpoints.
-    """
-
-    detect_s: float = 0.5
+    detect_s: float = 0.5  # from a loss until all other nodes know of it
+    # until nodes that go on in the same processes have a new plan and new process groups, without the copies of
+    # weights
     regroup_s: float = 1.5
-    copy_bytes_per_s: float = NODE_BYTES_PER_S
-    save_s: float = 10.0
+    copy_bytes_per_s: float = NODE_BYTES_PER_S  # what a node sends and receives while missing weights are copied
+    save_s: float = 10.0  # for which a checkpoint blocks all nodes
+    # from a loss until new processes have read a checkpoint: detection, end and start of processes, imports, process
+    # groups, and reading
     restart_s: float = 90.0
-    save_every: int = 10
+    save_every: int = 10  # steps between two checkpoints
 
     @classmethod
     def of_bandwidths(
         cls,
         job: ReplayJob,
-        node_bytes_per_s: float = NODE_BYTES_PER_S,
-        storage_bytes_per_s: float = 2e9,
-        start_s: float = 60.0,
+        node_bytes_per_s: float = NODE_BYTES_PER_S,  # what a node sends or receives
+        storage_bytes_per_s: float = 2e9,  # what all nodes together write to storage, or read
+        start_s: float = 60.0,  # from a loss until new processes begin to read a checkpoint
         save_every: int = 10,
     ) -> EventCosts:
-        """
-        Costs from bytes.
-
-        Args:
-            job ([`ReplayJob`]): The job, whose parameters and optimizer state a checkpoint has.
-            node_bytes_per_s (`float`, *optional*): What a node sends or receives per second.
-            storage_bytes_per_s (`float`, *optional*): What all nodes together write to storage, or read, per second.
-            start_s (`float`, *optional*): Seconds from a loss until new processes begin to read a checkpoint.
-            save_every (`int`, *optional*, defaults to 10): Steps between two checkpoints.
-        """
+        """Costs from bytes, of a checkpoint of the job's parameters and optimizer state."""
         save_s = job.total_bytes / storage_bytes_per_s
         return cls(copy_bytes_per_s=node_bytes_per_s, save_s=save_s, restart_s=start_s + save_s, save_every=save_every)
 
@@ -134,14 +101,8 @@ def copy_seconds(
     needed: dict[int, frozenset[int]], held: dict[int, frozenset[int]], job: ReplayJob, bytes_per_s: float
 ) -> float:
     """
-    Seconds until each node has the layers that it lacks: each layer comes from the holder that has sent least so far,
-    and all nodes send and receive at the same time.
-
-    Args:
-        needed (`dict[int, frozenset[int]]`): Node -> layers that it should hold.
-        held (`dict[int, frozenset[int]]`): Node -> layers that it holds; each layer that is needed is held by some.
-        job ([`ReplayJob`]): The job.
-        bytes_per_s (`float`): What a node sends and receives per second.
+    Seconds until each node has the layers that it lacks and some other holds: each layer comes from the holder that
+    has sent least so far, and all nodes send and receive `bytes_per_s` at the same time.
     """
     sent, received = dict.fromkeys(held, 0.0), 0.0
     for node, layers in needed.items():

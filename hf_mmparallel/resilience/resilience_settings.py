@@ -27,12 +27,7 @@ class ResilienceSettings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ResilienceSettings:
-        """
-        Reads settings.
-
-        Raises:
-            `ValueError`: For an unknown key, or a value that is no number or below 1.
-        """
+        """Reads settings; raises `ValueError` for an unknown key, or a value that is no number or below 1."""
         data = read_mapping(data, "`resilience`", [], ["failures", "ranks_per_node"])
         values = {name: read_count(value, f"`{name}` of `resilience`", 1) for name, value in data.items()}
         return cls(**values)

@@ -20,30 +20,21 @@ from .simulated_steps import StepTimes
 from .state_copies import LostStateError, common_holdings, state_copies
 from .templates import PipelineTemplate, TemplateSearch, fewest_nodes
 
-NUM_FINALISTS = 3
-"""Instantiations that are simulated at most for a number of nodes."""
+NUM_FINALISTS = 3  # instantiations that are simulated at most for a number of nodes
 
 
 @dataclass(frozen=True, eq=False)
 class ResilientPlanner:
     """
-    Plans pipelines for the nodes that there are, such that a number of failures at once leaves a copy of each layer.
-    All processes make the same plans from the same arguments.
-
-    Args:
-        plans ([`PipelinePlans`]): The model, and the settings that all plans have in common.
-        num_nodes (`int`): Nodes at the start.
-        failures (`int`): Nodes that may fail at once without the loss of a layer.
-        mean_time_between_failures_s (`float`, *optional*, defaults to a day): Of the whole job, in seconds.
-
-    Raises:
-        `ValueError`: If this can't be guaranteed, with what can.
+    Plans pipelines for the nodes that there are, such that a number of failures at once leaves a copy of each layer;
+    if this can't be guaranteed, raises `ValueError` with what can. All processes make the same plans from the same
+    arguments.
     """
 
-    plans: PipelinePlans
-    num_nodes: int
-    failures: int
-    mean_time_between_failures_s: float = DAY_S
+    plans: PipelinePlans  # with the settings that all plans have in common
+    num_nodes: int  # at the start
+    failures: int  # nodes that may fail at once without the loss of a layer
+    mean_time_between_failures_s: float = DAY_S  # of the whole job
 
     def __post_init__(self):
         check_guarantee(self.num_nodes, self.fewest, self.failures)
@@ -82,11 +73,8 @@ class ResilientPlanner:
 
     def fastest(self, num_nodes: int) -> ClusterPlan:
         """
-        The fastest plan of a number of nodes, numbered from 0: among the fastest by the closed form, the one whose
-        simulated step is shortest.
-
-        Raises:
-            `ValueError`: If no pipelines use all nodes.
+        The plan of nodes numbered from 0 whose simulated step is shortest, among the fastest by the closed form;
+        raises `ValueError` if no pipelines use all nodes.
         """
         finalists = [self.plans.consecutive(list(map(self.layout, sizes))) for sizes in self._finalists(num_nodes)]
         if not finalists:
@@ -109,11 +97,8 @@ class ResilientPlanner:
 
     def after_single_losses(self, first: ClusterPlan | None = None) -> Iterator[ClusterPlan]:
         """
-        The plan that there is at first, and those that follow if nodes are lost one after the other, each time the
-        node that slows the others most; down to the fewest nodes that are guaranteed.
-
-        Args:
-            first ([`ClusterPlan`], *optional*): The plan of all nodes; by default the fastest one.
+        The plan that there is at first, by default the fastest one, and those that follow if nodes are lost one after
+        the other, each time the node that slows the others most; down to the fewest nodes that are guaranteed.
         """
         state = self.first() if first is None else first
         yield state
@@ -132,13 +117,8 @@ class ResilientPlanner:
 
     def adopt(self, plan: ParallelPlan) -> ClusterPlan:
         """
-        The pipelines of a plan of the user for all nodes at the start, which rank 0 to the last one are on in order.
-
-        Args:
-            plan ([`ParallelPlan`]): The plan.
-
-        Raises:
-            `ValueError`: If it does not consist of copies of the whole model on whole nodes, or has too few.
+        The pipelines of a plan of the user for all nodes at the start, which rank 0 to the last one are on in order;
+        raises `ValueError` if it does not consist of copies of the whole model on whole nodes, or has too few.
         """
         adopted = adopted_pipelines(plan, self.plans, self.num_nodes)
         self._check_adopted(adopted)
@@ -153,18 +133,12 @@ class ResilientPlanner:
     def without(self, state: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
         """
         The plan after a loss of nodes: the one with which most steps are done until the next loss is expected, copies
-        included. It is either the plan where pipelines that neither lost a node nor lend one stay as they are, or one
-        of the fastest of all nodes that are left, if its steps are shorter by [`LEAST_GAIN`] or more.
-
-        Args:
-            state ([`ClusterPlan`]): The plan before it.
-            lost (`Collection[int]`): The nodes that are lost.
-
-        Raises:
-            [`TooFewNodesError`]: If fewer nodes are left than `failures + 1` copies of the model need.
+        included. Raises [`TooFewNodesError`] if fewer nodes are left than `failures + 1` copies of the model need.
         """
         _check_nodes(lost, state, are_there=True)
         mended = self._mended(state, lost)
+        # Either pipelines that neither lost a node nor lend one stay as they are, or the plan is one of the fastest of
+        # all nodes that are left, if its steps are shorter by `LEAST_GAIN` or more.
         plans = [mended, *self._rearranged(state, mended.nodes, _sizes(mended))]
         mended_ms, *others_ms = self._times.of(plans)
         faster = [plan for plan, ms in zip(plans[1:], others_ms, strict=True) if ms * (1 + LEAST_GAIN) <= mended_ms]
@@ -178,14 +152,7 @@ class ResilientPlanner:
     def with_nodes(self, state: ClusterPlan, joined: Collection[int]) -> ClusterPlan:
         """
         The plan with more nodes: one of the fastest ones, the one with which most steps are done until the next loss
-        is expected. Pipelines that have as many nodes as one of it stay as they are.
-
-        Args:
-            state ([`ClusterPlan`]): The plan before it.
-            joined (`Collection[int]`): The nodes that join.
-
-        Raises:
-            `ValueError`: If no pipelines use all nodes, or if a node is there already.
+        is expected. Raises `ValueError` if no pipelines use all nodes, or if a node is there already.
         """
         _check_nodes(joined, state, are_there=False)
         nodes = {*state.nodes, *joined}
@@ -228,6 +195,7 @@ class ResilientPlanner:
                 continue
             wanted, kept = Counter(sizes), []
             for pipeline in state.pipelines:
+                # a pipeline stays that has as many nodes as one of the new plan
                 if left.issuperset(pipeline.nodes) and wanted[len(pipeline.nodes)] > 0:
                     wanted[len(pipeline.nodes)] -= 1
                     kept.append(pipeline)
@@ -248,10 +216,7 @@ class ResilientPlanner:
     def _placed(
         self, before: ClusterPlan, kept: Sequence[Pipeline], groups: Sequence[Sequence[Pipeline]]
     ) -> ClusterPlan:
-        """
-        The plan of pipelines that stay, and of new ones, in each group of which nodes take places such that as little
-        as possible is copied.
-        """
+        """The plan of pipelines that stay and of new ones, in whose groups nodes are placed to copy least."""
         spec, changed = self.plans.chain.spec, []
         draft = self.plans.of([*kept, *(pipeline for group in groups for pipeline in group)])
         held, needed = common_holdings(spec, before, draft)
@@ -271,9 +236,7 @@ class ResilientPlanner:
         return {}
 
     def _found(self, node_counts: Iterable[int]) -> list[PipelineTemplate | None]:
-        """
-        For each number of nodes its template, for their share of the microbatches; `None` if there is none.
-        """
+        """The template of each number of nodes, for their share of the microbatches; `None` if there is none."""
         counts = list(node_counts)
         missing = [count for count in counts if count not in self._known]
         total, chain = self.plans.num_microbatches, self.plans.chain.chain

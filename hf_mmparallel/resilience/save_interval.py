@@ -9,11 +9,11 @@ from .._portable import exp, expm1
 
 def best_save_interval_s(save_s: float, mean_time_between_failures_s: float, write_s: float = 0.0) -> float:
     """
-    The time from the end of a save to the start of the next with the shortest expected run, in seconds.
+    The time from the end of a save to the start of the next with the shortest expected run, in seconds (Daly's
+    higher-order form, equation 37, for failures that are independent of each other).
 
-    Daly's higher-order form (equation 37) for failures that are independent of each other. Its first term is Young's,
-    `sqrt(2 * save_s * mean_time_between_failures_s)`. Saving more often costs more time than it saves on average at a
-    failure, when the steps since the last checkpoint run again.
+    Saving more often costs more time than it saves on average at a failure, when the steps since the last checkpoint
+    run again.
 
     Args:
         save_s (`float`): Time that training waits for a save.
@@ -32,6 +32,7 @@ def best_save_interval_s(save_s: float, mean_time_between_failures_s: float, wri
     share = save_s / (2 * mean_time_between_failures_s)
     if share >= 1:  # a failure comes before the save is over, on average
         return max(mean_time_between_failures_s, write_s)
+    # Young's interval, the first term of Daly's form
     young = math.sqrt(2 * save_s * mean_time_between_failures_s)
     return max(young * (1 + math.sqrt(share) / 3 + share / 9) - save_s, write_s)
 

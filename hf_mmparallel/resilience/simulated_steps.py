@@ -16,32 +16,22 @@ from .model_chain import mean_pass_ms
 from .pipelines import ClusterPlan, Pipeline, PipelinePlans
 
 _PipelineKey = tuple[int, tuple[tuple[str, tuple[Stage, ...]], ...], int]
-MOST_TASKS = 200_000
-"""Tasks of a step that is simulated at most."""
+MOST_TASKS = 200_000  # tasks of a step that is simulated at most
 
 
 @dataclass(frozen=True, eq=False)
 class StepTimes:
     """
-    Predicted times of steps of pipelines.
-
-    They are simulated with microbatches that all take the mean time, on nodes that follow each other. Steps of samples
-    of unknown size, or with very many tasks, have the times of the closed form ([`ClusterPlan.step_ms`]).
-
-    Args:
-        plans ([`PipelinePlans`]): The model.
+    Predicted times of steps of pipelines, simulated with microbatches that all take the mean time, on nodes that
+    follow each other. Steps of samples of unknown size, or with very many tasks, have the times of the closed form
+    ([`ClusterPlan.step_ms`]).
     """
 
     plans: PipelinePlans
     _known: dict[tuple[_PipelineKey, ...], float] = field(default_factory=dict, init=False)
 
     def of(self, plans: Sequence[ClusterPlan]) -> list[float]:
-        """
-        Times in ms that can be compared with each other: all simulated, or all of the closed form.
-
-        Args:
-            plans (`Sequence[ClusterPlan]`): The plans.
-        """
+        """Times in ms that can be compared with each other: all simulated, or all of the closed form."""
         are_simulated = self.plans.chain.microbatches.sizes.known and max(map(_num_tasks, plans)) <= MOST_TASKS
         return [self._simulated_ms(plan) if are_simulated else plan.step_ms for plan in plans]
 

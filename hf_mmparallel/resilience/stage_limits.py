@@ -15,26 +15,17 @@ from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import ParallelPlan
 from .typical_microbatches import TypicalMicrobatches
 
-NO_LIMIT = int(np.iinfo(np.int32).max)
-"""Microbatches in flight where memory does not limit them."""
+NO_LIMIT = int(np.iinfo(np.int32).max)  # microbatches in flight where memory does not limit them
 
 
 @dataclass(eq=False)
 class _Bytes:
-    """
-    Memory of stages on a rank, by first layer and one past the last `[layers, layers + 1]`, of a module or of a chain.
+    """Memory of stages of a module or chain on a rank, by first layer and one past the last `[layers, layers + 1]`."""
 
-    Args:
-        fixed (`np.ndarray`): Bytes whatever is in flight: weights, gradients, optimizer state, inputs.
-        saved (`np.ndarray`): Bytes of each microbatch in flight.
-        ahead (`np.ndarray`): Bytes of the microbatches in flight beyond the stages behind a stage.
-        running (`np.ndarray`): Bytes of the running task besides.
-    """
-
-    fixed: NDArray
-    saved: NDArray
-    ahead: NDArray
-    running: NDArray
+    fixed: NDArray  # whatever is in flight: weights, gradients, optimizer state, inputs
+    saved: NDArray  # of each microbatch in flight
+    ahead: NDArray  # of the microbatches in flight beyond the stages behind a stage
+    running: NDArray  # of the running task besides
 
     @classmethod
     def empty(cls, count: int) -> _Bytes:
@@ -62,27 +53,18 @@ class _Bytes:
 
 def stage_limits(
     costs: CostModel,
-    plan: ParallelPlan,
+    plan: ParallelPlan,  # whose modules have one stage for each unit of the chain
     microbatches: TypicalMicrobatches,
-    memory_bytes: float,
-    state_copies: int = 1,
+    memory_bytes: float,  # of a rank
+    state_copies: int = 1,  # of a stage, that a rank has memory for
 ) -> NDArray:
     """
-    How many microbatches stages of a chain can have in flight.
+    How many microbatches stages of a chain can have in flight `[units, units + 1]`, by first unit and one past the
+    last; 0 where there is no stage.
 
     All microbatches in flight count as the largest one, and the running task is the one with the largest transient
     memory, as in [`memory_per_rank`]. A rank with the end of a module and the start of the next has a stage of each,
     and so one more microbatch in flight in the former; an encoder has another one for deferred samples.
-
-    Args:
-        costs ([`CostModel`]): Memory of layers.
-        plan ([`ParallelPlan`]): A plan whose modules have one stage for each unit of the chain.
-        microbatches ([`TypicalMicrobatches`]): The microbatches.
-        memory_bytes (`float`): Memory of a rank.
-        state_copies (`int`, *optional*, defaults to 1): Copies of the state of a stage that it has memory for.
-
-    Returns:
-        `np.ndarray` of shape `[units, units + 1]`: By first unit and one past the last; 0 where there is no stage.
     """
     units = [len(module.replicas[0]) for module in plan.modules.values()]
     total = _Bytes.empty(sum(units))
@@ -130,25 +112,15 @@ def _layer_kinds(costs: CostModel, name: str, tp_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Demand:
-    """
-    What microbatches need in a module.
+    """What microbatches need in a module."""
 
-    Args:
-        sizes (`np.ndarray` of shape `[microbatches, 3]`): Of each on one rank, see [`activation_sizes`].
-        num_tokens (`float`): Tokens of all microbatches of a step.
-        received (`tuple[tuple[tuple[int, ...], float], ...]`):
-            For each encoder whose features enter the module: the layers where they do, and the bytes of the features
-            of the largest microbatch.
-        sent_bytes (`float`): Bytes of the features of a step, of an encoder.
-        num_ahead (`int`): Microbatches in flight beyond the stages behind a stage.
-        state_copies (`int`): See [`stage_limits`].
-    """
-
-    sizes: NDArray
-    num_tokens: float
+    sizes: NDArray  # [microbatches, 3]: of each on one rank, see `activation_sizes`
+    num_tokens: float  # of all microbatches of a step
+    # For each encoder whose features enter the module: the layers where they do, and the bytes of the features of the
+    # largest microbatch.
     received: tuple[tuple[tuple[int, ...], float], ...]
-    sent_bytes: float
-    num_ahead: int
+    sent_bytes: float  # features of a step, of an encoder
+    num_ahead: int  # microbatches in flight beyond the stages behind a stage
     state_copies: int
 
     @classmethod

@@ -14,31 +14,18 @@ from ..plan import Cut, ModelSpec, ParallelPlan, ParameterShards, ParameterSpec,
 
 @dataclass(frozen=True)
 class PlacedPlan:
-    """
-    A plan, and the processes that play its ranks.
-
-    Args:
-        plan ([`ParallelPlan`]): The plan.
-        members (`tuple[int, ...]`): By rank: the number of a process, which never changes.
-    """
+    """A plan, and the processes that play its ranks."""
 
     plan: ParallelPlan
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # by rank: the number of a process, which never changes
 
 
 @dataclass(frozen=True)
 class Slice:
-    """
-    Elements of a parameter.
+    """Elements of a parameter."""
 
-    Args:
-        dim (`int`, *optional*): The dimension that is cut; `None` for all elements.
-        ranges (`tuple[tuple[int, int], ...]`, *optional*):
-            First index in that dimension and one past the last, of each block that is cut.
-    """
-
-    dim: int | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
+    dim: int | None = None  # the dimension that is cut; `None` for all elements
+    ranges: tuple[tuple[int, int], ...] = ()  # first index in that dimension and one past the last, of each block
 
     @classmethod
     def of(cls, parameter: ParameterSpec, cuts: Sequence[Cut]) -> Slice:
@@ -79,12 +66,8 @@ class Slice:
 
     def divided(self, parameter: ParameterSpec, other: Slice, borders: Sequence[int]) -> list[Slice]:
         """
-        The same elements, divided at borders.
-
-        Args:
-            parameter (`ParameterSpec`): The parameter.
-            other ([`Slice`]): Any slice that says which dimension is cut, in how many blocks.
-            borders (`Sequence[int]`): Indices in the first block, in ascending order, with those of this slice.
+        The same elements, divided at `borders`, which are indices in the first block in ascending order, with those of
+        this slice. `other` is any slice that says which dimension is cut, in how many blocks.
         """
         if other.dim is None:
             return [self]
@@ -101,34 +84,20 @@ class Slice:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """
-    A part of a parameter, with its optimizer state, that a process sends to another.
-
-    Args:
-        parameter (`str`): Its name.
-        source (`int`): The member that sends it.
-        target (`int`): The member that lacks it.
-        slice ([`Slice`]): Its elements.
-        num_bytes (`int`): Their bytes, with those of the optimizer's state.
-    """
+    """A part of a parameter, with its optimizer state, that a process sends to another."""
 
     parameter: str
-    source: int
-    target: int
+    source: int  # the member that sends it
+    target: int  # the member that lacks it
     slice: Slice
-    num_bytes: int
+    num_bytes: int  # with those of the optimizer's state
 
 
 @dataclass(frozen=True)
 class StateCopies:
-    """
-    All copies of a change of plans.
+    """All copies of a change of plans."""
 
-    Args:
-        copies (`tuple[StateCopy, ...]`): In the order of the model's parameters, then of targets.
-    """
-
-    copies: tuple[StateCopy, ...]
+    copies: tuple[StateCopy, ...]  # in the order of the model's parameters, then of targets
 
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
@@ -147,18 +116,12 @@ class StateCopies:
 
 
 class LostStateError(RuntimeError):
-    """
-    No live process holds a part of the model.
-
-    Args:
-        missing (`Mapping[str, Sequence[int]]`):
-            Module -> its layers that nobody holds, -1 for what is before the first and `num_layers` for what is after
-            the last.
-        text (`str`): The message.
-    """
+    """No live process holds a part of the model."""
 
     def __init__(self, missing: Mapping[str, Sequence[int]], text: str):
         super().__init__(text)
+        # module -> its layers that nobody holds, -1 for what is before the first and `num_layers` for what is after
+        # the last
         self.missing = dict(missing)
 
 
@@ -167,16 +130,7 @@ Holdings = dict[int, dict[Part, int]]  # member -> part -> bytes with optimizer 
 
 
 def holdings(spec: ModelSpec, placed: PlacedPlan) -> Holdings:
-    """
-    What each process holds under a plan.
-
-    Args:
-        spec ([`ModelSpec`]): The model.
-        placed ([`PlacedPlan`]): The plan.
-
-    Returns:
-        `dict[int, dict[tuple[str, Slice], int]]`: Member -> (parameter, elements) -> bytes with optimizer state.
-    """
+    """What each process holds under a plan."""
     result: Holdings = {member: {} for member in placed.members}
     for name, shards in parameter_shards(spec, placed.plan).items():
         parameter = spec.parameters[name]
@@ -193,14 +147,6 @@ def common_holdings(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> t
     """
     What each process holds under two plans, in parts of which no two overlap: where the plans cut a parameter in
     unlike ways, it is divided at the borders of both.
-
-    Args:
-        spec ([`ModelSpec`]): The model.
-        before, after ([`PlacedPlan`]): The plans.
-
-    Returns:
-        `tuple[dict[int, dict[tuple[str, Slice], int]], dict[int, dict[tuple[str, Slice], int]]]`:
-            See [`holdings`].
     """
     held, needed = holdings(spec, before), holdings(spec, after)
     slices: dict[str, set[Slice]] = defaultdict(set)
@@ -239,18 +185,8 @@ def value_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
 
 def state_copies(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> StateCopies:
     """
-    What processes must copy to each other before they go on under another plan.
-
-    Each part that a process of the new plan needs and does not hold comes from one that holds it and goes on. The
-    largest parts are given out first, each to the holder that has the fewest bytes to send so far.
-
-    Args:
-        spec ([`ModelSpec`]): The model.
-        before ([`PlacedPlan`]): The plan before the change. Its members that are not in `after` are lost.
-        after ([`PlacedPlan`]): The plan after it. Its members that are not in `before` hold nothing.
-
-    Raises:
-        [`LostStateError`]: If nobody holds a part.
+    What processes must copy to each other before they go on under another plan; raises [`LostStateError`] if nobody
+    holds a part. Members that are only in `before` are lost, and those that are only in `after` hold nothing.
     """
     held, needed = common_holdings(spec, before, after)
     holders: dict[Part, list[int]] = defaultdict(list)
@@ -266,6 +202,8 @@ def state_copies(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> Stat
     lost = {name for _, (name, elements), _ in wanted if (name, elements) not in holders}
     if lost:
         raise _lost_state(spec, lost)
+    # Each part comes from a member that holds it and goes on: the largest parts first, each from the holder that has
+    # the fewest bytes to send so far.
     sent = dict.fromkeys(after.members, 0)
     copies = []
     for num_bytes, part, target in sorted(wanted, key=lambda one: -one[0]):

@@ -15,23 +15,13 @@ from .._portable import on_grid
 
 @dataclass(frozen=True, eq=False)
 class LayerChain:
-    """
-    The layers of one copy of a model in the order of its pipeline: those of the encoders, then those of the language
-    model.
+    """The layers of one copy of a model in pipeline order: those of the encoders, then of the language model."""
 
-    Args:
-        rank_counts (`Sequence[int]`): Numbers of ranks that a stage may have, in ascending order.
-        layer_ms (`ArrayLike` of shape `[counts, layers]`):
-            Time of a forward and a backward of one microbatch in each layer on each number of ranks.
-        starts (`Sequence[int]`, *optional*): First layers of modules; no stage has layers of two modules.
-        fits_in_flight (`ArrayLike` of shape `[counts, layers, layers + 1]`, *optional*):
-            By number of ranks, first layer and one past the last: how many microbatches a stage of these layers can
-            have in flight within its memory. No limit by default.
-    """
-
-    rank_counts: Sequence[int]
-    layer_ms: ArrayLike
-    starts: Sequence[int] = ()
+    rank_counts: Sequence[int]  # numbers of ranks that a stage may have, in ascending order
+    layer_ms: ArrayLike  # [counts, layers]: forward and backward of one microbatch on each number of ranks
+    starts: Sequence[int] = ()  # first layers of modules; no stage has layers of two modules
+    # [counts, layers, layers + 1], by number of ranks, first layer and one past the last: how many microbatches a
+    # stage of these layers can have in flight within its memory; no limit by default
     fits_in_flight: ArrayLike | None = None
 
     @property
@@ -61,32 +51,19 @@ class LayerChain:
 
 @dataclass(frozen=True)
 class TemplateStage:
-    """
-    A stage of a template.
+    """A stage of a template."""
 
-    Args:
-        layers (`tuple[int, int]`): First layer of the chain, and one past the last.
-        num_ranks (`int`): Ranks of the stage, all of one node.
-        time_ms (`float`): Time of a forward and a backward of one microbatch.
-    """
-
-    layers: tuple[int, int]
-    num_ranks: int
-    time_ms: float
+    layers: tuple[int, int]  # first layer of the chain, and one past the last
+    num_ranks: int  # all of one node
+    time_ms: float  # a forward and a backward of one microbatch
 
 
 @dataclass(frozen=True)
 class PipelineTemplate:
-    """
-    The stages of one copy of the model on a number of nodes.
-
-    Args:
-        num_nodes (`int`): Its nodes.
-        stages (`tuple[TemplateStage, ...]`): Its stages, in order.
-    """
+    """The stages of one copy of the model on a number of nodes."""
 
     num_nodes: int
-    stages: tuple[TemplateStage, ...]
+    stages: tuple[TemplateStage, ...]  # in order
 
     @property
     def fill_ms(self) -> float:
@@ -112,19 +89,14 @@ def pipeline_templates(
     chain: LayerChain, node_counts: Iterable[int], node_size: int, num_microbatches: int
 ) -> list[PipelineTemplate]:
     """
-    The fastest template for each number of nodes; those without any are left out.
+    The fastest template for each number of nodes, for a step of `num_microbatches` in it; those without any are left
+    out.
 
     The time of a template is `sum(t) + (num_microbatches - 1) * max(t)` with the times `t` of its stages. For a limit
     of `max(t)`, the smallest sum for every suffix of the layers on every number of ranks follows by dynamic
     programming. Limits are tried from above: each solution says how far below its own slowest stage the next limit
     must be, down to the smallest possible one, so that the result is exact. (Oobleck divides and conquers, with four
     microbatches for each stage, so that templates of more stages compute more.)
-
-    Args:
-        chain ([`LayerChain`]): The layers.
-        node_counts (`Iterable[int]`): Numbers of nodes.
-        node_size (`int`): Ranks of a node.
-        num_microbatches (`int`): Microbatches of a step in such a pipeline.
     """
     counts = list(node_counts)
     search = TemplateSearch(chain, node_size, max(counts, default=0), num_microbatches)
@@ -133,15 +105,7 @@ def pipeline_templates(
 
 
 def fewest_nodes(chain: LayerChain, node_size: int, most: int, num_microbatches: int) -> int | None:
-    """
-    The fewest nodes on which one copy of the model fits, up to a limit; `None` if it fits on none.
-
-    Args:
-        chain ([`LayerChain`]): The layers.
-        node_size (`int`): Ranks of a node.
-        most (`int`): Largest number of nodes to try.
-        num_microbatches (`int`): Microbatches of a step in such a pipeline.
-    """
+    """The fewest nodes on which one copy of the model fits, up to `most`; `None` if it fits on none."""
     fits = np.isfinite(TemplateSearch(chain, node_size, most, num_microbatches).slowest_ms[::node_size])
     return int(np.argmax(fits)) if fits.any() else None
 
@@ -150,15 +114,8 @@ def fastest_template(
     chain: LayerChain, num_nodes: int, node_size: int, num_microbatches: int, most_in_flight: int | None = None
 ) -> PipelineTemplate | None:
     """
-    The fastest template of a number of nodes, see [`pipeline_templates`]; `None` if there is none.
-
-    Args:
-        chain ([`LayerChain`]): The layers.
-        num_nodes (`int`): Number of nodes.
-        node_size (`int`): Ranks of a node.
-        num_microbatches (`int`): Microbatches of a step for which it is the fastest.
-        most_in_flight (`int`, *optional*):
-            Microbatches of a step that its memory must allow, if these are more than `num_microbatches`.
+    The fastest template of a number of nodes, see [`pipeline_templates`]; `None` if there is none. Its memory must
+    allow `most_in_flight` microbatches of a step, if these are more than `num_microbatches`.
     """
     search = TemplateSearch(chain, node_size, num_nodes, most_in_flight or num_microbatches)
     return search.fastest(num_nodes, num_microbatches)
@@ -175,27 +132,15 @@ class TemplateSearch:
     layer for the most layers that a stage can have within the limit. More stages behind a stage mean more microbatches
     in flight in it; if memory limits them nowhere, there is one entry only. Ranks are counted from the end of the
     pipeline, and no stage has ranks of two nodes.
-
-    Args:
-        chain ([`LayerChain`]): The layers.
-        node_size (`int`): Ranks of a node.
-        num_nodes (`int`): Largest number of nodes of a template.
-        num_microbatches (`int`): Most microbatches in flight.
     """
 
     chain: LayerChain
-    node_size: int
-    num_nodes: int
-    num_microbatches: int
+    node_size: int  # ranks of a node
+    num_nodes: int  # largest number of nodes of a template
+    num_microbatches: int  # most in flight
 
     def fastest(self, num_nodes: int, num_microbatches: int) -> PipelineTemplate | None:
-        """
-        The fastest template, see [`pipeline_templates`]; `None` if there is none.
-
-        Args:
-            num_nodes (`int`): Number of nodes.
-            num_microbatches (`int`): Microbatches of a step for which it is the fastest.
-        """
+        """The fastest template for a step of `num_microbatches`; `None` if there is none."""
         num_ranks = num_nodes * self.node_size
         if num_ranks > self._num_ranks or not np.isfinite(self.slowest_ms[num_ranks]):
             return None

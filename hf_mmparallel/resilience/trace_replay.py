@@ -8,48 +8,30 @@ from typing import Literal, Protocol
 from .traces import Trace
 
 Cause = Literal["computing", "redundant", "lost", "copying", "saving", "restarting", "idle"]
+# What the time of nodes goes to: samples that count, computation that is done a second time to survive failures,
+# samples that are computed again, copies of missing weights, checkpoints, detection and new groups or processes, and
+# nodes that are there and have nothing to do.
 CAUSES: tuple[Cause, ...] = ("computing", "redundant", "lost", "copying", "saving", "restarting", "idle")
-"""
-What the time of nodes goes to: samples that count, computation that is done a second time to survive failures,
-samples that are computed again, copies of missing weights, checkpoints, detection and new groups or processes, and
-nodes that are there and have nothing to do.
-"""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """
-    How a job runs between two events.
-
-    Args:
-        step_s (`float`): Seconds of a step.
-        num_nodes (`int`): Nodes that compute.
-        redundant_share (`float`, *optional*): Share of the step in which nodes compute what others compute as well.
-        save_every (`int`, *optional*): Steps between two checkpoints; none by default.
-        save_s (`float`, *optional*): Seconds for which a checkpoint blocks the job.
-    """
+    """How a job runs between two events."""
 
     step_s: float
-    num_nodes: int
-    redundant_share: float = 0.0
-    save_every: int | None = None
-    save_s: float = 0.0
+    num_nodes: int  # that compute
+    redundant_share: float = 0.0  # share of the step in which nodes compute what others compute as well
+    save_every: int | None = None  # steps between two checkpoints; none by default
+    save_s: float = 0.0  # for which a checkpoint blocks the job
 
 
 @dataclass(frozen=True)
 class Transition:
-    """
-    What an event does to a job.
+    """What an event does to a job."""
 
-    Args:
-        pace (`Pace`, *optional*): How it runs afterwards; `None` if it can't.
-        pauses (`tuple[tuple[str, float], ...]`, *optional*): Causes and seconds of what it does before that.
-        loses (`str`, *optional*): `"step"`: the running step; `"saved"`: all since the last checkpoint.
-    """
-
-    pace: Pace | None
-    pauses: tuple[tuple[Cause, float], ...] = ()
-    loses: Literal["nothing", "step", "saved"] = "nothing"
+    pace: Pace | None  # how it runs afterwards; `None` if it can't
+    pauses: tuple[tuple[Cause, float], ...] = ()  # causes and seconds of what it does before that
+    loses: Literal["nothing", "step", "saved"] = "nothing"  # the running step, or all since the last checkpoint
 
 
 class RecoveryPolicy(Protocol):
@@ -73,21 +55,13 @@ class RecoveryPolicy(Protocol):
 
 @dataclass(frozen=True)
 class ReplaySpan:
-    """
-    A time in which a job does one thing.
-
-    Args:
-        start_s, end_s (`float`): Start and end.
-        cause (`str`): See [`CAUSES`]; `"redundant"` is a part of `"computing"` here.
-        num_nodes (`int`): Nodes that are there.
-        pace (`Pace`, *optional*): How it computes.
-    """
+    """A time in which a job does one thing."""
 
     start_s: float
     end_s: float
-    cause: Cause
-    num_nodes: int
-    pace: Pace | None = None
+    cause: Cause  # see `CAUSES`; "redundant" is a part of "computing" here
+    num_nodes: int  # that are there
+    pace: Pace | None = None  # how it computes
 
     @property
     def seconds(self) -> float:
@@ -96,18 +70,11 @@ class ReplaySpan:
 
 @dataclass(frozen=True)
 class Replay:
-    """
-    A job under a trace of failures.
+    """A job under a trace of failures."""
 
-    Args:
-        spans (`tuple[ReplaySpan, ...]`): What it does, in the order of time.
-        samples_per_step (`int`): Samples of a step.
-        events_s (`tuple[float, ...]`): Times at which nodes were lost.
-    """
-
-    spans: tuple[ReplaySpan, ...]
+    spans: tuple[ReplaySpan, ...]  # in the order of time
     samples_per_step: int
-    events_s: tuple[float, ...]
+    events_s: tuple[float, ...]  # times at which nodes were lost
 
     @property
     def length_s(self) -> float:
@@ -161,16 +128,11 @@ class Replay:
 
 def replay_trace(trace: Trace, policy: RecoveryPolicy, samples_per_step: int) -> Replay:
     """
-    Replays a trace with one way to recover.
+    Replays a trace with one way to recover, which the replay uses up.
 
     The job runs in whole steps. A node that joins is taken in at the end of the running step. What a loss takes away,
     the running step or all since the last checkpoint, is computed again and doesn't count; so does a step that runs at
     the end.
-
-    Args:
-        trace ([`Trace`]): When nodes join and when they are lost.
-        policy ([`RecoveryPolicy`]): How the job recovers; used up by the replay.
-        samples_per_step (`int`): Samples of a step.
     """
     run = _Run(policy)
     for event in trace.events:

@@ -14,43 +14,26 @@ ACTIONS = ("add", "remove")
 
 @dataclass(frozen=True)
 class NodeEvents:
-    """
-    What happens to the nodes of a cluster at one time.
+    """What happens to the nodes of a cluster at one time."""
 
-    Args:
-        time_s (`float`): Seconds since the start of the trace.
-        lost (`frozenset[int]`): Nodes that are lost.
-        joined (`frozenset[int]`): Nodes that join.
-    """
-
-    time_s: float
+    time_s: float  # since the start of the trace
     lost: frozenset[int]
     joined: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """
-    When nodes join and when they are lost.
+    """When nodes join and when they are lost."""
 
-    Args:
-        events (`tuple[NodeEvents, ...]`): In the order of time, one for each time.
-        end_s (`float`): End of the trace.
-    """
-
-    events: tuple[NodeEvents, ...]
+    events: tuple[NodeEvents, ...]  # in the order of time, one for each time
     end_s: float
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, str, str]], end_s: float | None = None) -> Trace:
         """
-        Args:
-            rows (`Iterable[tuple[float, str, str]]`): Milliseconds, `"add"` or `"remove"`, and the name of a node.
-            end_s (`float`, *optional*): End of the trace; that of the last row by default.
-
-        Raises:
-            `ValueError`: For an action that is neither, a node that is removed and not there, or added and there
-                already, and times that go backwards; with the number of the row.
+        Makes a trace of rows with milliseconds, `"add"` or `"remove"`, and the name of a node; raises `ValueError`
+        with the number of the row for an action that is neither, a node that is removed and not there, or added and
+        there already, and times that go backwards.
         """
         numbers: dict[str, int] = {}
         present: set[str] = set()
@@ -84,6 +67,7 @@ class Trace:
             NodeEvents(time_s, *(frozenset(numbers[node] for node in nodes) for nodes in both))
             for time_s, both in times.items()
         )
+        # By default the trace ends with its last row.
         return cls(events, last_ms / 1e3 if end_s is None else end_s)
 
     @property
@@ -162,17 +146,10 @@ def _is_number(text: str) -> bool:
 
 
 def regular_losses(num_nodes: int, every_s: float, num_losses: int, seed: int = 0) -> Trace:
-    """
-    A trace in which one node after the other is lost, at equal distances, and none comes back.
-
-    Args:
-        num_nodes (`int`): Nodes at the start.
-        every_s (`float`): Seconds between two losses.
-        num_losses (`int`): Number of losses; the trace ends with the last one.
-        seed (`int`, *optional*, defaults to 0): Decides which nodes are lost.
-    """
+    """A trace in which one node after the other is lost, at equal distances, and none comes back."""
     if num_losses > num_nodes:
         raise ValueError(f"{num_losses} nodes can't be lost: there are {num_nodes}. Lose at most all of them.")
+    # The trace ends with the last loss.
     order = random.Random(seed).sample(range(num_nodes), num_losses)
     rows = [(0.0, "add", f"node{node}") for node in range(num_nodes)]
     rows += [(1e3 * every_s * (index + 1), "remove", f"node{node}") for index, node in enumerate(order)]
@@ -182,27 +159,17 @@ def regular_losses(num_nodes: int, every_s: float, num_losses: int, seed: int = 
 @dataclass(frozen=True)
 class SpotMarket:
     """
-    How nodes of spot instances come and go: at random times some are taken away together, and each is replaced after
-    a random time.
-
-    Args:
-        num_nodes (`int`): Nodes that are asked for, all of which are there at the start.
-        loss_every_s (`float`): Mean time between two losses.
-        most_at_once (`int`): A loss takes between one and this number of nodes, all equally likely.
-        replaced_after_s (`float`): Mean time until a lost node is replaced by another one.
+    How nodes of spot instances come and go: at random times some are taken away together, and each is replaced after a
+    random time.
     """
 
-    num_nodes: int
-    loss_every_s: float
-    most_at_once: int
-    replaced_after_s: float
+    num_nodes: int  # that are asked for, all of which are there at the start
+    loss_every_s: float  # mean time between two losses
+    most_at_once: int  # a loss takes between one and this number of nodes, all equally likely
+    replaced_after_s: float  # mean time until a lost node is replaced by another one
 
     def trace(self, length_s: float, seed: int = 0) -> Trace:
-        """
-        Args:
-            length_s (`float`): Length of the trace.
-            seed (`int`, *optional*, defaults to 0): Seed of the times and the nodes.
-        """
+        """Draws a trace of this length."""
         rng = random.Random(seed)
         present, number = list(range(self.num_nodes)), self.num_nodes
         rows = [(0.0, "add", f"node{node}") for node in present]

@@ -14,18 +14,11 @@ from ..plan import LANGUAGE_MODEL, ModulePlan, SampleSizes
 
 @dataclass(frozen=True, eq=False)
 class TypicalMicrobatches:
-    """
-    What pipelines compute in a step.
+    """What pipelines compute in a step."""
 
-    Args:
-        sizes ([`SampleSizes`]): Samples; every `microbatch_size` of them in a row are a microbatch.
-        microbatch_size (`int`, *optional*, defaults to 1): Samples of a microbatch.
-        most (`int`, *optional*, defaults to 1): The most microbatches of a pipeline in a step.
-    """
-
-    sizes: SampleSizes
-    microbatch_size: int = 1
-    most: int = 1
+    sizes: SampleSizes  # every `microbatch_size` samples in a row are a microbatch
+    microbatch_size: int = 1  # samples
+    most: int = 1  # the most microbatches of a pipeline in a step
 
     @property
     def count(self) -> int:
@@ -40,17 +33,7 @@ class TypicalMicrobatches:
         return [group for group in used if len(group)]
 
     def chunks(self, costs: CostModel, module: str, planned: ModulePlan) -> NDArray:
-        """
-        Sizes of the microbatches with an input for a module.
-
-        Args:
-            costs ([`CostModel`]): The cost model, which knows whether rows are packed.
-            module (`str`): The module.
-            planned ([`ModulePlan`]): Its layout.
-
-        Returns:
-            `np.ndarray` of shape `[microbatches, 3]`: The columns of [`ChunkSize`].
-        """
+        """Sizes `[microbatches, 3]` of those with an input for a module: the columns of [`ChunkSize`]."""
         groups = self.groups(module)
         if not groups:
             return np.zeros((0, 3))

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 from .strategies import Strategies
 from .strategy_space import ModuleDemand, StrategySpace
 
+# "fastest" minimizes the largest work per rank, "nearest" the squared distance to the fractional shares, as in the
+# paper. They differ near the borders: of 16 ranks, a module with 0.595 of the work gets 10 by "nearest", since its
+# share is 9.52, and 9 by "fastest", since 0.405 / 6 is more than 0.595 / 9. With two modules only the module with the
+# larger share can get fewer.
 Rounding = Literal["fastest", "nearest"]
 
 _CLOSE = 1 + 4e-9  # tolerance of the bisection, tighter than that of equal times
@@ -35,23 +39,9 @@ def proportional_allocation(
     work: Mapping[str, float], num_ranks: int, minimum: int = 1, rounding: Rounding = "fastest"
 ) -> dict[str, int]:
     """
-    Divides ranks over modules in proportion to their work (Entrain, section 4.4.2 and algorithm 2, line 5).
-
-    Args:
-        work (`Mapping[str, float]`): Module -> its work, in any unit, above 0.
-        num_ranks (`int`): Ranks of one replica; all of them are assigned.
-        minimum (`int`, *optional*, defaults to 1): Minimum ranks of each module.
-        rounding (`str`, *optional*, defaults to `"fastest"`):
-            `"fastest"` minimizes the largest work per rank. `"nearest"` minimizes the squared distance to the
-            fractional shares, as in the paper. They differ near the borders: of 16 ranks, a module with 0.595 of the
-            work gets 10 by the latter, since its share is 9.52, and 9 by the former, since 0.405 / 6 is more than
-            0.595 / 9. With two modules only the module with the larger share can get fewer.
-
-    Returns:
-        `dict[str, int]`: Module -> ranks.
-
-    Raises:
-        `ValueError`: If there are too few ranks, or a work is not a number above 0.
+    Divides all ranks of a replica over modules in proportion to their work (Entrain, section 4.4.2 and algorithm 2,
+    line 5). Works are in any unit and above 0, and each module gets at least `minimum` ranks; otherwise raises
+    `ValueError`.
     """
     shares = np.array([list(work.values())], float)
     for name, value in work.items():
@@ -65,22 +55,8 @@ def proportional_allocations(
     work: NDArray, num_ranks: int, minimum: int = 1, rounding: Rounding = "fastest"
 ) -> NDArray:
     """
-    [`proportional_allocation`] of many works at once.
-
-    Ranks are assigned one by one to the module with the largest need, which is optimal for both roundings: for
-    `"fastest"` since a better allocation has to give the slowest module more, for `"nearest"` since the squares are
-    convex. All but the last few are assigned at once.
-
-    Args:
-        work (`numpy.ndarray` of shape `[num_works, num_modules]`): Each at least 0, with a sum above 0.
-        num_ranks, minimum, rounding: See [`proportional_allocation`].
-
-    Returns:
-        `numpy.ndarray`: int64 `[num_works, num_modules]`.
-
-    Raises:
-        `ValueError`: If there are too few ranks, if a work is negative or not finite, or if all works of a batch are
-            0.
+    Does [`proportional_allocation`] for many works `[num_works, num_modules]` at once; returns int64 ranks of this
+    shape. A work may be 0 here, but not all works of a row.
     """
     num_modules = work.shape[1]
     if minimum < 1 or num_ranks < num_modules * minimum:
@@ -102,6 +78,8 @@ def proportional_allocations(
         start = np.ceil(shares - assigned - 1)
     ranks = np.maximum(start, minimum).astype(np.int64)
     left = num_ranks - ranks.sum(axis=1)
+    # One rank after the other to the module with the largest need is optimal: for "fastest" since a better allocation
+    # has to give the slowest module more, for "nearest" since the squares are convex.
     while (rows := np.flatnonzero(left > 0)).size:
         neediest = _NEEDS[rounding](shares[rows], ranks[rows]).argmax(axis=1)
         ranks[rows, neediest] += 1
@@ -111,20 +89,13 @@ def proportional_allocations(
 
 @dataclass(frozen=True)
 class AllocatedModule:
-    """
-    The layout of a module.
-
-    Args:
-        tp_size, dp_size, pp_size (`int`): Parallel sizes.
-        stage_ms (`float`): Forward plus backward time of a microbatch on one of its stages.
-        memory_bytes (`float`): Memory of a rank of its first stage.
-    """
+    """The layout of a module."""
 
     tp_size: int
     dp_size: int
     pp_size: int
-    stage_ms: float
-    memory_bytes: float
+    stage_ms: float  # forward plus backward of a microbatch on one of its stages
+    memory_bytes: float  # of a rank of its first stage
 
     @property
     def num_ranks(self) -> int:
@@ -133,29 +104,16 @@ class AllocatedModule:
 
 @dataclass(frozen=True)
 class Allocation:
-    """
-    The layouts of all modules, on disjoint ranks.
-
-    Args:
-        modules (`Mapping[str, AllocatedModule]`): Module -> its layout.
-        iteration_ms (`float`): Time of the warm-up and of all microbatches of a replica of the language model.
-        warm_up_ms (`float`): Time of the first microbatch.
-        num_microbatches (`int`): Microbatches of a replica of the language model.
-        relaxed_ms (`float`): Minimum time with fractional stages, a lower bound for every layout.
-        rounded_ms (`float`): Best time with whole stages for the sizes of the relaxed optimum; infinite if it has
-            none.
-        num_strategies (`int`): Number of choices of tensor- and data-parallel sizes.
-        num_solved (`int`): Number of convex programs solved for them.
-    """
+    """The layouts of all modules, on disjoint ranks."""
 
     modules: Mapping[str, AllocatedModule]
-    iteration_ms: float
-    warm_up_ms: float
-    num_microbatches: int
-    relaxed_ms: float
-    rounded_ms: float
-    num_strategies: int
-    num_solved: int
+    iteration_ms: float  # the warm-up, and all microbatches of a replica of the language model
+    warm_up_ms: float  # the first microbatch
+    num_microbatches: int  # of a replica of the language model
+    relaxed_ms: float  # minimum time with fractional stages, a lower bound for every layout
+    rounded_ms: float  # best time with whole stages for the sizes of the relaxed optimum; infinite if it has none
+    num_strategies: int  # choices of tensor- and data-parallel sizes
+    num_solved: int  # convex programs that were solved for them
 
     @property
     def num_ranks(self) -> int:
@@ -180,30 +138,15 @@ def allocate(
 
     With `K` microbatches in a replica of the language model, the first one passes the whole model, and the slowest
     stage then takes `K - 1` more. For every choice of tensor-parallel sizes and of data-parallel sizes that divide the
-    batch, the number of ranks of each module is a convex program. Programs are solved in the order of a closed-form
-    lower bound, until the next bound is no better than the best result.
-
-    The paper does not say how fractional stages are rounded. Here every choice that its bound does not exclude
-    competes with whole stages, so that the result is optimal under this model of a step.
+    batch, the number of ranks of each module is a convex program.
 
     As in the paper, a module's work is split evenly regardless of its number of layers, optimizer state is sharded
     over replicas, and only the pipeline takes time. Unlike the paper, a stage keeps the activations of as many
     microbatches as there are stages from it to the end of the whole model, at most `K`; encoders run next to each
     other, and so do generators.
 
-    Args:
-        modules (`Mapping[str, ModuleDemand]`): Demand of each module; one is `"language_model"`.
-        num_ranks (`int`): Ranks for all modules together; some may stay idle.
-        global_batch_size (`int`): Samples of a step.
-        memory_bytes (`float`): Memory of a rank.
-        microbatch_size (`int`, *optional*, defaults to 1): Samples of a microbatch of the language model.
-        tp_sizes (`Sequence[int]`, *optional*, defaults to `(1, 2, 4, 8)`): Candidates for the tensor-parallel size.
-
-    Returns:
-        [`Allocation`]: The layouts, the lower bound, and search statistics.
-
-    Raises:
-        `ValueError`: If a module does not fit into memory, or all together need more ranks; says how many.
+    `memory_bytes` is that of a rank, `microbatch_size` that of the language model, and some ranks may stay idle.
+    Raises `ValueError` if a module does not fit into memory, or all together need more ranks; says how many.
     """
     space = StrategySpace(modules, num_ranks, global_batch_size, memory_bytes, microbatch_size, tuple(tp_sizes))
     first = space.strategies(space.modest_options())
@@ -211,6 +154,8 @@ def allocate(
     strategies = space.strategies(space.options, limit_ms)
     if strategies is None:
         raise space.no_layout_error()
+    # The paper does not say how fractional stages are rounded. Here every choice that its bound does not exclude
+    # competes with whole stages, so that the result is optimal under this model of a step.
     row, stages, iteration_ms = _best_whole(strategies)
     if stages is None:
         raise space.no_layout_error()
@@ -231,6 +176,7 @@ def allocate(
 def _best_relaxed(strategies: Strategies) -> tuple[int, int, float]:
     """Row of the fastest strategy with fractional stages, number of solved programs, and its time."""
     best_row, best_ms, num_solved = -1, np.inf, 0
+    # in the order of the lower bound, until the next bound is no better than the best result
     for row in np.argsort(strategies.bound_ms, kind="stable").tolist():
         bound_ms = float(strategies.bound_ms[row])
         if bound_ms >= best_ms * _SOLVED:
@@ -244,10 +190,8 @@ def _best_relaxed(strategies: Strategies) -> tuple[int, int, float]:
 
 def _best_whole(strategies: Strategies) -> tuple[int, NDArray | None, float]:
     """
-    Row of the fastest strategy with whole stages, its stages `[modules]`, and its time.
-
-    Bisects between a time that no strategy reaches and the best time so far, and drops strategies that are slower than
-    another one.
+    Row of the fastest strategy with whole stages, its stages `[modules]`, and its time: bisects between a time that no
+    strategy reaches and the best time so far, and drops strategies that are slower than another one.
     """
     rows = np.arange(len(strategies.num_microbatches))
     low, limit, best = float(strategies.bound_ms.min(initial=np.inf)), np.inf, (-1, None, np.inf)

@@ -25,8 +25,7 @@ from .combinations import (
 from .options import ModuleOptions, divisors
 from .problem import Candidate, PlanningProblem
 
-MOST_MICROBATCHES = 256
-"""Maximum number of microbatches of a replica."""
+MOST_MICROBATCHES = 256  # of a replica
 _ALL = 2048  # up to so many combinations per placement and numbers of replicas and microbatches are all candidates
 _FASTEST = 512  # candidates of larger numbers of combinations
 _PER_FAMILY = 2
@@ -34,23 +33,14 @@ _PER_FAMILY = 2
 
 @dataclass(frozen=True)
 class EstimatedCandidate:
-    """
-    A candidate with a closed-form estimate of its step time.
+    """A candidate with a closed-form estimate of its step time."""
 
-    Args:
-        step_ms (`float`): `sum of stages + (microbatches - 1) x slowest stage` (Entrain, equation 4.2), plus gradient
-            all-reduces.
-        estimates (`Mapping[str, LayoutEstimate]`): Sizes of each module.
-        colocated_with (`Mapping[str, str]`): Module -> the module whose ranks it shares.
-        num_microbatches (`int`): Microbatches of each replica of the language model.
-        min_compute_ms (`float`, *optional*, defaults to 0.0): Lower bound of the compute time of its slowest rank.
-    """
-
+    # `sum of stages + (microbatches - 1) x slowest stage` (Entrain, equation 4.2), plus gradient all-reduces
     step_ms: float
     estimates: Mapping[str, LayoutEstimate]
-    colocated_with: Mapping[str, str]
-    num_microbatches: int
-    min_compute_ms: float = 0.0
+    colocated_with: Mapping[str, str]  # module -> the module whose ranks it shares
+    num_microbatches: int  # of each replica of the language model
+    min_compute_ms: float = 0.0  # lower bound of the compute time of its slowest rank
 
     @property
     def family(self) -> tuple:
@@ -70,15 +60,9 @@ def estimated_peak_bytes(
     problem: PlanningProblem, estimates: Mapping, colocated_with: Mapping[str, str], num_microbatches: int
 ) -> NDArray:
     """
-    Estimated memory of the fullest rank: the maximum of first stages, with the microbatches in flight of
-    1F1B, and of last stages, which have the logits.
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem.
-        estimates (`Mapping`): Module -> a [`LayoutEstimate`], or an object with arrays as attributes of the same
-            names.
-        colocated_with (`Mapping[str, str]`): Module -> the module whose ranks it shares.
-        num_microbatches (`int`): Microbatches of each replica of the language model.
+    Estimates the memory of the fullest rank: the maximum of first stages, with the microbatches in flight of 1F1B, and
+    of last stages, which have the logits. `estimates` has a [`LayoutEstimate`] or arrays with the same names by
+    module.
     """
     behind = {name: np.asarray(0) for name in estimates}
     for edge in reversed(problem.spec.edges):
@@ -113,7 +97,7 @@ class _Block:
 
     @property
     def shares_passes(self) -> NDArray:
-        """bool `[combinations]`: whether passes of any module communicate."""
+        """bool `[combinations]`: true where passes of any module communicate."""
         result = np.zeros(len(self.step_ms), bool)
         for name, table in self.tables.items():
             shares = np.array([kind.shares_passes for kind in table.kinds], bool)
@@ -146,10 +130,8 @@ class CandidateSpace:
     those of the language model, and encoders may share ranks of their own (Cornstarch, section 4.2); modules on the
     same ranks may have different sizes there.
 
-    Memory estimates, which may be too high or too low, exclude no candidate. Candidates are only excluded if a lower
-    bound (the memory of one microbatch, averaged over ranks) exceeds the memory. Of very many combinations with the
-    same numbers of replicas and microbatches, the fastest ones are candidates, the fastest ones that are estimated to
-    fit, and both of each family (tensor and context parallelism, recomputation, one stage or several).
+    Memory estimates, which may be too high or too low, exclude no candidate; only a lower bound above the memory does:
+    that of one microbatch, averaged over ranks.
     """
 
     def __init__(self, problem: PlanningProblem):
@@ -169,11 +151,8 @@ class CandidateSpace:
 
     def expected_to_fit(self, shares_passes: bool | None = None) -> Iterator[EstimatedCandidate]:
         """
-        Candidates with a memory estimate within the limit, fastest first.
-
-        Args:
-            shares_passes (`bool`, *optional*):
-                Only those with modules whose passes communicate, or only those without any.
+        Candidates with a memory estimate within the limit, fastest first; only those with modules whose passes
+        communicate, or only those without any, if `shares_passes` is given.
         """
         chosen = self._fits if shares_passes is None else self._fits & (self._shares_passes == shares_passes)
         return self._in_order(self._step_ms, chosen)
@@ -248,6 +227,7 @@ class CandidateSpace:
         step_ms = combined.warm_up_ms + (count - 1) * combined.slowest_stage_ms
         columns = {name: _Column(tables[name], rows) for name, rows in combined.rows.items()}
         memory_bytes = estimated_peak_bytes(self.problem, columns, colocated_with, count)
+        # the fastest ones, the fastest ones that are estimated to fit, and both of each family
         if len(combined) > _ALL:
             fits = memory_bytes <= (np.inf if limit is None else limit)
             fastest = np.argsort(step_ms, kind="stable")[:_FASTEST]

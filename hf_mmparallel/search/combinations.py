@@ -18,28 +18,17 @@ _MOST_PAIRS = 1 << 22
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """
-    Sizes of a module, with memory estimates.
-
-    Args:
-        kind (`ParallelConfig`): Tensor and context parallelism, recomputation.
-        dp_size (`int`): Number of replicas.
-        pp_size (`int`): Number of stages.
-        num_samples (`float`): Mean samples per microbatch and replica.
-        state_bytes, last_state_bytes (`float`): Bytes of the first and of the last stage besides activations.
-        running_bytes, last_running_bytes (`float`): Transient bytes of a task on these stages.
-        saved_bytes (`float`): Activations of a microbatch on a stage.
-    """
+    """Sizes of a module, with memory estimates."""
 
     kind: ParallelConfig
     dp_size: int
     pp_size: int
-    num_samples: float
-    state_bytes: float
+    num_samples: float  # mean samples per microbatch and replica
+    state_bytes: float  # of the first stage, besides activations
     last_state_bytes: float
-    running_bytes: float
+    running_bytes: float  # transient bytes of a task
     last_running_bytes: float
-    saved_bytes: float
+    saved_bytes: float  # activations of a microbatch on a stage
 
     @property
     def num_ranks(self) -> int:
@@ -48,43 +37,24 @@ class LayoutEstimate:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """
-    Layouts of a module for one number of microbatches, as arrays of shape `[num_layouts]`.
-
-    Args:
-        kinds (`Sequence[ParallelConfig]`): The configurations that `kind` is an index into.
-        kind, dp_size, pp_size, num_ranks (`np.ndarray`): Sizes.
-        num_samples (`np.ndarray`): Mean samples per microbatch and replica.
-        slowest_stage_ms (`np.ndarray`): Forward and backward time of a microbatch on the slowest stage.
-        warm_up_ms (`np.ndarray`): Forward and backward time of a microbatch through all stages, plus gradient
-            all-reduces.
-        min_compute_ms (`np.ndarray`):
-            Lower bound of the compute time of the slowest rank, with perfectly even microbatches without padding.
-        mean_ms (`np.ndarray`): Mean compute time of a rank, without padding.
-        state_bytes, last_state_bytes (`np.ndarray`): Estimated bytes of the first and of the last stage besides
-            activations.
-        running_bytes, last_running_bytes (`np.ndarray`): Estimated transient bytes of a task on these stages.
-        saved_bytes (`np.ndarray`): Estimated bytes of the activations of a microbatch on a stage.
-        mean_bytes (`np.ndarray`):
-            State, and activations of one microbatch without padding, averaged over the stages.
-    """
+    """Layouts of a module for one number of microbatches, as arrays of shape `[num_layouts]`."""
 
     kinds: Sequence[ParallelConfig]
-    kind: NDArray
+    kind: NDArray  # index into `kinds`
     dp_size: NDArray
     pp_size: NDArray
     num_ranks: NDArray
-    num_samples: NDArray
-    slowest_stage_ms: NDArray
-    warm_up_ms: NDArray
-    min_compute_ms: NDArray
-    mean_ms: NDArray
-    state_bytes: NDArray
+    num_samples: NDArray  # mean samples per microbatch and replica
+    slowest_stage_ms: NDArray  # forward and backward of a microbatch on the slowest stage
+    warm_up_ms: NDArray  # the same through all stages, plus gradient all-reduces
+    min_compute_ms: NDArray  # lower bound for the slowest rank, with perfectly even microbatches without padding
+    mean_ms: NDArray  # mean compute time of a rank, without padding
+    state_bytes: NDArray  # estimate for the first stage, besides activations
     last_state_bytes: NDArray
-    running_bytes: NDArray
+    running_bytes: NDArray  # estimated transient bytes of a task
     last_running_bytes: NDArray
-    saved_bytes: NDArray
-    mean_bytes: NDArray
+    saved_bytes: NDArray  # estimated activations of a microbatch on a stage
+    mean_bytes: NDArray  # state, and activations of one microbatch without padding, averaged over the stages
 
     def estimate(self, row: int) -> LayoutEstimate:
         """The sizes of a row."""
@@ -93,14 +63,7 @@ class LayoutTable:
 
 
 def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequence[int]) -> LayoutTable:
-    """
-    All layouts of a module, regardless of memory.
-
-    Args:
-        options (`ModuleOptions`): Its sizes and costs.
-        num_microbatches (`int`): Microbatches of each replica of the language model.
-        dp_sizes (`Sequence[int]`): Numbers of replicas.
-    """
+    """All layouts of a module with these numbers of replicas, regardless of memory."""
     problem = options.problem
     stages = np.arange(1, options.max_stages + 1)
     stages = stages[[options.allows("pp_size", int(count)) for count in stages]]
@@ -163,29 +126,16 @@ def _columns(
 
 @dataclass(frozen=True)
 class Combinations:
-    """
-    Combined layouts of modules, as arrays of shape `[num_combinations]`.
+    """Combined layouts of modules, as arrays of shape `[num_combinations]`."""
 
-    Args:
-        rows (`Mapping[str, np.ndarray]`): Module -> index into its [`LayoutTable`].
-        family (`np.ndarray`): Id of the configurations of all modules, and of which modules have several stages.
-        num_ranks (`np.ndarray`): Ranks of all modules together.
-        slowest_stage_ms (`np.ndarray`): Time of a microbatch on the slowest stage.
-        warm_up_ms (`np.ndarray`): Time of a microbatch through all stages in sequence.
-        min_compute_ms (`np.ndarray`): Lower bound of the compute time of the slowest rank.
-        mean_ms (`np.ndarray`): Mean compute time of a rank; the maximum over modules on separate ranks.
-        mean_bytes (`np.ndarray`): Lower bound of the mean memory of a rank; the maximum over modules on separate
-            ranks.
-    """
-
-    rows: Mapping[str, NDArray]
-    family: NDArray
-    num_ranks: NDArray
-    slowest_stage_ms: NDArray
-    warm_up_ms: NDArray
-    min_compute_ms: NDArray
-    mean_ms: NDArray
-    mean_bytes: NDArray
+    rows: Mapping[str, NDArray]  # module -> index into its `LayoutTable`
+    family: NDArray  # id of the configurations of all modules, and of which modules have several stages
+    num_ranks: NDArray  # of all modules together
+    slowest_stage_ms: NDArray  # a microbatch on the slowest stage
+    warm_up_ms: NDArray  # a microbatch through all stages in sequence
+    min_compute_ms: NDArray  # lower bound of the compute time of the slowest rank
+    mean_ms: NDArray  # mean compute time of a rank; the maximum over modules on separate ranks
+    mean_bytes: NDArray  # lower bound of the mean memory of a rank; the maximum over modules on separate ranks
 
     @classmethod
     def of(cls, name: str, table: LayoutTable) -> Combinations:
@@ -226,13 +176,8 @@ class Combinations:
         self, other: Combinations, num_ranks: int | None, limit: int, in_series: bool
     ) -> Combinations:
         """
-        Places modules on separate ranks.
-
-        Args:
-            other (`Combinations`): The other modules.
-            num_ranks (`int`, *optional*): Ranks of both together; `None` for any number up to `limit`.
-            limit (`int`): Maximum ranks of both together.
-            in_series (`bool`): Whether one feeds the other, so that warm-up times add up.
+        Places modules on separate ranks, `num_ranks` together or any number up to `limit`. In series one feeds the
+        other, so that warm-up times add up.
         """
         if num_ranks is None:
             first, second = (axis.ravel() for axis in np.indices((len(self), len(other))))
@@ -254,11 +199,8 @@ class Combinations:
 
     def pruned(self, weight: float, most: int = _MANY) -> Combinations:
         """
-        Prunes many combinations to the fastest ones per number of ranks, and the fastest one per family.
-
-        Args:
-            weight (`float`): Number of microbatches minus one.
-            most (`int`, *optional*): Number of combinations up to which nothing is pruned.
+        Prunes more than `most` combinations to the fastest ones per number of ranks, and the fastest one per family;
+        `weight` is the number of microbatches minus one.
         """
         if len(self) <= most:
             return self
@@ -283,13 +225,7 @@ def _equal_pairs(keys: NDArray, others: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
-    """
-    Indices of the smallest scores of each group.
-
-    Args:
-        group, score (`np.ndarray` of shape `[n]`): Group and score of each entry.
-        count (`int`): Maximum number of entries per group.
-    """
+    """Indices of at most `count` smallest scores of each group; both arrays are `[n]`."""
     order = np.lexsort((score, group))
     ordered = group[order]
     starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
@@ -299,14 +235,7 @@ def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
 
 
 def side_by_side(modules: Sequence[Combinations], weight: float, limit: int) -> Combinations:
-    """
-    Places modules that do not feed each other on separate ranks.
-
-    Args:
-        modules (`Sequence[Combinations]`): The modules.
-        weight (`float`): Number of microbatches minus one.
-        limit (`int`): Maximum ranks of all modules together.
-    """
+    """Places modules that do not feed each other on separate ranks, up to `limit` together."""
     side, *others = modules
     for other in others:
         side, other = limit_pairs([side, other], weight)

@@ -36,32 +36,18 @@ _OPTIMIZER_BYTES = 8
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """
-    The plan of a baseline.
+    """The plan of a baseline."""
 
-    Args:
-        name (`str`): Name of the baseline.
-        plan (`ParallelPlan`, *optional*): Its plan; `None` if it has none, or none that the engine can run.
-        layout (`str`): Its sizes as text.
-        step_ms (`float`): Step time on the batches of our plan, NaN without a plan.
-        bubble_fraction (`float`): Share of all ranks' time without a task.
-        peak_memory_bytes (`float`): Peak memory of the fullest rank.
-        flops_utilisation (`float`): Model FLOPs per second over the peak of all ranks (MFU).
-        note (`str`, *optional*): Remarks, such as by how much it does not fit.
-        candidate (`Candidate`, *optional*): Its sizes, if the engine can run it.
-        label (`str`, *optional*): Name in tables if it differs.
-    """
-
-    name: str
-    plan: ParallelPlan | None
-    layout: str
-    step_ms: float
-    bubble_fraction: float
-    peak_memory_bytes: float
-    flops_utilisation: float
-    note: str = ""
-    candidate: Candidate | None = None
-    label: str = ""
+    name: str  # of the baseline
+    plan: ParallelPlan | None  # `None` without a plan, or without one that the engine can run
+    layout: str  # its sizes as text
+    step_ms: float  # on the batches of our plan; NaN without a plan
+    bubble_fraction: float  # share of all ranks' time without a task
+    peak_memory_bytes: float  # of the fullest rank
+    flops_utilisation: float  # model FLOPs per second over the peak of all ranks (MFU)
+    note: str = ""  # such as by how much it does not fit
+    candidate: Candidate | None = None  # its sizes, if the engine can run it
+    label: str = ""  # name in tables if it differs
 
     @property
     def title(self) -> str:
@@ -74,8 +60,9 @@ class ComparedPlan:
 
 def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPlan, ...]:
     """
-    Simulates the plans of baselines with the costs of the problem, on the batches of the result. Sizes set by the user
-    do not apply to them.
+    Simulates the plan of each baseline with the costs of the problem, on the batches of the result.
+
+    Sizes set by the user do not apply to baselines. A plan exceeds the memory only if all of its kind do.
 
     - `"frozen-unaware"`: our search and partition with the costs of a fully trained model, microbatches in the
       sampler's order. If nothing is frozen its costs are ours, and it is labelled by the remaining difference, the
@@ -86,13 +73,6 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
     - `"DistTrain"`: its allocation and its order of samples, see [`allocate`]; even layers.
     - `"ratio-based"`: ranks in proportion to the FLOPs of each module, see [`RatioLayouts`].
     - `"encoders replicated"`: the encoders in every stage of the language model, see [`ReplicatedEncoders`].
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem.
-        result ([`SearchResult`]): The result of our search.
-
-    Returns:
-        `tuple[ComparedPlan, ...]`: One plan per baseline. It exceeds the memory only if all of its kind do.
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
     judge = _BaselineEvaluator(replace(problem, fixed={}, arrangement="contiguous"), batches)
@@ -108,12 +88,8 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
 
 def with_faster(result: SearchResult, others: Iterable[ComparedPlan]) -> SearchResult:
     """
-    The result of a search, or the plan of a baseline if that is faster, fits and respects all settings: every baseline
-    that is shown could have been the plan.
-
-    Args:
-        result ([`SearchResult`]): The result of a search.
-        others (`Iterable[ComparedPlan]`): Result of [`compare`].
+    Takes the plan of a baseline if that is faster, fits and respects all settings: every baseline that is shown could
+    have been the plan.
     """
     for other in sorted(others, key=lambda plan: plan.step_ms):
         if other.candidate is None or not other.step_ms < result.best.step_ms:
@@ -169,14 +145,7 @@ def all_trained(spec: ModelSpec) -> ModelSpec:
 
 
 class UnawareOptions(ModuleOptions):
-    """
-    Layouts of a module with their actual memory, and times of other costs.
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem.
-        name (`str`): The module.
-        assumed (`CostModel`): The costs that times are computed with.
-    """
+    """Layouts of a module with their actual memory, and times by the `assumed` costs."""
 
     def __init__(self, problem: PlanningProblem, name: str, assumed: CostModel):
         super().__init__(problem, name)

@@ -22,10 +22,9 @@ from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 _GROUPS = 4  # groups of the tasks of one kind of stage, by size
 _SPREAD = 0.02  # relative spread of sizes below which tasks are one group
 _IN_PERCENT = 3.0  # ratio to the prediction below which a difference is given in percent
-AS_PREDICTED = 0.05
-"""A step with a smaller relative error took as long as predicted."""
+AS_PREDICTED = 0.05  # a step with a smaller relative error took as long as predicted
+# causes besides tasks: the rest of a step, the wait for its batch, and the rest of the time between steps
 IN_STEP, DATA, BETWEEN = "in_step", "data", "between"
-"""Causes besides tasks: the rest of a step, the wait for its batch, and the rest of the time between steps."""
 
 
 def kind_of(task: Task) -> Kind:
@@ -35,16 +34,10 @@ def kind_of(task: Task) -> Kind:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """
-    A step that ran.
-
-    Args:
-        prediction (`Prediction`): Its prediction.
-        durations (`Mapping[Task, float]`): Milliseconds of each task; of a task on several ranks, the slowest one.
-    """
+    """A step that ran."""
 
     prediction: Prediction
-    durations: Mapping[Task, float]
+    durations: Mapping[Task, float]  # milliseconds; of a task on several ranks, the slowest one
 
 
 def num_stages(plan: ParallelPlan) -> dict[str, int]:
@@ -53,10 +46,7 @@ def num_stages(plan: ParallelPlan) -> dict[str, int]:
 
 
 def times_on_a_rank(plan: ParallelPlan, steps: Sequence[MeasuredStep]) -> dict[tuple[str, Kind], tuple[float, float]]:
-    """
-    (module, kind) -> predicted and measured time in ms of these tasks on one of their ranks, averaged over steps and
-    ranks.
-    """
+    """(module, kind) -> predicted and measured ms of these tasks on one rank, a mean over steps and ranks."""
     stages, sums = num_stages(plan), defaultdict(lambda: [0.0, 0.0])
     for step in steps:
         predicted = {span.task: span.end_ms - span.start_ms for span in step.prediction.simulation.spans}
@@ -68,12 +58,7 @@ def times_on_a_rank(plan: ParallelPlan, steps: Sequence[MeasuredStep]) -> dict[t
 
 
 class StepComparer:
-    """
-    Predicts steps that run, and compares predictions with measurements.
-
-    Args:
-        planner ([`StepPlanner`]): The planner of the steps.
-    """
+    """Predicts steps that run, and compares predictions with measurements."""
 
     def __init__(self, planner: StepPlanner):
         plan = planner.plan
@@ -84,14 +69,7 @@ class StepComparer:
         self.plain_plan = replace(plan, modules=modules)
 
     def predict(self, step: StepPlan, sizes: SampleSizes, workloads: Workloads) -> Prediction:
-        """
-        Predicts a step with a given arrangement.
-
-        Args:
-            step (`StepPlan`): Its arrangement.
-            sizes (`SampleSizes`): Sizes of its samples.
-            workloads (`Workloads`): The workloads that it was arranged by.
-        """
+        """Predicts a step with a given arrangement, and the workloads that it was arranged by."""
         planned = PlannedStep(step, self.planner.program(step, sizes), sizes, workloads)
         return self.planner.predict(planned)
 
@@ -112,14 +90,9 @@ class StepComparer:
 
     def causes(self, step: MeasuredStep) -> dict[str, float]:
         """
-        Additional step time with measured instead of predicted task times, by module and kind. Kinds are replaced one
-        after the other, largest difference first, in replays of the program; the values add up to the effect of all.
-
-        Args:
-            step ([`MeasuredStep`]): The step.
-
-        Returns:
-            `dict[str, float]`: `"<module>/forward"` and `"<module>/backward"` -> milliseconds, negative if faster.
+        Additional step time with measured instead of predicted task times: `"<module>/forward"` and
+        `"<module>/backward"` -> milliseconds, negative if faster. Kinds are replaced one after the other, largest
+        difference first, in replays of the program; the values add up to the effect of all.
         """
         planner, prediction = self.planner, step.prediction
         program = prediction.planned.program
@@ -142,14 +115,8 @@ class StepComparer:
 
 def rank_durations(prediction: Prediction, ranks: Sequence[np.ndarray]) -> dict[Task, float]:
     """
-    Task -> milliseconds, from the times of each rank in the order of its program.
-
-    Args:
-        prediction (`Prediction`): Prediction of the step.
-        ranks (`Sequence[np.ndarray]`): For each rank, float `[tasks]`.
-
-    Raises:
-        `ValueError`: If a rank has run other tasks than predicted.
+    Task -> milliseconds, from the times `[tasks]` of each rank in the order of its program; raises `ValueError` if a
+    rank has run other tasks than predicted.
     """
     durations: dict[Task, float] = {}
     for rank, times in enumerate(ranks):
@@ -215,16 +182,10 @@ def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """
-    Windows of a run, predicted and measured.
+    """Windows of a run, predicted and measured."""
 
-    Args:
-        windows (`Sequence[LoggedWindow]`): At least one.
-        stages (`Mapping[str, int]`): Module -> number of stages of all of its replicas.
-    """
-
-    windows: Sequence[LoggedWindow]
-    stages: Mapping[str, int]
+    windows: Sequence[LoggedWindow]  # at least one
+    stages: Mapping[str, int]  # module -> number of stages of all of its replicas
 
     def mean(self, field: str) -> float:
         """Mean of a field of [`LoggedWindow`]."""
@@ -233,9 +194,8 @@ class RunComparison:
     @property
     def causes(self) -> dict[str, float]:
         """
-        Additional time of a step, including data loading and the optimizer, over its prediction: by the tasks of each
-        module, the rest of the step ([`IN_STEP`]), the wait for its batch ([`DATA`]) and the rest of the time between
-        two steps ([`BETWEEN`]). In ms, averaged over windows; the values add up to the difference.
+        Cause -> additional ms of a step, including data loading and the optimizer, over its prediction: the tasks of
+        each module, and [`IN_STEP`], [`DATA`] and [`BETWEEN`]. Means over windows, which add up to the difference.
         """
         names = dict.fromkeys(name for window in self.windows for name in window.causes)
         causes = {name: float(np.mean([w.causes.get(name, 0.0) for w in self.windows])) for name in names}
@@ -247,10 +207,7 @@ class RunComparison:
 
     @property
     def task_times(self) -> dict[str, tuple[float, float]]:
-        """
-        `"<module>/forward"` and so on -> predicted and measured time of these tasks in a step on one of their ranks,
-        in ms.
-        """
+        """`"<module>/forward"` and so on -> predicted and measured ms of these tasks in a step on a rank."""
         steps = sum(window.compared for window in self.windows)
         times = {}
         for module, kind in tasks_of(self.windows):
@@ -277,7 +234,7 @@ class RunComparison:
 
     @property
     def is_as_predicted(self) -> bool:
-        """Whether a step, including data loading and the optimizer, took about as long as predicted."""
+        """Checks that a step, with data loading and the optimizer, took about as long as predicted."""
         predicted = self.mean("predicted_step_ms")
         return abs(sum(self.causes.values())) < AS_PREDICTED * predicted
 

@@ -25,18 +25,11 @@ _MOST_MICROBATCHES = 256
 
 @dataclass(frozen=True)
 class ReplicatedLayout:
-    """
-    A layout of the language model with the encoders in every stage.
+    """A layout of the language model with the encoders in every stage."""
 
-    Args:
-        layout (`Layout`): Layout of the language model.
-        num_microbatches (`int`): Microbatches of each of its replicas.
-        estimate_ms (`float`): Closed-form estimate of its step time.
-    """
-
-    layout: Layout
-    num_microbatches: int
-    estimate_ms: float
+    layout: Layout  # of the language model
+    num_microbatches: int  # of each of its replicas
+    estimate_ms: float  # closed-form estimate of its step time
 
     def __str__(self) -> str:
         return f"language_model: {self.layout}; encoders in every stage; {self.num_microbatches} microbatches"
@@ -44,36 +37,25 @@ class ReplicatedLayout:
 
 @dataclass(frozen=True)
 class ReplicatedStep:
-    """
-    Simulated step of a layout with replicated encoders.
-
-    Args:
-        layout ([`ReplicatedLayout`]): The layout.
-        step_ms (`float`): Step time, averaged over the batches.
-        bubble_fraction (`float`): Share of all ranks' time without a task.
-        memory_bytes (`float`): Peak memory of the fullest rank.
-        flops_utilisation (`float`): Model FLOPs, those of each encoder once, over the peak of all ranks.
-    """
+    """Simulated step of a layout with replicated encoders."""
 
     layout: ReplicatedLayout
-    step_ms: float
-    bubble_fraction: float
-    memory_bytes: float
-    flops_utilisation: float
+    step_ms: float  # mean over the batches
+    bubble_fraction: float  # share of all ranks' time without a task
+    memory_bytes: float  # of the fullest rank
+    flops_utilisation: float  # model FLOPs, those of each encoder once, over the peak of all ranks
 
 
 class ReplicatedEncoders:
     """
-    All layouts with the encoders in each of at least two stages of the language model. With one stage nothing runs
-    twice, and [`SingleLayouts`] has that layout.
+    All layouts with the encoders in each of at least two stages of the language model; sizes set by the user do not
+    apply.
 
-    A task of the language model also runs the encoders on all media of its microbatch: their forward, and their
-    backward if any of their parameters are trained. Their gradients are all-reduced over all ranks. Layers of the
-    language model are split evenly; samples are in the sampler's order. An encoder has the tensor parallelism of the
-    language model if its heads allow it, and is replicated otherwise.
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem; sizes set by the user do not apply.
+    With one stage nothing runs twice, and [`SingleLayouts`] has that layout. A task of the language model also runs
+    the encoders on all media of its microbatch: their forward, and their backward if any of their parameters are
+    trained. Their gradients are all-reduced over all ranks. Layers of the language model are split evenly; samples are
+    in the sampler's order. An encoder has the tensor parallelism of the language model if its heads allow it, and is
+    replicated otherwise.
     """
 
     def __init__(self, problem: PlanningProblem):
@@ -118,13 +100,7 @@ class ReplicatedEncoders:
         return float(stages.sum() + (count - 1) * stages.max())
 
     def step(self, layout: ReplicatedLayout, batches: Sequence[SampleSizes]) -> ReplicatedStep:
-        """
-        Simulates a layout.
-
-        Args:
-            layout ([`ReplicatedLayout`]): The layout.
-            batches (`Sequence[SampleSizes]`): Global batches.
-        """
+        """Simulates a layout on global batches."""
         plan, language = self._language_plan(layout)
         times, memories = zip(*(self._simulated(layout, plan, language, batch) for batch in batches), strict=True)
         step_ms, bubble = (float(np.mean(values)) for values in zip(*times, strict=True))
@@ -181,9 +157,7 @@ class ReplicatedEncoders:
         batch: SampleSizes,
         in_flight: float,
     ) -> float:
-        """
-        State of all encoders, and the activations of the microbatches in flight, all as large as the largest one.
-        """
+        """State of all encoders, and activations of microbatches in flight, all as large as the largest one."""
         total = 0.0
         for name, kind in kinds.items():
             options = self.options[name]

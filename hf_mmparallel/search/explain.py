@@ -19,13 +19,7 @@ _AS_FAST = 5e-4  # difference that rounds to 0.0 %
 
 
 def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> str:
-    """
-    What bounds the time of a plan: its busiest stage, bubbles, and the memory of the fullest rank.
-
-    Args:
-        predictions (`Sequence[Prediction]`): Predictions of the plan's steps, on all ranks.
-        memory_bytes (`float`, *optional*): Memory limit of a rank.
-    """
+    """Says what bounds the time of a plan: its busiest stage, bubbles, and the memory of the fullest rank."""
     prediction = Prediction.typical(predictions)
     busy, rank = busiest(prediction)
     names = ", ".join(f"`{name}` stage {index}" for name, _, index in prediction.plan.stages_of_rank(rank))

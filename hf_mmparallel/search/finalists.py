@@ -13,13 +13,8 @@ _SPREAD = 1.05  # ratio to the best mean up to which plans run the next batch as
 
 def finalists(simulations: Simulations, share: float, least: int) -> list[RankedPlan]:
     """
-    The fastest candidates over all batches. Step times differ between batches, so that all candidates within
-    [`_SPREAD`] of the best mean run the next batch.
-
-    Args:
-        simulations ([`Simulations`]): The candidates.
-        share (`float`): Share of the effort, as many as which run.
-        least (`int`): Minimum number of diverse candidates.
+    The fastest candidates over all batches, within a share of the effort and at least `least` diverse ones. Step times
+    differ between batches, so that all candidates within [`_SPREAD`] of the best mean run the next batch.
     """
     num_tasks = 0
     racing: list[tuple[Simulated, list[Prediction]]] = [(simulated, []) for simulated in simulations.whole()]
@@ -59,12 +54,8 @@ def _ranked(simulations: Simulations, simulated: Simulated, others: list[Predict
 
 def with_large_samples(simulations: Simulations, least: int) -> list[RankedPlan]:
     """
-    Plans that exceed the memory only by samples larger than a microbatch may be, smallest memory first. Such a sample
-    has a microbatch of its own, whose memory is an estimate.
-
-    Args:
-        simulations ([`Simulations`]): The candidates.
-        least (`int`): Number of diverse plans.
+    Plans that exceed the memory only by samples larger than a microbatch may be, up to `least` diverse ones, smallest
+    memory first. Such a sample has a microbatch of its own, whose memory is an estimate.
     """
     result: list[RankedPlan] = []
     limit = simulations.problem.memory_bytes

@@ -15,10 +15,7 @@ from .problem import Candidate, Layout, PlanningProblem
 class FullyShardedLayouts:
     """
     All plans with every rank data-parallel and every parameter shared, by all ranks or by those of a node (hybrid
-    sharding), with recomputation in all modules or in none.
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem; sizes set by the user do not apply.
+    sharding), with recomputation in all modules or in none; sizes set by the user do not apply.
     """
 
     def __init__(self, problem: PlanningProblem):

@@ -9,14 +9,8 @@ from ..steps.step_planner import Prediction
 
 def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """
-    The microbatches of a step that exceed the predicted limit of tokens.
-
-    Args:
-        prediction ([`Prediction`]): The step.
-
-    Returns:
-        `Iterator[tuple[str, tuple[int, ...], int, int]]`: Module, batch indices of the samples, their tokens, and the
-        maximum tokens of a microbatch there.
+    Yields the microbatches of a step that exceed the predicted limit of tokens: module, batch indices of the samples,
+    their tokens, and the maximum tokens of a microbatch there.
     """
     workloads = prediction.planned.workloads
     for name, limit in workloads.token_limits.items():
@@ -30,13 +24,14 @@ def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...]
 
 def runs_large_samples_alone(prediction: Prediction) -> bool:
     """
-    Whether there are such microbatches, all with a single sample, which no arrangement can make smaller, and few of
-    them: less than half of the samples in the module with the fewest. (Modules on the same ranks split the memory in
-    proportion to their work, so that large samples of one module lower the limits of the others as well.)
+    Checks that there are such microbatches, all with a single sample, which no arrangement can make smaller, and few
+    of them: less than half of the samples in the module with the fewest.
     """
     counts = dict.fromkeys(prediction.planned.workloads.token_limits, 0)
     for name, batch_indices, _, _ in large_samples(prediction):
         if len(batch_indices) > 1:
             return False
         counts[name] += 1
+    # Modules on the same ranks split the memory in proportion to their work, so that large samples of one module lower
+    # the limits of the others as well.
     return any(counts.values()) and 2 * min(counts.values()) < prediction.sizes.num_samples

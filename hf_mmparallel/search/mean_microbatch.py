@@ -21,10 +21,6 @@ class MeanMicrobatches:
     """
     Mean size of a module's microbatches, including padding, see [`RowLayout`]. Padding is that of a batch split like
     the arrangement does: by length, or in the order of the sampler.
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem.
-        name (`str`): The module.
     """
 
     def __init__(self, problem: PlanningProblem, name: str):
@@ -38,15 +34,8 @@ class MeanMicrobatches:
 
     def sizes(self, cp_size: int, num_samples: float, padded: bool = True) -> NDArray:
         """
-        Args:
-            cp_size (`int`): Context-parallel size.
-            num_samples (`float`): Samples of a microbatch; up to one sample has no padding.
-            padded (`bool`, *optional*, defaults to `True`):
-                Whether to include padding of rows and rounding of packed rows; without it, a lower bound for all
-                arrangements.
-
-        Returns:
-            `np.ndarray` of shape `[3]`: Mean tokens, squared sequence lengths and stored pairs, see [`ChunkSize`].
+        Mean tokens, squared sequence lengths and stored pairs `[3]`, see [`ChunkSize`]. Up to one sample has no
+        padding; without padding of rows and rounding of packed rows, they are a lower bound for all arrangements.
         """
         layout, count = self.layout(cp_size), self.batch.num_samples
         if not padded:
@@ -58,7 +47,7 @@ class MeanMicrobatches:
         return num_samples * np.array([self.tokens, self.squares, self.squares]) * self._shares[key]
 
     def grows(self, cp_size: int) -> bool:
-        """Whether a microbatch of several samples computes more than its samples alone."""
+        """Tells whether a microbatch of several samples computes more than its samples alone."""
         layout = self.layout(cp_size)
         return layout.padded or layout.block > 1
 

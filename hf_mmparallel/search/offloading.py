@@ -21,9 +21,6 @@ def offloaded_problems(problem: PlanningProblem) -> Iterator[PlanningProblem]:
     """
     The problem with what the user leaves open in host memory: frozen weights, which come back beside the computation,
     then the optimizer, then both.
-
-    Args:
-        problem (`PlanningProblem`): The planning problem.
     """
     if problem.memory_bytes is None or problem.host_bytes is None or not problem.offloads:
         return
@@ -51,12 +48,8 @@ def _possible(problem: PlanningProblem, name: str, module: ModuleSpec) -> list[s
 
 def try_host_memory(simulations: Simulations, share: float) -> None:
     """
-    Tries host memory for the layouts above the memory limit that would be faster than the best step: of each the
-    variant that moves the least.
-
-    Args:
-        simulations ([`Simulations`]): The layouts.
-        share (`float`): Share of the effort.
+    Tries host memory for the layouts above the memory limit that would be faster than the best step, within a share of
+    the effort: of each the variant that moves the least.
     """
     space, num_tasks, num_simulated = simulations.space, 0, 0
     problems = list(offloaded_problems(simulations.problem))

@@ -26,32 +26,20 @@ from .mean_microbatch import MeanMicrobatches
 from .partition import partition_all
 from .problem import Layout, PlanningProblem
 
+# minimum mean tokens of a sample per cp rank; smaller samples exclude a context-parallel size
 _MIN_TOKENS_PER_CP_RANK = 1024
-"""Minimum mean tokens of a sample per cp rank; smaller samples exclude a context-parallel size."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """
-    Parallelism within a stage of a module, independent of the numbers of replicas and stages.
-
-    Args:
-        cp_size (`int`): Context-parallel size.
-        tp_size (`int`): Tensor-parallel size.
-        checkpointing (`bool`): Whether activations are recomputed.
-        first_rank (`int`, *optional*, defaults to 0):
-            Position in its node of the first rank of a tp group, which matters if the group spans nodes.
-        sharding (`ShardingSettings`, *optional*): What copies divide among them.
-        num_shards (`int`, *optional*, defaults to 1):
-            Number of copies that share weights or gradients, where the time of passes is wanted.
-    """
+    """Parallelism within a stage of a module, independent of the numbers of replicas and stages."""
 
     cp_size: int
     tp_size: int
-    checkpointing: bool
-    first_rank: int = 0
-    sharding: ShardingSettings = ShardingSettings()
-    num_shards: int = 1
+    checkpointing: bool  # recomputes activations
+    first_rank: int = 0  # position in its node of the first rank of a tp group, which matters if the group spans nodes
+    sharding: ShardingSettings = ShardingSettings()  # what copies divide among them
+    num_shards: int = 1  # copies that share weights or gradients, where the time of passes is wanted
 
     @property
     def num_ranks(self) -> int:
@@ -59,7 +47,7 @@ class ParallelConfig:
 
     @property
     def shares_passes(self) -> bool:
-        """Whether passes gather weights or reduce gradients."""
+        """Tells whether passes gather weights or reduce gradients."""
         return self.sharding.zero_stage >= REDUCES_IN_PASSES
 
     def shards_of(self, dp_size: int) -> int:
@@ -72,13 +60,7 @@ class ParallelConfig:
 
 
 class ModuleOptions:
-    """
-    All layouts of a module.
-
-    Args:
-        problem (`PlanningProblem`): The planning problem.
-        name (`str`): The module.
-    """
+    """All layouts of a module."""
 
     def __init__(self, problem: PlanningProblem, name: str):
         self.problem, self.name = problem, name
@@ -99,7 +81,7 @@ class ModuleOptions:
         return 1 if self.module_spec.inner_features else min(self.module_spec.num_layers, self.problem.num_ranks)
 
     def allows(self, size: str, value: int) -> bool:
-        """Whether the user has left this size open or set it to this value."""
+        """Checks that the user has left this size open or set it to this value."""
         return self.problem.fixed.get(self.name, {}).get(size, value) == value
 
     @cached_property
@@ -154,9 +136,6 @@ class ModuleOptions:
         The sharding of layouts in the closed form: the optimizer's state or nothing, whichever takes less time (see
         [`~ModuleOptions.sharding_helps`]), and everything, over all copies or those of a node. Others differ little
         from one of these and are tried once sizes are chosen.
-
-        Args:
-            tp_size (`int`): Tensor-parallel size.
         """
         plain = [stage for stage in self.zero_stages if stage < REDUCES_IN_PASSES][::-1]
         shared = [stage for stage in self.zero_stages if stage >= REDUCES_IN_PASSES][-1:]
@@ -177,12 +156,7 @@ class ModuleOptions:
         return ShardingSettings(zero_stage, shard_size if zero_stage else None, reshards)
 
     def all_shardings(self, sizes: Sequence[int | None]) -> list[ShardingSettings]:
-        """
-        All shardings that the user has left open.
-
-        Args:
-            sizes (`Sequence[int | None]`): Numbers of copies that divide something.
-        """
+        """All shardings that the user has left open, among these numbers of copies that divide something."""
         result = [self.sharding_of(stage, size) for stage in self.zero_stages for size in sizes]
         if "reshard_after_forward" not in self._given:
             kept = [own for own in result if own.zero_stage == GATHERS_IN_PASSES]
@@ -196,13 +170,8 @@ class ModuleOptions:
 
     def sharding_helps(self, kind: ParallelConfig, dp_size: int, pp_size: NDArray) -> NDArray:
         """
-        bool `[layouts]`: whether layouts can have the sharding of a configuration and may need it. Passes that
+        bool `[layouts]`: where layouts can have the sharding of a configuration and may need it. Passes that
         communicate are for modules with a single stage, and for those whose state does not fit otherwise.
-
-        Args:
-            kind (`ParallelConfig`): The configuration.
-            dp_size (`int`): Number of replicas.
-            pp_size (`np.ndarray` of shape `[layouts]`): Numbers of stages.
         """
         size, num_copies = kind.sharding.shard_size, dp_size * kind.cp_size
         if size is not None and num_copies % size:
@@ -221,7 +190,7 @@ class ModuleOptions:
 
     def _is_faster_plain(self, kind: ParallelConfig, dp_size: int, pp_size: NDArray) -> NDArray:
         """
-        bool `[layouts]`: whether sums and optimizer step take less time than with the other stage whose passes do not
+        bool `[layouts]`: where sums and optimizer step take less time than with the other stage whose passes do not
         communicate. The optimizer's state is divided if that takes as long, or if it does not fit otherwise.
         """
         stages = [stage for stage in self.zero_stages if stage < REDUCES_IN_PASSES]
@@ -240,22 +209,13 @@ class ModuleOptions:
 
     @cached_property
     def _has_backward(self) -> bool:
-        """Whether any of the repeated layers has a backward, so that recomputation has an effect."""
+        """Checks that a repeated layer has a backward, so that recomputation has an effect."""
         return bool(layer_table(self.problem.costs, self.name).backward[1:-1].any())
 
     def layer_ms(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
         """
-        Forward and backward time of a mean microbatch in each layer.
-
-        Args:
-            kind (`ParallelConfig`): The configuration.
-            num_samples (`float`): Samples of the microbatch.
-            padded (`bool`, *optional*, defaults to `True`):
-                Whether to include padding of the language model's rows; without it, a lower bound for all
-                arrangements.
-
-        Returns:
-            `np.ndarray` of shape `[num_layers]`: Milliseconds.
+        Forward and backward time of a mean microbatch in each layer `[num_layers]`; without padding of the language
+        model's rows a lower bound for all arrangements.
         """
         key = self._timed(kind, num_samples, padded)
         if key not in self._layers:
@@ -268,7 +228,6 @@ class ModuleOptions:
         return timed, num_samples, padded and self.microbatches.grows(kind.cp_size)
 
     def _layer_ms(self, costs: CostModel, kind: ParallelConfig, num_samples: float, padded: bool) -> NDArray:
-        """See [`~ModuleOptions.layer_ms`]."""
         table = layer_table(costs, self.name, kind.tp_size, kind.checkpointing, kind.first_rank)
         tokens, squares, _ = self._sizes(kind, num_samples, padded)
         transfers = None
@@ -358,15 +317,7 @@ class ModuleOptions:
         return held + self._memory(kind, first, stop).kept_bytes
 
     def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False, dp_size: int = 1) -> Any:
-        """
-        Estimated bytes of the first or the last stage besides activations.
-
-        Args:
-            kind (`ParallelConfig`): The configuration.
-            pp_size (`int` or `np.ndarray`): Number of stages.
-            last (`bool`, *optional*, defaults to `False`): Whether to estimate the last stage.
-            dp_size (`int`, *optional*, defaults to 1): Number of replicas, which may divide it.
-        """
+        """Estimated bytes of a first or last stage besides activations; `dp_size` replicas may divide them."""
         num_layers, key = self.module_spec.num_layers, (kind, dp_size, last)
         if key not in self._states:
             end, layer = self._end_layers[-1 if last else 0]
@@ -419,17 +370,13 @@ class ModuleOptions:
         return memory.update_bytes / device.memory_bytes_per_ms + host_step_ms(device, memory.host_step)
 
     def sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> float:
-        """
-        Time of the gradient sums of a stage over its replicas, of the optimizer step, and of the gathering of weights
-        after it.
-        """
+        """Time of a stage's gradient sums, of the optimizer step, and of gathering weights after it."""
         key = kind, dp_size, pp_size
         if key not in self._sums:
             self._sums[key] = self._computed_sync_ms(kind, dp_size, pp_size)
         return self._sums[key]
 
     def _computed_sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> float:
-        """See [`~ModuleOptions.sync_ms`]."""
         stride, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
         weights, gradients = (num_bytes / stride for num_bytes in self._trained_bytes)
         update_ms = self._update_ms / stride / num_shards

@@ -21,15 +21,11 @@ _FEW_SHAPES = 2
 
 def try_orders(simulations: Simulations, share: float) -> None:
     """
-    Tries other schedules and arrangements, if these are left open. For the fastest layout of each shape (placement and
-    numbers of stages), slices run with each schedule and arrangement. The best of these are simulated with all
-    replicas for this layout and the next ones of its shape, if the slices say that they could be the fastest. Covers
-    at least two shapes, but none that is much slower, and no other schedules where the busiest rank computes about as
-    long as the best step.
+    Tries other schedules and arrangements, if these are left open, within a share of the effort.
 
-    Args:
-        simulations ([`Simulations`]): The layouts.
-        share (`float`): Share of the effort.
+    For the fastest layout of each shape (placement and numbers of stages), slices run with each schedule and
+    arrangement. The best of these are simulated with all replicas for this layout and the next ones of its shape, if
+    the slices say that they could be the fastest. Covers at least two shapes, but none that is much slower.
     """
     problem = simulations.problem
     if len(problem.schedules) == len(problem.arrangements) == 1:
@@ -43,6 +39,7 @@ def try_orders(simulations: Simulations, share: float) -> None:
         is_far = first.step_ms > _MUCH_SLOWER * simulations.best_ms
         if is_far or (number >= _FEW_SHAPES and num_tasks > share * simulations.effort):
             break
+        # no other schedules where the busiest rank computes about as long as the best step
         waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
         if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
             continue
@@ -81,9 +78,6 @@ def _best_orders(
 
 
 def _shape(candidate: Candidate) -> tuple:
-    """
-    What schedules and arrangements depend on: the placement, the number of stages of each module, and whether its
-    passes communicate.
-    """
+    """What schedules and arrangements depend on: placement, stages, and whether passes communicate."""
     layouts = candidate.layouts.values()
     return candidate.placement, tuple((own.pp_size, own.zero_stage >= REDUCES_IN_PASSES) for own in layouts)

@@ -14,15 +14,9 @@ _CACHED_TABLES = 4096
 
 @dataclass(frozen=True)
 class Partition:
-    """
-    The stages of a module.
+    """The stages of a module."""
 
-    Args:
-        layers (`tuple[int, ...]`): Layers of each stage, in order.
-        slowest_stage_ms (`float`): Time of the slowest stage.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # of each stage, in order
     slowest_stage_ms: float
 
     @property
@@ -36,16 +30,10 @@ class Partition:
 
 @dataclass(frozen=True)
 class Partitions:
-    """
-    The best partitions of a module into every number of stages, see [`partition_all`].
+    """The best partitions of a module into every number of stages, see [`partition_all`]."""
 
-    Args:
-        costs_ms (`numpy.ndarray` of shape `[num_layers]`): Time of each layer.
-        slowest_stages_ms (`numpy.ndarray` of shape `[max_stages]`): Minimum time of the slowest of 1, 2, ... stages.
-    """
-
-    costs_ms: NDArray
-    slowest_stages_ms: NDArray
+    costs_ms: NDArray  # [num_layers]
+    slowest_stages_ms: NDArray  # [max_stages]: minimum time of the slowest of 1, 2, ... stages
     _known: dict[int, Partition] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -54,17 +42,12 @@ class Partitions:
 
     def partition(self, num_stages: int) -> Partition:
         """
-        The partition for a number of stages, computed on first use.
+        The partition for a number of stages, computed on first use; raises `ValueError` if there are fewer layers than
+        stages.
 
         Among the partitions with the fastest slowest stage it has the smallest sum of squared stage times, so that the
         other stages are even as well; among those, the first stages have the fewest layers, since earlier stages keep
         the activations of more microbatches. Costs within rounding errors count as equal.
-
-        Args:
-            num_stages (`int`): Number of stages, up to `max_stages`.
-
-        Raises:
-            `ValueError`: If there are fewer layers than stages.
         """
         _check_stages(num_stages, self.max_stages)
         if num_stages not in self._known:
@@ -79,22 +62,9 @@ def partition_all(costs_ms: ArrayLike, max_stages: int) -> Partitions:
     Splits layers into every number of stages up to a limit, such that the slowest stage is as fast as possible
     (Cornstarch, chapter 3, equation 3.5; Entrain, equation 4.1). Results are cached.
 
-    With `D(i, s)` the minimum time of the slowest stage of the first `i` layers in `s` stages and `P` the prefix sums
-    of costs, Cornstarch minimizes `max(D(j, s - 1), P(i) - P(j))` over `j` (chapter 3, equation 3.5). The former grows
-    with `j` and the latter falls, so that the minimum is where they cross: where `D(j, s - 1) + P(j)`, which grows,
-    reaches `P(i)`. One binary search for all `i` finds that, `O(num_layers log num_layers)` for each number of stages.
-
-    Args:
-        costs_ms (array of shape `[num_layers]`):
-            Time of each layer, at least 0. Work before the first and after the last layer, such as embeddings and the
-            head, is included in these layers.
-        max_stages (`int`): Maximum number of stages.
-
-    Returns:
-        [`Partitions`]: The times of the slowest stages, and the partitions on demand.
-
-    Raises:
-        `ValueError`: If there are fewer layers than stages, or a cost is negative or not finite.
+    Costs `[num_layers]` are at least 0; work before the first and after the last layer, such as embeddings and the
+    head, is included in these layers. Raises `ValueError` for fewer layers than stages, or a cost that is negative or
+    not finite.
     """
     costs = np.ascontiguousarray(costs_ms, float)
     return _partition_all(costs.tobytes(), int(max_stages))
@@ -109,6 +79,10 @@ def _partition_all(costs_bytes: bytes, max_stages: int) -> Partitions:
     bottlenecks = np.empty(max_stages)
     best = prefix.copy()  # [num_layers + 1]: of the first layers in at most that many stages
     bottlenecks[0] = best[-1]
+    # With `D(i, s)` the minimum time of the slowest stage of the first `i` layers in `s` stages and `P` the prefix
+    # sums of costs, `max(D(j, s - 1), P(i) - P(j))` is minimal over `j` where the terms cross, since the former grows
+    # with `j` and the latter falls: where `D(j, s - 1) + P(j)`, which grows, reaches `P(i)`. One binary search for all
+    # `i` finds that, `O(num_layers log num_layers)` for each number of stages.
     for stage in range(1, max_stages):
         # An additional stage never hurts, so that "at most" and "exactly" agree if there are enough layers.
         crossing = np.minimum(np.searchsorted(best + prefix, prefix), np.arange(len(prefix)))
@@ -121,20 +95,17 @@ def _partition_all(costs_bytes: bytes, max_stages: int) -> Partitions:
 
 
 def _evenest_layers(prefix: NDArray, num_stages: int, limit: float) -> tuple[int, ...]:
-    """
-    Layers of stages within a time limit, with the smallest sum of squared stage times.
-
-    `rest[s][i]` is that sum for the layers from `i` on in `s` stages. Only ends within the limit are considered: a
-    band about `num_layers / num_stages` wide.
-    """
+    """Layers of stages within a time limit, with the smallest sum of squared stage times."""
     num_layers = len(prefix) - 1
     starts = np.arange(num_layers + 1)
     last = np.minimum(np.searchsorted(prefix, prefix + limit, side="right") - 1, num_layers)
     width = int((last - starts).max())
+    # Only ends within the limit are considered: a band about `num_layers / num_stages` wide.
     ends = starts[:, None] + np.arange(1, width + 1)
     allowed = ends <= last[:, None]
     ends = np.minimum(ends, num_layers)
     squares = np.where(allowed, (prefix[ends] - prefix[:, None]) ** 2, np.inf)
+    # `rest[s][i]` is the smallest sum for the layers from `i` on in `s` stages.
     rest = np.full((num_stages + 1, num_layers + 1), np.inf)
     rest[0, num_layers] = 0.0
     for stage in range(1, num_stages + 1):

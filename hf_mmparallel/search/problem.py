@@ -17,32 +17,20 @@ from ..plan.plugin import STORAGE, ZERO_STAGES
 from ..plan.schedules import SCHEDULES, Schedule
 from ..steps.step_planner import Prediction
 
-SEARCHED_STAGES = ZERO_STAGES
-"""The ZeRO stages that a search chooses from."""
+SEARCHED_STAGES = ZERO_STAGES  # the ZeRO stages that a search chooses from
 
 
 @dataclass(frozen=True)
 class Layout:
-    """
-    The sizes of one module.
+    """The sizes of one module."""
 
-    Args:
-        dp_size (`int`, *optional*, defaults to 1): Number of replicas.
-        cp_size (`int`, *optional*, defaults to 1): Context-parallel size.
-        tp_size (`int`, *optional*, defaults to 1): Tensor-parallel size.
-        layers (`tuple[int, ...]`): Layers of each stage.
-        activation_checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
-        sharding (`ShardingSettings`, *optional*): What its copies divide among them.
-        storage (`StorageSettings`, *optional*): Precision and place of its optimizer and frozen weights.
-    """
-
-    layers: tuple[int, ...]
-    dp_size: int = 1
+    layers: tuple[int, ...]  # of each stage
+    dp_size: int = 1  # number of replicas
     cp_size: int = 1
     tp_size: int = 1
-    activation_checkpointing: bool = False
-    sharding: ShardingSettings = ShardingSettings()
-    storage: StorageSettings = StorageSettings()
+    activation_checkpointing: bool = False  # recomputes activations
+    sharding: ShardingSettings = ShardingSettings()  # what its copies divide among them
+    storage: StorageSettings = StorageSettings()  # precision and place of its optimizer and frozen weights
 
     def setting(self, name: str) -> Any:
         """The value of a setting of [`ModulePlugin`] that a search keeps."""
@@ -81,22 +69,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Candidate:
-    """
-    A candidate plan: the layout of each module, their placement, the schedule and the arrangement.
+    """A candidate plan: the layout of each module, their placement, the schedule and the arrangement."""
 
-    Args:
-        layouts (`Mapping[str, Layout]`): Module -> its layout, in the order of the model.
-        colocated_with (`Mapping[str, str]`, *optional*): Module -> the module whose ranks it shares.
-        num_microbatches (`int`, *optional*, defaults to 1): Microbatches of each replica of the language model.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
-        arrangement (`str`, *optional*, defaults to `"hierarchical"`): Arrangement of batches, see [`ARRANGEMENTS`].
-    """
-
-    layouts: Mapping[str, Layout]
-    colocated_with: Mapping[str, str] = field(default_factory=dict)
-    num_microbatches: int = 1
+    layouts: Mapping[str, Layout]  # in the order of the model
+    colocated_with: Mapping[str, str] = field(default_factory=dict)  # module -> the module whose ranks it shares
+    num_microbatches: int = 1  # of each replica of the language model
     schedule: Schedule = "1f1b"
-    arrangement: str = "hierarchical"
+    arrangement: str = "hierarchical"  # of batches, see `ARRANGEMENTS`
 
     @property
     def num_ranks(self) -> int:
@@ -122,15 +101,9 @@ class Candidate:
         return f"{layouts}; {self.placement}; {self.num_microbatches} microbatches"
 
     def plan(self, spec: ModelSpec) -> ParallelPlan:
-        """
-        Builds the plan. Modules with the largest meshes come first, so that meshes do not span nodes; within a module
-        the replica varies slowest, then the stage, then the cp rank. A colocated module has the same ranks in its own
-        order.
-
-        Args:
-            spec (`ModelSpec`): The model.
-        """
+        """Builds the plan; a colocated module has the ranks of the other one in its own order."""
         first, starts = 0, {}
+        # Modules with the largest meshes come first, so that meshes do not span nodes.
         by_grid = sorted(self.layouts.items(), key=lambda item: -item[1].cp_size * item[1].tp_size)
         for name, layout in by_grid:
             if name not in self.colocated_with:
@@ -152,6 +125,7 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
     partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
     grid = layout.cp_size * layout.tp_size
     replicas = []
+    # The replica varies slowest, then the stage, then the cp rank.
     for replica in range(layout.dp_size):
         stages = []
         for index, layers in enumerate(ranges):
@@ -167,46 +141,27 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """
-    Input of a plan search.
+    """Input of a plan search."""
 
-    Args:
-        costs (`CostModel`): The model with its frozen parameters, the device, and the costs of layers.
-        sizes (`SampleSizes`): Sizes of samples from the dataset.
-        num_ranks (`int`): Number of devices, all of which the plan uses.
-        global_batch_size (`int`): Samples of an optimizer step.
-        memory_bytes (`float`, *optional*): Memory limit of a rank; no limit by default.
-        microbatch_size (`int`, *optional*): Samples of a microbatch of a language model replica; searched by default.
-        schedule (`str`, *optional*): Name of the schedule; searched by default.
-        arrangement (`str`, *optional*): Arrangement of batches, see [`ARRANGEMENTS`]; searched by default.
-        fixed (`Mapping[str, Mapping[str, Any]]`, *optional*):
-            Module -> sizes and settings of ZeRO, master weights and offloading set by the user, such as
-            `{"language_model": {"tp_size": 4}}`.
-        checkpointing (`Mapping[str, bool]`, *optional*):
-            Module -> whether its activations are recomputed; both are tried by default.
-        zero_stages (`tuple[int, ...]`, *optional*): The ZeRO stages to choose from.
-        offloads (`bool`, *optional*, defaults to `True`):
-            Whether optimizer state and frozen weights may be put into host memory where the user leaves that open. The
-            device has to say how large and how fast it is.
-        effort (`int`, *optional*, defaults to 384):
-            Simulation budget in tasks per rank: larger values simulate more candidates.
-        seed (`int`, *optional*, defaults to 0): Seed of the batches drawn from `sizes`.
-    """
-
-    costs: CostModel
-    sizes: SampleSizes
-    num_ranks: int
-    global_batch_size: int
-    memory_bytes: float | None = None
-    microbatch_size: int | None = None
-    schedule: Schedule | None = None
-    arrangement: str | None = None
+    costs: CostModel  # with the model, its frozen parameters, and the device
+    sizes: SampleSizes  # of samples from the dataset
+    num_ranks: int  # all of which the plan uses
+    global_batch_size: int  # samples of an optimizer step
+    memory_bytes: float | None = None  # of a rank; no limit by default
+    microbatch_size: int | None = None  # samples of a microbatch of a language model replica; searched by default
+    schedule: Schedule | None = None  # searched by default
+    arrangement: str | None = None  # see `ARRANGEMENTS`; searched by default
+    # module -> sizes and settings of ZeRO, master weights and offloading set by the user, such as
+    # `{"language_model": {"tp_size": 4}}`
     fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    # module -> whether its activations are recomputed; both are tried by default
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
-    zero_stages: tuple[int, ...] = SEARCHED_STAGES
+    zero_stages: tuple[int, ...] = SEARCHED_STAGES  # to choose from
+    # optimizer state and frozen weights may be put into host memory where the user leaves that open; the device has to
+    # say how large and how fast it is
     offloads: bool = True
-    effort: int = 384
-    seed: int = 0
+    effort: int = 384  # simulation budget in tasks per rank: larger values simulate more candidates
+    seed: int = 0  # of the batches drawn from `sizes`
 
     @property
     def spec(self) -> ModelSpec:
@@ -247,12 +202,10 @@ class PlanningProblem:
 
     @property
     def arrangements(self) -> tuple[str, ...]:
-        """
-        The arrangements to try: a single one if all samples have the same size; with a memory limit those that respect
-        it for every batch.
-        """
+        """The arrangements to try."""
         if self.arrangement is not None:
             return (self.arrangement,)
+        # A single one if all samples have the same size; with a memory limit those that respect it for every batch.
         equal = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
         return ("contiguous",) if equal else ARRANGEMENT_CANDIDATES if self.memory_bytes is None else KEEPING_LIMITS
 
@@ -264,23 +217,13 @@ class PlanningProblem:
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """
-    A plan of a search, with its predictions.
-
-    Args:
-        candidate (`Candidate`): Its sizes.
-        plan (`ParallelPlan`): The plan.
-        predictions (`tuple[Prediction, ...]`): Predictions for the simulated batches; the first one is shown in
-            charts.
-        estimate_ms (`float`): Closed-form estimate of the step time.
-        bound (`str`): A sentence on what bounds its time.
-    """
+    """A plan of a search, with its predictions."""
 
     candidate: Candidate
     plan: ParallelPlan
-    predictions: tuple[Prediction, ...]
-    estimate_ms: float
-    bound: str = ""
+    predictions: tuple[Prediction, ...]  # for the simulated batches; the first one is shown in charts
+    estimate_ms: float  # closed-form estimate of the step time
+    bound: str = ""  # a sentence on what bounds its time
 
     @property
     def step_ms(self) -> float:
@@ -311,26 +254,14 @@ class RankedPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """
-    Result of a search.
-
-    Args:
-        problem (`PlanningProblem`): The planning problem.
-        best (`RankedPlan`): The fastest predicted plan; among equally fast plans, the one with the smallest memory.
-        runners_up (`tuple[RankedPlan, ...]`): The next best plans with other sizes or another placement.
-        reasons (`tuple[str, ...]`): For each runner-up, why it is slower.
-        rejected (`Mapping[str, int]`): Reason -> number of candidates rejected for it.
-        num_candidates (`int`): Number of estimated candidates.
-        num_simulated (`int`): Number of simulated candidates.
-        search_s (`float`): Search time in seconds.
-    """
+    """Result of a search."""
 
     problem: PlanningProblem
-    best: RankedPlan
-    runners_up: tuple[RankedPlan, ...]
-    reasons: tuple[str, ...]
-    rejected: Mapping[str, int]
-    num_candidates: int
+    best: RankedPlan  # the fastest predicted plan; among equally fast ones, the first of `in_order`
+    runners_up: tuple[RankedPlan, ...]  # the next best plans with other sizes or another placement
+    reasons: tuple[str, ...]  # for each runner-up, why it is slower
+    rejected: Mapping[str, int]  # reason -> number of candidates
+    num_candidates: int  # that were estimated
     num_simulated: int
     search_s: float
 

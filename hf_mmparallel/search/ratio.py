@@ -17,15 +17,13 @@ from .single_layout import even_layers
 
 class RatioLayouts(CandidateSpace):
     """
-    All plans in which every module has separate ranks, in proportion to its share of the model's FLOPs.
+    All plans in which every module has separate ranks, in proportion to its share of the model's FLOPs; sizes set by
+    the user do not apply.
 
     The paper defines only the criterion, "the computational demands (flops) of each module". Here FLOPs are those of
     the forward and backward of a mean sample; the ranks per replica of the language model are the nearest integers to
     the shares, at least one; the layout of a module on its ranks (replicas, stages, tensor parallelism, recomputation)
     is the best one by the closed-form estimate. Layers are split evenly.
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem; sizes set by the user do not apply.
     """
 
     def __init__(self, problem: PlanningProblem):

@@ -25,29 +25,20 @@ _RUNNERS_UP = 3
 
 def search_plans(problem: PlanningProblem) -> SearchResult:
     """
-    Searches for the plan with the fastest predicted training step.
+    Searches for the plan with the fastest predicted training step, and says what bounds it and the next best ones.
 
-    Every layout of every module, placement and number of microbatches gets a closed-form estimate (Entrain,
-    algorithm 3, which contains Cornstarch's algorithm 1). A slice is then simulated (as few replicas as possible,
-    with their part of a real batch) for the best candidates of diverse families, for more candidates with the best
-    placement, and for some that may exceed the memory; the fastest of these are simulated with all replicas. On up to
-    8 ranks, and if at most 1,024 other candidates have a lower bound below the best step time, all of these are
-    simulated as well, up to 40,000 tasks together: small problems are solved by brute force. The fastest layouts are
-    tried with other schedules and arrangements, if these are left open; the finalists run several batches. Among
-    equally fast plans, see [`AS_FAST`], the one with the smallest memory comes first. On few ranks the ZeRO stages to
-    choose from grow one by one, see [`nested_problems`]. Host memory is for layouts that do not fit otherwise.
+    Every layout of every module, placement and number of microbatches gets a closed-form estimate (Entrain, algorithm
+    3, which contains Cornstarch's algorithm 1). A slice is then simulated (as few replicas as possible, with their
+    part of a real batch) for the best candidates of diverse families, for more candidates with the best placement, and
+    for some that may exceed the memory; the fastest of these are simulated with all replicas. On up to 8 ranks, and if
+    at most 1,024 other candidates have a lower bound below the best step time, all of these are simulated as well, up
+    to 40,000 tasks together: small problems are solved by brute force. The fastest layouts are tried with other
+    schedules and arrangements, if these are left open; the finalists run several batches. Host memory is for layouts
+    that do not fit otherwise.
 
     If no plan fits, the result is one that exceeds the memory only by samples larger than a microbatch may be:
-    training runs each of them in a microbatch of its own. `bound` of such a plan says so.
-
-    Args:
-        problem (`PlanningProblem`): The planning problem.
-
-    Returns:
-        `SearchResult`: The best plan, what bounds it, and the next best ones.
-
-    Raises:
-        `ValueError`: If no plan fits the memory or the fixed sizes; it says by how much, with a remedy.
+    training runs each of them in a microbatch of its own. `bound` of such a plan says so. If there is none either,
+    raises `ValueError`, which says by how much memory or fixed sizes fail, with a remedy.
     """
     start = time.perf_counter()
     with _without_collection():
@@ -55,7 +46,6 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
 
 
 def _searched(problem: PlanningProblem, start: float) -> SearchResult:
-    """See [`search_plans`]."""
     spaces = [CandidateSpace(own) for own in nested_problems(problem)]
     simulator, found = Simulations(spaces[-1]), dict[str, RankedPlan]()
     for space in spaces:
@@ -90,9 +80,6 @@ def nested_problems(problem: PlanningProblem) -> list[PlanningProblem]:
     The problems that are searched one after the other, the last with all choices. On few ranks, where a search takes
     little time, the ZeRO stages to choose from grow one by one, so that more of them never give a slower plan: what is
     simulated with the first ones is what a search with these alone simulates.
-
-    Args:
-        problem (`PlanningProblem`): The planning problem.
     """
     stages = sorted(problem.zero_stages)
     counts = range(1, len(stages) + 1) if problem.num_ranks <= FEW_RANKS else [len(stages)]
@@ -128,10 +115,9 @@ def _best_of(simulator: Simulations) -> list[RankedPlan]:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """
-    Disables cyclic garbage collection: a search makes millions of small objects without reference cycles, and a fifth
-    of its time would go into repeated traversals of all objects of the process.
-    """
+    """Disables cyclic garbage collection."""
+    # A search makes millions of small objects without reference cycles, and a fifth of its time would go into repeated
+    # traversals of all objects of the process.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -17,17 +17,13 @@ _AS_LONG = 1.01  # ratio of the closed form to that of the current sharding up t
 
 def try_shardings(simulations: Simulations, share: float) -> None:
     """
-    Tries what else the copies of modules can divide, for the fastest layouts: module by module, what is fastest so far
-    with the other ZeRO stages, over all copies and over those of a node, unless the closed form is slower. Where
-    already the computation takes longer than the best step, nothing is tried.
-
-    Args:
-        simulations ([`Simulations`]): The layouts.
-        share (`float`): Share of the effort, as many as which are tried.
+    Tries what else the copies of modules can divide, for the fastest layouts and within a share of the effort: module
+    by module, what is fastest so far with the other ZeRO stages, over all copies and over those of a node.
     """
     num_tasks = 0
     for simulated in distinct_sizes(simulations.whole())[:_LAYOUTS]:
         communicates = any(own.zero_stage >= REDUCES_IN_PASSES for own in simulated.candidate.layouts.values())
+        # the computation alone takes longer than the best step
         if not communicates and simulated.busy_ms >= simulations.best_ms:
             continue
         for name in simulated.candidate.layouts:
@@ -50,10 +46,7 @@ def with_sharding(candidate: Candidate, name: str, sharding: ShardingSettings) -
 
 
 def _shardings(simulations: Simulations, candidate: Candidate, name: str) -> list[ShardingSettings]:
-    """
-    Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes. It
-    excludes no sums, since other tasks may hide them.
-    """
+    """Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes."""
     options, layout = simulations.space.options[name], candidate.layouts[name]
     num_copies = layout.dp_size * layout.cp_size
     if num_copies == 1:
@@ -66,6 +59,7 @@ def _shardings(simulations: Simulations, candidate: Candidate, name: str) -> lis
     limit_ms = _AS_LONG * _module_ms(simulations, candidate, name, layout.sharding)
     every = [own for own in options.all_shardings(sizes) if own != layout.sharding]
     times = {own: _module_ms(simulations, candidate, name, own) for own in every}
+    # slower sums are tried as well, since other tasks may hide them
     chosen = [own for own in times if times[own] <= limit_ms or own.zero_stage < REDUCES_IN_PASSES]
     return sorted(chosen, key=times.__getitem__)
 

@@ -24,45 +24,26 @@ _FEW_TASKS = 40_000
 _SLICE_MEMORY = 1.1  # tolerance of the memory limit for slices
 _MAX_PREDICTIONS = 16  # number of fastest steps whose predictions stay in memory
 _MAX_STEPS = 64  # number of arrangements that stay in memory
-FEW_RANKS = 8
-"""Number of ranks up to which a problem is small."""
-OPTIMISTIC = 1.3
-"""Maximum ratio of the closed-form estimate to the step time."""
+FEW_RANKS = 8  # ranks up to which a problem is small
+OPTIMISTIC = 1.3  # maximum ratio of the closed-form estimate to the step time
 
 
 @dataclass
 class Simulated:
-    """
-    A simulated candidate whose state fits the memory.
-
-    Args:
-        estimated ([`EstimatedCandidate`]): Its closed-form estimate.
-        candidate ([`Candidate`]): Its sizes.
-        step_ms (`float`): Step time of its slice, or of its whole step if `is_whole`.
-        busy_ms (`float`): Part of it in which its busiest rank computes, which no order of tasks makes shorter.
-        optimizer_ms (`float`): Part of it after the last gradient sum.
-        slice_ms (`float`, *optional*): Step time of its slice, if that was simulated.
-        is_whole (`bool`, *optional*, defaults to `False`): Whether all replicas were simulated.
-        prediction ([`Prediction`], *optional*): Prediction of the first batch; dropped for slow candidates.
-    """
+    """A simulated candidate whose state fits the memory."""
 
     estimated: EstimatedCandidate
     candidate: Candidate
-    step_ms: float
-    busy_ms: float
-    optimizer_ms: float
-    slice_ms: float | None = None
-    is_whole: bool = False
-    prediction: Prediction | None = None
+    step_ms: float  # of its slice, or of its whole step if `is_whole`
+    busy_ms: float  # part of it in which its busiest rank computes, which no order of tasks makes shorter
+    optimizer_ms: float  # part of it after the last gradient sum
+    slice_ms: float | None = None  # step time of its slice, if that was simulated
+    is_whole: bool = False  # simulated with all replicas
+    prediction: Prediction | None = None  # of the first batch; dropped for slow candidates
 
 
 class Simulations:
-    """
-    Simulates each candidate once: first a slice of its replicas, then all.
-
-    Args:
-        space ([`CandidateSpace`]): The candidates.
-    """
+    """Simulates each candidate once: first a slice of its replicas, then all."""
 
     def __init__(self, space: CandidateSpace):
         self.space, self.problem = space, space.problem
@@ -102,9 +83,7 @@ class Simulations:
         return sum(not simulated.is_whole for simulated in self.known.values())
 
     def screen_one(self, candidate: Candidate, estimated: EstimatedCandidate) -> int:
-        """
-        Simulates a slice of a candidate, or all of a small step; returns the effort, 0 if the candidate is known.
-        """
+        """Simulates a slice, or all of a small step; returns the effort, 0 if the candidate is known."""
         key = key_of(candidate)
         if key in self.known or key in self.too_large:
             return 0
@@ -135,10 +114,7 @@ class Simulations:
         return min(simulated, key=lambda s: s.step_ms).estimated.colocated_with if simulated else None
 
     def slice(self, candidate: Candidate, estimated: EstimatedCandidate, parts: int) -> Simulated | None:
-        """
-        Simulates a 1/`parts` slice of the replicas on 1/`parts` of the first batch; `None` if it does not fit the
-        memory. Replica imbalance and the larger all-reduce are added from the closed form.
-        """
+        """Simulates 1/`parts` of the replicas on that part of the first batch; `None` if it does not fit."""
         batch, limit = self.batches[0], self.problem.memory_bytes
         small = slice_of(candidate, parts)
         few = small.layouts
@@ -151,6 +127,7 @@ class Simulations:
             prediction = self.predict(small, samples, limit)
         except ValueError:  # these samples are larger than average
             prediction = self.predict(small, samples, None)
+        # Replica imbalance and the larger all-reduce are added from the closed form.
         uneven = self.space.options[LANGUAGE_MODEL].unevenness(parts * few[LANGUAGE_MODEL].dp_size)
         longer = self._sums_ms(estimated, 1) - self._sums_ms(estimated, parts)
         # Samples of a slice may be larger than those of the whole batch.
@@ -174,9 +151,7 @@ class Simulations:
     # All replicas
 
     def simulate(self, share: float, least: int) -> None:
-        """
-        Simulates all replicas of the candidates with the fastest slices, `least` diverse ones, on the first batch.
-        """
+        """Simulates the fastest slices' candidates whole, at least `least` diverse ones, on the first batch."""
         num_tasks = 0
         waiting = sorted((s for s in self.known.values() if not s.is_whole), key=lambda s: s.step_ms)
         for simulated in waiting:
@@ -207,9 +182,7 @@ class Simulations:
             slow.prediction = None
 
     def simulate_new(self, candidate: Candidate, estimated: EstimatedCandidate) -> int:
-        """
-        Simulates the first batch with all replicas unless that was done. Returns the effort, 0 if it was.
-        """
+        """Simulates the first batch with all replicas; returns the effort, 0 if that was done before."""
         known = self.known.get(key := key_of(candidate))
         if key in self.too_large or (known is not None and known.is_whole):
             return 0
@@ -230,10 +203,7 @@ class Simulations:
         self.too_large[key] = candidate
 
     def simulate_remaining(self) -> None:
-        """
-        Simulates candidates that could be faster than the best one, in the order of their estimates: all of a small
-        problem.
-        """
+        """Simulates candidates that could be faster than the best, by estimate: all of a small problem."""
         best_ms = self.best_ms
         if self.problem.num_ranks > FEW_RANKS and self.space.num_within(best_ms) > _FEW_CANDIDATES:
             return
@@ -279,7 +249,7 @@ class Simulations:
             self.over[key_of(candidate)] = (prediction.peak_memory_bytes, candidate)
 
     def predict(self, candidate: Candidate, batch: SampleSizes, memory_bytes: float | None) -> Prediction:
-        """Predicts a batch. Candidates that differ in nothing that an arrangement depends on share it."""
+        """Predicts a batch."""
         problem = replace(self.problem, global_batch_size=batch.num_samples, memory_bytes=memory_bytes)
         planner = step_planner(problem, candidate)
         workloads = planner.workloads(batch)
@@ -288,6 +258,7 @@ class Simulations:
         order = (candidate.num_microbatches, candidate.arrangement, keeps_all)
         limits = tuple(workloads.token_limits.items())
         key = (layouts, candidate.placement, order, limits, batch.tokens[LANGUAGE_MODEL].tobytes())
+        # Candidates that differ in nothing that an arrangement depends on share it.
         step = self._steps.get(key)
         if step is None:
             step = planner.arranged(range(batch.num_samples), workloads)

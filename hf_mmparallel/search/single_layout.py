@@ -30,13 +30,11 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 class SingleLayouts:
     """
-    All plans with one data-, tensor- and pipeline-parallel size for the whole model.
+    All plans with one data-, tensor- and pipeline-parallel size for the whole model; sizes set by the user do not
+    apply.
 
     Encoders share the first stages, generators the last ones, and layers are split evenly. Without pipeline
     parallelism all modules are on the same ranks.
-
-    Args:
-        problem ([`PlanningProblem`]): The planning problem; sizes set by the user do not apply.
     """
 
     def __init__(self, problem: PlanningProblem):

@@ -11,8 +11,7 @@ from ..cost.sharded_passes import REDUCES_IN_PASSES
 from ..cost.stage_memory import stage_memories
 from .problem import Candidate, PlanningProblem
 
-SMALL_STEP = 1024
-"""Number of tasks up to which a step is simulated without a slice."""
+SMALL_STEP = 1024  # tasks up to which a step is simulated without a slice
 
 
 def num_parts(candidate: Candidate) -> int:
@@ -23,7 +22,7 @@ def num_parts(candidate: Candidate) -> int:
 
 
 def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
-    """Whether weights, gradients and optimizer state fit into each rank's memory."""
+    """Checks that weights, gradients and optimizer state fit into each rank's memory."""
     if not host_fits(problem, candidate):
         return False
     if problem.memory_bytes is None:
@@ -34,7 +33,7 @@ def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
 
 
 def host_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
-    """Whether what is kept in host memory fits each node; on an unknown host that is only what the user asks for."""
+    """Checks that each node has room for what is in host memory; on an unknown host only what the user asks for."""
     storages = {name: layout.storage for name, layout in candidate.layouts.items()}
     if not any(own.offload_optimizer or own.offload_params for own in storages.values()):
         return True

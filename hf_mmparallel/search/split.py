@@ -12,15 +12,8 @@ from .stability import StabilityReport, draw_from, minimum_stable_batch
 
 def split_stability(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) -> StabilityReport | None:
     """
-    Computes the minimum stable batch of a dataset (Entrain, algorithm 2) for the ranks of a replica of a plan.
-
-    Args:
-        costs (`CostModel`): Costs of layers, of the model with its frozen parameters marked.
-        plan (`ParallelPlan`): The plan.
-        sizes (`SampleSizes`): Sizes of samples of the dataset.
-
-    Returns:
-        `StabilityReport` or `None`: `None` if there is no split: modules share ranks, or have one rank each.
+    Computes the minimum stable batch of a dataset (Entrain, algorithm 2) for the ranks of a replica of a plan; `None`
+    if there is no split: modules share ranks, or have one rank each.
     """
     if shares_ranks(plan) or not sizes.num_samples:
         return None
@@ -33,19 +26,13 @@ def split_stability(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) ->
 
 
 def shares_ranks(plan: ParallelPlan) -> bool:
-    """Whether modules share ranks instead of splitting them."""
+    """Checks that modules share ranks instead of splitting them."""
     ranks = [{rank for _, _, stage in module.stages() for rank in stage.all_ranks} for module in plan.modules.values()]
     return sum(map(len, ranks)) > len(set().union(*ranks))
 
 
 def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
-    """
-    Module -> float64 `[samples]`: forward plus backward time of each sample on one rank, in ms.
-
-    Args:
-        costs (`CostModel`): Costs of layers, of the model with its frozen parameters marked.
-        sizes (`SampleSizes`): Sizes of the samples.
-    """
+    """Module -> float64 `[samples]`: forward plus backward time of each sample on one rank, in ms."""
     work = {}
     for name in costs.spec.modules:
         squares, tokens = RowLayout.of(costs, name).of_samples(sizes, name, even=True)
@@ -55,12 +42,8 @@ def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
 
 def too_small(report: StabilityReport | None, global_batch_size: int, setting: str) -> str | None:
     """
-    A warning about a global batch below the minimum stable one, if it is.
-
-    Args:
-        report (`StabilityReport`, *optional*): The result of the test.
-        global_batch_size (`int`): Samples of a step.
-        setting (`str`): The user's setting as a prefix of its value, such as `--global-batch-size `.
+    A warning about a global batch below the minimum stable one, if it is; `setting` is the user's setting as a prefix
+    of its value, such as `--global-batch-size `.
     """
     if report is None or report.batch_size is None or global_batch_size >= report.batch_size:
         return None

@@ -17,8 +17,8 @@ from .._portable import log, weighted_sum
 from .allocation import Rounding, proportional_allocations
 
 Split = tuple[int, ...]
-Draw = Callable[[int, np.random.Generator], Any]
-WorkOf = Callable[[Any], Mapping[str, NDArray]]
+Draw = Callable[[int, np.random.Generator], Any]  # draws a number of independent samples
+WorkOf = Callable[[Any], Mapping[str, NDArray]]  # module -> [samples]: forward and backward work, in any unit
 
 _SIGMAS = 6.0
 _CHUNK_SAMPLES = 2**20
@@ -26,89 +26,56 @@ _CHUNK_SAMPLES = 2**20
 
 @dataclass(frozen=True)
 class BatchTrials:
-    """
-    Splits of batches of one size.
+    """Splits of batches of one size."""
 
-    Args:
-        batch_size (`int`): Samples of each batch.
-        reference (`tuple[int, ...]`): Ranks of each module for the first batch.
-        splits (`Mapping[tuple[int, ...], int]`): Ranks of each module -> number of batches with this split, including
-            the first batch.
-    """
-
-    batch_size: int
-    reference: Split
-    splits: Mapping[Split, int]
+    batch_size: int  # samples of each batch
+    reference: Split  # ranks of each module for the first batch
+    splits: Mapping[Split, int]  # ranks of each module -> number of batches with this split, including the first batch
 
     @property
     def passed(self) -> bool:
-        """Whether all trials agree with the reference."""
+        """All trials agree with the reference."""
         return len(self.splits) == 1
 
 
 @dataclass(frozen=True)
 class Share:
-    """
-    A module's share of the work.
+    """A module's share of the work."""
 
-    Args:
-        mean (`float`): Mean over all drawn samples, 0 to 1.
-        error (`float`): Standard error of `mean`.
-        low, high (`float`): Interval of the share of a single batch, with the confidence of the report; by the central
-            limit theorem, for large batches.
-    """
-
-    mean: float
-    error: float
+    mean: float  # over all drawn samples, 0 to 1
+    error: float  # standard error of `mean`
+    # interval of the share of a single batch, with the confidence of the report; by the central limit theorem, for
+    # large batches
     low: float
     high: float
 
 
 @dataclass(frozen=True)
 class SplitBoundary:
-    """
-    The boundary to another split of the ranks that batches cross most easily.
+    """The boundary to another split of the ranks that batches cross most easily."""
 
-    Args:
-        split (`tuple[int, ...]`): Ranks of each module for all samples together.
-        neighbor (`tuple[int, ...]`): The split on the other side of the boundary.
-        distance (`float`): Share of all work that would have to move between the two modules to reach the boundary.
-        deviation (`float`): Standard deviation of this share for single samples; for batches of `n` samples it is
-            divided by `sqrt(n)`.
-        needed_batch_size (`float`): With `(6 deviation / distance)^2` samples, one batch in 500 million is on the
-            other side (Entrain, appendix C.1).
-    """
-
-    split: Split
-    neighbor: Split
-    distance: float
+    split: Split  # ranks of each module for all samples together
+    neighbor: Split  # the split on the other side of the boundary
+    distance: float  # share of all work that would have to move between the two modules to reach the boundary
+    # standard deviation of this share for single samples; for batches of `n` samples it is divided by `sqrt(n)`
     deviation: float
 
     @property
     def needed_batch_size(self) -> float:
+        # With this many samples, one batch in 500 million is on the other side (Entrain, appendix C.1).
         return float((_SIGMAS * self.deviation / self.distance) ** 2) if self.distance else np.inf
 
 
 @dataclass(frozen=True)
 class StabilityTest:
-    """
-    Settings of [`minimum_stable_batch`].
+    """Settings of [`minimum_stable_batch`]."""
 
-    Args:
-        confidence (`float`, *optional*, defaults to 0.95): Confidence of the result, `1 - alpha` in the paper.
-        error (`float`, *optional*, defaults to 0.05): Maximum share of batches with another split.
-        start (`int`, *optional*, defaults to 1): First batch size; it is doubled each time.
-        limit (`int`, *optional*, defaults to 16384): Maximum batch size.
-        seed (`int`, *optional*, defaults to 0): Seed of the drawn batches.
-        rounding (`str`, *optional*, defaults to `"fastest"`): See [`proportional_allocation`].
-    """
-
-    confidence: float = 0.95
-    error: float = 0.05
-    start: int = 1
-    limit: int = 2**14
-    seed: int = 0
-    rounding: Rounding = "fastest"
+    confidence: float = 0.95  # of the result, `1 - alpha` in the paper
+    error: float = 0.05  # maximum share of batches with another split
+    start: int = 1  # first batch size; it is doubled each time
+    limit: int = 2**14  # maximum batch size
+    seed: int = 0  # of the drawn batches
+    rounding: Rounding = "fastest"  # see `proportional_allocation`
 
     def __post_init__(self) -> None:
         for name in ("confidence", "error"):
@@ -125,43 +92,26 @@ class StabilityTest:
 
 @dataclass(frozen=True)
 class StabilityReport:
-    """
-    The smallest batch size at which random batches agree on the ranks of each module.
+    """The smallest batch size at which random batches agree on the ranks of each module."""
 
-    Args:
-        batch_size (`int`, *optional*): The batch size; `None` if no size up to the limit passed.
-        modules (`tuple[str, ...]`): The modules in the order of all splits.
-        split (`tuple[int, ...]`): Ranks of each module for all samples together.
-        test (`StabilityTest`): With `test.confidence`, at most `test.error` of the batches of that size disagree.
-        history (`tuple[BatchTrials, ...]`): All tried sizes.
-        shares (`Mapping[str, Share]`): Module -> its share of the work; intervals are those of the last size.
-        boundary (`SplitBoundary`, *optional*): The boundary that limits the size; `None` if there is only one split.
-        notes (`tuple[str, ...]`): Limitations of the result, in sentences.
-    """
-
-    batch_size: int | None
-    modules: tuple[str, ...]
-    split: Split
-    test: StabilityTest
-    history: tuple[BatchTrials, ...]
-    shares: Mapping[str, Share]
-    boundary: SplitBoundary | None
-    notes: tuple[str, ...]
+    batch_size: int | None  # `None` if no size up to the limit passed
+    modules: tuple[str, ...]  # in the order of all splits
+    split: Split  # ranks of each module for all samples together
+    test: StabilityTest  # with `test.confidence`, at most `test.error` of the batches of that size disagree
+    history: tuple[BatchTrials, ...]  # all tried sizes
+    shares: Mapping[str, Share]  # of the work; intervals are those of the last size
+    boundary: SplitBoundary | None  # the one that limits the size; `None` if there is only one split
+    notes: tuple[str, ...]  # limitations of the result, in sentences
 
 
 def draw_from(work: Mapping[str, NDArray]) -> Draw:
-    """
-    Returns a function that draws samples of a dataset with replacement.
-
-    Args:
-        work (`Mapping[str, numpy.ndarray]`): Module -> `[samples]`: its work for each sample of the dataset.
-
-    Returns:
-        `Callable[[int, numpy.random.Generator], dict[str, numpy.ndarray]]`: For [`minimum_stable_batch`].
-    """
+    """Returns a function that draws samples, from the work `[samples]` of each module, with replacement."""
     num_samples = len(next(iter(work.values())))
 
     def draw(num: int, rng: np.random.Generator) -> dict[str, NDArray]:
+        # The test needs independent batches, and 60 batches without replacement soon cover the whole dataset: a batch
+        # of all samples agrees with itself, however close the boundary is. Training draws without replacement, which
+        # varies less, so that the result is conservative.
         chosen = rng.integers(num_samples, size=num)
         return {name: values[chosen] for name, values in work.items()}
 
@@ -170,11 +120,11 @@ def draw_from(work: Mapping[str, NDArray]) -> Draw:
 
 def minimum_stable_batch(
     draw: Draw,
-    work_of: WorkOf | None,
-    num_ranks: int,
-    dp_size: int,
+    work_of: WorkOf | None,  # not needed for `draw_from`
+    num_ranks: int,  # of all replicas
+    dp_size: int,  # replicas, with equally many ranks each
     test: StabilityTest | None = None,
-    dataset_size: int | None = None,
+    dataset_size: int | None = None,  # samples in the dataset, if it is finite
 ) -> StabilityReport:
     """
     Finds the batch size from which every batch needs the same ranks of each module (Entrain, algorithm 2).
@@ -183,29 +133,11 @@ def minimum_stable_batch(
     replica are split in proportion to the work of the modules in each of them. If all agree, at most 5 % of the
     batches of that size disagree, with a confidence of 95 % (appendix C.2); otherwise the size is doubled.
 
-    Samples are drawn with replacement. The test needs independent batches, and 60 batches without replacement soon
-    cover the whole dataset: a batch of all samples agrees with itself, however close the boundary is. Training draws
-    without replacement, which varies less, so that the result is conservative.
+    Beyond the paper, the report, which there is also if no size passes, has the share of each module with its
+    interval, and the boundary that is crossed most easily. The paper concludes from agreeing batches that the mean
+    lies inside their split, so that larger batches agree as well; if the samples do not confirm that, a note says so.
 
-    Beyond the paper, the report has the share of each module with its interval, and the boundary that is crossed most
-    easily. The paper concludes from agreeing batches that the mean lies inside their split, so that larger batches
-    agree as well; if the samples do not confirm that, a note says so.
-
-    Args:
-        draw (`Callable[[int, numpy.random.Generator], Any]`): Draws a number of independent samples.
-        work_of (`Callable[[Any], Mapping[str, numpy.ndarray]]`, *optional*):
-            Drawn samples -> module -> `[samples]`: its forward and backward work, in any unit. Not needed for
-            [`draw_from`].
-        num_ranks (`int`): Ranks of all replicas.
-        dp_size (`int`): Number of replicas, with equally many ranks each.
-        test (`StabilityTest`, *optional*): Settings of the test.
-        dataset_size (`int`, *optional*): Number of samples in the dataset, if it is finite.
-
-    Returns:
-        [`StabilityReport`]: The report, also if no size passes.
-
-    Raises:
-        `ValueError`: If replicas do not have the same number of ranks, or fewer ranks than there are modules.
+    Raises `ValueError` if replicas do not have the same number of ranks, or fewer ranks than there are modules.
     """
     if num_ranks % dp_size:
         raise ValueError(f"{num_ranks} ranks can't be split evenly over `dp_size={dp_size}` replicas. Use a divisor.")
@@ -296,13 +228,10 @@ def _shares(modules: tuple[str, ...], moments: _Moments, batch_size: int, confid
 
 
 def _nearest_boundary(moments: _Moments, split: NDArray, rounding: Rounding) -> SplitBoundary | None:
-    """
-    The boundary that batches cross most easily.
-
-    Both roundings keep a split as long as no module improves with a rank of another one. For each pair of modules that
-    is a linear function of the work, here scaled to the work that would have to move from one to the other.
-    """
+    """The boundary that batches cross most easily."""
     boundaries, num_ranks = [], int(split.sum())
+    # Both roundings keep a split as long as no module improves with a rank of another one. For each pair of modules
+    # that is a linear function of the work, here scaled to the work that would have to move from one to the other.
     for gains, loses in permutations(range(len(split)), 2):
         if split[loses] == 1:
             continue

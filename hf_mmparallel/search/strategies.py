@@ -52,15 +52,11 @@ def least_stages(
     after: NDArray | int,
 ) -> NDArray:
     """
-    Minimum (fractional) number of stages of a module that fits into memory, given the stages after it.
-
-    A rank of the first of `p` stages needs `(state + saved * min(p + after, num_microbatches)) / p` of its share of
-    the capacity, as in 1F1B. The smaller result of the two terms of the minimum is sufficient.
-
-    Args:
-        state_bytes, saved_bytes, capacity_bytes, num_microbatches (arrays of one shape): See [`Strategies`].
-        after (array of the same shape): Stages between the module and the end of the model.
+    Minimum (fractional) number of stages of a module that fits into memory, given the stages after it, in arrays of
+    one shape, see [`Strategies`].
     """
+    # A rank of the first of `p` stages needs `(state + saved * min(p + after, num_microbatches)) / p` of its share of
+    # the capacity, as in 1F1B. The smaller result of the two terms of the minimum is sufficient.
     spare = capacity_bytes - saved_bytes
     with np.errstate(over="ignore"):  # an infinite number of stages, of which the minimum takes nothing
         deep = (state_bytes + saved_bytes * after) / np.where(spare > 0, spare, 1.0)
@@ -70,27 +66,17 @@ def least_stages(
 
 @dataclass(frozen=True)
 class Strategies:
-    """
-    Choices of tensor- and data-parallel sizes, with the resulting times and memory of the modules.
+    """Choices of tensor- and data-parallel sizes, with the resulting times and memory of the modules."""
 
-    Args:
-        table (`numpy.ndarray` of shape `[strategies, modules, 6]`):
-            Tensor- and data-parallel size; milliseconds of a microbatch through all layers; bytes of the weights,
-            gradients and optimizer state of a replica, of the activations of a microbatch, and of the memory of the
-            ranks of a stage.
-        num_microbatches (`numpy.ndarray` of shape `[strategies]`): Microbatches of a replica of the language model.
-        num_layers (`numpy.ndarray` of shape `[modules]`): Layers of each module.
-        chain (`Chain`): Order of the modules.
-        num_ranks (`int`): Number of available ranks.
-        limit_ms (`float`, *optional*, defaults to infinity): Maximum step time of interest.
-    """
-
+    # [strategies, modules, 6]: tensor- and data-parallel size; milliseconds of a microbatch through all layers; bytes
+    # of the weights, gradients and optimizer state of a replica, of the activations of a microbatch, and of the memory
+    # of the ranks of a stage
     table: NDArray
-    num_microbatches: NDArray
-    num_layers: NDArray
+    num_microbatches: NDArray  # [strategies]: of a replica of the language model
+    num_layers: NDArray  # [modules]
     chain: Chain
-    num_ranks: int
-    limit_ms: float = np.inf
+    num_ranks: int  # available ranks
+    limit_ms: float = np.inf  # maximum step time of interest
 
     def take(self, rows: NDArray) -> Strategies:
         """The strategies at some indices."""
@@ -132,12 +118,10 @@ class Strategies:
 
     @cached_property
     def least(self) -> NDArray:
-        """
-        `[strategies, modules]`: minimum (fractional) number of stages within the time limit and the memory.
-
-        Either may require more stages, and more stages after a module require more of its own; a few rounds get close.
-        """
+        """`[strategies, modules]`: minimum (fractional) number of stages within the time limit and the memory."""
         least = np.maximum(1.0, self._least_within(self.limit_ms))
+        # Either may require more stages, and more stages after a module require more of its own; a few rounds get
+        # close.
         for _ in range(_ROUNDS):
             least = np.maximum(least, self.least_stages(self.chain.after(least)))
         return np.minimum(least, self.num_layers + 1.0)
@@ -193,11 +177,10 @@ class Strategies:
         """
         int64 `[strategies, modules]`: minimum numbers of stages for a step within a limit, and `[strategies]`: the
         time of that step, infinite if there are none.
-
-        Every stage is required, either by the limit or by memory, which grows with the stages after a module, so that
-        the first sufficient numbers are minimal.
         """
         stages = self._up(np.maximum(self._least_within(limit_ms), self.least))
+        # Every stage is required, either by the limit or by memory, which grows with the stages after a module, so
+        # that the first sufficient numbers are minimal.
         while True:
             more = np.maximum(stages, self._up(self.least_stages(self.chain.after(stages))))
             if (more == stages).all():
@@ -213,20 +196,12 @@ class Strategies:
 
     def solve(self, row: int, bound_ms: float) -> float:
         """
-        Minimum step time with fractional stages: the convex program of DistTrain as a linear program.
+        Minimum step time in ms with fractional stages: the convex program of DistTrain as a linear program; infinite
+        without a solution. `bound_ms` is the lower bound of the strategy.
 
         Its variables are the stages `p` of each module and the inverse `u` of the time of the slowest stage, in units
         of a lower bound of that time: `t p >= pass` with `t = 1 / u` is `p >= pass u`, so that `u` is maximized;
-        ranks, memory and numbers of layers are linear. If a replica has fewer microbatches than the model has stages,
-        the number in flight is the minimum of a constant and of the depth; a chord below it keeps the program convex
-        and its optimum a bound.
-
-        Args:
-            row (`int`): Index of the strategy.
-            bound_ms (`float`): Its lower bound from `bound_ms`.
-
-        Returns:
-            `float`: Milliseconds; infinite without a solution.
+        ranks, memory and numbers of layers are linear.
         """
         steady = float(self.num_microbatches[row] - 1)
         unit = (bound_ms - self.warm_up_ms[row]) / steady if steady else 1.0
@@ -256,6 +231,8 @@ class Strategies:
                 path = [module, *after]
                 shallow, deep = float(self.least[row, path].sum()), float(self.num_layers[path].sum())
                 count = float(self.num_microbatches[row])
+                # If a replica has fewer microbatches than the model has stages, the number in flight is the minimum of
+                # a constant and of the depth; a chord below it keeps the program convex and its optimum a bound.
                 slope = min(1.0, max(0.0, (count - shallow) / (deep - shallow))) if deep > shallow else 1.0
                 offset = min(shallow, count) - slope * shallow
                 line = np.zeros(self.pass_ms.shape[1] + 1)

@@ -16,6 +16,8 @@ from ..plan import LANGUAGE_MODEL
 from .strategies import SAME, Chain, Strategies, least_stages
 
 Role = Literal["encoder", "generator"]
+# Options by the data-parallel size of the language model: for each module [options, 6], rows of the table of
+# `Strategies`.
 Options = Mapping[int, tuple[NDArray, ...]]
 
 _MANY = 2**40
@@ -24,29 +26,17 @@ _MODEST = 3  # options per module for the first layouts
 
 @dataclass(frozen=True)
 class ModuleDemand:
-    """
-    Time and memory demand of a module, for all of its layers together.
+    """Time and memory demand of a module, for all of its layers together."""
 
-    Args:
-        sample_ms (`Callable[[int], float]` or `Mapping[int, float]`):
-            Tensor-parallel size -> forward and backward of one sample through the whole module, including
-            communication; without the backward if it has none.
-        num_layers (`int`): Number of layers, and maximum number of stages.
-        num_heads (`int`): Number that tensor-parallel sizes divide.
-        weight_bytes (`float`): Weights and gradients.
-        optimizer_bytes (`float`): Optimizer state, sharded over replicas.
-        activation_bytes (`float`): Saved activations of one sample.
-        role (`str`, *optional*, defaults to `"encoder"`):
-            `"encoder"` before or `"generator"` after the language model; ignored for the language model.
-    """
-
+    # tensor-parallel size -> forward and backward of one sample through the whole module, including communication;
+    # without the backward if it has none
     sample_ms: Callable[[int], float] | Mapping[int, float]
-    num_layers: int
-    num_heads: int
-    weight_bytes: float = 0.0
-    optimizer_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    role: Role = "encoder"
+    num_layers: int  # and maximum number of stages
+    num_heads: int  # tensor-parallel sizes divide it
+    weight_bytes: float = 0.0  # weights and gradients
+    optimizer_bytes: float = 0.0  # sharded over replicas
+    activation_bytes: float = 0.0  # saved for one sample
+    role: Role = "encoder"  # before or after the language model; ignored for the language model
 
     def time_ms(self, tp_size: int) -> float:
         """`sample_ms` of a tensor-parallel size."""
@@ -56,31 +46,18 @@ class ModuleDemand:
 @dataclass(frozen=True)
 class StrategySpace:
     """
-    All choices of sizes (DistTrain, section 4.3).
+    All choices of sizes (DistTrain, section 4.3). Raises `ValueError` if there is no language model, no integer number
+    of microbatches, or no tensor-parallel size that divides the heads of a module.
 
     Tensor-parallel sizes divide the heads and data-parallel sizes the batch; an encoder or generator has an integer
-    number of samples for each microbatch of the language model. An option of a module is a row of the table of
-    [`Strategies`]. Options are stored by the data-parallel size of the language model, one table `[options, 6]` for
-    each module.
-
-    Args:
-        modules (`Mapping[str, ModuleDemand]`): Demand of each module.
-        num_ranks (`int`): Ranks for all modules together.
-        global_batch_size (`int`): Samples of a step.
-        memory_bytes (`float`): Memory of a rank.
-        microbatch_size (`int`): Samples of a microbatch of the language model.
-        tp_sizes (`tuple[int, ...]`): Candidates for the tensor-parallel size.
-
-    Raises:
-        `ValueError`: If there is no language model, no integer number of microbatches, or no tensor-parallel size that
-            divides the heads of a module.
+    number of samples for each microbatch of the language model.
     """
 
     modules: Mapping[str, ModuleDemand]
-    num_ranks: int
-    global_batch_size: int
-    memory_bytes: float
-    microbatch_size: int
+    num_ranks: int  # for all modules together
+    global_batch_size: int  # samples of a step
+    memory_bytes: float  # of a rank
+    microbatch_size: int  # samples of a microbatch of the language model
     tp_sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -231,16 +208,13 @@ class StrategySpace:
         return min_bytes
 
     def _combinations(self, dp_size: int, tables: tuple[NDArray, ...], limit_ms: float) -> NDArray:
-        """
-        `[strategies, modules, 6]`: combinations that may be within a limit, by a bound without idle ranks.
-
-        Options that exceed the limit with the best options of all other modules are dropped first, so that the grid of
-        all combinations stays small.
-        """
+        """`[strategies, modules, 6]`: combinations that may be within a limit, by a bound without idle ranks."""
         steady = (self._num_microbatches(dp_size) - 1) / self.num_ranks
         passes = [table[:, 2] for table in tables]
         work = [steady * table[:, 0] * table[:, 1] * table[:, 2] for table in tables]
         ranks = [t[:, 0] * t[:, 1] * self._least(dp_size, i, t) for i, t in enumerate(tables)]
+        # Options that exceed the limit with the best options of all other modules are dropped first, so that the grid
+        # of all combinations stays small.
         alone = [np.flatnonzero(self._bound_with_the_best(passes, work, i) <= limit_ms) for i in range(len(tables))]
         grids = [
             [
