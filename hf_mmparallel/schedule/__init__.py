@@ -1,6 +1,6 @@
 """
-Scheduling of a step as pure functions of `plan` and numbers, which all code that plans, runs or draws a step may
-import.
+Scheduling of a step: its tasks, their order, the actions of each rank, their verification and simulation.
+Pure functions of `plan` and numbers; may be imported by all code that plans, runs or draws a step.
 """
 
 from .actions import Action, DeadlockError, Message, ProgramError, Task
