@@ -1,6 +1,4 @@
-"""
-Action lists of thousands of ranks as integer codes in arrays, for numpy; `Action` objects are made on access only.
-"""
+"""Action lists of thousands of ranks as integer codes in numpy arrays; `Action` objects are made on access only."""
 
 from __future__ import annotations
 
@@ -178,10 +176,7 @@ _EMPTY = np.zeros(0, np.int64)
 
 
 def checksum(actions: Mapping[int, Sequence[Action]]) -> int:
-    """
-    Returns a 63-bit checksum of all ranks' ordered actions, equal in every process and for every way to store the
-    lists.
-    """
+    """Returns a 63-bit checksum of all ranks' ordered actions, equal in every process and for every kind of lists."""
     if isinstance(actions, ProgramActions):
         return actions.checksum()
     ranks = sorted(actions)

@@ -25,9 +25,7 @@ class DeadlockError(ProgramError):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Task:
-    """
-    The forward or backward of one chunk on one stage, on all of its ranks at once; as text `fwd vision.r0.s1 mb3.c0`.
-    """
+    """The forward or backward of a chunk on all ranks of a stage at once; as text `fwd vision.r0.s1 mb3.c0`."""
 
     kind: Kind
     module: str

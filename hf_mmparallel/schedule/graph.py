@@ -160,9 +160,7 @@ class StageRanks:
         self.ranks = np.fromiter(chain.from_iterable(by_stage), np.int64, int(self.starts[-1]))
 
     def of(self, stages: NDArray) -> tuple[NDArray, NDArray]:
-        """
-        Returns an index in `stages` and a rank, for every rank of every given stage, which are indices of the plan.
-        """
+        """Returns an index in `stages` and a rank, for every rank of the stages (indices in the plan)."""
         counts = self.starts[stages + 1] - self.starts[stages]
         owner = np.repeat(np.arange(len(stages)), counts)
         return owner, self.ranks[spread(self.starts[stages], counts)]

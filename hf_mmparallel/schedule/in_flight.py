@@ -104,9 +104,7 @@ def _ahead(step: StepPlan, given: SampleLocations, target: str, max_in_flight: N
 
 
 def in_flight_eager(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
-    """
-    Returns maximum microbatches in flight under `"eager"` if memory is not known: as under 1F1B, plus two in encoders.
-    """
+    """Returns the limits under `"eager"` if memory is not known: those of 1F1B, plus two microbatches in encoders."""
     encoders = plan.encoders
     # With the sample sizes of the published datasets this gives most of the speedup of unlimited memory, for a fifth
     # more activation memory instead of nearly twice as much. Raising the limit of the language model as well gives

@@ -50,9 +50,7 @@ def program_of_parts(
     fitting_in_flight: Mapping[StageKey, float] | None = None,
     check: bool = True,
 ) -> Program:
-    """
-    Does [`build_program`] for some parts, on representatives; the program of a part does not depend on the others.
-    """
+    """Does [`build_program`] for parts, on representatives; the program of a part does not depend on the others."""
     rows, times = [], []
     for part in parts:
         sync_groups = part.sync_groups if training else ()
@@ -166,9 +164,7 @@ def _receive_queues(ranks: StageRanks, graph: TaskGraph, message: NDArray, rank:
 
 
 def receive_ahead(actions: Sequence[Action]) -> list[Action]:
-    """
-    Moves each receive before the task that precedes the one that needs it, so that the transfer overlaps with it.
-    """
+    """Moves each receive before the task that precedes the one that needs it, so that transfer and task overlap."""
     result: list[Action] = []
     last_task: int | None = None  # index of the last task
     for action in actions:
@@ -187,10 +183,7 @@ def receive_ahead(actions: Sequence[Action]) -> list[Action]:
 
 
 def sync_instants(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> list[int]:
-    """
-    Returns the event of a timeline after which each gradient sum comes; groups without backwards come with the next
-    one.
-    """
+    """Returns the event after which each gradient sum comes; groups without backwards come with the next one."""
     last = last_backwards(graph, timeline.finished)
     of_stage = dict(zip(graph.stages, last.tolist(), strict=True))
     instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in sync_groups]
@@ -208,9 +201,7 @@ def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
 
 
 def blocking_order(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> NDArray:
-    """
-    Returns each task's and sum's position in a timeline's order, int64 `[tasks + groups]`; joint tasks share one.
-    """
+    """Returns each task's and sum's position in a timeline, int64 `[tasks + groups]`; joint tasks share one."""
     events = np.array([*timeline.started, *sync_instants(graph, timeline, sync_groups)], np.int64)
     order = np.empty(len(events), np.int64)
     order[np.argsort(events, kind="stable")] = np.arange(len(events))

@@ -25,9 +25,7 @@ Member = tuple[str, int]
 
 @dataclass(frozen=True)
 class Part:
-    """
-    Replicas, with their ranks, that share nothing with other replicas but gradient sums; other replicas are left out.
-    """
+    """Replicas and their ranks only, which share nothing with other replicas but gradient sums."""
 
     plan: ParallelPlan  # on the representatives of the ranks, numbered from 0
     whole_plan: ParallelPlan  # on all ranks, with their original numbers
@@ -158,10 +156,8 @@ class Representatives:
         return np.repeat(self._labels(step), counts).astype(np.int64)
 
     def parts(self, step: StepPlan, rank: int | None = None) -> Iterator[Part]:
-        """
-        Yields the parts of a step, a replica without samples by itself, or only that of a rank of the whole plan, if
-        any.
-        """
+        """Yields the parts of a step, or only that of a rank of the whole plan, if it has a stage."""
+        # a replica without samples is a part by itself
         labels = self._labels(step)
         if rank is None:
             for indices in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):

@@ -30,9 +30,7 @@ def simulate_parts(
     training: bool = True,
     fitting_in_flight: Mapping[StageKey, float] | None = None,  # see `in_flight_limits`
 ) -> Replay:
-    """
-    Returns the result of [`simulate`] for [`program_of_parts`], without the program: simulated orders can't deadlock.
-    """
+    """Simulates [`program_of_parts`] without writing and verifying it: simulated orders can't deadlock."""
     plan = representatives.plan
     cost, order_cost = cost or default_cost, order_cost or cost or default_cost
     # all parts in one graph

@@ -142,10 +142,7 @@ class _Simulation:
         self.started, self.finished = [0] * num_tasks, [0] * num_tasks
 
     def run(self, part: int, limit_ms: float = math.inf) -> float | None:
-        """
-        Simulates a part and returns its end time; `None` if alternating stages deadlock, or if it is not below the
-        limit.
-        """
+        """Simulates a part until its end time; `None` if alternating stages deadlock, or if it reaches the limit."""
         self.could_wait, self.events, self.running = False, 0, []
         tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
         stage_of, first_rank, component_of = tables.stage_of, tables.first_rank, tables.component_of

@@ -112,10 +112,7 @@ def simulate(
 
 
 def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.ndarray]:
-    """
-    Returns (module, replica) -> forward time of each microbatch, float64 `[num_microbatches]`, 0 for one without
-    samples.
-    """
+    """Returns (module, replica) -> forward milliseconds, float64 `[num_microbatches]`, 0 for those without samples."""
     times: dict[Task, float] = {}
     for span in spans:
         if span.task.kind == "fwd":
