@@ -27,6 +27,7 @@ def reason_of(error: Exception) -> str:
     """Says in one line why a file can't be read."""
     if isinstance(error, pickle.UnpicklingError):
         # Torch's own advice, to read it without any restriction, would execute it.
+        # Torch's own advice, to read it without any restriction, would execute it.
         return "it holds other things than tensors and plain values"
     if isinstance(error, KeyError):
         return f"it has no entry {error}"

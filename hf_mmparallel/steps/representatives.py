@@ -66,9 +66,7 @@ def predict_arranged(planner: StepPlanner, arranged: PlannedStep, sizes: SampleS
 
 
 def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
-    """
-    Returns the milliseconds of [`predict_arranged`] before the optimizer step, in a fraction of the time; needs sizes.
-    """
+    """Returns the time of [`predict_arranged`] before the optimizer step, faster; the step needs sizes."""
     assert arranged.sizes is not None
     return _replayed(planner, arranged, arranged.sizes, arranged.sizes).iteration_ms
 
