@@ -67,19 +67,33 @@ def image_index(is_image: Tensor, tokens_per_image: Sequence[int]) -> Tensor:
 
 
 def causal_words(segment: Tensor) -> Tensor:
-    """Returns words with which each token sees its sample up to itself: language models, also of images."""
+    """
+    Returns words with which each token sees its sample up to itself: language models, also of images.
+
+    Args:
+        segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
+    """
     return encode_words(segment)
 
 
 def image_span_words(segment: Tensor, image: Tensor) -> Tensor:
-    """Returns words with which tokens see earlier ones, and those of an image each other both ways: Gemma3."""
+    """
+    Returns words with which tokens see earlier ones, and those of an image each other both ways: Gemma3.
+
+    Args:
+        segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
+        image (`torch.Tensor` of shape `[batch, length]`): The image of each token, 0 for none.
+    """
     return encode_words(segment, span=image, kinds=_kinds_of(image))
 
 
 def prefix_words(segment: Tensor, in_prefix: Tensor) -> Tensor:
     """
-    Returns words with which tokens of a sample's prefix see each other in both directions, and others earlier tokens.
-    `in_prefix` is bool `[batch, length]`, true for the image and the prompt: prefix language models, PaliGemma.
+    Returns words with which a prefix's tokens see each other both ways, and others earlier tokens: PaliGemma.
+
+    Args:
+        segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
+        in_prefix (`torch.Tensor` of shape `[batch, length]`): bool, true for the image and the prompt.
     """
     return encode_words(segment, span=in_prefix.long())
 

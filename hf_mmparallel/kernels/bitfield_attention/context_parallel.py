@@ -65,9 +65,15 @@ class SequenceShard:
 
     def take(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
         """
-        Takes this rank's tokens, L along `dim`, of a tensor of the whole row, `num_tokens` along `dim`.
+        Takes this rank's tokens of a tensor of the whole row.
 
-        `padding` is the value for padding, such as -100 for labels. Raises `ValueError` for another number of tokens.
+        Args:
+            tensor (`torch.Tensor`): `num_tokens` long along `dim`; the result is L long.
+            dim (`int`, *optional*, defaults to 1): The dimension of the tokens.
+            padding (`float`, *optional*, defaults to 0): Value for padding, such as -100 for labels.
+
+        Raises:
+            `ValueError`: If the tensor has another number of tokens.
         """
         if tensor.shape[dim] != self.num_tokens:
             raise ValueError(
@@ -82,14 +88,16 @@ class SequenceShard:
 
     @torch.no_grad()
     def gather_tokens(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
-        """Gathers the tensor of the whole row on every rank, without gradients: the inverse of `take`. Collective."""
+        """
+        Gathers the whole row from all ranks' tokens, without gradients: the inverse of `take`. Collective.
+        `padding` is the value for tokens that no rank holds.
+        """
         rows = tensor.movedim(dim, 0).contiguous()
         everyone = rows
         if self.num_ranks > 1:
             everyone = rows.new_empty(self.num_ranks * rows.shape[0], *rows.shape[1:])
             _all_gather(everyone, rows, self.group).wait()
         order = self.order.flatten().to(tensor.device)
-        # `padding` is for tokens that no rank holds
         whole = rows.new_full((self.num_tokens, *rows.shape[1:]), padding)
         whole[order[order >= 0]] = everyone[order >= 0]
         return whole.movedim(0, dim)

@@ -145,7 +145,7 @@ def _search(
     mask: BitfieldMask, queries_BGQ: Tensor, ordered_BGK: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
-    Finds each query's keys in its segment up to itself (all if global) and, with two groupings, later in its span.
+    Finds each query's keys in its segment up to itself (all if global) and, with two groupings, then in its span.
     """
     batch, num_groupings, num_keys = ordered_BGK.shape
     at = mask.query_positions

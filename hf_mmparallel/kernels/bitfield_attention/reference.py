@@ -76,9 +76,7 @@ def reference_backward(
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """
-    Gradient of the sinks, `[heads]`, from each query's log-sum-exp with the sink and sum of output times gradient.
-    """
+    """Gradient of the sinks, `[heads]`, of each query's log-sum-exp with the sink and sum of output times gradient."""
     weights = known_weights(sinks.to(lse.dtype)[:, None, None], lse)[..., 0]
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 

@@ -1,7 +1,4 @@
-"""
-Splits the longest tiles of the forward pass over several programs, where there are few: the longest determines the
-end.
-"""
+"""Splits the longest tiles of the forward pass over several programs, where so few run that the longest decides."""
 
 from __future__ import annotations
 
