@@ -1,7 +1,7 @@
 """
-Multimodal parallel training for `transformers.Trainer`. Importing it imports neither torch nor transformers; each
-public name loads its module on first use. Once transformers is imported too, `attn_implementation="bitfield"` is known
-to it.
+Multimodal parallel training for `transformers.Trainer`.
+Importing it imports neither torch nor transformers; each public name loads its module on first use. Once transformers
+is imported too, `attn_implementation="bitfield"` is known to it.
 """
 
 from importlib import import_module

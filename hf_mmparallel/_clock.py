@@ -24,7 +24,6 @@ class Clock(Protocol):
 class HostClock:
     """Moments of the host."""
 
-    # seconds; wall time when left out
     def __init__(self, now: Callable[[], float] = time.perf_counter):  # seconds; wall time when left out
         self.mark = now
 

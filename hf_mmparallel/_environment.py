@@ -64,6 +64,4 @@ def set_launch_settings(settings: dict[str, Any]) -> None:
     os.environ[LAUNCH_SETTINGS] = json.dumps(settings)
     # Unless a level was chosen, workers don't print torch's warnings about connections, each with a stack of 20 lines:
     # when processes are lost, connections end in all others.
-    # Unless a level was chosen, workers don't print torch's warnings about connections, each with a stack of 20 lines:
-    # when processes are lost, connections end in all others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -13,9 +13,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @contextmanager
 def readable(path: str | Path) -> Iterator[None]:
-    """
-    Opens and parses one file and does nothing else; turns any error into a `ValueError` with file, reason and remedy.
-    """
+    """Turns any error of a block that only opens and parses one file into a `ValueError` with reason and remedy."""
     path = Path(path)
     try:
         yield
@@ -26,7 +24,6 @@ def readable(path: str | Path) -> Iterator[None]:
 def reason_of(error: Exception) -> str:
     """Says in one line why a file can't be read."""
     if isinstance(error, pickle.UnpicklingError):
-        # Torch's own advice, to read it without any restriction, would execute it.
         # Torch's own advice, to read it without any restriction, would execute it.
         return "it holds other things than tensors and plain values"
     if isinstance(error, KeyError):

@@ -17,16 +17,11 @@ def on_grid(values: Any, largest: float | None = None, bits: int = 32) -> Any:
     # Results that differ in their last bit become equal, unless a bound between two points of the grid lies between
     # them: with 32 bits, a relative error below 2e-10, once in two million. More bits are for results that are the
     # same on every processor, but not in each order of a sum.
-    # Results that differ in their last bit become equal, unless a bound between two points of the grid lies between
-    # them: with 32 bits, a relative error below 2e-10, once in two million. More bits are for results that are the
-    # same on every processor, but not in each order of a sum.
     exponent = np.frexp(values if largest is None else largest)[1] - bits
     rounded = np.ldexp(np.rint(np.ldexp(values, -exponent)), exponent)
     return rounded if isinstance(values, np.ndarray) else float(rounded)
 
 
-# Sums, products, quotients and square roots of numpy are the same on every processor. Matrix products (BLAS),
-# exponentials, logarithms and powers (vector units) and fits by least squares differ in their last bit.
 # Sums, products, quotients and square roots of numpy are the same on every processor. Matrix products (BLAS),
 # exponentials, logarithms and powers (vector units) and fits by least squares differ in their last bit.
 def weighted_sum(values: ArrayLike, weights: ArrayLike) -> NDArray:
@@ -54,7 +49,6 @@ def smallest(values: NDArray, count: int) -> NDArray:
     flat = values.ravel()
     if count >= len(flat):
         return np.argsort(flat, kind="stable")
-    # `argsort` and `argpartition` order equal values as the vector unit likes, so a stable sort decides
     # `argsort` and `argpartition` order equal values as the vector unit likes, so a stable sort decides
     candidates = np.flatnonzero(flat <= np.partition(flat, count - 1)[count - 1])
     return candidates[np.argsort(flat[candidates], kind="stable")[:count]]
