@@ -33,9 +33,7 @@ def recovery_png(
     path: str | Path,
     title: str = "Training while ranks change",
 ) -> None:
-    """
-    Draws samples per second over time with a mark for each change of the ranks, and the number of ranks below it.
-    """
+    """Draws samples per second over time with a mark for each change of the ranks, and below it their number."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -124,10 +124,10 @@ def _ms(value: float) -> str:
 
 def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows: int = 32) -> str:
     """
-    Draws a timeline as text: a digit is the forward of a microbatch, a letter its backward (`a` for 0), `=` a gradient
-    sum.
+    Draws a timeline as text: a digit is a microbatch's forward, a letter its backward (`a` for 0), `=` a gradient sum.
     Where it is known, a line below has the communication of weights and gradients: `-` beside tasks, `=` beside none.
     """
+    # equal rows are merged above `max_rows`, then rows are cut off
     rows = _rows(timeline, max_rows)
     lanes = _lanes(timeline, rows[:max_rows])
     end = _latest_ms(timeline, lanes)
@@ -177,11 +177,10 @@ def gantt_png(
     title: str = "Schedule of one step",  # duration and bubble follow
 ) -> None:
     """
-    Draws a row per rank: light bars are forwards, dark bars backwards, the color is the module, the number the
-    microbatch.
+    Draws a row per rank: light bars are forwards, dark bars backwards, the number is the microbatch.
 
-    Gray bars are what gradient sums add. Where it is known, a lane below the bars has the gathering of weights and the
-    sums of gradients, beside tasks or exposed, and ends with the optimizer's step.
+    Colors are modules, gray bars are what gradient sums add. Where it is known, a lane below the bars has the
+    gathering of weights and the sums of gradients, beside tasks or exposed, and ends with the optimizer's step.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -296,8 +295,7 @@ def chrome_trace(
     measured: Simulation | Sequence[Span] | None = None,
 ) -> None:
     """
-    Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process for the prediction, one for the
-    measurement.
+    Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process each for prediction and measurement.
 
     Each has a thread per rank with its tasks and gradient sums. Where it is known, another process has the
     communication of weights and gradients, with a thread for one of the ranks with equal tasks, of 64 at most.

@@ -23,10 +23,7 @@ def balance_png(
     title: str = "Workload of each microbatch",
     own_scale: Sequence[str] = (),  # columns that do not share the scale of the others
 ) -> None:
-    """
-    Draws a bar per microbatch: a column per arrangement, a strip per replica; deferred parts are dark, the mean
-    dashed.
-    """
+    """Draws a bar per microbatch, a column per arrangement, a strip per replica; deferred is dark, the mean dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
