@@ -63,9 +63,7 @@ class RankRow:
 
 
 def rank_rows(simulation: Simulation) -> list[RankRow]:
-    """
-    Returns the rows of a timeline, in the order of their lowest ranks. The last ones of a large page have no lanes.
-    """
+    """Returns the rows of a timeline, by their lowest ranks. The last ones of a large page have no lanes."""
     by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(simulation.num_ranks)}
     for span in simulation.spans:
         by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.busy_end_ms)))
