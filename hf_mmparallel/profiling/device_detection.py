@@ -106,6 +106,8 @@ def slowest(devices: Sequence[Hardware]) -> Hardware:
     """Combines several devices into the slowest of each number, under the name of the first."""
     if len(set(devices)) == 1:
         return devices[0]
+    # the smallest peaks, memories, rates, shares of the network and nodes, the longest latencies, and efficiencies by
+    # which nothing is faster than on the slowest
     peaks = tuple(PEAK_OF_DTYPE.values())
     network = min(devices, key=lambda device: device.network_gb_per_s)
     node_size = min(device.node_size for device in devices)
