@@ -41,7 +41,7 @@ def throughput_png(
     title: str = "Throughput under failures",
 ) -> None:
     """
-    Draws throughput with losses of nodes, below it their number, and a bar per job with its nodes' shares of time.
+    Draws throughput with losses of nodes, below it their number and a bar per job with shares of its nodes' time.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
