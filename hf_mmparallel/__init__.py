@@ -1,8 +1,7 @@
 """
 Multimodal parallel training for `transformers.Trainer`.
-
-Importing the package imports neither torch nor transformers; each public name loads its module on first use. Once
-transformers is imported too, `attn_implementation="bitfield"` is known to it.
+Importing it imports neither torch nor transformers; each public name loads its module on first use. Once transformers
+is imported too, `attn_implementation="bitfield"` is known to it.
 """
 
 from importlib import import_module
@@ -61,7 +60,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
     return sorted(__all__)
 
 

@@ -22,14 +22,9 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """
-    Moments of the host.
+    """Moments of the host."""
 
-    Args:
-        now (`Callable[[], float]`, *optional*): Tells the time in seconds; wall time when left out.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
+    def __init__(self, now: Callable[[], float] = time.perf_counter):  # seconds; wall time when left out
         self.mark = now
 
     def ms(self, start: float, end: float) -> float:
@@ -57,9 +52,6 @@ def clock_of(device: torch.device, now: Callable[[], float] = time.perf_counter)
 class StepClock:
     """
     Marks of time in a step: of the host's clock, or events on the stream where work is queued ahead of the device.
-
-    Args:
-        device (`torch.device`): Where stages compute.
     """
 
     def __init__(self, device: torch.device):

@@ -4,8 +4,7 @@ import json
 import os
 from typing import Any
 
-LAUNCH_SETTINGS = "HF_MMPARALLEL_LAUNCH"
-"""Variable with which `hf-mmparallel launch` tells its workers how to reach it."""
+LAUNCH_SETTINGS = "HF_MMPARALLEL_LAUNCH"  # with which `hf-mmparallel launch` tells its workers how to reach it
 _WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -61,9 +60,8 @@ def joins_job() -> bool:
 
 
 def set_launch_settings(settings: dict[str, Any]) -> None:
-    """
-    Sets what the workers that this process starts are told. They don't print torch's warnings about connections, each
-    with a stack of 20 lines, unless a level has been chosen: when processes are lost, connections end in all others.
-    """
+    """Sets what the workers that this process starts are told."""
     os.environ[LAUNCH_SETTINGS] = json.dumps(settings)
+    # Unless a level was chosen, workers don't print torch's warnings about connections, each with a stack of 20 lines:
+    # when processes are lost, connections end in all others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -13,15 +13,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 @contextmanager
 def readable(path: str | Path) -> Iterator[None]:
-    """
-    A block that does nothing but open and parse one file.
-
-    Args:
-        path (`str` or `Path`): The file.
-
-    Raises:
-        `ValueError`: In place of whatever the block raises, with the file, the reason and a remedy.
-    """
+    """Turns any error of a block that only opens and parses one file into a `ValueError` with reason and remedy."""
     path = Path(path)
     try:
         yield
@@ -30,11 +22,9 @@ def readable(path: str | Path) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> str:
-    """
-    One line on why a file can't be read. What torch advises for a file that it refuses, to read it without any
-    restriction, would execute it.
-    """
+    """Says in one line why a file can't be read."""
     if isinstance(error, pickle.UnpicklingError):
+        # Torch's own advice, to read it without any restriction, would execute it.
         return "it holds other things than tensors and plain values"
     if isinstance(error, KeyError):
         return f"it has no entry {error}"

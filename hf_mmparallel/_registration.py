@@ -1,8 +1,7 @@
 """
 Makes `"bitfield"` and the tested `peft` known to transformers when transformers is there, and imports nothing before.
-
-Importing this package must stay light, and a model that is built later must still find the name: when transformers is
-not imported yet, a finder waits for the module that holds the table of attention functions.
+A model that is built later must still find the name: until transformers is imported, a finder waits for the module
+that holds the table of attention functions.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _TESTED_PEFT = {"0.22.0": "0.21.2"}  # what transformers asks for -> what it works with
 _EARLIER_CACHE = "past_key_values"
+# what forwards, outputs and mask functions call the key-value cache: `"cache"` from transformers 5.24 on
 CACHE = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else _EARLIER_CACHE
-"""What forwards, outputs and mask functions call the key-value cache: `"cache"` from transformers 5.24 on."""
 
 
 def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,10 +33,6 @@ def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def accept_tested_peft() -> None:
-    """
-    Lets `model.add_adapter` of transformers take the tested `peft` where it asks for one that is not released.
-
-    transformers 5.24 asks for 0.22 with the code with which 5.23 asks for 0.20.
-    """
+    """Lets `model.add_adapter` of transformers take the tested `peft` where it asks for one that is not released."""
     if peft.MIN_PEFT_VERSION in _TESTED_PEFT:
         peft.MIN_PEFT_VERSION = _TESTED_PEFT[peft.MIN_PEFT_VERSION]

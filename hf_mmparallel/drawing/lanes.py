@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from ..schedule import TransferSpan
 
-Kind = tuple[str, bool]
-"""What is sent, and whether the rank computes nothing beside it."""
+Kind = tuple[str, bool]  # what is sent, and whether the rank computes nothing beside it
 
+# kind -> its color and its name in the legend
 KINDS: dict[Kind, tuple[str, str]] = {
     ("gather", False): ("#9CCFD4", "gathers weights, beside computation"),
     ("gather", True): ("#0E7C86", "gathers weights, exposed"),
@@ -20,22 +20,11 @@ KINDS: dict[Kind, tuple[str, str]] = {
     ("sum", True): ("#7B2D4E", "sums gradients, exposed"),
     ("update", True): ("#C9CCD1", "optimizer's update"),
 }
-"""Kind -> its color and its name in the legend."""
 NUM_COLUMNS = 1500
 
 
 def column_shares(spans: Sequence[TransferSpan], end_ms: float, num_columns: int = NUM_COLUMNS) -> dict[Kind, NDArray]:
-    """
-    How much of each column of a picture each kind of communication takes.
-
-    Args:
-        spans (`Sequence[TransferSpan]`): The communication of a rank, by start time.
-        end_ms (`float`): The time at the right edge; that at the left one is 0.
-        num_columns (`int`, *optional*): Number of columns.
-
-    Returns:
-        `dict[tuple[str, bool], np.ndarray]`: Kind -> shares between 0 and 1 `[num_columns]`.
-    """
+    """Returns kind -> share, `[num_columns]` from 0 to 1, that communication takes of columns from 0 to `end_ms`."""
     edges = np.linspace(0.0, end_ms, num_columns + 1)
     result = {}
     for kind in KINDS:
@@ -58,15 +47,7 @@ def lane_text(spans: Sequence[TransferSpan], end_ms: float, width: int) -> str:
 
 
 def draw_lane(axis: Any, spans: Sequence[TransferSpan], end_ms: float, low: float, high: float) -> None:
-    """
-    Draws a lane on a matplotlib axis.
-
-    Args:
-        axis (`matplotlib.axes.Axes`): The axis, with the time in ms.
-        spans (`Sequence[TransferSpan]`): The communication of a rank.
-        end_ms (`float`): The time at the right edge.
-        low, high (`float`): Edges of the lane.
-    """
+    """Draws a lane on a matplotlib axis with the time in ms, from 0 to `end_ms`."""
     edges = np.linspace(0.0, end_ms, NUM_COLUMNS + 1)
     below = np.full(NUM_COLUMNS, low)
     for kind, share in column_shares(spans, end_ms).items():

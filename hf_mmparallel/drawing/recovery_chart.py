@@ -17,41 +17,23 @@ _SPACING = 0.022  # between two labels, as a share of the width
 
 @dataclass(frozen=True)
 class RecoveryMark:
-    """
-    A change of the ranks in a chart.
+    """A change of the ranks in a chart."""
 
-    Args:
-        start_s (`float`): When a loss was noticed, or others were let in, in seconds since the run began.
-        took_s (`float`): From then until the run went on.
-        num_ranks (`int`): Ranks from then on.
-        label (`str`): Who was lost or joined.
-    """
-
-    start_s: float
-    took_s: float
-    num_ranks: int
-    label: str
+    start_s: float  # when a loss was noticed, or others were let in, since the run began
+    took_s: float  # until the run went on
+    num_ranks: int  # from then on
+    label: str  # who was lost or joined
 
 
 def recovery_png(
-    step_ends_s: Sequence[float],
+    step_ends_s: Sequence[float],  # since the run began
     samples_per_step: int,
-    num_ranks: int,
-    marks: Sequence[RecoveryMark],
+    num_ranks: int,  # at the start
+    marks: Sequence[RecoveryMark],  # in order
     path: str | Path,
     title: str = "Training while ranks change",
 ) -> None:
-    """
-    Draws samples per second over time with a mark for each change of the ranks, and the number of ranks below it.
-
-    Args:
-        step_ends_s (`Sequence[float]`): When each step ended, in seconds since the run began.
-        samples_per_step (`int`): Samples of a step.
-        num_ranks (`int`): Ranks at the start.
-        marks (`Sequence[RecoveryMark]`): The changes, in order.
-        path (`str` or `Path`): Path of the PNG.
-        title (`str`, *optional*): Title of the chart.
-    """
+    """Draws samples per second over time with a mark for each change of the ranks, and below it their number."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -88,16 +70,7 @@ def recovery_png(
 
 
 def throughput(step_ends_s: Sequence[float], samples_per_step: int) -> tuple[list[float], list[float]]:
-    """
-    Samples per second between the ends of steps, of several at a time in a long run.
-
-    Args:
-        step_ends_s (`Sequence[float]`): When each step ended, in seconds since the run began.
-        samples_per_step (`int`): Samples of a step.
-
-    Returns:
-        `tuple[list[float], list[float]]`: Times, and the throughput between each two of them.
-    """
+    """Returns times, and samples per second between each two; of several steps at a time in a long run."""
     stride = -(-len(step_ends_s) // _MOST_PIECES) or 1
     counts = [*range(0, len(step_ends_s), stride), len(step_ends_s)]
     edges = [0.0 if count == 0 else step_ends_s[count - 1] for count in counts]

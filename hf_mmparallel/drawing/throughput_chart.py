@@ -24,41 +24,24 @@ _UNITS = ((86400.0 * 3, 86400.0, "days"), (3600.0 * 3, 3600.0, "hours"), (180.0,
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """
-    A job in a chart.
-
-    Args:
-        name (`str`): Its name.
-        rates (`Sequence[float]`): Samples per second in windows of equal length, from 0 to the end.
-        mean (`float`): Mean throughput.
-        shares (`Mapping[str, float]`): Cause -> share of the time of all nodes.
-    """
+    """A job in a chart."""
 
     name: str
-    rates: Sequence[float]
-    mean: float
-    shares: Mapping[str, float]
+    rates: Sequence[float]  # samples per second in windows of equal length, from 0 to the end
+    mean: float  # samples per second
+    shares: Mapping[str, float]  # cause -> share of the time of all nodes
 
 
 def throughput_png(
     rows: Sequence[ThroughputRow],
-    nodes: Sequence[tuple[float, int]],
-    losses_s: Sequence[float],
-    end_s: float,
+    nodes: Sequence[tuple[float, int]],  # time in seconds, and the number of nodes from then on
+    losses_s: Sequence[float],  # times at which nodes are lost
+    end_s: float,  # of the time axis
     path: str | Path,
     title: str = "Throughput under failures",
 ) -> None:
     """
-    Draws throughput over time with a mark at each loss of nodes, the number of nodes below it, and a bar for each job
-    with the shares of its nodes' time.
-
-    Args:
-        rows (`Sequence[ThroughputRow]`): The jobs.
-        nodes (`Sequence[tuple[float, int]]`): Time in seconds, and the number of nodes from then on.
-        losses_s (`Sequence[float]`): Times at which nodes are lost.
-        end_s (`float`): End of the time axis.
-        path (`str` or `Path`): Path of the PNG.
-        title (`str`, *optional*): Title of the chart.
+    Draws throughput with losses of nodes, below it their number and a bar per job with shares of its nodes' time.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -124,18 +124,10 @@ def _ms(value: float) -> str:
 
 def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows: int = 32) -> str:
     """
-    Draws a timeline as text: a digit is the forward of a microbatch, a letter its backward (`a` for 0), `=` a gradient
-    sum. Where it is known, a line below has the communication of weights and gradients: `-` beside tasks, `=` beside
-    none.
-
-    Args:
-        timeline ([`Simulation`] or `Sequence[Span]`): The timeline.
-        width (`int`, *optional*, defaults to 100): Columns for the whole duration.
-        max_rows (`int`, *optional*, defaults to 32): Maximum rows: equal rows are merged, then rows are cut off.
-
-    Returns:
-        `str`: A line about the scale, and one line per row.
+    Draws a timeline as text: a digit is a microbatch's forward, a letter its backward (`a` for 0), `=` a gradient sum.
+    Where it is known, a line below has the communication of weights and gradients: `-` beside tasks, `=` beside none.
     """
+    # equal rows are merged above `max_rows`, then rows are cut off
     rows = _rows(timeline, max_rows)
     lanes = _lanes(timeline, rows[:max_rows])
     end = _latest_ms(timeline, lanes)
@@ -181,20 +173,14 @@ def _colors(*timelines: Timeline) -> dict[str, str]:
 def gantt_png(
     simulation: Simulation | Sequence[Span],
     path: str | Path,
-    measured: Simulation | Sequence[Span] | None = None,
-    title: str = "Schedule of one step",
+    measured: Simulation | Sequence[Span] | None = None,  # below the first, on the same scale
+    title: str = "Schedule of one step",  # duration and bubble follow
 ) -> None:
     """
-    Draws a row per rank: light bars are forwards, dark bars backwards, the color is the module, the number the
-    microbatch; gray bars are what gradient sums add. Where it is known, a lane below the bars has the gathering of
-    weights and the sums of gradients, beside tasks or exposed, and ends with the optimizer's step.
+    Draws a row per rank: light bars are forwards, dark bars backwards, the number is the microbatch.
 
-    Args:
-        simulation ([`Simulation`] or `Sequence[Span]`): The timeline.
-        path (`str` or `Path`): Path of the PNG.
-        measured ([`Simulation`] or `Sequence[Span]`, *optional*):
-            A second timeline, drawn below the first one on the same scale.
-        title (`str`, *optional*): Beginning of the title; duration and bubble follow.
+    Colors are modules, gray bars are what gradient sums add. Where it is known, a lane below the bars has the
+    gathering of weights and the sums of gradients, beside tasks or exposed, and ends with the optimizer's step.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -309,14 +295,10 @@ def chrome_trace(
     measured: Simulation | Sequence[Span] | None = None,
 ) -> None:
     """
-    Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process for the prediction, a second one for the
-    measurement, a thread per rank with its tasks and gradient sums. Where it is known, another process has the
-    communication of weights and gradients, with a thread for one of the ranks with equal tasks, of 64 at most.
+    Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process each for prediction and measurement.
 
-    Args:
-        simulation ([`Simulation`] or `Sequence[Span]`): The prediction.
-        path (`str` or `Path`): Path of the file.
-        measured ([`Simulation`] or `Sequence[Span]`, *optional*): The measurement.
+    Each has a thread per rank with its tasks and gradient sums. Where it is known, another process has the
+    communication of weights and gradients, with a thread for one of the ranks with equal tasks, of 64 at most.
     """
     events: list[dict[str, Any]] = []
     panels: list[tuple[str, Timeline]] = [("predicted", simulation)]
@@ -374,13 +356,10 @@ def _lane_events(timeline: Timeline, name: str, process: int) -> Iterator[dict[s
 
 
 def _times(start_ms: float, end_ms: float) -> dict[str, float]:
-    """
-    Start and duration in microseconds, for consecutive events on one thread.
-
-    Both ends are rounded to a grid on which sums of the numbers in the file are exact; rounded separately, an event
-    could seem to end after the start of the next one.
-    """
+    """Returns start and duration in microseconds, for consecutive events on one thread."""
     assert math.isfinite(start_ms) and math.isfinite(end_ms), (start_ms, end_ms)
+    # Both ends on a grid on which sums of the numbers in the file are exact: rounded separately, an event could seem
+    # to end after the start of the next one.
     start, end = round(start_ms / TICK_MS), round(end_ms / TICK_MS)
     tick_us = 1e3 * TICK_MS
     return {"ts": tick_us * start, "dur": tick_us * (end - start)}

@@ -18,21 +18,12 @@ _GREY, _INK = "#444444", "#222222"
 
 
 def balance_png(
-    panels: Mapping[str, Balance],
+    panels: Mapping[str, Balance],  # heading of a column -> its balance, all of the same modules
     path: str | Path,
     title: str = "Workload of each microbatch",
-    own_scale: Sequence[str] = (),
+    own_scale: Sequence[str] = (),  # columns that do not share the scale of the others
 ) -> None:
-    """
-    Draws a bar per microbatch: a column per arrangement, a strip per replica of each module. The deferred part of a
-    bar is dark; the dashed line is the mean.
-
-    Args:
-        panels (`Mapping[str, Balance]`): Heading of a column -> its balance. All have the same modules.
-        path (`str` or `Path`): Path of the PNG.
-        title (`str`, *optional*): Title of the chart.
-        own_scale (`Sequence[str]`, *optional*): Columns that do not share the scale of the others.
-    """
+    """Draws a bar per microbatch, a column per arrangement, a strip per replica; deferred is dark, the mean dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,5 @@
 """
 A self-contained HTML page of a plan: its timeline, memory and workloads, and other plans.
-
 Uses `plan`, `schedule` and `drawing`; imported by the planner and the Trainer.
 """
 

@@ -14,21 +14,11 @@ from ..schedule import Simulation
 
 @dataclass(frozen=True)
 class TextTable:
-    """
-    A table of texts.
+    """A table of texts; raises `ValueError` if a row has another number of cells than the columns."""
 
-    Args:
-        columns (`Sequence[str]`): Headings.
-        rows (`Sequence[Sequence[str]]`): Cells of each row, as many as columns.
-        right (`Sequence[str]`, *optional*): Headings of numeric columns.
-
-    Raises:
-        `ValueError`: If a row has another number of cells.
-    """
-
-    columns: Sequence[str]
+    columns: Sequence[str]  # headings
     rows: Sequence[Sequence[str]]
-    right: Sequence[str] = ()
+    right: Sequence[str] = ()  # headings of numeric columns
 
     def __post_init__(self):
         for row in self.rows:
@@ -41,41 +31,23 @@ class TextTable:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """
-    A plan that was not chosen.
+    """A plan that was not chosen."""
 
-    Args:
-        name (`str`): Its name, such as `FSDP-like`.
-        layouts (`str`): Its layouts as text.
-        step_ms (`float`, *optional*): Its predicted step; `None` for a plan that does not fit.
-        reason (`str`, *optional*): Why it is slower, or does not fit.
-    """
-
-    name: str
+    name: str  # such as `FSDP-like`
     layouts: str
-    step_ms: float | None = None
-    reason: str = ""
+    step_ms: float | None = None  # predicted; `None` for a plan that does not fit
+    reason: str = ""  # why it is slower, or does not fit
 
 
 @dataclass(frozen=True)
 class MemoryCurves:
-    """
-    The memory of each rank over a step.
+    """The memory of each rank over a step; raises `ValueError` if times and bytes do not match, or times descend."""
 
-    Args:
-        changing (`Mapping[int, tuple[np.ndarray, np.ndarray]]`):
-            Rank -> ascending float64 `[num_changes]` of ms, and bytes from each of these times to the next, float64
-            `[num_changes]`; nothing before the first.
-        static_bytes (`Mapping[int, float]`): Rank -> constant bytes: weights, gradients, optimizer state.
-        capacity_bytes (`float`, *optional*): Memory of each device; `None` if it has no fixed size.
-
-    Raises:
-        `ValueError`: If the times and bytes of a rank do not match, or times descend.
-    """
-
+    # rank -> ascending ms, and bytes from each of these times to the next, float64 `[num_changes]` both; nothing
+    # before the first
     changing: Mapping[int, tuple[np.ndarray, np.ndarray]]
-    static_bytes: Mapping[int, float]
-    capacity_bytes: float | None = None
+    static_bytes: Mapping[int, float]  # constant: weights, gradients, optimizer state
+    capacity_bytes: float | None = None  # of each device; `None` if it has no fixed size
 
     def __post_init__(self):
         for rank, (time_ms, num_bytes) in self.changing.items():
@@ -95,46 +67,25 @@ class MemoryCurves:
 
 @dataclass(frozen=True)
 class PlanPage:
-    """
-    Content of a plan's page. Sections without data are omitted.
-
-    Args:
-        title (`str`): Heading.
-        plan (`ParallelPlan`): The plan; the page has it as YAML.
-        simulation (`Simulation`): One step of it.
-        subtitle (`str`, *optional*): A line below the heading: dataset, devices, batch.
-        summary (`Sequence[tuple[str, str]]`, *optional*): Labels and values: predicted step, tokens/s, MFU, bubble.
-        bound (`str`, *optional*): A sentence about what bounds the step.
-        table (`TextTable`, *optional*): The plan's stages.
-        memory (`MemoryCurves`, *optional*): The memory of each rank over the step.
-        workloads (`Mapping[str, Balance]`, *optional*): Name of an arrangement -> its balance; all with the same
-            modules, in the order of the columns.
-        runners_up (`Sequence[PlanChoice]`, *optional*): The next best plans.
-        comparison (`Sequence[PlanChoice]`, *optional*): Plans of other methods.
-        step_ms (`float`, *optional*): The predicted step that others are compared with; that of the simulation by
-            default.
-        command (`str`, *optional*): The command line that made the plan.
-        versions (`Mapping[str, str]`, *optional*): Versions of libraries.
-        modules (`Mapping[str, ModulePlugin]`, *optional*): Settings of modules, such as frozen parameters.
-        planned_for (`PlannedFor`, *optional*): Device, batch and samples of the plan.
-    """
+    """Content of a plan's page. Sections without data are omitted."""
 
     title: str
-    plan: ParallelPlan
-    simulation: Simulation
-    subtitle: str = ""
-    summary: Sequence[tuple[str, str]] = ()
-    bound: str = ""
-    table: TextTable | None = None
-    memory: MemoryCurves | None = None
+    plan: ParallelPlan  # the page has it as YAML
+    simulation: Simulation  # one step of it
+    subtitle: str = ""  # below the heading: dataset, devices, batch
+    summary: Sequence[tuple[str, str]] = ()  # labels and values: predicted step, tokens/s, MFU, bubble
+    bound: str = ""  # a sentence about what bounds the step
+    table: TextTable | None = None  # the plan's stages
+    memory: MemoryCurves | None = None  # of each rank over the step
+    # arrangement -> its balance; all with the same modules, in the order of the columns
     workloads: Mapping[str, Balance] = field(default_factory=dict)
-    runners_up: Sequence[PlanChoice] = ()
-    comparison: Sequence[PlanChoice] = ()
-    step_ms: float | None = None
-    command: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    modules: Mapping[str, ModulePlugin] = field(default_factory=dict)
-    planned_for: PlannedFor | None = None
+    runners_up: Sequence[PlanChoice] = ()  # the next best plans
+    comparison: Sequence[PlanChoice] = ()  # plans of other methods
+    step_ms: float | None = None  # predicted step that others are compared with; that of the simulation when left out
+    command: str = ""  # the command line that made the plan
+    versions: Mapping[str, str] = field(default_factory=dict)  # of libraries
+    modules: Mapping[str, ModulePlugin] = field(default_factory=dict)  # settings of modules, such as frozen parameters
+    planned_for: PlannedFor | None = None  # device, batch and samples of the plan
 
     @property
     def compared_ms(self) -> float:

@@ -24,23 +24,12 @@ BAR_HEIGHT = 100
 
 
 def write_page(path: str | Path, page: PlanPage) -> None:
-    """
-    Writes a self-contained HTML file, without network resources. Equal content gives equal bytes.
-
-    Args:
-        path (`str` or `Path`): Path of the file.
-        page (`PlanPage`): Its content.
-    """
+    """Writes a self-contained HTML file, without network resources. Equal content gives equal bytes."""
     Path(path).write_text(render_page(page), encoding="utf-8")
 
 
 def render_page(page: PlanPage) -> str:
-    """
-    Renders a page as HTML.
-
-    Args:
-        page (`PlanPage`): Its content.
-    """
+    """Renders a page as HTML."""
     environment = Environment(
         loader=PackageLoader("hf_mmparallel.page"),
         autoescape=True,

@@ -24,21 +24,12 @@ SumTimes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class RankRow:
-    """
-    Ranks that run the same tasks at the same times, such as those of one mesh.
-
-    Args:
-        ranks (`tuple[int, ...]`): The ranks.
-        tasks (`tuple[tuple[Task, int, int], ...]`): Tasks with start and end in microseconds, in the order of starts.
-        sums (`tuple[tuple[int, int], ...]`): Starts and ends of gradient sums in microseconds.
-        lanes (`tuple[tuple[tuple[int, int], ...], ...]`):
-            Starts and ends of the communication of the first rank, by kind in the order of [`KINDS`]; none if it is
-            unknown.
-    """
+    """Ranks that run the same tasks at the same times, such as those of one mesh."""
 
     ranks: tuple[int, ...]
-    tasks: TaskTimes
-    sums: SumTimes = ()
+    tasks: TaskTimes  # with start and end in microseconds, in the order of starts
+    sums: SumTimes = ()  # starts and ends of gradient sums in microseconds
+    # starts and ends of the communication of the first rank, by kind in the order of `KINDS`; none if it is unknown
     lanes: tuple[SumTimes, ...] = ()
 
     @property
@@ -72,12 +63,7 @@ class RankRow:
 
 
 def rank_rows(simulation: Simulation) -> list[RankRow]:
-    """
-    The rows of a timeline, in the order of their lowest ranks. The last ones of a large page have no lanes.
-
-    Args:
-        simulation (`Simulation`): A simulated step.
-    """
+    """Returns the rows of a timeline, by their lowest ranks. The last ones of a large page have no lanes."""
     by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(simulation.num_ranks)}
     for span in simulation.spans:
         by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.busy_end_ms)))
@@ -113,21 +99,12 @@ def timeline_data(
     plan: ParallelPlan, simulation: Simulation, rows: Sequence[RankRow], memory: MemoryCurves | None
 ) -> dict[str, Any]:
     """
-    Data of the page's script, for JSON.
+    Returns the data of the page's script, for JSON; raises `ValueError` for a stage that the plan does not have.
 
     Tasks are columns of integers: `gap` is the time in microseconds since the end of the task before, `duration` that
     of the task; `task` is `2 * (microbatch * chunks + chunk) + backward`; `stage` is an index into `stages`, a single
     number if a row has one stage only. Gradient sums and the lanes of communication have gaps and durations as well,
     if there are any.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        simulation (`Simulation`): A simulated step.
-        rows (`Sequence[RankRow]`): Its rows.
-        memory (`MemoryCurves`, *optional*): Memory of its ranks.
-
-    Raises:
-        `ValueError`: If the simulation has a stage that the plan does not have.
     """
     stages = {(name, d, s): i for i, (name, d, s) in enumerate(_stage_keys(plan))}
     unknown = {key for row in rows for key in row.stages if key not in stages}

@@ -16,8 +16,7 @@ from .device_detection import known_device, measure_device
 from .timing import run_seconds, synchronize
 
 _LAUNCHES = 200
-_SIDES = {"cuda": 8192, "cpu": 1024}
-"""Rows and columns of the product that is timed."""
+_SIDES = {"cuda": 8192, "cpu": 1024}  # rows and columns of the product that is timed
 _TOKENS = {"cuda": 4096, "cpu": 512}
 _VALUES = {"cuda": 2**27, "cpu": 2**22}
 _MESSAGES = 100
@@ -25,18 +24,11 @@ _MESSAGES = 100
 
 def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float = 2.0) -> dict[str, float]:
     """
-    Measures the constants of a device, for a profile.
+    Measures fields of [`Hardware`] of a device for a profile, each for at most `budget_s` seconds.
 
-    Args:
-        device (`torch.device`): `cuda` or `cpu`.
-        dtype (`torch.dtype`): Dtype of matrix products.
-        budget_s (`float`, *optional*, defaults to 2): Seconds for each of them, at most.
-
-    Returns:
-        `dict[str, float]`: Fields of [`Hardware`]: peaks and the memory's rate as in the table of devices, or measured
-        where it is not in it; `launch_us`; the shares of them that a large product, causal attention with its backward
-        and an addition reach; what of that attention under a dense mask and `"bitfield"` reach; `link_latency_us`
-        where there are two GPUs.
+    These are peaks and the memory's rate as in the table of devices, or measured where it is not in it; `launch_us`;
+    the shares of them that a large product, causal attention with its backward and an addition reach; what of that
+    attention under a dense mask and `"bitfield"` reach; `link_latency_us` where there are two GPUs.
     """
     known = known_device(device) if device.type == "cuda" else None
     hardware = known or measure_device(device)
@@ -55,7 +47,7 @@ def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float
 
 
 def _share(rate: float, peak: float) -> float:
-    """Of a peak; 1 at most, since a measured peak may be below what another kernel reaches."""
+    """Returns a share of a peak, 1 at most, since a measured peak may be below what another kernel reaches."""
     return round(min(1.0, rate / peak), 4)
 
 
@@ -81,16 +73,14 @@ def _product_flops(device: torch.device, dtype: torch.dtype, budget_s: float) ->
 
 
 def _attention_flops(device: torch.device, dtype: torch.dtype, budget_s: float, form: str) -> float:
-    """
-    Operations a second of causal attention and its backward: of a flash kernel, of one under a dense mask, which
-    computes what the mask hides too, or of one that reads its mask for each block of tokens.
-    """
+    """Returns operations a second of causal attention and its backward."""
     tokens, heads, width = _TOKENS[device.type], 16, 128
     shape = (1, heads, tokens, width)
     inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     query, key, value = inputs
     gradient = torch.randn(shape, device=device, dtype=dtype)
 
+    # A dense mask computes what it hides too; bitfield attention reads its mask for each block of tokens.
     mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril() if form == "masked" else None
     words = encode_words(torch.ones(1, tokens, dtype=torch.long, device=device))
 

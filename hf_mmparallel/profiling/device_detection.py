@@ -23,32 +23,31 @@ from .timing import run_seconds
 
 logger = get_logger(__name__)
 
-MEASURED = "measured"
-"""Start of the `source` of a device with measured numbers."""
+MEASURED = "measured"  # start of the `source` of a device with measured numbers
 _GIB = 2**30
 _BUDGET_S = 2.0  # of all measurements together, about
 _PRODUCT_SHARE = 0.8  # of the peak that a large matrix product reaches (8192 x 8192 on an H200: 0.78 to 0.80)
 _LONGEST_SIDE = 8192
 _RUNS = 3  # of each timed function, including the one that does not count
 _COPY_BYTES = 2**28
+# key of `PEAK_OF_DTYPE` -> dtype of the tensors, and torch's setting for products of float32
 _TIMED = {
     "bfloat16": (torch.bfloat16, "ieee"),
     "float16": (torch.float16, "ieee"),
     "tf32": (torch.float32, "tf32"),
     "float32": (torch.float32, "ieee"),
 }
-"""Key of [`PEAK_OF_DTYPE`] -> dtype of the tensors, and torch's setting for products of float32."""
 _OF_HOST = ("host_link_gb_per_s", "host_memory_gib", "host_memory_gb_per_s")
 _SMALLEST = ("memory_gb_per_s", "link_gb_per_s", "overlap_efficiency")
 _SMALLEST += ("masked_attention_share", "block_attention_share")
 _LONGEST = ("link_latency_us", "node_link_latency_us", "launch_us")
+# optional field of a device -> its default
 _DEFAULTS: Mapping[str, Callable[[Hardware], float]] = {
     "message_gb_per_s": lambda device: device.link_gb_per_s,
     "node_message_gb_per_s": lambda device: min(device.link_gb_per_s, device.network_gb_per_s),
     "collective_latency_us": lambda device: device.link_latency_us,
     "node_collective_latency_us": lambda device: device.node_link_latency_us,
 }
-"""Optional field of a device -> its default."""
 
 
 def known_device(device: torch.device) -> Hardware | None:
@@ -72,14 +71,7 @@ def core_per_rank(world: World) -> bool:
 
 
 def device_of_ranks(world: World) -> Hardware:
-    """
-    The device of the ranks, the same on all of them. Collective. Of unlike ranks each number is that of the slowest,
-    see [`slowest`]. Where a rank has a device that is not in the table all measure theirs, which takes about two
-    seconds.
-
-    Args:
-        world ([`World`]): The ranks.
-    """
+    """Returns the same device on all ranks; of unlike ones the [`slowest`] of each number. Collective."""
     device = world.device
     mine = known_device(device)
     limits = power_limits(device)
@@ -92,6 +84,7 @@ def device_of_ranks(world: World) -> Hardware:
             f"The power limit of {len(lowered)} of {len(told)} devices is below the default (rank {rank}: {watts:.0f} "
             f"of {default:.0f} W). Steps will take longer than predicted."
         )
+    # where a rank has a device that is not in the table all measure theirs, which takes about two seconds
     if unknown:
         local = measure_device(device)
         found = slowest(world.all_gather(local, "comparing measured devices"))
@@ -110,13 +103,11 @@ def device_of_ranks(world: World) -> Hardware:
 
 
 def slowest(devices: Sequence[Hardware]) -> Hardware:
-    """
-    The slowest of each number of several devices, under the name of the first: the smallest peaks, memories, rates,
-    shares of the network and nodes, the longest latencies, and efficiencies by which nothing is faster than on the
-    slowest.
-    """
+    """Combines several devices into the slowest of each number, under the name of the first."""
     if len(set(devices)) == 1:
         return devices[0]
+    # the smallest peaks, memories, rates, shares of the network and nodes, the longest latencies, and efficiencies by
+    # which nothing is faster than on the slowest
     peaks = tuple(PEAK_OF_DTYPE.values())
     network = min(devices, key=lambda device: device.network_gb_per_s)
     node_size = min(device.node_size for device in devices)
@@ -174,13 +165,7 @@ def summary(device: Hardware) -> str:
 
 
 def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardware:
-    """
-    Times matrix products in each dtype, and a copy in memory. Links are not measured, see [`measured_links`].
-
-    Args:
-        device (`torch.device`): Of this rank; the CPU too.
-        budget_s (`float`, *optional*, defaults to 2): Seconds that it takes, about.
-    """
+    """Times matrix products in each dtype and a copy in memory of this rank's device, in about `budget_s` seconds."""
     part_s = budget_s / (len(_TIMED) + 1)
     full = _product_tflops(device, "float32", part_s)
     peaks = {"float32": full}
@@ -195,6 +180,7 @@ def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardwar
     memory_gb_per_s = _copy_gb_per_s(device, part_s)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    # links are not measured here, see `measured_links`
     base = find_device("cpu")
     if device.type != "cpu":  # messages between GPUs are not those between processes
         names = ("link_latency_us", "node_link_latency_us", "launch_us")
@@ -215,11 +201,9 @@ def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardwar
 
 
 def _product_tflops(device: torch.device, dtype: str, budget_s: float) -> float:
-    """
-    Rate of square matrix products of a dtype, 10^12 operations a second; 0 where the device has none. Sides double as
-    long as there is time; the longest is timed until the budget is spent.
-    """
+    """Rate of square matrix products of a dtype, 10^12 operations a second; 0 where the device has none."""
     kind, precision = _TIMED[dtype]
+    # Sides double as long as there is time; the longest is timed until the budget is spent.
     side, best, end = 256, 0.0, None
     with products_in(precision):
         try:

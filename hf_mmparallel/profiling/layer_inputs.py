@@ -27,18 +27,10 @@ def text_inputs(
     spec: ModelSpec, num_sequences: int, length: int, device: torch.device, packed: bool
 ) -> dict[str, Tensor]:
     """
-    A batch of random tokens without media.
+    Makes random tokens without media: `input_ids` and `labels`, each `[num_sequences, length]`.
 
-    Args:
-        spec ([`ModelSpec`]): The model.
-        num_sequences (`int`): Sequences of equal length.
-        length (`int`): Length of each sequence.
-        device (`torch.device`): Device of the tensors.
-        packed (`bool`): Whether the sequences are packed into one row, with a segment for each.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `labels`, each `[num_sequences, length]`; for a packed row
-        `[1, num_sequences * length]`, like `attention_words` and `position_ids`.
+    All are `[1, num_sequences * length]` if packed, `attention_words` with a segment for each sequence and
+    `position_ids` too.
     """
     uses = spec.uses[LANGUAGE_MODEL, -1]
     vocabulary = max((use.parameter.shape[0] for use in uses if len(use.parameter.shape) == 2), default=2)
@@ -58,19 +50,10 @@ def encoder_inputs(
     part: ModulePart, spec: ModelSpec, module: str, config: Any, num_items: int, length: int
 ) -> Iterator[dict[str, Tensor]]:
     """
-    Candidates for the inputs of an encoder, best first: `num_items` equal items of about `length` tokens each. Which
-    of them the encoder accepts, and the exact number of tokens, is only known from its forward.
+    Yields candidates for an encoder's inputs, best first: `num_items` equal images or clips of about `length` tokens.
 
-    Args:
-        part ([`ModulePart`]): The encoder.
-        spec ([`ModelSpec`]): The model.
-        module (`str`): The encoder's name.
-        config (`PretrainedConfig`): The encoder's own configuration.
-        num_items (`int`): Images or clips.
-        length (`int`): Tokens of each.
-
-    Yields:
-        `dict[str, torch.Tensor]`: Batch entries on the CPU: blank float32 media, with grids, sizes or masks.
+    Which of them the encoder accepts, and the exact number of tokens, is only known from its forward. They are batch
+    entries on the CPU: blank float32 media, with grids, sizes or masks. `config` is the encoder's own.
     """
     for modality in part.modalities:
         names = part.input_names(modality)

@@ -25,41 +25,26 @@ from .layer_runs import Forward, Inputs, ModuleRuns, Skeleton, profile_clock
 BEFORE, AFTER = "before", "after"
 LENGTHS = (64, 256, 1024, 4096, 16384)
 _PROBE_TOKENS = 64
-_MASKED = -1e4
-"""Values of a float mask below this mean that a key is not visible."""
+_MASKED = -1e4  # values of a float mask below this mean that a key is not visible
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """
-    Settings of a measurement.
-
-    Args:
-        tp_sizes (`tuple[int, ...]`, *optional*, defaults to `(1,)`): Tensor-parallel sizes.
-        lengths (`tuple[int, ...]`, *optional*): Tokens per chunk.
-        modules (`tuple[str, ...]`, *optional*): Modules to measure; all of them by default.
-        dtype (`torch.dtype`, *optional*): Dtype of the weights; that of the model's config by default.
-        autocast (`torch.dtype`, *optional*): Dtype of matrix multiplications under autocast.
-        device (`str`, *optional*, defaults to `"cpu"`): `"cpu"` or `"cuda"`.
-        attention (`str`, *optional*): Attention function; the model's default when left out.
-        budget_s (`float`, *optional*, defaults to 0.5): Time for the repetitions of one chunk.
-        num_rounds (`int`, *optional*, defaults to 5):
-            All chunks of a layer are timed in turn, in this many rounds, and the fastest round counts, so that other
-            load on the machine does not slow down a single chunk only.
-        limit_s (`float`, *optional*, defaults to 10.0):
-            Chunks whose forward and backward would take longer are left out. Chunks whose rounds together would take
-            longer get two rounds.
-    """
+    """Settings of a measurement."""
 
     tp_sizes: tuple[int, ...] = (1,)
-    lengths: tuple[int, ...] = LENGTHS
-    modules: tuple[str, ...] | None = None
-    dtype: torch.dtype | None = None
-    autocast: torch.dtype | None = None
-    device: str = "cpu"
-    attention: str | None = None
-    budget_s: float = 0.5
+    lengths: tuple[int, ...] = LENGTHS  # tokens per chunk
+    modules: tuple[str, ...] | None = None  # to measure; all when left out
+    dtype: torch.dtype | None = None  # of the weights; that of the model's config when left out
+    autocast: torch.dtype | None = None  # of matrix multiplications
+    device: str = "cpu"  # `"cpu"` or `"cuda"`
+    attention: str | None = None  # attention function; the model's default when left out
+    budget_s: float = 0.5  # for the repetitions of one chunk
+    # All chunks of a layer are timed in turn, in this many rounds, and the fastest round counts, so that other load on
+    # the machine does not slow down a single chunk only.
     num_rounds: int = 5
+    # Chunks whose forward and backward would take longer are left out; those whose rounds together would take longer
+    # get two rounds.
     limit_s: float = 10.0
 
     def chunks(self) -> list[tuple[int, int]]:
@@ -71,22 +56,15 @@ class ProfileSettings:
 
 
 def profile_layers(
-    source: Any,
+    source: Any,  # the model, as in `build_on_meta`
     settings: ProfileSettings,
-    clock: Clock | None = None,
-    report: Callable[[str], None] = lambda text: None,
+    clock: Clock | None = None,  # that of the device when left out
+    report: Callable[[str], None] = lambda text: None,  # called with a description of each measurement
 ) -> LayerProfile:
     """
     Measures every kind of layer of a model: forward, input gradient, weight gradients and saved activation bytes.
 
-    Args:
-        source (`str`, `Path` or `PretrainedConfig`): The model, as in [`build_on_meta`]; no weights are read.
-        settings ([`ProfileSettings`]): The settings.
-        clock ([`Clock`], *optional*): The clock; that of the device when left out.
-        report (`Callable[[str], None]`, *optional*): Called with a description of each measurement.
-
-    Raises:
-        `ValueError`: If a module is unknown, or nothing of the model can be measured.
+    No weights are read. Raises `ValueError` if a module is unknown, or nothing of the model can be measured.
     """
     device = torch.device(settings.device)
     clock = clock or profile_clock(device)
@@ -227,23 +205,14 @@ class _Profiler:
 
 @dataclass
 class Chunk:
-    """
-    A chunk of one part, with its measurements.
-
-    Args:
-        tokens: Number of tokens.
-        sequences: Number of sequences.
-        run: Runs one forward of the part.
-        saved_bytes: Whether weights are trained -> bytes saved for the backward.
-        forwards: Median forward time of each round in milliseconds.
-        backwards: Whether weights are trained -> median backward time of each round in milliseconds.
-    """
+    """A chunk of one part, with its measurements."""
 
     tokens: int
     sequences: int
-    run: Callable[[], Forward]
-    saved_bytes: dict[bool, float]
-    forwards: list[float] = field(default_factory=list)
+    run: Callable[[], Forward]  # runs one forward of the part
+    saved_bytes: dict[bool, float]  # whether weights are trained -> bytes saved for the backward
+    forwards: list[float] = field(default_factory=list)  # median milliseconds of each round
+    # whether weights are trained -> median milliseconds of each round
     backwards: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
 
     @property
@@ -302,9 +271,7 @@ class _Part:
             parameter.grad = None
 
     def _forward(self, batch: dict[str, Tensor]) -> tuple[Callable[[], Forward], list[Tensor]]:
-        """
-        A function that runs one forward of this part, and tensors shared by all layers, such as rotary embeddings.
-        """
+        """Returns a function that runs one forward, and tensors shared by all layers, such as rotary embeddings."""
         if self.index == -1:
             return partial(self.runs.run_before, batch), []
         args, kwargs = self.runs.arguments(batch, min(self.index, self.runs.spec.num_layers - 1))
@@ -363,15 +330,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def layer_kinds(runs: ModuleRuns) -> list[tuple[str, tuple[int, ...]]]:
-    """
-    Groups layers of equal cost: of one class, with equal shapes and settings, called with equal masks and bounds.
-
-    Args:
-        runs ([`ModuleRuns`]): The module.
-
-    Returns:
-        `list[tuple[str, tuple[int, ...]]]`: Class and indices of each kind.
-    """
+    """Returns class and indices of each kind of layers: one class, with equal shapes, settings, masks and bounds."""
     layers = runs.skeleton.layers[runs.name]
     calls = runs.calls(runs.inputs(_PROBE_TOKENS, 1).batch)
     settings = [_settings(layer) for layer in layers]

@@ -1,6 +1,5 @@
 """
 Runs single parts of a model within its own forward: one layer, or the computation before or after the layers.
-
 Only that part has weights in memory; other layers are identity layers, other parameters unowned (see `modeling`).
 """
 
@@ -31,10 +30,8 @@ _WEIGHT_SCALE = 0.02
 
 
 def profile_clock(device: torch.device) -> Clock:
-    """
-    The clock of a profile. On a host with one thread it counts the CPU time of the thread, which excludes preemption,
-    otherwise wall time.
-    """
+    """Returns the clock of a profile: the CPU time of the thread on a host with one thread, otherwise wall time."""
+    # the time of a thread excludes preemption
     return clock_of(device, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
 
@@ -57,20 +54,12 @@ class _LayerReached(Exception):
 
 @dataclass
 class Skeleton:
-    """
-    A model with identity layers and unowned parameters, in which one part at a time gets its weights.
-
-    Args:
-        model (`PreTrainedModel`): The model.
-        spec ([`ModelSpec`]): Its description.
-        layers (`Mapping[str, list[nn.Module]]`): Module -> its original layers.
-        device (`torch.device`): Device of the weights.
-    """
+    """A model with identity layers and unowned parameters, in which one part at a time gets its weights."""
 
     model: Any
     spec: ModelSpec
-    layers: Mapping[str, list[nn.Module]]
-    device: torch.device
+    layers: Mapping[str, list[nn.Module]]  # module -> its original layers
+    device: torch.device  # of the weights
 
     @classmethod
     def of(cls, source: Any, device: torch.device, dtype: torch.dtype | None, attention: str | None) -> Skeleton:
@@ -147,17 +136,10 @@ def _random_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Param
 
 @dataclass
 class Inputs:
-    """
-    Inputs of a chunk of one module.
-
-    Args:
-        batch: Batch entries.
-        tokens: Tokens in the layers.
-        sequences: Number of sequences.
-    """
+    """Inputs of a chunk of one module."""
 
     batch: dict[str, Tensor]
-    tokens: int
+    tokens: int  # in the layers
     sequences: int
 
 
@@ -204,16 +186,11 @@ class ModuleRuns:
         raise ValueError(f"The forward of `{self.name}` never calls its layer {index}.")
 
     def inputs(self, tokens: int, sequences: int) -> Inputs:
-        """
-        Inputs of about `tokens` tokens in `sequences` sequences. An encoder with items of fixed size gets the number
-        of items that is closest to `tokens`.
-
-        Raises:
-            `ValueError`: If no inputs can be made.
-        """
+        """Makes inputs of about `tokens` tokens in `sequences` sequences; raises `ValueError` if there are none."""
         key = (tokens, sequences)
         if key not in self._known:
             inputs = self._inputs(sequences, tokens // sequences)
+            # of items of fixed size the number that is closest to `tokens`
             num_items = max(1, round(tokens / (inputs.tokens / sequences)))
             self._known[key] = inputs if num_items == sequences else self._inputs(num_items, tokens // sequences)
         return self._known[key]

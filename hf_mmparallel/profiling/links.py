@@ -16,34 +16,28 @@ from ..cost import Hardware
 from ..world import World
 from .timing import synchronize
 
-_BYTES = {"cuda": 2**26, "cpu": 2**22}
-"""Of a tensor by which a rate is measured."""
+_BYTES = {"cuda": 2**26, "cpu": 2**22}  # of a tensor by which a rate is measured
 _LARGE = 5  # timed runs of a large tensor
 _SMALL = 5  # timed rounds of small ones
 _IN_ROUND = 20
 _INSIDE = ("link_gb_per_s", "collective_latency_us", "message_gb_per_s", "link_latency_us")
+# fields of `Hardware`, in the order of `_sums` and `_messages`
 _BETWEEN = ("node_link_gb_per_s", "node_collective_latency_us", "node_message_gb_per_s", "node_link_latency_us")
-"""Fields of [`Hardware`], in the order of [`_sums`] and [`_messages`]."""
 
 
 def link_constants(world: World) -> dict[str, float]:
     """
-    Measures the links of the ranks, which are told apart by the names of their hosts. Collective. Of several nodes,
-    and of several ranks of a node, the slowest counts.
+    Measures the links of the ranks in fields of [`Hardware`]. Collective.
 
-    Rates of sums are those of a ring (bus bandwidth); between nodes all ranks sum, and a rank has its share. Messages
-    go in a ring of the ranks of a node, or of the ranks with the same position in each node, all at once.
-
-    Args:
-        world ([`World`]): The ranks.
-
-    Returns:
-        `dict[str, float]`: Fields of [`Hardware`]. What takes two ranks of a node is left out where none has two, and
-        what takes two nodes where there is one.
+    Of several nodes, and of several ranks of a node, the slowest counts. Rates of sums are those of a ring (bus
+    bandwidth); between nodes all ranks sum, and a rank has its share. Messages go in a ring of the ranks of a node, or
+    of the ranks with the same position in each node, all at once. What takes two ranks of a node is left out where
+    none has two, and what takes two nodes where there is one.
     """
     hosts = world.all_gather(socket.gethostname(), "comparing the hosts of the ranks")
     if len(hosts) < 2:
         return {}
+    # nodes are told apart by the names of their hosts
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     rank, node_size = world.rank, min(map(len, nodes))
     own_node = next(node for node in nodes if rank in node)
@@ -64,13 +58,7 @@ def link_constants(world: World) -> dict[str, float]:
 
 
 def measured_links(hardware: Hardware, world: World) -> Hardware:
-    """
-    A device with its links as they were measured. Collective. On one rank links stay what they are.
-
-    Args:
-        hardware (`Hardware`): The device, the same on all ranks.
-        world ([`World`]): The ranks.
-    """
+    """Returns a device, the same on all ranks, with its links as measured; on one rank they stay. Collective."""
     if world.size == 1:
         return hardware
     found = link_constants(world)
@@ -106,10 +94,7 @@ def _sums(device: torch.device, group: Any, count: int) -> tuple[float, float]:
 
 
 def _messages(world: World, ring: Sequence[int]) -> tuple[float | None, float | None]:
-    """
-    Of messages that each rank of a ring sends to the next one: the rate in GB/s, and the latency in microseconds;
-    `None` on ranks that are in no ring.
-    """
+    """Measures messages to the next rank of a ring: GB/s, and latency in microseconds; `None` in no ring."""
     if not ring:
         return None, None
     wire, position = world.wire_device, ring.index(world.rank)

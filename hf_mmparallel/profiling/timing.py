@@ -13,14 +13,9 @@ def run_seconds(
     run: Callable[[], Any], device: torch.device, end: float = 0.0, least: int = 2, most: int | None = None
 ) -> list[float]:
     """
-    Seconds of consecutive runs, each until the device is done. A first run, which loads libraries, is not counted.
+    Returns seconds of consecutive runs, each until the device is done, without a first, which loads libraries.
 
-    Args:
-        run (`Callable`): The function to time.
-        device (`torch.device`): The device that it uses.
-        end (`float`, *optional*): Time of `time.perf_counter` after which no further run begins.
-        least (`int`, *optional*, defaults to 2): Minimum number of runs.
-        most (`int`, *optional*): Maximum number of runs.
+    No run beyond `least` begins after `end`, a time of `time.perf_counter`.
     """
     times: list[float] = []
     while len(times) < 1 + least or (time.perf_counter() < end and (most is None or len(times) < 1 + most)):

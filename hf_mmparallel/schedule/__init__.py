@@ -1,6 +1,5 @@
 """
 Scheduling of a step: its tasks, their order, the actions of each rank, their verification and simulation.
-
 Pure functions of `plan` and numbers; may be imported by all code that plans, runs or draws a step.
 """
 

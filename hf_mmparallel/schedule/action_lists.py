@@ -1,7 +1,4 @@
-"""
-The action lists of ranks as integer codes in arrays, so that those of thousands of ranks are written, verified and
-compared with numpy. `Action` objects are made on access only.
-"""
+"""Action lists of thousands of ranks as integer codes in numpy arrays; `Action` objects are made on access only."""
 
 from __future__ import annotations
 
@@ -25,25 +22,16 @@ _FACTORS = np.random.default_rng(0).integers(1, 2**63, 10, np.uint64) * np.uint6
 
 @dataclass(frozen=True)
 class PartActions:
-    """
-    The action lists of the ranks of one graph, concatenated. With `t` tasks and `m` messages the codes are: `i` for
-    running task `i`, `t + i` for sending message `i`, `t + m + i` for receiving message `i`, and `t + 2 m + i` for
-    gradient sum `i`.
-
-    Args:
-        graph ([`TaskGraph`]): The tasks and messages.
-        starts (`np.ndarray` of shape `[lists + 1]`): Start of each list in `codes`.
-        codes (`np.ndarray`): The codes of all lists.
-        list_of (`Mapping[int, int]`): Rank -> index of its list, which several ranks may share.
-        sums (`Mapping[int, Mapping[int, Sequence[int]]]`, *optional*):
-            Rank -> index of a gradient sum in `codes` -> the gradient sums that replace it in the rank's list; the sum
-            itself when left out.
-    """
+    """The action lists of the ranks of one graph, concatenated."""
 
     graph: TaskGraph
-    starts: NDArray
+    starts: NDArray  # [lists + 1], start of each list in `codes`
+    # with t tasks and m messages: `i` runs task `i`, `t + i` sends message `i`, `t + m + i` receives it, and
+    # `t + 2 m + i` is gradient sum `i`
     codes: NDArray
-    list_of: Mapping[int, int]
+    list_of: Mapping[int, int]  # rank -> index of its list, which several ranks may share
+    # rank -> index of a gradient sum in `codes` -> the sums that replace it in the rank's list; the sum itself when
+    # left out
     sums: Mapping[int, Mapping[int, Sequence[int]]] | None = None
     _known: dict[int, Action] = field(default_factory=dict, repr=False, compare=False)
 
@@ -113,12 +101,7 @@ class PartActions:
 
 
 class ProgramActions(Mapping[int, tuple[Action, ...]]):
-    """
-    Rank -> its actions, decoded on access.
-
-    Args:
-        parts (`Iterable[PartActions]`): The lists of the parts of a step; each rank is in one of them.
-    """
+    """Rank -> its actions, decoded on access; each rank is in one of the parts."""
 
     def __init__(self, parts: Iterable[PartActions]):
         self.parts = tuple(parts)
@@ -156,13 +139,7 @@ class ProgramActions(Mapping[int, tuple[Action, ...]]):
 
 
 class TaskTimes(Mapping[Task, tuple[float, float]]):
-    """
-    Task -> its start and end, for the tasks of several graphs.
-
-    Args:
-        parts (`Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]`):
-            Graphs, each with the starts and ends of its tasks.
-    """
+    """Task -> its start and end, for the tasks of graphs that are given with the starts and ends of their tasks."""
 
     def __init__(self, parts: Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]):
         self.parts = tuple(parts)
@@ -199,13 +176,7 @@ _EMPTY = np.zeros(0, np.int64)
 
 
 def checksum(actions: Mapping[int, Sequence[Action]]) -> int:
-    """
-    A 63-bit checksum of the ordered actions of all ranks. It is the same in every process and does not depend on how
-    the lists are stored.
-
-    Args:
-        actions (`Mapping[int, Sequence[Action]]`): Rank -> its actions.
-    """
+    """Returns a 63-bit checksum of all ranks' ordered actions, equal in every process and for every kind of lists."""
     if isinstance(actions, ProgramActions):
         return actions.checksum()
     ranks = sorted(actions)
@@ -247,6 +218,5 @@ def _action_hashes(op: Any, number: Any, first: Any = 0, second: Any = 0) -> NDA
 
 
 def _mixed(values: NDArray) -> NDArray:
-    """Mixes the bits of sums."""
     values = (values ^ (values >> np.uint64(31))) * _FACTORS[0]
     return values ^ (values >> np.uint64(29))

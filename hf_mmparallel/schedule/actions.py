@@ -25,26 +25,14 @@ class DeadlockError(ProgramError):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Task:
-    """
-    The forward or the backward of one chunk on one stage. It occupies all ranks of the stage at once.
-
-    Its text form is `fwd vision.r0.s1 mb3.c0`.
-
-    Args:
-        kind (`str`): `"fwd"` or `"bwd"`.
-        module (`str`): The module's name.
-        replica (`int`): Index of the data-parallel replica.
-        stage (`int`): Index of the pipeline stage.
-        microbatch (`int`): Index of the microbatch in the replica.
-        chunk (`int`, *optional*, defaults to 0): Index of the chunk in the microbatch.
-    """
+    """The forward or backward of a chunk on all ranks of a stage at once; as text `fwd vision.r0.s1 mb3.c0`."""
 
     kind: Kind
     module: str
-    replica: int
-    stage: int
-    microbatch: int
-    chunk: int = 0
+    replica: int  # data-parallel replica of the module
+    stage: int  # pipeline stage of the replica
+    microbatch: int  # index in the replica
+    chunk: int = 0  # index in the microbatch
 
     @property
     def key(self) -> TaskKey:
@@ -71,16 +59,10 @@ class Task:
 @dataclass(frozen=True, order=True, slots=True)
 class Message:
     """
-    A message between two tasks: activations from forward to forward, gradients from backward to backward.
+    Activations from forward to forward, or gradients from backward to backward, between the ranks of two stages.
 
-    It goes from the ranks of the source's stage to the ranks of the target's stage; the tokens that each pair of ranks
-    exchanges are determined when the program runs. Its text form is
+    The tokens that each pair of ranks exchanges are determined when the program runs. Its text form is
     `act fwd vision.r0.s0 mb0.c0 -> fwd language_model.r0.s0 mb0.c0`.
-
-    Args:
-        kind (`str`): `"act"` or `"grad"`.
-        source (`Task`): The task that produces the message.
-        target (`Task`): The task that consumes the message.
     """
 
     kind: Literal["act", "grad"]
@@ -116,18 +98,12 @@ class Action:
     `fwd` and `bwd` wait for the messages to a task and run it. `send` and `recv` never block: `send` passes the tensor
     to the transport, and `recv` posts the buffer. A rank in both the source and the target of a message has both
     actions, `send` first. `sync` sums the gradients of a [`SyncGroup`] over its ranks.
-
-    Args:
-        op (`str`): `"fwd"`, `"bwd"`, `"send"`, `"recv"` or `"sync"`.
-        task (`Task`, *optional*): The task of `fwd` and `bwd`.
-        message (`Message`, *optional*): The message of `send` and `recv`.
-        index (`int`, *optional*): For `sync`, index of the group in the list of gradient sums.
     """
 
     op: Op
-    task: Task | None = None
-    message: Message | None = None
-    index: int | None = None
+    task: Task | None = None  # of `fwd` and `bwd`
+    message: Message | None = None  # of `send` and `recv`
+    index: int | None = None  # of `sync`: the group's index in the list of gradient sums
 
     @classmethod
     def run(cls, task: Task) -> Action:

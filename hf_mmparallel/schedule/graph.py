@@ -16,15 +16,10 @@ from .actions import Message, Task
 
 class GradientFlow:
     """
-    The stages of a plan that run backwards, and the inputs whose gradients they compute.
+    The stages that run backwards in any step: an input has a gradient iff a trainable parameter lies before it.
 
-    A stage computes the gradient of an input iff a trainable parameter lies before that input (Cornstarch, section
-    4.3). [`build_graph`] decides this for each chunk, and [`Program.has_backward`] repeats its decision; here, without
-    a step, a stage runs backwards if any of its chunks can. (A sample without images on a frozen language model behind
-    a trainable encoder has none.)
-
-    Args:
-        plan (`ParallelPlan`): The plan.
+    This is Cornstarch, section 4.3. [`build_graph`] decides it for each chunk (a sample without images on a frozen
+    language model behind a trainable encoder has no backward), and [`Program.has_backward`] repeats its decision.
     """
 
     def __init__(self, plan: ParallelPlan):
@@ -52,26 +47,16 @@ class GradientFlow:
 
 @dataclass(frozen=True)
 class TaskGraph:
-    """
-    The tasks and messages of one step as arrays, so that those of thousands of replicas are built, ordered and
-    verified with numpy. `Task` and `Message` objects are made on access only.
+    """The tasks and messages of a step as arrays, for numpy; `Task` and `Message` objects are made on access only."""
 
-    Args:
-        stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of every stage, in the plan's order.
-        columns (`np.ndarray` of shape `[3, tasks]`):
-            Stage (index in `stages`), microbatch and chunk of each task. Forwards come before backwards, and each task
-            after its dependencies; the forwards of a stage, and its backwards, are in the order of their chunks.
-        forward (`np.ndarray` of shape `[tasks]`): For a backward the index of its forward task, -1 for forwards.
-        links (`np.ndarray` of shape `[2, messages]`): Source and target task of each message, as indices.
-        joint (`np.ndarray` of shape `[tasks]`, *optional*):
-            For each task the first of those that run at the same time because their ranks exchange weights or
-            gradients, see [`~ModulePlan.joint_replicas`]; the task itself if it runs alone. `None` if all do.
-    """
-
-    stages: tuple[StageKey, ...]
+    stages: tuple[StageKey, ...]  # (module, replica, stage) of every stage, in the plan's order
+    # [3, tasks]: stage (index in `stages`), microbatch and chunk. Forwards come before backwards, and each task after
+    # its dependencies; the forwards of a stage, and its backwards, are in the order of their chunks.
     columns: NDArray
-    forward: NDArray
-    links: NDArray
+    forward: NDArray  # [tasks], for a backward the index of its forward task, -1 for forwards
+    links: NDArray  # [2, messages], source and target task
+    # [tasks], the first of the tasks that run at the same time because their ranks exchange weights or gradients (see
+    # `ModulePlan.joint_replicas`), the task itself if it runs alone; `None` if all do
     joint: NDArray | None = None
 
     @property
@@ -113,12 +98,12 @@ class TaskGraph:
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks."""
+        """Returns all tasks."""
         return tuple(map(self.task, range(self.num_tasks)))
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """All messages."""
+        """Returns all messages."""
         tasks, first = self.tasks, self.num_forwards
         return tuple(Message("act" if s < first else "grad", tasks[s], tasks[t]) for s, t in self.ends)
 
@@ -138,28 +123,18 @@ class TaskGraph:
 
 @dataclass(frozen=True)
 class TaskCounts:
-    """
-    Initial values of the counters of a simulation. A *cell* is a microbatch on a stage.
+    """Initial values of the counters of a simulation, in which a *cell* is a microbatch on a stage."""
 
-    Args:
-        missing (`np.ndarray` of shape `[tasks]`): Number of dependencies of each task.
-        followers (`np.ndarray`): Dependents of each task, concatenated over the tasks.
-        num_followers (`np.ndarray` of shape `[tasks]`): Number of dependents of each task.
-        cell (`np.ndarray` of shape `[tasks]`): Cell of each task.
-        backwards (`np.ndarray` of shape `[cells]`): Number of backwards in each cell.
-        opens (`np.ndarray` of shape `[tasks]`): Whether the task is the first forward of a cell with a backward.
-    """
-
-    missing: NDArray
-    followers: NDArray
-    num_followers: NDArray
-    cell: NDArray
-    backwards: NDArray
-    opens: NDArray
+    missing: NDArray  # [tasks], number of dependencies
+    followers: NDArray  # dependents of each task, concatenated over the tasks
+    num_followers: NDArray  # [tasks], number of dependents
+    cell: NDArray  # [tasks]
+    backwards: NDArray  # [cells], number of backwards
+    opens: NDArray  # [tasks], whether it is the first forward of a cell with a backward
 
     @classmethod
     def of(cls, graph: TaskGraph) -> TaskCounts:
-        """The counters of a graph."""
+        """Counts for a graph."""
         count, first = graph.num_tasks, graph.num_forwards
         stage, microbatch, chunk = graph.columns
         sources = np.concatenate([graph.links[0], graph.forward[first:]])
@@ -177,33 +152,15 @@ class TaskCounts:
 
 
 class StageRanks:
-    """
-    The ranks of all stages of a plan, concatenated in one array.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-
-    Attributes:
-        starts (`np.ndarray` of shape `[stages + 1]`): Start of each stage in `ranks`.
-        ranks (`np.ndarray`): The ranks of all stages.
-    """
+    """The ranks of all stages of a plan, concatenated in one array."""
 
     def __init__(self, plan: ParallelPlan):
         by_stage = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
-        self.starts = np.cumsum([0, *map(len, by_stage)])
+        self.starts = np.cumsum([0, *map(len, by_stage)])  # [stages + 1], start of each stage in `ranks`
         self.ranks = np.fromiter(chain.from_iterable(by_stage), np.int64, int(self.starts[-1]))
 
     def of(self, stages: NDArray) -> tuple[NDArray, NDArray]:
-        """
-        The ranks of some stages.
-
-        Args:
-            stages (`np.ndarray` of shape `[n]`): Indices of stages.
-
-        Returns:
-            `tuple[np.ndarray, np.ndarray]`: For each pair of a stage and one of its ranks, the index in `stages` and
-                the rank.
-        """
+        """Returns an index in `stages` and a rank, for every rank of the stages (indices in the plan)."""
         counts = self.starts[stages + 1] - self.starts[stages]
         owner = np.repeat(np.arange(len(stages)), counts)
         return owner, self.ranks[spread(self.starts[stages], counts)]
@@ -217,16 +174,10 @@ def spread(starts: NDArray, counts: NDArray) -> NDArray:
 
 def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> TaskGraph:
     """
-    Builds the tasks and messages of a step. Microbatches without samples have none, but for *empty tasks*: replicas
-    whose tasks run jointly all have the chunks that one of them has, so that their ranks meet.
+    Builds the tasks and messages of a step; without training it has no backwards.
 
-    Args:
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement of the global batch.
-        training (`bool`, *optional*, defaults to `True`): Whether the step has backwards.
-
-    Returns:
-        `TaskGraph`: The graph.
+    Microbatches without samples have none, but for *empty tasks*: replicas whose tasks run jointly all have the chunks
+    that one of them has, so that their ranks meet.
     """
     modules = _forwards(plan, step)
     stages = tuple((name, d, index) for name, module in plan.modules.items() for d, index, _ in module.stages())
@@ -254,32 +205,18 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
 
 @dataclass(frozen=True)
 class _Forwards:
-    """
-    The forwards of a module, ordered by chunk and then by stage.
-
-    Args:
-        columns (`np.ndarray` of shape `[3, tasks]`): See [`TaskGraph`].
-        index (`np.ndarray` of shape `[tasks]`): Stage index within the replica.
-        trainable (`np.ndarray` of shape `[tasks]`): Whether the stage is trainable.
-        first (`np.ndarray` of shape `[chunks]`): Index of the chunk's first task in the graph.
-        count (`np.ndarray` of shape `[chunks]`): Number of stages of the chunk's replica.
-        replica (`np.ndarray` of shape `[chunks]`): Replica of the chunk.
-        batch_indices (`np.ndarray`): Batch indices of all chunks.
-        chunk_of (`np.ndarray`): Chunk of each batch index.
-        joint (`np.ndarray` of shape `[tasks]`): See [`TaskGraph`].
-        is_empty (`np.ndarray` of shape `[tasks]`): Whether the task's chunk has no samples.
-    """
+    """The forwards of a module, ordered by chunk and then by stage."""
 
     columns: NDArray
-    index: NDArray
-    trainable: NDArray
-    first: NDArray
-    count: NDArray
-    replica: NDArray
-    batch_indices: NDArray
-    chunk_of: NDArray
+    index: NDArray  # [tasks], stage index within the replica
+    trainable: NDArray  # [tasks], whether the stage is
+    first: NDArray  # [chunks], index of the chunk's first task in the graph
+    count: NDArray  # [chunks], number of stages of the chunk's replica
+    replica: NDArray  # [chunks]
+    batch_indices: NDArray  # of all chunks, concatenated
+    chunk_of: NDArray  # chunk of each batch index
     joint: NDArray
-    is_empty: NDArray
+    is_empty: NDArray  # [tasks], whether the chunk has no samples
 
 
 def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
@@ -335,10 +272,7 @@ def _with_empty_chunks(table: ChunkTable, size: int) -> ChunkTable:
 
 
 def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray]:
-    """
-    Messages between forwards, `[2, links]`, and whether each forward has a backward: its stage is trainable, or a
-    forward that feeds it or runs jointly with it has one.
-    """
+    """Returns the messages between forwards, `[2, links]`, and whether each forward has a backward."""
     runs_back = np.zeros(num_tasks, bool)
     entering: dict[str, list[NDArray]] = {}
     links: list[NDArray] = []
@@ -346,6 +280,8 @@ def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) ->
     for name, forwards in modules.items():
         inner = start + np.flatnonzero((forwards.index > 0) & ~forwards.is_empty)
         links.append(np.stack([inner - 1, inner]))
+        # A forward has a backward if its stage is trainable, or if a forward that feeds it or runs jointly with it has
+        # one.
         needs = runs_back[start : start + len(forwards.index)]  # a view
         needs |= forwards.trainable
         for source, target in entering.get(name, ()):

@@ -13,15 +13,7 @@ from .joint import is_joint, joint_plan, joint_step
 
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
-    """
-    The phase of a step in which each kind of task runs, see [`SchedulePolicy`].
-
-    Args:
-        plan (`ParallelPlan`): The layout and the name of its schedule.
-
-    Returns:
-        `dict[tuple[str, str], int]`: (module, `"fwd"` or `"bwd"`) -> phase.
-    """
+    """Returns (module, `"fwd"` or `"bwd"`) -> the phase of a step in which such tasks run, see [`SchedulePolicy`]."""
     encoders = plan.encoders
     return {
         (name, kind): phase
@@ -37,14 +29,9 @@ def may_alternate(plan: ParallelPlan) -> bool:
 
 def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
     """
-    Number of stages from each stage to the end of the longest path through the modules, which is the number of
-    microbatches in flight under 1F1B (Cornstarch, section 4.4: `N - p`).
+    Returns (module, replica, stage) -> number of stages from it to the end of the longest path through the modules.
 
-    Args:
-        plan (`ParallelPlan`): The layout.
-
-    Returns:
-        `dict[tuple[str, int, int], int]`: (module, replica, stage) -> its depth.
+    This is the number of microbatches in flight under 1F1B (Cornstarch, section 4.4: `N - p`).
     """
     depths: dict[StageKey, int] = {}
     for name in reversed(list(plan.modules)):
@@ -58,18 +45,11 @@ def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
 
 def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """
-    Maximum microbatches in flight on each stage under 1F1B.
+    Returns (module, replica, stage) -> maximum microbatches in flight under 1F1B.
 
     For generators and the language model this is the number of stages to the end of the longest path. An encoder must
     hold every microbatch whose features or gradients are still in use downstream: the depth without deferral, one more
     with deferral by one microbatch, and more if it has more microbatches than its consumer.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-
-    Returns:
-        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
     """
     if is_joint(plan):
         limits = in_flight_1f1b(joint_plan(plan), joint_step(plan, step))
@@ -95,14 +75,9 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
 
 def _ahead(step: StepPlan, given: SampleLocations, target: str, max_in_flight: NDArray, num_replicas: int) -> NDArray:
     """
-    Maximum number of microbatches by which each replica of a module must be ahead of its consumer.
+    Returns, `[num_replicas]`, the most microbatches by which each replica of a module must be ahead of its consumer.
 
-    Args:
-        step (`StepPlan`): The arrangement.
-        given (`SampleLocations`): Replica and microbatch of the module's batch indices.
-        target (`str`): The consumer.
-        max_in_flight (`np.ndarray`): int64 `[replicas of the consumer]`: its microbatches in flight.
-        num_replicas (`int`): Number of replicas of the module.
+    `given` locates the module's batch indices; `max_in_flight`, int64 `[replicas]`, is of the consumer `target`.
     """
     used, turn, turns = step.turns(given, target)
     replica, consumer = given.replica[used], step.locations[target][0][given.batch_indices[used]]
@@ -129,19 +104,11 @@ def _ahead(step: StepPlan, given: SampleLocations, target: str, max_in_flight: N
 
 
 def in_flight_eager(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
-    """
-    Maximum microbatches in flight under `"eager"` if the memory limit is not known: as under 1F1B, plus two in
-    encoders.
-
-    With the sample sizes of the published datasets this gives most of the speedup of unlimited memory, for a fifth
-    more activation memory instead of nearly twice as much. Raising the limit of the language model as well gives
-    nothing.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-    """
+    """Returns the limits under `"eager"` if memory is not known: those of 1F1B, plus two microbatches in encoders."""
     encoders = plan.encoders
+    # With the sample sizes of the published datasets this gives most of the speedup of unlimited memory, for a fifth
+    # more activation memory instead of nearly twice as much. Raising the limit of the language model as well gives
+    # nothing.
     return {key: limit + 2 * (key[0] in encoders) for key, limit in in_flight_1f1b(plan, step).items()}
 
 
@@ -149,19 +116,10 @@ def in_flight_limits(
     plan: ParallelPlan, step: StepPlan, fitting_in_flight: Mapping[StageKey, float] | None = None
 ) -> dict[StageKey, float]:
     """
-    Maximum microbatches in flight on each stage under the plan's schedule.
+    Returns (module, replica, stage) -> maximum microbatches in flight, without stages that run all forwards first.
 
-    Args:
-        plan (`ParallelPlan`): The layout and the name of its schedule.
-        step (`StepPlan`): The arrangement.
-        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
-            For the schedule `"eager"`: the microbatches that fit into memory, see [`~cost.fitting_in_flight`];
-            [`in_flight_eager`] when left out. Limits below those of 1F1B, with which ranks would deadlock, are raised
-            to them.
-
-    Returns:
-        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches, without the stages that run
-        all forwards first.
+    For the schedule `"eager"`, `fitting_in_flight` has what fits into memory, see [`~cost.fitting_in_flight`];
+    [`in_flight_eager`] when left out.
     """
     encoders = plan.encoders
     limits = in_flight_1f1b(plan, step)
@@ -174,5 +132,6 @@ def in_flight_limits(
         size = plan.modules[name].joint_replicas
         first = replica // size * size
         fits = min(wanted.get((name, member, index), limit) for member in range(first, first + size))
+        # below the limits of 1F1B ranks would deadlock
         result[name, replica, index] = max(limit, fits)
     return result

@@ -1,9 +1,9 @@
 """
 Joint tasks: those of several replicas that run at the same time, since their ranks exchange weights or gradients.
 
-Such tasks have equal microbatches and chunks. For the order of tasks the replicas are one, whose stages have the ranks
-of all of them. No cycle can arise: what a task waits for is in an earlier module, an earlier stage or, for a backward,
-a forward, which holds for joint tasks as well.
+They have equal microbatches and chunks, and for the order of tasks their replicas are one, on the ranks of all of
+them. No cycle can arise: what a task waits for is in an earlier module, an earlier stage or, for a backward, a
+forward, which holds for joint tasks as well.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def is_joint(plan: ParallelPlan) -> bool:
 
 
 def joint_plan(plan: ParallelPlan) -> ParallelPlan:
-    """
-    The plan with one replica, the first, in place of those that run jointly. Its stages have the ranks of all of them,
-    the others have no stages.
-    """
+    """Returns the plan with the first of jointly running replicas on the ranks of all; the others have no stages."""
     return replace(plan, modules={name: _joint_module(module) for name, module in plan.modules.items()})
 
 
@@ -51,13 +48,7 @@ def _on_all_ranks(stages: tuple[Stage, ...]) -> Stage:
 
 
 def joint_step(plan: ParallelPlan, step: StepPlan) -> StepPlan:
-    """
-    The step for [`joint_plan`]: each microbatch of the first replica has the samples of all replicas.
-
-    Args:
-        plan (`ParallelPlan`): The layout, before it is joined.
-        step (`StepPlan`): The arrangement.
-    """
+    """Returns the step for [`joint_plan`]: each microbatch of the first replica has the samples of all replicas."""
     microbatches = dict(step.microbatches)
     for name, module in plan.modules.items():
         size, replicas = module.joint_replicas, step.microbatches[name]
@@ -73,25 +64,13 @@ def joint_step(plan: ParallelPlan, step: StepPlan) -> StepPlan:
 
 
 class JointTasks:
-    """
-    A graph in which the first of joint tasks stands for all of them.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        graph ([`TaskGraph`]): All tasks.
-        joint (`np.ndarray` of shape `[tasks]`): The first of the tasks that run with each task.
-
-    Attributes:
-        plan (`ParallelPlan`): See [`joint_plan`].
-        graph ([`TaskGraph`]): The first tasks only, on the stages of `plan`.
-        tasks (`np.ndarray`): For each task of `graph`, its index in the whole graph.
-        stages (`np.ndarray`): For each stage of `graph`, its index in the whole graph.
-    """
+    """A graph in which the first of joint tasks (`joint`, `[tasks]`) stands for all of them."""
 
     def __init__(self, plan: ParallelPlan, graph: TaskGraph, joint: NDArray):
         self.plan = joint_plan(plan)
         keys = tuple((name, d, index) for name, module in self.plan.modules.items() for d, index, _ in module.stages())
         number = {key: index for index, key in enumerate(graph.stages)}
+        # indices in the whole graph: of each stage and of each task of `self.graph`
         self.stages = np.array([number[key] for key in keys], np.int64)
         self.tasks, self._position = np.unique(joint, return_inverse=True)
         columns = graph.columns[:, self.tasks].copy()

@@ -30,29 +30,13 @@ def build_program(
     plan: ParallelPlan,
     step: StepPlan,
     sync_groups: Sequence[SyncGroup],
-    cost: Cost | None = None,
-    training: bool = True,
+    cost: Cost | None = None,  # task -> milliseconds; `default_cost` when left out
+    training: bool = True,  # if not, no backwards and no gradient sums
+    # microbatches that fit into memory, see `in_flight_limits`
     fitting_in_flight: Mapping[StageKey, float] | None = None,
-    check: bool = True,
+    check: bool = True,  # required if the program is to run
 ) -> Program:
-    """
-    Plans and verifies the actions of every rank for one global batch.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement of the global batch.
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums, see [`sync_groups`]; not used without training.
-        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
-        training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
-        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
-            (module, replica, stage) -> maximum microbatches in flight that fit into memory, for the schedule
-            `"eager"`; see [`in_flight_limits`].
-        check (`bool`, *optional*, defaults to `True`): Whether the program is verified; required if it is to run.
-
-    Returns:
-        `Program`: The actions with predicted times. Steps of equal `step.structure` and equal costs have equal
-        programs.
-    """
+    """Plans and verifies the actions of every rank; steps of equal `structure` and equal costs have equal programs."""
     representatives = find_representatives(plan, sync_groups)
     parts = representatives.parts(step)
     program = representatives.expand(program_of_parts(parts, cost, training, fitting_in_flight, check))
@@ -66,13 +50,7 @@ def program_of_parts(
     fitting_in_flight: Mapping[StageKey, float] | None = None,
     check: bool = True,
 ) -> Program:
-    """
-    [`build_program`] for some parts of a step, on representatives. The program of a part does not depend on the other
-    parts.
-
-    Args:
-        parts (`Iterable[Part]`): Parts, see [`Representatives.parts`].
-    """
+    """Does [`build_program`] for parts, on representatives; the program of a part does not depend on the others."""
     rows, times = [], []
     for part in parts:
         sync_groups = part.sync_groups if training else ()
@@ -95,15 +73,7 @@ def program_of_parts(
 def order_part(
     part: Part, cost: Cost, training: bool, fitting_in_flight: Mapping[StageKey, float] | None
 ) -> tuple[TaskGraph, list[float], Timeline]:
-    """
-    The tasks of a part, their durations, and their order.
-
-    Args:
-        part (`Part`): The part.
-        cost (`Callable[[Task], float]`): Task -> milliseconds.
-        training (`bool`): Whether the step has backwards.
-        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*): See [`build_program`].
-    """
+    """Returns the tasks of a part, their durations in milliseconds, and their order."""
     graph = build_graph(part.plan, part.step, training)
     times_ms = task_times(cost, graph)
     max_in_flight = in_flight_limits(part.plan, part.step, fitting_in_flight)
@@ -119,15 +89,6 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups:
     two ranks, in the order of the sends. Gradient sums come in the order of `sync_groups` on every rank, each at the
     same instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums,
     is done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        graph (`TaskGraph`): The tasks.
-        timeline (`Timeline`): Their order.
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
-
-    Returns:
-            `Program`: The program.
     """
     lists = _lists(plan, graph, timeline, sync_groups)
     return Program(ProgramActions([lists]), TaskTimes([(graph, timeline.start_ms, timeline.end_ms)]))
@@ -163,15 +124,12 @@ def _receives(
     ranks: StageRanks, graph: TaskGraph, needed: NDArray, order: NDArray, message: NDArray, rank: NDArray
 ) -> tuple[NDArray, NDArray]:
     """
-    The event of each receive, and its position there: it comes before the first task of the rank that needs the
-    message or a later one of the same receive queue. (A receive queue is the set of messages to a rank from sources
-    that share ranks. Posting its receives in the order of the sends keeps the order between every two ranks.)
+    Returns the event of each receive, and its position there, for the receives' `message` and `rank`, `[receives]`.
 
-    Args:
-        needed (`np.ndarray` of shape `[messages]`): The event at which each message is needed.
-        order (`np.ndarray` of shape `[messages]`): The position of each message in the order of all sends.
-        message (`np.ndarray` of shape `[receives]`): The message of each receive.
-        rank (`np.ndarray` of shape `[receives]`): The rank of each receive.
+    A receive comes before the first task of its rank that needs the message or a later one of the same receive queue:
+    the messages to a rank from sources that share ranks. Posting those in the order of the sends keeps the order
+    between every two ranks. `needed` and `order`, `[messages]`, are the event that needs a message and its position in
+    the order of all sends.
     """
     queue = _receive_queues(ranks, graph, message, rank)
     by_queue = np.lexsort((order[message], queue))
@@ -206,23 +164,13 @@ def _receive_queues(ranks: StageRanks, graph: TaskGraph, message: NDArray, rank:
 
 
 def receive_ahead(actions: Sequence[Action]) -> list[Action]:
-    """
-    Moves each receive before the task that precedes the task that needs it, so that the transfer overlaps with it.
-
-    Otherwise the order of actions does not change. The receive of a gradient stays after the corresponding forward,
-    whose output has the shape of the gradient.
-
-    Args:
-        actions (`Sequence[Action]`): The list of a rank.
-
-    Returns:
-        `list[Action]`: The same actions.
-    """
+    """Moves each receive before the task that precedes the one that needs it, so that transfer and task overlap."""
     result: list[Action] = []
     last_task: int | None = None  # index of the last task
     for action in actions:
         if action.message is not None and action.op == "recv" and last_task is not None:
             before = result[last_task].task
+            # A gradient's receive stays after its forward, whose output has the shape of the gradient.
             if before is not None and before.key != action.message.target.key:
                 result.insert(last_task, action)
                 last_task += 1
@@ -235,14 +183,7 @@ def receive_ahead(actions: Sequence[Action]) -> list[Action]:
 
 
 def sync_instants(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> list[int]:
-    """
-    The event of a timeline after which each gradient sum comes; groups without backwards come with the next one.
-
-    Args:
-        graph (`TaskGraph`): The tasks.
-        timeline (`Timeline`): Their order.
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
-    """
+    """Returns the event after which each gradient sum comes; groups without backwards come with the next one."""
     last = last_backwards(graph, timeline.finished)
     of_stage = dict(zip(graph.stages, last.tolist(), strict=True))
     instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in sync_groups]
@@ -260,10 +201,7 @@ def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
 
 
 def blocking_order(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> NDArray:
-    """
-    Position of each task and each gradient sum in the order of a timeline, int64 `[tasks + groups]`; joint tasks share
-    one.
-    """
+    """Returns each task's and sum's position in a timeline, int64 `[tasks + groups]`; joint tasks share one."""
     events = np.array([*timeline.started, *sync_instants(graph, timeline, sync_groups)], np.int64)
     order = np.empty(len(events), np.int64)
     order[np.argsort(events, kind="stable")] = np.arange(len(events))

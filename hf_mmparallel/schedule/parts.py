@@ -1,10 +1,8 @@
 """
-The parts of a step: connected components of replicas that exchange tensors, share ranks or run jointly, planned one
-by one.
+The parts of a step: connected components of replicas that exchange tensors, share ranks or run jointly.
 
-Ranks of different parts share gradient sums only, whose order is the same on every rank. So a rank schedules and
-verifies its own part only. All ranks of the same stages run the same list: one of them, the *representative*, stands
-for all.
+Ranks of different parts share gradient sums only, whose order is the same on every rank, so a rank schedules and
+verifies its own part only. All ranks of the same stages run the same list: one, the *representative*, stands for all.
 """
 
 from __future__ import annotations
@@ -27,25 +25,14 @@ Member = tuple[str, int]
 
 @dataclass(frozen=True)
 class Part:
-    """
-    Replicas, with their ranks, that share nothing with other replicas but gradient sums.
+    """Replicas and their ranks only, which share nothing with other replicas but gradient sums."""
 
-    Args:
-        plan (`ParallelPlan`):
-            The stages of these replicas only, on the representatives of their ranks, which are numbered from 0.
-        whole_plan (`ParallelPlan`): The stages of these replicas only, with all ranks and their original numbers.
-        step (`StepPlan`): The microbatches of these replicas only.
-        sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
-        representatives (`tuple[int, ...]`): The number of each rank of `plan` in [`Representatives`].
-        sync_indices (`tuple[int, ...]`): The index of each of `sync_groups` in [`Representatives`].
-    """
-
-    plan: ParallelPlan
-    whole_plan: ParallelPlan
+    plan: ParallelPlan  # on the representatives of the ranks, numbered from 0
+    whole_plan: ParallelPlan  # on all ranks, with their original numbers
     step: StepPlan
-    sync_groups: tuple[SyncGroup, ...]
-    representatives: tuple[int, ...]
-    sync_indices: tuple[int, ...]
+    sync_groups: tuple[SyncGroup, ...]  # with the stages of this part
+    representatives: tuple[int, ...]  # the number of each rank of `plan` in `Representatives`
+    sync_indices: tuple[int, ...]  # the index of each of `sync_groups` in `Representatives`
 
     def renumbered(self, program: Program) -> PartActions:
         """The lists of a program of this part, with ranks and gradient sums numbered as in [`Representatives`]."""
@@ -60,25 +47,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Representatives:
-    """
-    A plan on representatives: one rank stands for all ranks that run the same list.
+    """A plan on representatives: one rank stands for all ranks that run the same list."""
 
-    Args:
-        plan (`ParallelPlan`): The plan on representatives, which are numbered from 0.
-        sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of the representatives.
-        represented (`tuple[tuple[int, ...], ...]`):
-            For each of `sync_groups`, the indices in `whole_sync_groups` of those that it stands for.
-        whole_plan (`ParallelPlan`): The plan with all ranks.
-        whole_sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
-        numbers (`dict[int, int]`): Rank of the whole plan -> number of its representative.
-    """
-
-    plan: ParallelPlan
+    plan: ParallelPlan  # on representatives, numbered from 0
     sync_groups: tuple[SyncGroup, ...]
+    # for each of `sync_groups`, the indices in `whole_sync_groups` that it stands for
     represented: tuple[tuple[int, ...], ...]
-    whole_plan: ParallelPlan
+    whole_plan: ParallelPlan  # on all ranks
     whole_sync_groups: tuple[SyncGroup, ...]
-    numbers: dict[int, int]
+    numbers: dict[int, int]  # rank of the whole plan -> number of its representative
 
     @property
     def first_represented(self) -> tuple[SyncGroup, ...]:
@@ -179,13 +156,8 @@ class Representatives:
         return np.repeat(self._labels(step), counts).astype(np.int64)
 
     def parts(self, step: StepPlan, rank: int | None = None) -> Iterator[Part]:
-        """
-        The parts of a step; a replica without samples is a part by itself.
-
-        Args:
-            step (`StepPlan`): The arrangement.
-            rank (`int`, *optional*): Yields only the part of this rank of the whole plan; none if it has no stage.
-        """
+        """Yields the parts of a step, or only that of a rank of the whole plan, if it has a stage."""
+        # a replica without samples is a part by itself
         labels = self._labels(step)
         if rank is None:
             for indices in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
@@ -241,18 +213,13 @@ class Representatives:
 
 
 def find_representatives(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> Representatives:
-    """
-    Puts a plan on representatives. The predicted time of a step does not change.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        sync_groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks run them.
-    """
+    """Puts a plan on representatives, which does not change the predicted time of a step."""
     numbers = representative_ranks(plan)
     modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
     alike: dict[tuple, list[int]] = {}
     for index, group in enumerate(sync_groups):
         alike.setdefault((_renumber(group.ranks, numbers), group.stages, group.parameters), []).append(index)
+    # in the order in which ranks run the sums
     own_groups = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
     represented = tuple(map(tuple, alike.values()))
     own_plan = replace(plan, modules=modules)

@@ -14,30 +14,21 @@ from typing import Literal
 
 from .actions import Kind
 
-REST = -1
-"""Index of the parameters that are in no layer: embeddings, the last norm, the head, the projector."""
+REST = -1  # parameters that are in no layer: embeddings, the last norm, the head, the projector
+# layers at the end of a pass that stay gathered for one in the other direction; while a layer is computed the next one
+# is gathered, so that two are there anyway
 KEPT_LAYERS = 2
-"""
-Layers at the end of a pass that stay gathered for one in the other direction. While a layer is computed the next one
-is gathered, so that two are there anyway.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class PassAction:
-    """
-    An action on one layer of a stage. `gather` starts an all-gather of the layer's weights, `compute` waits for it and
-    for the layer's input, `free` takes the memory of the weights, `sum` starts a reduce-scatter of its gradients.
+    """An action on one layer of a stage."""
 
-    Args:
-        op (`str`): `"gather"`, `"compute"`, `"free"` or `"sum"`.
-        layer (`int`): Index of the layer in the stage, or [`REST`].
-        run (`int`, *optional*, defaults to 0): Of several forwards through the layers in one task, which one.
-    """
-
+    # `gather` starts an all-gather of weights, `compute` waits for it and for the layer's input, `free` takes the
+    # memory of the weights, `sum` starts a reduce-scatter of gradients
     op: Literal["gather", "compute", "free", "sum"]
-    layer: int
-    run: int = 0
+    layer: int  # index in the stage, or `REST`
+    run: int = 0  # of several forwards through the layers in one task, which one
 
     def __str__(self) -> str:
         return f"{self.op} {'rest' if self.layer == REST else self.layer}"
@@ -47,16 +38,16 @@ class PassAction:
 def pass_actions(
     kind: Kind,
     num_layers: int,
-    num_runs: int = 1,
+    num_runs: int = 1,  # forwards through the layers in one task, one for each modality
     *,
-    gathers: bool = True,
-    reshards: bool = True,
-    first_backward: int = 0,
-    previous: Kind | None = None,
-    following: Kind | None = None,
+    gathers: bool = True,  # whether weights are divided (ZeRO-3); if not, gradients only
+    reshards: bool = True,  # whether each pass frees layers; if not, the last one does, and the first gathers
+    first_backward: int = 0,  # neither the layers before it nor anything before them is trained
+    previous: Kind | None = None,  # of the stage's previous pass in the step; `None` for the first one
+    following: Kind | None = None,  # of its next pass; `None` for the last one
 ) -> tuple[PassAction, ...]:
     """
-    The actions of one pass.
+    Returns the actions of one pass, in the order in which every rank issues them.
 
     Each layer is gathered while the one before is computed, and freed before the one after the next is gathered, so
     that two layers are gathered at a time; its gradients are summed while the next one is computed. The two layers
@@ -66,21 +57,6 @@ def pass_actions(
 
     - gather rest, gather 0, gather 1, compute 0, free 0, gather 2, compute 1, compute 2
     - compute 2, free 2, gather 0, sum 2, compute 1, free 1, sum 1, compute 0, free 0, sum 0, sum rest, free rest
-
-    Args:
-        kind (`str`): `"fwd"` or `"bwd"`.
-        num_layers (`int`): Layers of the stage.
-        num_runs (`int`, *optional*, defaults to 1): Forwards through the layers in one task, one for each modality.
-        gathers (`bool`, *optional*, defaults to `True`): Whether weights are divided (ZeRO-3); if not, gradients only.
-        reshards (`bool`, *optional*, defaults to `True`):
-            Whether layers are freed in each pass; if not, in the last one only, and gathered in the first.
-        first_backward (`int`, *optional*, defaults to 0):
-            The first layer with a backward; neither those before it nor anything before them is trained.
-        previous (`str`, *optional*): Kind of the stage's previous pass in the step; `None` for the first one.
-        following (`str`, *optional*): Kind of its next pass; `None` for the last one.
-
-    Returns:
-        `tuple[PassAction, ...]`: The actions, in the order in which every rank issues them.
     """
     walks = _walks(num_layers if num_runs else 0, first_backward)
     staying = partial(_staying, walks, reshards)
@@ -145,13 +121,7 @@ def step_passes(
     reshards: bool = True,
     first_backward: int = 0,
 ) -> list[tuple[PassAction, ...]]:
-    """
-    The actions of all passes of a stage in one step.
-
-    Args:
-        kinds (`Sequence[str]`): Kind of each pass, in order.
-        num_layers, num_runs, gathers, reshards, first_backward: See [`pass_actions`].
-    """
+    """Returns the actions of all passes of a stage in one step, given their kinds; see [`pass_actions`]."""
     neighbours = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
     return [
         pass_actions(

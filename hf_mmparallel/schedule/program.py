@@ -15,16 +15,10 @@ _TIMES = re.compile(r"(.*) \[(\S+), (\S+)\]")
 
 @dataclass(frozen=True)
 class Program:
-    """
-    The ordered actions of every rank for one global batch.
-
-    Args:
-        actions (`Mapping[int, tuple[Action, ...]]`): Rank -> its actions.
-        times_ms (`Mapping[Task, tuple[float, float]]`, *optional*): Task -> predicted start and end.
-    """
+    """The ordered actions of every rank for one global batch."""
 
     actions: Mapping[int, tuple[Action, ...]]
-    times_ms: Mapping[Task, tuple[float, float]] = field(default_factory=dict)
+    times_ms: Mapping[Task, tuple[float, float]] = field(default_factory=dict)  # predicted start and end
 
     @cached_property
     def backward_keys(self) -> frozenset[TaskKey]:
@@ -50,10 +44,7 @@ class Program:
         return frozenset(task.replica for task in tasks if task is not None and task.module == module)
 
     def has_backward(self, task: Task) -> bool:
-        """
-        Whether the chunk of `task` has a backward on its stage. Without one the forward needs no autograd graph, and
-        its outputs need no gradient.
-        """
+        """Returns whether a chunk has a backward on its stage; if not, its forward needs no autograd graph."""
         return task.key in self.backward_keys
 
     def of_rank(self, rank: int) -> Program:

@@ -19,19 +19,10 @@ def check_program(
     plan: ParallelPlan, step: StepPlan, sync_groups: Sequence[SyncGroup], program: Program, training: bool = True
 ) -> None:
     """
-    Checks that a program performs each action of a step exactly once, and that it can't deadlock.
+    Checks that a program has each action of a step exactly once, and that it can't deadlock.
 
-    Args:
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement of the global batch.
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums; not used without training.
-        program (`Program`): The program.
-        training (`bool`, *optional*, defaults to `True`): Whether there are backwards and gradient sums.
-
-    Raises:
-        `ProgramError`: If an action is missing, duplicated or misplaced, or sends and receives are in different
-            orders.
-        `DeadlockError`: If ranks wait for each other; the message has the action that each rank waits at.
+    Raises `ProgramError` if an action is missing, duplicated or misplaced, or if sends and receives are in different
+    orders, and `DeadlockError`, with the action that each rank waits at, if ranks wait for each other.
     """
     verify(plan, build_graph(plan, step, training), sync_groups if training else (), program)
 
@@ -42,20 +33,18 @@ def verify(
     sync_groups: Sequence[SyncGroup],
     program: Program,
     is_part: bool = False,
-    order: NDArray | None = None,
+    order: NDArray | None = None,  # a valid order of the blocking actions, see `Proof`
 ) -> None:
     """
-    [`check_program`] for an existing graph.
+    Does [`check_program`] for an existing graph.
 
     For a [`Part`] it also checks that there is an order of its blocking actions in which the gradient sums come in the
     order of `sync_groups`. Then no program composed of such parts can deadlock: between two sums each part proceeds
     independently of the others, and all parts reach the same sums in the same order.
-
-    Given an order of the blocking actions, see [`Proof`], the lists are first verified with numpy. A program that does
-    not pass is checked list by list, for an exact error message.
     """
     parts = program.actions.parts if isinstance(program.actions, ProgramActions) else ()
     if order is not None and len(parts) == 1 and parts[0].graph is graph:
+        # With numpy; a program that does not pass is checked list by list, for an exact error message.
         proof = Proof(plan, graph, sync_groups, parts[0])
         if proof.holds(order, in_order=is_part):
             return
@@ -63,7 +52,7 @@ def verify(
 
 
 def waiting_table(waiting: Mapping[int, Action], limit: int = 32) -> str:
-    """The action that each rank waits at, one line per rank."""
+    """Lists the action that each rank waits at, one line per rank."""
     lines = [f"rank {rank} waits at `{waiting[rank]}`" for rank in sorted(waiting)[:limit]]
     if len(waiting) > limit:
         lines.append(f"and {len(waiting) - limit} more ranks")
@@ -178,9 +167,7 @@ class _Checker:
             self.sent.setdefault((rank, other), []).append(number)
 
     def _check_recv(self, rank: int, action: Action, number: int, done: set[tuple[str, int]]) -> None:
-        """
-        Checks that a receive comes before its task, after the forward of a backward, and after the rank's own send.
-        """
+        """Checks that a receive is before its task, after the forward of a backward, and after the rank's own send."""
         source, target = self.graph.ends[number]
         if ("task", target) in done:
             raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before the task.")

@@ -1,6 +1,4 @@
-"""
-Verification of a program with numpy. It gives a yes or no; on a no the checker in `program_checks` names the error.
-"""
+"""Verification of a program with numpy: yes or no; on a no the checker in `program_checks` names the error."""
 
 from __future__ import annotations
 
@@ -16,15 +14,7 @@ from .graph import StageRanks, TaskGraph
 
 
 class Proof:
-    """
-    The checks of `program_checks`, on the action lists of a part.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        graph ([`TaskGraph`]): The tasks of the step; the same object as in the lists.
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
-        lists ([`PartActions`]): The program.
-    """
+    """The checks of `program_checks` on the action lists of a part, which must be of the same `graph` object."""
 
     def __init__(self, plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], lists: PartActions):
         self.graph, self.lists, self.sync_groups, self.num_ranks = graph, lists, sync_groups, plan.world_size
@@ -41,14 +31,11 @@ class Proof:
 
     def holds(self, order: NDArray, in_order: bool) -> bool:
         """
-        Whether the program passes all checks.
+        Checks everything; `in_order`: gradient sums have to come in the order of their indices.
 
-        Args:
-            order (`np.ndarray` of shape `[tasks + groups]`):
-                Position of each task, then of each gradient sum, in a valid order of the blocking actions, of which
-                joint tasks are one. A program with a deadlock passes for no order, since there is no order for a
-                cycle.
-            in_order (`bool`): Whether gradient sums have to come in the order of their indices.
+        `order`, `[tasks + groups]`, has the position of each task, then of each gradient sum, in a valid order of the
+        blocking actions, of which joint tasks are one. A deadlock passes for no order, since there is no order for a
+        cycle.
         """
         return self._is_complete() and self._is_ordered() and self._keeps_channels() and self._follows(order, in_order)
 

@@ -21,34 +21,19 @@ from .simulator import Simulation, Span, SumSpan
 def simulate_parts(
     representatives: Representatives,
     step: StepPlan,
-    cost: Cost | None = None,
+    cost: Cost | None = None,  # task -> milliseconds; `default_cost` when left out
+    # transfer times of the messages of a graph; 0 when left out
     messages_ms: Callable[[TaskGraph], Sequence[float]] | None = None,
-    sync_ms: Callable[[int], float] | None = None,
+    sync_ms: Callable[[int], float] | None = None,  # of the gradient sum of a group; 0 when left out
     *,
-    order_cost: Cost | None = None,
+    order_cost: Cost | None = None,  # the cost by which tasks are ordered; `cost` when left out
     training: bool = True,
-    fitting_in_flight: Mapping[StageKey, float] | None = None,
+    fitting_in_flight: Mapping[StageKey, float] | None = None,  # see `in_flight_limits`
 ) -> Replay:
-    """
-    The result of [`simulate`] for the program of [`program_of_parts`], without writing and verifying the program:
-    tasks in a simulated order can't deadlock. All parts are in one graph.
-
-    Args:
-        representatives ([`Representatives`]): The layout, on representatives.
-        step (`StepPlan`): The arrangement.
-        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
-        messages_ms (`Callable[[TaskGraph], Sequence[float]]`, *optional*):
-            Transfer times of the messages of a graph; 0 when left out.
-        sync_ms (`Callable[[int], float]`, *optional*): Time of the gradient sum of a group; 0 when left out.
-        order_cost (`Callable[[Task], float]`, *optional*): The cost by which tasks are ordered; `cost` when left out.
-        training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
-        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*): See [`program_of_parts`].
-
-    Returns:
-        [`Replay`]: The times of all tasks.
-    """
+    """Simulates [`program_of_parts`] without writing and verifying it: simulated orders can't deadlock."""
     plan = representatives.plan
     cost, order_cost = cost or default_cost, order_cost or cost or default_cost
+    # all parts in one graph
     graph = build_graph(plan, step, training)
     times_ms = task_times(order_cost, graph)
     parts = representatives.parts_of_stages(step)
@@ -129,9 +114,7 @@ class Replay:
             self.end_ms = [self.end_ms[index] for index in joint]
 
     def run_sums(self, sync_groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
-        """
-        Runs gradient sums one after the other, each once all parts have reached it; records those that take time.
-        """
+        """Runs gradient sums one by one, each once all parts have reached it, and records those that take time."""
         instants = self._instants(sync_groups)
         for number, group in enumerate(sync_groups):
             for part, instant in instants[number].items():

@@ -20,8 +20,8 @@ from .in_flight import task_phases
 from .joint import JointTasks
 from .windows import Windows, latest_equal
 
+# task -> milliseconds; an object with a method `of_graph`, graph -> times of its tasks, is faster
 Cost = Callable[[Task], float]
-"""Task -> milliseconds. An object with a method `of_graph`, [`TaskGraph`] -> times of its tasks, is faster."""
 
 _MANY_TASKS = 2048  # tasks of a part above which the vectorised simulation is used
 
@@ -34,19 +34,11 @@ def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
 
 @dataclass(frozen=True)
 class Timeline:
-    """
-    Simulated times of the tasks of a graph. Events are numbered in the order in which they happen, so that the numbers
-    also order events at equal times. Tasks that run jointly share their events.
-
-    Args:
-        start_ms (`tuple[float, ...]`): Start of each task, in the order of the graph.
-        end_ms (`tuple[float, ...]`): End of each task.
-        started (`tuple[int, ...]`): Number of the start event of each task.
-        finished (`tuple[int, ...]`): Number of the end event of each task.
-    """
+    """Simulated times of the tasks of a graph, in its order."""
 
     start_ms: tuple[float, ...]
     end_ms: tuple[float, ...]
+    # Events are numbered as they happen, also at equal times; tasks that run jointly share theirs.
     started: tuple[int, ...]
     finished: tuple[int, ...]
 
@@ -58,30 +50,11 @@ def default_cost(task: Task) -> float:
 
 class _Tables:
     """
-    The constants of a simulation as lists, with which an event takes a few microseconds. Tasks and stages are indices
-    of the graph. A *cell* is a microbatch on a stage, see [`TaskCounts`]. A *component* is a connected component of
-    stages that share ranks; if all of its stages are on the same ranks, the first rank stands for all of them.
+    The constants of a simulation as lists, with which an event takes a few microseconds.
 
-    Attributes:
-        times_ms: Task -> its duration.
-        stage_of, microbatch, chunk: Task -> its stage, microbatch and chunk.
-        cell: Task -> its cell.
-        opens: Task -> whether it is the first forward of a cell with a backward, and so raises the number in flight.
-        missing: Task -> number of its dependencies.
-        followers, stops: The dependents of task `i` are `followers[stops[i] : stops[i + 1]]`. (One list for all tasks,
-            since many short ones would keep the garbage collector busy.)
-        phases: Task -> its phase; `None` if there is only one.
-        num_forwards: Number of forwards, which come before all backwards.
-        backwards_left: Cell -> number of its backwards.
-        forwards: Stage -> its forwards, in order.
-        max_in_flight: Stage -> maximum microbatches in flight.
-        ranks: Stage -> its ranks, or the one that stands for them.
-        first_rank: Stage -> the first of its ranks.
-        component_of: Stage -> its component.
-        components: Component -> its stages.
-        one_at_a_time: Component -> whether all of its stages are on the same ranks.
-        neighbours: Stage -> the stages that share ranks with it, itself among them; only where a component has others.
-        components_of_part, tasks_of_part: Part -> its components and its tasks.
+    Tasks and stages are indices of the graph. A *cell* is a microbatch on a stage, see [`TaskCounts`]. A *component*
+    is a connected component of stages that share ranks; where all are on the same ranks, the first rank stands for
+    them.
     """
 
     def __init__(
@@ -95,7 +68,7 @@ class _Tables:
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
         self.max_in_flight = [max_in_flight.get(key, math.inf) for key in graph.stages]
         ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
-        self.components = _connected_components(ranks)
+        self.components = _connected_components(ranks)  # component -> its stages
         self.component_of = [0] * len(ranks)
         for component, stages in enumerate(self.components):
             for stage in stages:
@@ -103,28 +76,35 @@ class _Tables:
         parts = np.zeros(len(ranks), np.int64) if parts is None else parts
         count = int(parts.max(initial=-1)) + 1
         part_of_component = parts[[stages[0] for stages in self.components]]
+        # part -> its components
         self.components_of_part = _lists(part_of_component, np.arange(len(self.components)), count)
-        self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)
+        self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)  # part -> its tasks
+        # component -> whether all of its stages are on the same ranks
         self.one_at_a_time = [len({ranks[stage] for stage in stages}) == 1 for stages in self.components]
         self.ranks = [
+            # stage -> its ranks, or the one that stands for them
             of_stage[:1] if self.one_at_a_time[component] else of_stage
             for of_stage, component in zip(ranks, self.component_of, strict=True)
         ]
         self.first_rank = [of_stage[0] for of_stage in self.ranks]
+        # stage -> the stages that share ranks with it and itself, only where a component has others
         self.neighbours = self._neighbours()
         self.phases = _phases(plan, graph)
         self.num_forwards = graph.num_forwards
 
         first, counts = graph.num_forwards, TaskCounts.of(graph)
+        # task -> number of its dependencies; cell -> number of its backwards
         self.missing, self.backwards_left = counts.missing.tolist(), counts.backwards.tolist()
+        # The dependents of task `i` are `followers[stops[i] : stops[i + 1]]`: one list for all tasks, since many short
+        # ones would keep the garbage collector busy.
         self.followers = counts.followers.tolist()
         self.stops = [0, *np.cumsum(counts.num_followers).tolist()]
+        # stage -> its forwards, in order
         self.forwards = _lists(graph.columns[0, :first], np.arange(first), len(graph.stages))
         self.cell, self.opens = counts.cell.tolist(), counts.opens.tolist()
         self.stage_of, self.microbatch, self.chunk = graph.columns.tolist()
 
     def _neighbours(self) -> list[tuple[int, ...]]:
-        """See the attribute."""
         on_rank: dict[int, list[int]] = {}
         for stage, ranks in enumerate(self.ranks):
             for rank in ranks:
@@ -162,10 +142,7 @@ class _Simulation:
         self.started, self.finished = [0] * num_tasks, [0] * num_tasks
 
     def run(self, part: int, limit_ms: float = math.inf) -> float | None:
-        """
-        Simulates until every task of a part is done, and returns the end time; `None` if alternating stages deadlock,
-        or if the end time is not below the limit.
-        """
+        """Simulates a part until its end time; `None` if alternating stages deadlock, or if it reaches the limit."""
         self.could_wait, self.events, self.running = False, 0, []
         tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
         stage_of, first_rank, component_of = tables.stage_of, tables.first_rank, tables.component_of
@@ -228,10 +205,7 @@ class _Simulation:
         return forward
 
     def _dispatch(self, component: int, changed: Iterable[int], now: float) -> None:
-        """
-        Starts tasks on the free ranks of a component, by priority, until none can start. Of its stages on different
-        ranks only those that changed since the last time can start a task.
-        """
+        """Starts tasks on the free ranks of a component, by priority, until none can start."""
         stages, tables, busy = self.tables.components[component], self.tables, self.busy
         if tables.one_at_a_time[component]:
             if busy[tables.ranks[stages[0]][0]]:
@@ -245,6 +219,7 @@ class _Simulation:
             if candidates:
                 self._start(candidates[0] if len(candidates) == 1 else min(candidates, key=self._priority), now)
             return
+        # Only stages that changed since the last time can start a task.
         free = [stage for stage in changed if not any(map(busy.__getitem__, tables.ranks[stage]))]
         candidates = [index for index in map(self._candidate, free) if index >= 0]
         # A start changes what no other stage could run next, only which ranks are free.
@@ -347,28 +322,14 @@ def schedule_tasks(
     Orders the tasks of a graph.
 
     A stage runs a forward after each backward, otherwise backwards first, with at most `max_in_flight` microbatches in
-    flight. The phases of the schedule follow one after the other on each rank, see [`task_phases`]. (With deferral
-    backwards arrive in bursts; if all of them ran first, later stages would run out of work.) Forwards of a stage run
-    in the order of its chunks, backwards in the order in which their gradients arrive.
+    flight (no limit for stages left out). The phases of the schedule follow one after the other on each rank, see
+    [`task_phases`]. (With deferral backwards arrive in bursts; if all of them ran first, later stages would run out of
+    work.) Forwards of a stage run in the order of its chunks, backwards in the order in which their gradients arrive.
 
     If the input of the forward after a backward has not arrived, the stage runs another backward, if one is ready.
     Forwards then run in bursts, too, and delay the backwards that earlier stages wait for. With `alternate` a second
     order is simulated, in which such a stage waits for the forward as in textbook 1F1B, and the faster of the two is
-    returned. Both have the same limits of microbatches in flight.
-
-    The order comes from a completed simulation, so it can't deadlock.
-
-    Args:
-        plan (`ParallelPlan`): The layout and the name of the schedule.
-        graph (`TaskGraph`): The tasks.
-        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
-        max_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
-            (module, replica, stage) -> maximum microbatches in flight, see [`in_flight_limits`]; no limit for stages
-            left out.
-        alternate (`bool`, *optional*, defaults to `False`): Whether to simulate the second order as well.
-
-    Returns:
-        `Timeline`: When each task runs.
+    returned. The order comes from a completed simulation, so it can't deadlock.
     """
     return order_tasks(plan, graph, task_times(cost or default_cost, graph), max_in_flight or {}, alternate)
 
@@ -379,16 +340,9 @@ def order_tasks(
     times_ms: Sequence[float],
     max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
-    parts: NDArray | None = None,
+    parts: NDArray | None = None,  # int64 [stages], the `Part` of each stage; one when left out
 ) -> Timeline:
-    """
-    [`schedule_tasks`] with the durations of the tasks.
-
-    Args:
-        parts (`np.ndarray`, *optional*):
-            int64 `[stages]`: index of the [`Part`] of each stage. Parts are ordered one by one, and the events of
-            each are numbered from 0. One part when left out.
-    """
+    """Does [`schedule_tasks`] with the durations of the tasks in milliseconds."""
     if graph.joint is not None:
         joint = JointTasks(plan, graph, graph.joint)
         parts = None if parts is None else parts[joint.stages]
@@ -402,6 +356,7 @@ def order_tasks(
             return timeline
     tables = _Tables(plan, graph, times_ms, max_in_flight, parts)
     best, waiting = _Simulation(tables), None
+    # parts are ordered one by one, and the events of each are numbered from 0
     for part in range(len(tables.tasks_of_part)):
         end_ms = best.run(part)
         assert end_ms is not None

@@ -19,23 +19,14 @@ from .scheduler import Cost, default_cost
 
 @dataclass(frozen=True, order=True, slots=True)
 class Span:
-    """
-    A task on a rank from `start_ms` to `end_ms`, predicted or measured.
-
-    Args:
-        rank (`int`): The rank.
-        task (`Task`): The task.
-        start_ms (`float`): Start of the task.
-        end_ms (`float`): End of the task.
-        wait_ms (`float`, *optional*, defaults to 0.0):
-            Part of it in which the rank waits for ranks with more work: those of replicas that run it jointly. Drawn
-            at its end, though it is spread over the layers. A measured task has it within.
-    """
+    """A task on a rank, predicted or measured."""
 
     rank: int
     task: Task
     start_ms: float
     end_ms: float
+    # Time in which the rank waits for ranks with more work: those of replicas that run the task jointly. Drawn at its
+    # end, though it is spread over the layers. A measured task has it within.
     wait_ms: float = 0.0
 
     @property
@@ -46,14 +37,7 @@ class Span:
 
 @dataclass(frozen=True, order=True, slots=True)
 class SumSpan:
-    """
-    Consecutive gradient sums on a rank from `start_ms` to `end_ms`.
-
-    Args:
-        rank (`int`): The rank.
-        start_ms (`float`): Start of the first sum.
-        end_ms (`float`): End of the last sum.
-    """
+    """Consecutive gradient sums on a rank, from the start of the first to the end of the last."""
 
     rank: int
     start_ms: float
@@ -62,46 +46,27 @@ class SumSpan:
 
 @dataclass(frozen=True, order=True, slots=True)
 class TransferSpan:
-    """
-    Communication of weights or gradients on a rank, or the optimizer's update between both.
-
-    Args:
-        rank (`int`): The rank.
-        start_ms (`float`): Its start.
-        end_ms (`float`): Its end.
-        op (`str`): `"gather"` of weights, `"sum"` of gradients, or `"update"`.
-        is_exposed (`bool`): Whether the rank computes nothing beside it.
-    """
+    """Communication of weights or gradients on a rank, or the optimizer's update between both."""
 
     rank: int
     start_ms: float
     end_ms: float
-    op: Literal["gather", "sum", "update"]
-    is_exposed: bool
+    op: Literal["gather", "sum", "update"]  # of weights, of gradients, of the optimizer
+    is_exposed: bool  # whether the rank computes nothing beside it
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """
-    The result of a simulation.
+    """The result of a simulation."""
 
-    Args:
-        spans (`tuple[Span, ...]`): Every task on every rank, by start time.
-        iteration_ms (`float`): Time from the first start to the end of the last action.
-        num_ranks (`int`): Number of ranks of the plan, including idle ones.
-        peak_in_flight (`dict[tuple[str, int, int], float]`):
-            (module, replica, stage) -> maximum number of microbatches whose forward has started and whose backward has
-            not ended; a chunk counts as its fraction of the microbatch.
-        sums (`tuple[SumSpan, ...]`, *optional*): The time that gradient sums add, by start time.
-        transfers (`Callable[[int], Sequence[TransferSpan]]`, *optional*):
-            Rank -> its communication by start time, beside and between its tasks, for pictures; `None` if unknown.
-    """
-
-    spans: tuple[Span, ...]
-    iteration_ms: float
-    num_ranks: int
+    spans: tuple[Span, ...]  # every task on every rank, by start time
+    iteration_ms: float  # from the first start to the end of the last action
+    num_ranks: int  # with idle ones
+    # (module, replica, stage) -> most microbatches whose forward has started and whose backward has not ended; a chunk
+    # counts as its fraction of the microbatch
     peak_in_flight: dict[StageKey, float]
-    sums: tuple[SumSpan, ...] = ()
+    sums: tuple[SumSpan, ...] = ()  # the time that gradient sums add, by start time
+    # for pictures: rank -> its communication beside and between its tasks, by start time; `None` if unknown
     transfers: Callable[[int], Sequence[TransferSpan]] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -133,46 +98,25 @@ class Simulation:
 def simulate(
     plan: ParallelPlan,
     program: Program,
-    cost: Cost | None = None,
-    comm_ms: float | Callable[[Message], float] = 0.0,
-    sync_ms: float | Callable[[int], float] = 0.0,
+    cost: Cost | None = None,  # task -> milliseconds; `default_cost` when left out
+    comm_ms: float | Callable[[Message], float] = 0.0,  # transfer time of a message
+    sync_ms: float | Callable[[int], float] = 0.0,  # of the gradient sum of a group, by its index
 ) -> Simulation:
     """
-    Simulates the action lists of a program.
+    Simulates the action lists of a program; raises `DeadlockError`, with where each rank waits, if ranks wait forever.
 
     A task starts when all ranks of its stage have reached it and all of its messages have arrived, a gradient sum when
     all of its ranks have reached it. Sends and receives take no time on a rank.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        program (`Program`): The program.
-        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
-        comm_ms (`float` or `Callable[[Message], float]`, *optional*, defaults to 0): Transfer time of a message.
-        sync_ms (`float` or `Callable[[int], float]`, *optional*, defaults to 0): Time of the gradient sum of a group.
-
-    Returns:
-        `Simulation`: Times and memory.
-
-    Raises:
-        `DeadlockError`: If ranks wait forever; the message has the action that each rank waits at.
     """
     return _Replay(plan, program, cost or default_cost, _function(comm_ms), _function(sync_ms)).run()
 
 
 def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.ndarray]:
-    """
-    Forward time of each microbatch.
-
-    Args:
-        spans (`Iterable[Span]`): Predicted or measured tasks; for a task on several ranks the slowest rank counts.
-
-    Returns:
-        `dict[tuple[str, int], np.ndarray]`: (module, replica) -> float64 `[num_microbatches]`: milliseconds, summed
-        over the stages and chunks of a microbatch; 0 for one without samples.
-    """
+    """Returns (module, replica) -> forward milliseconds, float64 `[num_microbatches]`, 0 for those without samples."""
     times: dict[Task, float] = {}
     for span in spans:
         if span.task.kind == "fwd":
+            # of several ranks the slowest counts
             times[span.task] = max(times.get(span.task, 0.0), span.end_ms - span.start_ms)
     counts: dict[tuple[str, int], int] = {}
     for task in times:
@@ -180,6 +124,7 @@ def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.nda
         counts[key] = max(counts.get(key, 0), task.microbatch + 1)
     result = {key: np.zeros(count) for key, count in sorted(counts.items())}
     for task in sorted(times):
+        # over the stages and chunks of a microbatch
         result[task.module, task.replica][task.microbatch] += times[task]
     return result
 

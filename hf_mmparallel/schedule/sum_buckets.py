@@ -7,41 +7,25 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 Parameter = TypeVar("Parameter")
-NO_LAYER = -1
-"""Layer of parameters that are in no layer, or in several."""
+NO_LAYER = -1  # of parameters that are in no layer, or in several
 
 
 @dataclass(frozen=True)
 class SumBucket(Generic[Parameter]):
-    """
-    Parameters whose gradients are summed by one collective.
+    """Parameters of one dtype whose gradients are summed by one collective."""
 
-    Args:
-        index (`int`): Index of the sum in the plan.
-        parameters (`list`): Of one dtype.
-        layer (`int`): The first of their layers; [`NO_LAYER`] if there are some in no layer.
-    """
-
-    index: int
+    index: int  # of the sum in the plan
     parameters: list[Parameter]
-    layer: int
+    layer: int  # the first of their layers; `NO_LAYER` if there are some in no layer
 
 
 def in_buckets(
     parameters: Iterable[Parameter],
-    dtype_of: Callable[[Parameter], Hashable],
-    bytes_of: Callable[[Parameter], float],
+    dtype_of: Callable[[Parameter], Hashable],  # of what is sent of a parameter
+    bytes_of: Callable[[Parameter], float],  # of what is sent of a parameter
     bucket_bytes: float,
 ) -> Iterator[list[Parameter]]:
-    """
-    Consecutive parameters whose tensors have one dtype and fit into a bucket; a larger one has its own.
-
-    Args:
-        parameters (`Iterable`): The parameters.
-        dtype_of (`Callable`): Parameter -> dtype of what is sent of it.
-        bytes_of (`Callable`): Parameter -> bytes of what is sent of it.
-        bucket_bytes (`float`): Size of a bucket.
-    """
+    """Yields consecutive parameters whose tensors have one dtype and fit into a bucket; a larger one has its own."""
     by_dtype: dict[Hashable, list[Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(dtype_of(parameter), []).append(parameter)
@@ -59,19 +43,15 @@ def in_buckets(
 
 
 def sum_buckets(
-    sums: Mapping[int, Sequence[Parameter]],
+    sums: Mapping[int, Sequence[Parameter]],  # index of each sum in the plan -> its parameters
     layer_of: Callable[[Parameter], int],
-    divide: Callable[[list[Parameter]], Iterable[list[Parameter]]],
+    divide: Callable[[list[Parameter]], Iterable[list[Parameter]]],  # ordered parameters -> buckets, see `in_buckets`
 ) -> list[SumBucket[Parameter]]:
     """
-    The buckets of all sums of the same stages, in the order in which a backward completes them: from the last layer to
-    the first, then those with parameters of no layer. The sum of a bucket starts in the last backward of a stage when
-    all of its layers are done.
+    Returns the buckets of all sums of the same stages in the order in which a backward completes them.
 
-    Args:
-        sums (`Mapping[int, Sequence]`): Index of each sum in the plan -> its parameters.
-        layer_of (`Callable`): Parameter -> its layer, or [`NO_LAYER`].
-        divide (`Callable`): Divides ordered parameters into buckets, see [`in_buckets`].
+    That is from the last layer to the first, then those with parameters of no layer. The sum of a bucket starts in the
+    last backward of a stage when all of its layers are done.
     """
     result = []
     for index, parameters in sums.items():

@@ -1,6 +1,4 @@
-"""
-A vectorised simulation for thousands of stages: all tasks that end within a window of time are one numpy operation.
-"""
+"""A vectorised simulation for thousands of stages: tasks that end within a window of time are one numpy operation."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ _ROUNDING_MS = 1e-9  # the same for times near 0
 
 def latest_equal(time_ms: Any) -> Any:
     """
-    The latest time that counts as equal to a time. Ends that only rounding tells apart are one event in which all
-    ranks continue: with two events, the order of tasks would depend on the order in which durations are added.
+    Returns the latest time that counts as equal to a time, so that ends that only rounding tells apart are one event.
+
+    With two events, the order of tasks would depend on the order in which durations are added.
     """
     return time_ms * (1 + _ROUNDING) + _ROUNDING_MS
 
@@ -34,13 +33,6 @@ class Windows:
 
     A window is as long as the shortest task that any stage can start next, so no task both starts and ends in it. A
     stage therefore ends at most one task and starts at most one task per window.
-
-    Args:
-        graph ([`TaskGraph`]): The tasks.
-        counts ([`TaskCounts`]): The counters of the graph; not modified.
-        times_ms (`Sequence[float]`): Duration of each task.
-        max_in_flight (`Sequence[float]`): Maximum microbatches in flight on each stage.
-        alternate (`bool`): Whether stages wait for a forward after each backward.
     """
 
     def __init__(
@@ -77,8 +69,9 @@ class Windows:
 
     def run(self) -> bool:
         """
-        Simulates until no task runs any more. Returns `False` if the event loop would be faster, or if two different
-        times are so close that the event loop treats them as one. (If alternating stages deadlock, not all tasks run.)
+        Simulates until no task runs; `False` if the event loop is faster or would treat two different times as one.
+
+        If alternating stages deadlock, not all tasks run.
         """
         size, count = len(self.graph.stages), self.graph.num_tasks
         if not count or size * self.width > _MAX_ELEMENTS or not (self.times_ms > 0).all():

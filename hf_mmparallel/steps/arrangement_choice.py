@@ -11,25 +11,17 @@ from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from .representatives import iteration_ms
 from .step_planner import StepPlanner
 
-DEFAULT_ARRANGEMENT = ARRANGEMENT_CANDIDATES[0]
-"""Used without a prediction, if sizes of samples are unknown."""
+DEFAULT_ARRANGEMENT = ARRANGEMENT_CANDIDATES[0]  # used without a prediction, if sizes of samples are unknown
 
-AS_FAST = 0.001
-"""Relative difference of predicted times up to which steps are reported as equally fast."""
+AS_FAST = 0.001  # relative difference of predicted times up to which steps are reported as equally fast
 
 
 @dataclass(frozen=True)
 class ArrangementChoice:
-    """
-    A chosen arrangement with the reason.
-
-    Args:
-        arrangement (`str`, *optional*, defaults to `"hierarchical"`): Its name.
-        step_ms (`Mapping[str, float]`, *optional*): Compared arrangement -> predicted time of a step.
-    """
+    """A chosen arrangement with the reason."""
 
     arrangement: str = DEFAULT_ARRANGEMENT
-    step_ms: Mapping[str, float] = field(default_factory=dict)
+    step_ms: Mapping[str, float] = field(default_factory=dict)  # compared arrangement -> predicted time of a step
 
     def __str__(self) -> str:
         """The reason as text."""
@@ -48,23 +40,16 @@ class ArrangementChoice:
 
 
 def choose_arrangement(planner: StepPlanner, batches: Sequence[SampleSizes]) -> ArrangementChoice:
-    """
-    The arrangement with the shortest predicted step. If microbatches have a token or memory limit, only arrangements
-    that respect it are compared. Among equally fast ones the first of [`ARRANGEMENT_CANDIDATES`] is chosen.
-
-    Args:
-        planner ([`StepPlanner`]): The step planner; its arrangement is ignored.
-        batches (`Sequence[SampleSizes]`): Typical global batches.
-
-    Returns:
-        [`ArrangementChoice`]: The choice, a function of the arguments only, so that ranks with the same batches agree.
-    """
+    """Chooses the arrangement with the shortest predicted step, and alike on ranks that are given the same batches."""
     has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
     step_ms: dict[str, float] = {}
     update_ms = optimizer_ms(planner.costs, planner.plan, planner.sync_groups) if planner.training else 0.0
+    # with a token or memory limit, only arrangements that respect it
     for arrangement in KEEPING_LIMITS if has_limit else ARRANGEMENT_CANDIDATES:
+        # the planner's own arrangement does not matter
         tried = planner.with_arrangement(arrangement)
         arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)
         times = [iteration_ms(tried, step) + update_ms for step in arranged]
         step_ms[arrangement] = sum(times) / len(times)
+    # among equally fast ones the first candidate
     return ArrangementChoice(min(step_ms, key=lambda arrangement: round(step_ms[arrangement], 6)), step_ms)

@@ -17,15 +17,8 @@ _ROUNDING = 1e-9  # relative to the step
 
 
 def with_communication(prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]) -> Simulation:
-    """
-    The simulation of a prediction with the communication beside and between its tasks. It is computed when a picture
-    asks for that of a rank.
-
-    Args:
-        prediction ([`Prediction`]): A prediction on all ranks, of a step with training.
-        costs (`CostModel`): The costs by which it was predicted.
-        sync_groups (`Sequence[SyncGroup]`): The gradient sums of the plan.
-    """
+    """Adds to a training step's simulation on all ranks the communication beside and between its tasks."""
+    # computed when a picture asks for that of a rank
     return replace(prediction.simulation, transfers=_Communication(prediction, costs, sync_groups).of_rank)
 
 
@@ -39,16 +32,14 @@ class _Communication:
         self.sync_groups = sync_groups
 
     def of_rank(self, rank: int) -> list[TransferSpan]:
-        """
-        The communication of a rank, by start time; consecutive transfers of one kind are one. Of two at the same time,
-        which are sums that slow down the end of one backward, the later one is cut.
-        """
+        """Returns the communication of a rank, by start time; consecutive transfers of one kind are one."""
         pieces = [*self._in_passes(rank), *self._sums(rank), *self._optimizer(rank)]
         pieces.sort(key=lambda piece: piece.start_ms)
         result: list[TransferSpan] = []
         for piece in pieces:
             last = result[-1] if result else None
             if last is not None and piece.start_ms < last.end_ms:
+                # Two at the same time are sums that slow down the end of one backward: the later one is cut.
                 piece = replace(piece, start_ms=min(last.end_ms, piece.end_ms))
             alike = last is not None and (last.op, last.is_exposed) == (piece.op, piece.is_exposed)
             if last is not None and alike and piece.start_ms - last.end_ms <= self._rounding_ms:
@@ -59,7 +50,6 @@ class _Communication:
 
     @cached_property
     def _optimizer_times(self) -> dict[int, tuple[float, float]]:
-        """See [`optimizer_times`]."""
         return optimizer_times(self.cost.costs, self.cost.plan, self.sync_groups)
 
     @property

@@ -18,36 +18,20 @@ from .step_planner import SampleBatch, SizeFunction
 
 @dataclass(frozen=True)
 class RankPlanner:
-    """
-    Arranges global batches for data-parallel ranks, with the same result on every rank.
-
-    Args:
-        costs (`CostModel`): Costs of the model's layers.
-        num_ranks (`int`): Number of ranks.
-        microbatch_size (`int`): Mean samples of a microbatch.
-        arrangement (`str`): A name in [`RANK_ARRANGEMENTS`].
-        sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
-            Dataset indices -> their sizes, where global batches have none.
-        together (`Sequence[str]`, *optional*): Encoders that all ranks have to run in the same turn.
-    """
+    """Arranges global batches for data-parallel ranks, with the same result on every rank."""
 
     costs: CostModel
     num_ranks: int
-    microbatch_size: int
-    arrangement: str
-    sizes: SizeFunction | None = None
-    together: Sequence[str] = ()
+    microbatch_size: int  # mean samples
+    arrangement: str  # a name in `RANK_ARRANGEMENTS`
+    sizes: SizeFunction | None = None  # dataset indices -> their sizes, where global batches have none
+    together: Sequence[str] = ()  # encoders that all ranks have to run in the same turn
 
     def __call__(self, global_batch: SampleBatch) -> Sequence[Sequence[BatchIndices]]:
         """
-        Args:
-            global_batch ([`SampleBatch`]): The samples.
+        Returns rank -> microbatch -> its batch indices.
 
-        Returns:
-            `tuple[tuple[tuple[int, ...], ...], ...]`: Rank -> microbatch -> its batch indices.
-
-        Raises:
-            `ValueError`: On every rank, if some ranks would run an encoder of `together` without the others.
+        Raises `ValueError` on every rank if some ranks would run an encoder of `together` without the others.
         """
         sizes = global_batch.sizes
         if sizes is None and self.sizes is not None:

@@ -13,12 +13,7 @@ from .step_planner import PlannedStep, Prediction, StepPlanner
 
 
 def on_all_ranks(prediction: Prediction) -> Prediction:
-    """
-    Expands a prediction of representative ranks to all ranks.
-
-    Args:
-        prediction ([`Prediction`]): Result of [`predict_batch`].
-    """
+    """Expands a prediction of [`predict_batch`], on representatives, to all ranks."""
     return replace(prediction, simulation=on_plan(prediction.simulation, prediction.plan))
 
 
@@ -51,26 +46,16 @@ def _by_rank(sums: Sequence[SumSpan]) -> dict[int, list[SumSpan]]:
 
 def predict_batch(planner: StepPlanner, sizes: SampleSizes) -> Prediction:
     """
-    [`StepPlanner.predict`] for a batch, on representatives: many times faster, and without a program. Its
-    spans are those of the representatives; its memory is that of all ranks.
+    Predicts a batch like [`StepPlanner.predict`], but on representatives: many times faster, without a program.
 
-    Args:
-        planner ([`StepPlanner`]): Planner of the whole plan.
-        sizes (`SampleSizes`): Sizes of the batch's samples.
+    Its spans are those of the representatives; its memory is that of all ranks.
     """
     return predict_arranged(planner, planner.arrange(range(sizes.num_samples), sizes))
 
 
 def predict_arranged(planner: StepPlanner, arranged: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
-    """
-    [`predict_batch`] for a step with a given arrangement.
-
-    Args:
-        planner ([`StepPlanner`]): Planner of the whole plan.
-        arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`].
-        sizes (`SampleSizes`, *optional*): Sizes of its samples if it was arranged without them, in which case the
-            program does not depend on them.
-    """
+    """Predicts a step with a given arrangement like [`predict_batch`]."""
+    # A program that was arranged without sizes does not depend on them.
     known, sizes = arranged.sizes, arranged.sizes if sizes is None else sizes
     assert sizes is not None
     simulation = _replayed(planner, arranged, sizes, known).simulation()
@@ -81,13 +66,7 @@ def predict_arranged(planner: StepPlanner, arranged: PlannedStep, sizes: SampleS
 
 
 def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
-    """
-    Time of a step before the optimizer step, equal to that of [`predict_arranged`], in a fraction of the time.
-
-    Args:
-        planner ([`StepPlanner`]): Planner of the whole plan.
-        arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`], with sizes.
-    """
+    """Returns the time of [`predict_arranged`] before the optimizer step, faster; the step needs sizes."""
     assert arranged.sizes is not None
     return _replayed(planner, arranged, arranged.sizes, arranged.sizes).iteration_ms
 
@@ -119,12 +98,6 @@ def _replayed(planner: StepPlanner, arranged: PlannedStep, sizes: SampleSizes, k
 
 
 def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation:
-    """
-    Replay on all ranks without sizes of samples: a forward takes 1 ms and a backward 2 ms.
-
-    Args:
-        planner ([`StepPlanner`]): Planner of the whole plan.
-        arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`].
-    """
+    """Replays a step on all ranks without sizes of samples: a forward takes 1 ms and a backward 2 ms."""
     replay = simulate_parts(planner.representatives, arranged.step, training=planner.training)
     return on_plan(replay.simulation(), planner.plan)

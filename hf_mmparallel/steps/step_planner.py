@@ -19,10 +19,7 @@ SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
 
 class SampleBatch(Protocol):
-    """
-    Samples of a global batch in the sampler's order, their epoch, their sizes (if they were measured when they were
-    drawn), and token limits of microbatches (if they differ from the planner's).
-    """
+    """Samples of a global batch in the sampler's order."""
 
     @property
     def samples(self) -> tuple[int, ...]: ...
@@ -31,63 +28,42 @@ class SampleBatch(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def sizes(self) -> SampleSizes | None: ...
+    def sizes(self) -> SampleSizes | None: ...  # if they were measured when they were drawn
 
     @property
-    def token_limits(self) -> Mapping[str, int] | None: ...
+    def token_limits(self) -> Mapping[str, int] | None: ...  # of microbatches, if they differ from the planner's
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """
-    A step before any of its samples is read.
-
-    Args:
-        step (`StepPlan`): The arrangement of the samples.
-        program (`Program`):
-            The actions of all ranks, or of those in the same part as the rank that it was planned for; empty if the
-            step is arranged only.
-        sizes (`SampleSizes`, *optional*): Sizes of the samples, if they are known.
-        workloads (`Workloads`): The workloads that the samples were arranged by.
-    """
+    """A step before any of its samples is read."""
 
     step: StepPlan
+    # the actions of all ranks, or of those in the part of the rank that it was planned for; empty if it is arranged
+    # only
     program: Program
-    sizes: SampleSizes | None
-    workloads: Workloads
+    sizes: SampleSizes | None  # if they are known
+    workloads: Workloads  # those that the samples were arranged by
 
 
 @dataclass(frozen=True)
 class StepPlanner:
     """
-    Arranges global batches and plans their programs, with the same result on every rank. It does not communicate and
-    can be pickled, so that the workers of a data loader plan steps ahead.
+    Arranges global batches and plans their programs, with the same result on every rank.
 
-    Args:
-        costs (`CostModel`): Costs of the model's layers.
-        plan (`ParallelPlan`): The layout.
-        sync_groups (`Sequence[SyncGroup]`): The gradient all-reduces.
-        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        arrangement (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
-        sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
-            Dataset indices -> their sizes; without it all samples count the same.
-        max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
-        memory_bytes (`float`, *optional*): Memory of a rank that microbatches have to fit.
-        training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
-        token_limits (`Mapping[str, int]`, *optional*):
-            Module -> maximum tokens per microbatch for all steps of a run, see [`~StepPlanner.with_token_limits`];
-            computed for each batch by default.
+    It does not communicate and can be pickled, so that the workers of a data loader plan steps ahead.
     """
 
     costs: CostModel
     plan: ParallelPlan
-    sync_groups: Sequence[SyncGroup]
-    microbatch_size: int
-    arrangement: str = "contiguous"
-    sizes: SizeFunction | None = None
-    max_tokens: int | None = None
-    memory_bytes: float | None = None
-    training: bool = True
+    sync_groups: Sequence[SyncGroup]  # the gradient all-reduces
+    microbatch_size: int  # mean samples of a microbatch of one language model replica
+    arrangement: str = "contiguous"  # a name in `ARRANGEMENTS`
+    sizes: SizeFunction | None = None  # dataset indices -> their sizes; without it all samples count the same
+    max_tokens: int | None = None  # LM tokens per microbatch
+    memory_bytes: float | None = None  # memory of a rank that microbatches have to fit
+    training: bool = True  # whether there are backwards
+    # module -> maximum tokens per microbatch of a run; computed for each batch when left out
     token_limits: Mapping[str, int] | None = None
 
     def with_arrangement(self, arrangement: str) -> StepPlanner:
@@ -100,25 +76,19 @@ class StepPlanner:
 
     def with_token_limits(self, typical: SampleSizes) -> StepPlanner:
         """
-        The same planner with limits of microbatches computed once, so that they can be reported, and compared with all
-        samples, before the first step.
+        Computes limits of microbatches once from a typical global batch, so that they are known before the first step.
 
-        Args:
-            typical (`SampleSizes`): Sizes of a typical global batch.
-
-        Raises:
-            `ValueError`: If the memory of a rank is insufficient for microbatches of any size.
+        They can then be reported, and compared with all samples. Raises `ValueError` if a rank's memory is
+        insufficient for microbatches of any size.
         """
         workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
         return replace(self, token_limits=workloads.token_limits)
 
     def __call__(self, global_batch: SampleBatch, rank: int | None = None) -> PlannedStep:
         """
-        Args:
-            global_batch ([`SampleBatch`]): The samples.
-            rank (`int`, *optional*):
-                Plan the program for this rank. Only the ranks of its part, see [`Part`], need the same program: other
-                ranks only take part in gradient all-reduces, whose order does not depend on the step.
+        Plans a step, with the program for all ranks or only for those in the part of `rank`.
+
+        Other ranks only take part in gradient all-reduces, whose order does not depend on the step.
         """
         arranged = self.arrange_batch(global_batch)
         return replace(arranged, program=self.program(arranged.step, arranged.sizes, rank))
@@ -134,20 +104,12 @@ class StepPlanner:
     def arrange(
         self,
         samples: Sequence[int],
-        sizes: SampleSizes | None,
+        sizes: SampleSizes | None,  # without them all samples count the same
+        # module -> maximum tokens per microbatch; computed for these samples when left out
         token_limits: Mapping[str, int] | None = None,
         epoch: int = 0,
     ) -> PlannedStep:
-        """
-        Arranges samples, without a program.
-
-        Args:
-            samples (`Sequence[int]`): Dataset indices in the sampler's order.
-            sizes (`SampleSizes`, *optional*): Sizes of the samples; without them all count the same.
-            token_limits (`Mapping[str, int]`, *optional*):
-                Module -> maximum tokens per microbatch; computed for these samples by default.
-            epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
-        """
+        """Arranges dataset indices, which are in the sampler's order, without a program."""
         workloads = (
             Workloads.alike(self.plan.modules, len(samples)) if sizes is None else self.workloads(sizes, token_limits)
         )
@@ -179,10 +141,7 @@ class StepPlanner:
         return GradientSumCosts(self.costs, self.plan, self.representatives.first_represented)
 
     def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
-        """
-        The program of a step, with costs from the sizes of its samples if they are known; only for the ranks in the
-        part of `rank` if that is given.
-        """
+        """Plans the program of a step for all ranks, or for those in the part of `rank`."""
         cost = fitting = None
         parts = list(self.representatives.parts(step, rank))
         plan, own_step = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
@@ -194,13 +153,7 @@ class StepPlanner:
         return self.representatives.expand(program)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
-        """
-        Predicts the time and memory of a step.
-
-        Args:
-            planned (`PlannedStep`): The step.
-            sizes (`SampleSizes`, *optional*): Sizes of its samples, if the step was planned without them.
-        """
+        """Predicts the time and memory of a step; `sizes` is for one that was planned without them."""
         sizes = planned.sizes if sizes is None else sizes
         assert sizes is not None
         cost = StepCost(self.costs, self.plan, planned.step, sizes, self.sync_groups)
@@ -218,27 +171,15 @@ class StepPlanner:
 
 @dataclass(frozen=True)
 class Prediction:
-    """
-    Predicted time and memory of a step.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        planned (`PlannedStep`): Its arrangement and program.
-        sizes (`SampleSizes`): Sizes of its samples.
-        simulation (`Simulation`): Its simulation.
-        memory (`dict[int, RankMemory]`): Rank -> its memory.
-        flops_utilisation (`float`): Model FLOPs per second over the peak of all ranks (MFU).
-        optimizer_ms (`float`, *optional*, defaults to 0.0): Time of clipping and the optimizer step after the
-            simulation.
-    """
+    """Predicted time and memory of a step."""
 
     plan: ParallelPlan
     planned: PlannedStep
     sizes: SampleSizes
     simulation: Simulation
-    memory: dict[int, RankMemory]
-    flops_utilisation: float
-    optimizer_ms: float = 0.0
+    memory: dict[int, RankMemory]  # of each rank
+    flops_utilisation: float  # model FLOPs per second over the peak of all ranks (MFU)
+    optimizer_ms: float = 0.0  # of clipping and the optimizer step, after the simulation
 
     @property
     def step_ms(self) -> float:
@@ -251,7 +192,7 @@ class Prediction:
 
     @staticmethod
     def typical(predictions: Sequence[Prediction]) -> Prediction:
-        """The prediction whose step time is closest to the mean."""
+        """Returns the prediction whose step time is closest to the mean."""
         mean_ms = sum(prediction.step_ms for prediction in predictions) / len(predictions)
         return min(predictions, key=lambda prediction: abs(prediction.step_ms - mean_ms))
 

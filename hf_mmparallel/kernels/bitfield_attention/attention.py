@@ -1,7 +1,6 @@
 """
 Bitfield attention for models, as operators with a gradient.
-
-The operators take only tensors and numbers, because `torch.compile` and activation checkpointing handle nothing else.
+They take only tensors and numbers, because `torch.compile` and activation checkpointing handle nothing else.
 """
 
 from __future__ import annotations
@@ -35,19 +34,16 @@ def bitfield_attention(
 
     Args:
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
-        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
-        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
+        key, value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): `kv_heads` divides `heads`.
         mask (`BitfieldMask` or `torch.Tensor` of shape `[batch, length]`):
             The mask, or the int64 mask words of rows in their original order. Pass the same tensors to all layers: a
             mask is compiled only once unless it is modified.
         scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*):
-            An additional logit per head, which takes part in the softmax but has no value.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): A logit that takes part in the softmax without a value.
         dropout (`float`, *optional*, defaults to 0.0): Must be 0.
-        return_lse (`bool`, *optional*, defaults to `False`):
-            Whether to return the log-sum-exp as well, which has no gradient.
+        return_lse (`bool`, *optional*, defaults to `False`): Also return the log-sum-exp, which has no gradient.
         backend (`str`, *optional*):
             `"triton"`, `"cpu"` or `"reference"` (dense, for tests); by default Triton on a GPU and `"cpu"` elsewhere.
 
@@ -204,18 +200,7 @@ def _check_inputs(
 
 
 def check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
-    """
-    Checks that queries, keys and values are consistent and supported by the backend.
-
-    Args:
-        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
-        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
-        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
-        backend (`str`): One of `BACKENDS`.
-
-    Raises:
-        `ValueError`: If they are not.
-    """
+    """Raises `ValueError` unless queries, keys and values, shaped as above, fit each other and the backend."""
     if query.ndim != 4 or key.ndim != 4 or value.shape != key.shape:
         raise ValueError(
             f"Queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} must be "

@@ -1,10 +1,5 @@
 """
 States of pairs of blocks (empty, partial or full), and the values that the kernels test within a block.
-
-All states follow from minima and maxima over the tokens of a block, so that memory grows with the number of tokens and
-of pairs of blocks, not of pairs of tokens. An empty pair of blocks has no visible pair of tokens, and a full one has
-no hidden pair; a pair of blocks for which neither is certain is partial.
-
 Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
 """
 
@@ -18,24 +13,17 @@ from .intervals import RowIntervals
 from .mask import BitfieldMask
 from .words import KIND_BITS, MAX_SEGMENTS, decode_words
 
+# An empty pair of blocks has no visible pair of tokens, a full one no hidden pair; if neither is certain it is
+# partial.
 # In descending order partial blocks come first and empty blocks last.
+# All states follow from minima and maxima over the tokens of a block, so that memory grows with the number of tokens
+# and of pairs of blocks, not of pairs of tokens.
 EMPTY, FULL, PARTIAL = 0, 1, 2
 NEVER = 2**31 - 1
 
 
 def interval_states(bounds: RowIntervals, places: Tensor, block_q: int, block_k: int) -> Tensor:
-    """
-    The state of each pair of blocks if each query sees all keys of its interval.
-
-    Args:
-        bounds (`RowIntervals`): The intervals.
-        places (`torch.Tensor` of shape `[batch, key_length]`): From [`real_places`].
-        block_q (`int`): Queries of a block.
-        block_k (`int`): Keys of a block.
-
-    Returns:
-        `torch.Tensor`: int8 `[batch, blocks of queries, blocks of keys]`.
-    """
+    """Returns int8 `[batch, blocks of queries, blocks of keys]`, if queries see all keys of their intervals."""
     # A query without visible keys (its last position is -1) neither reaches a block nor lets a block be full.
     first = torch.add(bounds.first, bounds.last < 0, alpha=NEVER)
     low_B2M1, high_B2M1 = _query_bounds(torch.stack([first, bounds.last], dim=1), block_q)
@@ -146,9 +134,7 @@ def _low_half(words: Tensor) -> Tensor:
 
 
 def _query_bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """
-    Minimum and maximum over each block of queries, `[..., blocks, 1]`; the last block is padded with the last query.
-    """
+    """Returns minima and maxima over blocks of queries, `[..., blocks, 1]`; the last query pads the last block."""
     missing = -values.shape[-1] % block
     if missing:
         values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)

@@ -1,9 +1,10 @@
 """
-Words of the masks with which models are trained, one function per family of masks.
+Words of the masks with which models are trained, int64 `[batch, length]`, one function per family of masks.
 
-Rows are described token by token: `segment` is the sample of each token, counted from 1, 0 for padding; `image` is the
-image of a token, counted from 1 in each sample or in the row, 0 for none. Images are distinguished by their numbers,
-so that two adjacent images remain two; [`image_index`] counts them from the grids that a processor returns.
+Rows are described token by token, by integers `[batch, length]`: `segment` is the sample of each token, from 1, 0 for
+padding; `image` is the image of a token, counted from 1 in each sample or in the row, 0 for none. Images are
+distinguished by their numbers, so that two adjacent images remain two; [`image_index`] counts them from the grids that
+a processor returns.
 
 A fully causal model, such as Llava, Qwen2-VL or InternVL, uses [`causal_words`] for all kinds of tokens. A sliding
 window is a setting of the layer and not in the words. Values that exceed a field of the word raise an error. Masks
@@ -24,14 +25,11 @@ _NAMED_KINDS = len(Kind)
 
 def segments_of_lengths(lengths: Sequence[int], total: int | None = None) -> Tensor:
     """
-    The segments of consecutive samples.
+    Returns the segments of consecutive samples, int64 `[1, total]`, from 1, 0 for padding.
 
     Args:
         lengths (`Sequence[int]`): Tokens of each sample.
         total (`int`, *optional*): Tokens of the row; tokens after the samples are padding.
-
-    Returns:
-        `torch.Tensor` of shape `[1, total]`: int64, from 1; 0 for padding.
 
     Raises:
         `ValueError`: If the samples do not fit, or a row has too many for a word.
@@ -47,14 +45,11 @@ def segments_of_lengths(lengths: Sequence[int], total: int | None = None) -> Ten
 
 def image_index(is_image: Tensor, tokens_per_image: Sequence[int]) -> Tensor:
     """
-    The image of each token, counted over the row in the order of its tokens.
+    Returns the image of each token, int64 like `is_image`, counted over the row from 1; 0 for other tokens.
 
     Args:
         is_image (`torch.Tensor` of shape `[length]` or `[1, length]`): bool, true for image tokens.
         tokens_per_image (`Sequence[int]`): Tokens of each image, from the processor's grids.
-
-    Returns:
-        `torch.Tensor`: int64 like `is_image`, from 1; 0 for other tokens.
 
     Raises:
         `ValueError`: If the number of image tokens differs from that of the images.
@@ -73,50 +68,40 @@ def image_index(is_image: Tensor, tokens_per_image: Sequence[int]) -> Tensor:
 
 def causal_words(segment: Tensor) -> Tensor:
     """
-    Words with which each token sees its sample up to itself: language models, and models that treat images like text.
+    Returns words with which each token sees its sample up to itself: language models, also of images.
 
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
-
-    Returns:
-        `torch.Tensor` of shape `[batch, length]`: int64 words.
     """
     return encode_words(segment)
 
 
 def image_span_words(segment: Tensor, image: Tensor) -> Tensor:
     """
-    Words with which each token sees earlier tokens, and the tokens of an image see each other in both directions:
-    Gemma3.
+    Returns words with which tokens see earlier ones, and those of an image each other both ways: Gemma3.
 
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
         image (`torch.Tensor` of shape `[batch, length]`): The image of each token, 0 for none.
-
-    Returns:
-        `torch.Tensor` of shape `[batch, length]`: int64 words.
     """
     return encode_words(segment, span=image, kinds=_kinds_of(image))
 
 
 def prefix_words(segment: Tensor, in_prefix: Tensor) -> Tensor:
     """
-    Words with which the tokens of a sample's prefix see each other in both directions, and the others see earlier
-    tokens: prefix language models, PaliGemma.
+    Returns words with which a prefix's tokens see each other both ways, and others earlier tokens: PaliGemma.
 
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
         in_prefix (`torch.Tensor` of shape `[batch, length]`): bool, true for the image and the prompt.
-
-    Returns:
-        `torch.Tensor` of shape `[batch, length]`: int64 words.
     """
     return encode_words(segment, span=in_prefix.long())
 
 
 def embedded_words(segment: Tensor, group: Tensor) -> Tensor:
     """
-    Words with which the tokens of a group see only this group, in both directions, and text sees all earlier tokens.
+    Returns words with which a group's tokens see only this group, in both directions, and text sees all earlier
+    tokens.
 
     These are the papers' encoder outputs embedded in text. With one group per modality, all images of a sample see
     each other across the text between them, which leaves holes in their visible keys; with one group per image there
@@ -125,57 +110,35 @@ def embedded_words(segment: Tensor, group: Tensor) -> Tensor:
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
         group (`torch.Tensor` of shape `[batch, length]`): The modality or the image of each token, 0 for text.
-
-    Returns:
-        `torch.Tensor` of shape `[batch, length]`: int64 words.
     """
     return encode_words(segment, span=group, kinds=_kinds_of(group), causal=group == 0)
 
 
 def prepended_words(encoder_lengths: Sequence[int], text_length: int) -> Tensor:
-    """
-    Words of encoder outputs, each of which sees only itself, followed by causal text: the papers' prepended outputs.
-
-    Args:
-        encoder_lengths (`Sequence[int]`): Tokens of each encoder.
-        text_length (`int`): Tokens of the text.
-
-    Returns:
-        `torch.Tensor` of shape `[1, length]`: int64 words.
-    """
+    """Returns words `[1, length]` of encoder outputs that each see only themselves, and causal text; in tokens."""
     group = segments_of_lengths(encoder_lengths, sum(encoder_lengths) + text_length)
     return embedded_words(torch.ones_like(group), group)
 
 
 def bidirectional_words(lengths: Sequence[int], total: int | None = None) -> Tensor:
     """
-    Words of samples with bidirectional attention: images or sounds of different sizes in one row of an encoder.
+    Returns words `[1, total]` of samples with bidirectional attention: images or sounds in one row of an encoder.
 
-    Windows of an encoder, as in Qwen2.5-VL, are such samples as well: the lengths are then the differences of
-    `cu_window_seqlens`, with the tokens in the order of the windows.
-
-    Args:
-        lengths (`Sequence[int]`): Tokens of each image, sound or window.
-        total (`int`, *optional*): Tokens of the row; tokens after the samples are padding.
-
-    Returns:
-        `torch.Tensor` of shape `[1, total]`: int64 words.
+    Windows of an encoder, as in Qwen2.5-VL, are such samples as well: `lengths`, in tokens, are then the differences
+    of `cu_window_seqlens`, with the tokens in the order of the windows. Tokens after the samples are padding.
     """
     return encode_words(segments_of_lengths(lengths, total), causal=False, sees_all=True)
 
 
 def chunked_words(words: Tensor, chunk: int) -> Tensor:
     """
-    The words of layers whose tokens see no further back than the start of their chunk, as some layers of Llama 4.
+    Returns words of layers whose tokens see no further back than their chunk, as some layers of Llama 4.
 
-    Chunks are counted from the start of each sample. The other layers use `words`.
+    Chunks are counted from the start of each sample, and each has a segment. The other layers use `words`.
 
     Args:
         words (`torch.Tensor` of shape `[batch, length]`): int64, the tokens of each sample consecutive.
         chunk (`int`): Tokens of a chunk.
-
-    Returns:
-        `torch.Tensor` of shape `[batch, length]`: int64 words with a segment for each chunk.
 
     Raises:
         `ValueError`: If the tokens of a sample are not consecutive, or there are more chunks than a word can number.
@@ -212,9 +175,6 @@ def noised_words(words: Tensor, noised: Tensor) -> Tensor:
     Args:
         words (`torch.Tensor` of shape `[batch, length]`): int64.
         noised (`torch.Tensor` of shape `[batch, length]`): The noised image of each token, from 1; 0 for none.
-
-    Returns:
-        `torch.Tensor` of shape `[batch, length]`: int64 words.
 
     Raises:
         `ValueError`: If there are more noised images than a word has free kinds.

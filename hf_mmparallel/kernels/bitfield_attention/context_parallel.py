@@ -1,12 +1,9 @@
 """
 Bitfield attention of one row whose tokens are distributed over a group of ranks (context parallelism).
 
-Each rank holds the queries, keys and values of its own tokens. Keys and values are gathered on all ranks, a few kv
-heads at a time, into two alternating buffers: while one group of heads is computed, the next is gathered. Gradients of
-keys and values are returned in the same way and summed by the rank that owns the tokens, in the order of the ranks.
-
-The tokens of a shard may be in any order: the kernels read the position of each token from the mask, so that the
-concatenated shards of all ranks are only another order of the keys.
+Keys and values are gathered on all ranks, and their gradients returned, a few kv heads at a time, while another group
+of heads is computed. The tokens of a shard may be in any order: the kernels read the position of each token from the
+mask, so that the concatenated shards of all ranks are only another order of the keys.
 
 Letters of shapes: T tokens of the whole row, R ranks, L tokens of a rank, S tokens that a rank sends, K keys, h kv
 heads that are gathered together, D head dimension.
@@ -26,40 +23,24 @@ from .attention import check_states
 from .dispatch import attention_backward, attention_forward, default_backend
 from .mask import BitfieldMask
 
-HEADS_PER_GATHER = 2
-"""Kv heads per gather: fewer overlap more communication, but the kernel of one head leaves a GPU partly idle."""
+HEADS_PER_GATHER = 2  # fewer overlap more communication, but the kernel of one head leaves a GPU partly idle
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
-    """
-    One rank's shard of a packed row, built by [`shard_sequence`].
+    """One rank's shard of a packed row, built by [`shard_sequence`]."""
 
-    Args:
-        mask (`BitfieldMask`):
-            Words and positions of this rank's tokens `[1, L]`, and of the gathered keys `[1, K]`: the tokens that each
-            rank sends, in the order of the ranks, preceded by this rank's tokens if only some tokens are sent.
-        order (`torch.Tensor` of shape `[R, L]`): int64, index in the whole row of each token of each rank; -1 for
-            padding.
-        num_tokens (`int`): T, tokens of the whole row.
-        rank (`int`): This rank in `group`.
-        group (`torch.distributed.ProcessGroup`): The ranks that share the row.
-        sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the tokens that this rank sends to the others; all by
-            default.
-        heads_per_gather (`int`, *optional*, defaults to 2):
-            Kv heads that are gathered together; the same on every rank.
-        has_backward (`bool`, *optional*, defaults to `False`): Whether some rank runs the backward of
-            attention, although the inputs of this rank may need no gradient; for example if only encoders are trained
-            and some ranks have none of their features. This rank then takes part in the backward.
-    """
-
+    # words and positions of this rank's tokens [1, L], and of the gathered keys [1, K]: the tokens that each rank
+    # sends, in the order of the ranks, preceded by this rank's tokens if only some tokens are sent
     mask: BitfieldMask
-    order: Tensor
-    num_tokens: int
-    rank: int
-    group: Any
-    sent: Tensor | None = None
-    heads_per_gather: int = HEADS_PER_GATHER
+    order: Tensor  # int64 [R, L], index in the whole row of each token of each rank; -1 for padding
+    num_tokens: int  # T, of the whole row
+    rank: int  # in `group`
+    group: Any  # `torch.distributed.ProcessGroup` of the ranks that share the row
+    sent: Tensor | None = None  # int64 [S], the tokens that this rank sends to the others; all when left out
+    heads_per_gather: int = HEADS_PER_GATHER  # kv heads that are gathered together; the same on every rank
+    # Whether some rank runs the backward of attention, although the inputs of this rank may need no gradient; for
+    # example if only encoders are trained and some ranks have none of their features. This rank then takes part in it.
     has_backward: bool = False
 
     @property
@@ -84,15 +65,12 @@ class SequenceShard:
 
     def take(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
         """
-        This rank's tokens of a tensor of the whole row.
+        Takes this rank's tokens of a tensor of the whole row.
 
         Args:
-            tensor (`torch.Tensor`): `num_tokens` long along `dim`.
+            tensor (`torch.Tensor`): `num_tokens` long along `dim`; the result is L long.
             dim (`int`, *optional*, defaults to 1): The dimension of the tokens.
             padding (`float`, *optional*, defaults to 0): Value for padding, such as -100 for labels.
-
-        Returns:
-            `torch.Tensor`: L long along `dim`.
 
         Raises:
             `ValueError`: If the tensor has another number of tokens.
@@ -111,16 +89,8 @@ class SequenceShard:
     @torch.no_grad()
     def gather_tokens(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
         """
-        The tensor of the whole row, gathered from the shards of all ranks: the inverse of [`~SequenceShard.take`],
-        without gradients. Collective.
-
-        Args:
-            tensor (`torch.Tensor`): This rank's tokens, L long along `dim`.
-            dim (`int`, *optional*, defaults to 1): The dimension of the tokens.
-            padding (`float`, *optional*, defaults to 0): Value for tokens that no rank holds.
-
-        Returns:
-            `torch.Tensor`: `num_tokens` long along `dim`, the same on every rank.
+        Gathers the whole row from all ranks' tokens, without gradients: the inverse of `take`. Collective.
+        `padding` is the value for tokens that no rank holds.
         """
         rows = tensor.movedim(dim, 0).contiguous()
         everyone = rows
@@ -146,7 +116,7 @@ def shard_sequence(
     heads_per_gather: int = HEADS_PER_GATHER,
 ) -> SequenceShard:
     """
-    The shard of a packed row that one rank holds.
+    Returns the shard of a packed row that one rank holds, for [`context_parallel_attention`].
 
     Args:
         words (`torch.Tensor` of shape `[1, T]`): int64 mask words of the whole row; the shard is on their device.
@@ -154,18 +124,15 @@ def shard_sequence(
             Index of each token in the whole row, rank by rank; -1 for padding. The same on every rank.
         rank (`int`): This rank in `group`.
         group (`torch.distributed.ProcessGroup`): The ranks that share the row.
-        positions (array of `R * L` integers, *optional*): The positions of the tokens of `order`, if the samples
-            were rearranged within the row; distances within a sample do not change, and no two tokens have the same
-            position. By default the positions in the row.
-        gathered (array of shape `[R, n]`, *optional*): The blocks of each rank's tokens, counted from the rank's
-            first token, that the other ranks need; every rank sends equally many. All by default.
+        positions (array of `R * L` integers, *optional*):
+            The positions of the tokens of `order`, if the samples were rearranged within the row; distances within a
+            sample do not change, and no two tokens have the same position. By default the positions in the row.
+        gathered (array of shape `[R, n]`, *optional*):
+            The blocks of each rank's tokens, from the rank's first token, that the other ranks need; every rank sends
+            equally many. All by default.
         block (`int`, *optional*, defaults to 128): Tokens of a block of `gathered`.
         num_ranks (`int`, *optional*): R; by default the size of `group`.
-        heads_per_gather (`int`, *optional*, defaults to 2):
-            Kv heads that are gathered together; the same on every rank.
-
-    Returns:
-        `SequenceShard`: The shard, for [`context_parallel_attention`].
+        heads_per_gather (`int`, *optional*, defaults to 2): Kv heads gathered together; the same on every rank.
 
     Raises:
         `ValueError`: If the words are not one row, or the order does not contain each of their tokens once, in shards
@@ -220,9 +187,7 @@ def _check_order(order: Tensor, words: Tensor, num_ranks: int) -> None:
 
 
 def _places(order: Tensor) -> Tensor:
-    """
-    Positions of tokens, int32: padding continues from the token before it, so that blocks remain runs of positions.
-    """
+    """Positions, int32: padding continues from the token before it, so that blocks remain runs of positions."""
     rows = torch.arange(order.shape[1], device=order.device).expand_as(order)
     last = torch.where(order >= 0, rows, -1).cummax(dim=1).values
     start = torch.where(last >= 0, order.gather(1, last.clamp_min(0)) - last, 0)
@@ -255,23 +220,17 @@ def context_parallel_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """
-    Bitfield attention of this rank's queries to the keys of all ranks. Collective: all ranks of the group call it,
-    forward and backward, in the same order.
+    Bitfield attention of this rank's queries to the keys of all ranks.
 
-    Gradients of `query`, `key` and `value` are those of the sum of all ranks' losses. The gradient of `sinks` is this
-    rank's partial gradient, as for any other parameter.
+    Collective: all ranks of the group call it, forward and backward, in the same order. Gradients of `query`, `key`
+    and `value` are those of the sum of all ranks' losses. The gradient of `sinks` is this rank's partial gradient, as
+    for any other parameter.
 
     Args:
         query (`torch.Tensor` of shape `[1, heads, L, head_dim]`): Queries of this rank's tokens.
-        key (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Keys of this rank's tokens; `kv_heads` divides
-            `heads`.
-        value (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Values of this rank's tokens.
+        key, value (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Of this rank's tokens.
         shard (`SequenceShard`): This rank's shard of the row.
-        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
-        softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
-        window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
-        return_lse (`bool`, *optional*, defaults to `False`): Whether to return the log-sum-exp of each query as well.
+        scale, softcap, window, sinks, return_lse: See [`bitfield_attention`].
 
     Returns:
         `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and if requested
@@ -300,9 +259,7 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor, num_rows: int) -> Non
 
 
 class _Attention(torch.autograd.Function):
-    """
-    Attention of one rank. Keys and values are gathered in the forward and, to save memory, again in the backward.
-    """
+    """Attention of one rank; to save memory, the backward gathers keys and values again."""
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, shard, options):  # type: ignore[override]
@@ -349,21 +306,7 @@ def _head_groups(num_heads: int, shard: SequenceShard) -> list[slice]:
 
 
 def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """
-    Yields each group of kv heads with all its keys and values `[1, h, K, D]`, while the next group is gathered.
-
-    A collective starts after the work launched before it on the current stream, and work launched after `wait` starts
-    after the collective, both on a GPU and on the CPU. The order of the calls therefore determines the order of
-    execution:
-
-    | event | comes after | reason |
-    |---|---|---|
-    | gather i + 1 starts | keys and values are computed | it sends them |
-    | gather i + 1 starts | the kernel of group i - 1 is launched | the kernel reads the buffer to be written |
-    | the kernel of group i | wait for gather i | it reads that buffer |
-
-    Gather i + 1 starts before the kernel of group i, so that they overlap.
-    """
+    """Yields each group of kv heads with all its keys and values `[1, h, K, D]`, while the next group is gathered."""
     groups = _head_groups(key.shape[1], shard)
     if not shard.num_sent:
         yield from ((heads, key[:, heads], value[:, heads]) for heads in groups)
@@ -374,6 +317,10 @@ def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[
     width = groups[0].stop * key.shape[3]
     buffers = [key.new_empty(num_rows * 2 * width) for _ in groups[:2]]
 
+    # A collective starts after the work launched before it on the current stream, and work launched after `wait`
+    # starts after the collective, both on a GPU and on the CPU, so the order of the calls is that of execution. Gather
+    # i + 1 starts once keys and values are computed, which it sends, and the kernel of group i - 1 is launched, which
+    # reads the buffer to be written; the kernel of group i comes after the wait for gather i, whose buffer it reads.
     def start(i: int) -> tuple[Tensor, Any]:
         num_heads = groups[i].stop - groups[i].start
         shape = (num_rows, 2, num_heads, key.shape[3])
@@ -389,20 +336,14 @@ def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[
     for i, heads in enumerate(groups):
         rows, work = travelling
         if i + 1 < len(groups):
+            # before the kernel of group i, so that they overlap
             travelling = start(i + 1)
         work.wait()
         yield heads, rows[:, 0].transpose(0, 1)[None], rows[:, 1].transpose(0, 1)[None]
 
 
 class _GradientReturn:
-    """
-    Sends gradients of gathered keys and values to their owners, one group of heads at a time, while the next group is
-    computed.
-
-    Every rank receives partial gradients from the other ranks and sums them in the order of the ranks, in float32 or
-    float64: the sum does not depend on the backend, and half precision is rounded once per partial gradient and once
-    at the end.
-    """
+    """Sends gradients of keys and values to their owners, one group of heads at a time, while the next is computed."""
 
     def __init__(self, key: Tensor, value: Tensor, shard: SequenceShard):
         self.shard = shard
@@ -424,6 +365,8 @@ class _GradientReturn:
         previous, self.travelling = self.travelling, (heads, own, parts, received, work)
         self._receive(previous)
 
+    # In the order of the ranks and in float32 or float64: the sum does not depend on the backend, and half precision
+    # is rounded once per partial gradient and once at the end.
     def _receive(self, travelling: tuple | None) -> None:
         """Sums the received gradients of one group of heads."""
         if travelling is None:

@@ -1,10 +1,5 @@
 """
 Bitfield attention on a CPU: torch's flash attention over the non-empty rectangles of the mask.
-
-The backward pass makes the same calls as the forward pass, with the log-sum-exp over all keys of a query, so that no
-weights are saved. With a soft cap, which flash attention does not support, the same calls compute scores explicitly,
-for a few queries at a time.
-
 B batch, H query heads, K kv heads, G query heads of a kv head, T queries, S keys, D head dim.
 """
 
@@ -25,30 +20,15 @@ _MOST_SCORES = 2**22  # scores in memory at once, with a soft cap
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
+    query: Tensor,  # [batch, heads, query_length, head_dim]
+    key: Tensor,  # [batch, kv_heads, key_length, head_dim], like `value`
     value: Tensor,
     plan: CpuPlan,
-    scale: float,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    scale: float,  # factor of the scores
+    softcap: float = 0.0,  # 0 for none
+    sinks: Tensor | None = None,  # [heads], an additional logit without a value
 ) -> tuple[Tensor, Tensor]:
-    """
-    Attention and the log-sum-exp of each query.
-
-    Args:
-        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
-        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
-        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
-        plan (`CpuPlan`): The compiled mask.
-        scale (`float`): Factor of the scores.
-        softcap (`float`, *optional*, defaults to 0.0): 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The output like `query`, and `[batch, heads, query_length]` in float32
-        (float64 for float64).
-    """
+    """Attention, and the log-sum-exp `[batch, heads, query_length]` in float32 (float64 for float64)."""
     out_BHTD = torch.empty_like(query) if plan.complete else torch.zeros_like(query)
     lse_BHT = torch.full(query.shape[:-1], float("-inf"), dtype=_exact(query.dtype))
     for index, row in enumerate(plan.rows):
@@ -67,25 +47,14 @@ def backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    out: Tensor,
+    out: Tensor,  # of the forward pass, like `lse`
     lse: Tensor,
     plan: CpuPlan,
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """
-    Gradients of [`forward`] with respect to queries, keys, values and sinks.
-
-    Args:
-        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
-        query, key, value (`torch.Tensor`): As in the forward pass.
-        out, lse (`torch.Tensor`): Outputs of the forward pass.
-        plan, scale, softcap, sinks: As in the forward pass.
-
-    Returns:
-        `tuple`: Gradients like `query`, `key`, `value` and `sinks` (`None` without sinks).
-    """
+    """Gradients of [`forward`] for queries, keys, values and sinks (`None` without sinks)."""
     exact = _exact(query.dtype)
     grad_query = torch.empty_like(query) if plan.complete else torch.zeros_like(query)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
@@ -110,11 +79,10 @@ def backward(
 
 
 class _Heads:
-    """
-    The tensors of one row of the batch in the layout for flash attention: the query heads of a kv head are along the
-    batch dimension, so that they share keys and values by a stride of 0 without copies.
-    """
+    """The tensors of one row of the batch in the layout for flash attention."""
 
+    # The query heads of a kv head are along the batch dimension, so that they share keys and values by a stride of 0
+    # without copies.
     def __init__(self, query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, plan: RowPlan) -> None:
         self.kv_heads = key_KSD.shape[0]
         self.index = plan.query_index
@@ -160,6 +128,7 @@ def _part_forward(
     )
 
 
+# The same calls as in the forward, with the log-sum-exp over all keys of a query, so that no weights are saved.
 def _part_backward(
     grad_out: Tensor,
     out: Tensor,
@@ -212,6 +181,7 @@ def _capped_backward(
     return grad_query, grad_key, grad_value
 
 
+# Flash attention does not support a soft cap, so its scores are explicit.
 def _by_hand(query: Tensor, key: Tensor, part: Part, row: RowPlan) -> Iterator[tuple[slice, Tensor | None]]:
     """The queries of a rectangle, few enough at a time for their scores to fit into memory, and their visible keys."""
     total = query.shape[2]

@@ -1,9 +1,6 @@
 """
 The calls for a mask on a CPU: the non-empty rectangles of the mask.
-
 Queries and keys are sorted by position, so that a query that sees an interval of positions sees a slice of the keys.
-Queries that see the same slice are one call without a mask, and so are the queries of a causal sample. All other
-queries are computed in chunks of few queries over the keys that some of them see, with a mask for the chunk.
 """
 
 from __future__ import annotations
@@ -33,40 +30,23 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """
-    A rectangle of the mask: a slice of the queries and a slice of the keys, both sorted by position.
+    """A rectangle of the mask, in queries and keys that are both sorted by position."""
 
-    Args:
-        rows (`tuple[int, int]`): The first query and one past the last.
-        keys (`tuple[int, int]`): The first key and one past the last.
-        kind (`Kind`): Which pairs are visible.
-    """
-
-    rows: tuple[int, int]
-    keys: tuple[int, int]
+    rows: tuple[int, int]  # the first query and one past the last
+    keys: tuple[int, int]  # the first key and one past the last
     kind: Kind
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """
-    The calls of one row of the batch.
+    """The calls of one row of the batch."""
 
-    Args:
-        query_index (`slice` or `torch.Tensor`): The queries with visible keys, sorted by position.
-        key_index (`slice` or `torch.Tensor`): The keys that are not padding, sorted by position.
-        parts (`tuple[Part, ...]`): The calls, each for different queries.
-        bounds (`torch.Tensor` of shape `[2, rows]`): The first key and one past the last key of each query.
-        mask (`BitfieldMask`, *optional*): The words in that order, if bounds do not determine the mask.
-        window (`int`): The sliding window, used with the words.
-    """
-
-    query_index: slice | Tensor
-    key_index: slice | Tensor
-    parts: tuple[Part, ...]
-    bounds: Tensor
-    mask: BitfieldMask | None
-    window: int
+    query_index: slice | Tensor  # the queries with visible keys, sorted by position
+    key_index: slice | Tensor  # the keys that are not padding, sorted by position
+    parts: tuple[Part, ...]  # each for different queries
+    bounds: Tensor  # [2, rows], the first key and one past the last key of each query
+    mask: BitfieldMask | None  # in that order, if bounds do not determine the mask
+    window: int  # in tokens, used with the words
 
 
 @dataclass(frozen=True)
@@ -78,13 +58,7 @@ class CpuPlan:
 
 
 def compile_mask(mask: BitfieldMask, window: int = 0) -> CpuPlan:
-    """
-    Plans the calls of a mask; one plan serves all layers with the same window.
-
-    Args:
-        mask (`BitfieldMask`): The words, on the CPU.
-        window (`int`, *optional*, defaults to 0): The layers' sliding window in tokens, 0 for none.
-    """
+    """Plans the calls of a mask on the CPU; one plan serves all layers with the same window (tokens, 0 for none)."""
     bounds, holes = row_bounds(mask, window)
     has_holes = bool(holes)
     rows: list[RowPlan] = []
@@ -115,10 +89,7 @@ def _plan_row(mask: BitfieldMask, first: Tensor, last: Tensor, has_holes: bool, 
 
 
 def _in_order(positions: Tensor, wanted: Tensor) -> slice | Tensor:
-    """
-    The indices of the wanted tokens, sorted by position: a slice if they are consecutive and sorted, which saves a
-    copy.
-    """
+    """Returns the indices of the wanted tokens, sorted by position; a slice where possible, which saves a copy."""
     index = wanted.nonzero()[:, 0]
     at = positions[index]
     if not bool((at[1:] > at[:-1]).all()):
@@ -130,6 +101,8 @@ def _in_order(positions: Tensor, wanted: Tensor) -> slice | Tensor:
     return slice(begin, end) if consecutive else index
 
 
+# Queries that see the same slice are one call without a mask, and so are the queries of a causal sample. All others
+# are computed in chunks of few queries over the keys that some of them see, with a mask for the chunk.
 def _parts(start: Tensor, stop: Tensor, has_holes: bool) -> Iterator[Part]:
     """The calls for queries with given slices of keys, in the order of the queries."""
     begin = 0  # of the queries that need a mask and are not covered yet
@@ -141,9 +114,7 @@ def _parts(start: Tensor, stop: Tensor, has_holes: bool) -> Iterator[Part]:
 
 
 def _runs(start: Tensor, stop: Tensor) -> Iterator[Part]:
-    """
-    Runs of queries that need no mask: all see the same keys, or the first sees one key and each query one key more.
-    """
+    """Yields runs of queries that need no mask: all see the same keys, or each one more than the one before."""
     step = torch.where(start[1:] == start[:-1], stop[1:] - stop[:-1], -1)
     steps, lengths = torch.unique_consecutive(step, return_counts=True)
     row, taken = 0, 0
@@ -159,9 +130,7 @@ def _runs(start: Tensor, stop: Tensor) -> Iterator[Part]:
 
 
 def _masked_parts(start: Tensor, stop: Tensor, first: int, end: int) -> Iterator[Part]:
-    """
-    The queries `first` to `end` in chunks; queries without a common key share a chunk only if that adds little work.
-    """
+    """Yields chunks of queries; those without a common key share one only if that adds little work."""
     if first >= end:
         return
     low, high = start[first:end], stop[first:end]

@@ -1,9 +1,4 @@
-"""
-Choice of the kernels, and a cache of compiled masks.
-
-A mask is compiled once: all layers of a microbatch find the mask that the first layer compiled, by the storage of the
-words. These functions do not use autograd; callers define the gradient.
-"""
+"""Choice of the kernels, and a cache of compiled masks; without autograd, callers define the gradient."""
 
 from __future__ import annotations
 
@@ -21,6 +16,7 @@ from .mask import BitfieldMask
 from .reference import reference_attention, reference_backward
 
 BACKENDS = ("triton", "cpu", "reference")
+# All layers of a microbatch find the mask that the first layer compiled, by the storage of the words.
 _RESULTS_KEPT = 64  # compiled masks, enough for all microbatches in flight
 
 _results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
@@ -42,11 +38,7 @@ def attention_forward(
     sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """
-    Output and log-sum-exp, outside of autograd; arguments and results as in [`bitfield_attention`].
-
-    The log-sum-exp is float32 (float64 for float64).
-    """
+    """Output and log-sum-exp (float32, or float64) outside of autograd; arguments as in [`bitfield_attention`]."""
     backend = _backend_of(query, key, backend)
     if backend == "reference":
         with _plain(query):
@@ -76,7 +68,7 @@ def attention_backward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """
-    Gradients of [`attention_forward`] with respect to queries, keys, values and sinks (`None` without sinks).
+    Gradients of [`attention_forward`] for queries, keys, values and sinks (`None` without sinks).
 
     `out` and `lse` may result from more keys than `key` contains: the result is then the contribution of these keys.
     """
@@ -139,16 +131,14 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _once(how: tuple, tensors: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
-    """
-    The cached result of `build` for these tensors, to which the cache holds references so that their addresses are not
-    reused.
-    """
+    """Returns the cached result of `build` for these tensors."""
     if any(tensor.is_inference() for tensor in tensors):  # they have no version counter
         return build()
     key = (*how, *((t.data_ptr(), t.device, t.shape, t.stride(), t._version) for t in tensors))
     if key in _results:
         _results.move_to_end(key)
     else:
+        # references to the tensors, so that their addresses are not reused
         _results[key] = (tensors, build())
         while len(_results) > _RESULTS_KEPT:
             _results.popitem(last=False)

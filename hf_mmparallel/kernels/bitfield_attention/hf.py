@@ -1,12 +1,6 @@
 """
-`"bitfield"` as an attention function of transformers.
-
-The words are the forward argument `attention_words`, which models pass on to every layer. A layer without words uses
-the mask that the model requested.
-
-transformers builds this mask before any layer runs, without access to the words. The mask function registered here
-returns a [`DeferredMask`], which is built when a layer without words reads it: with words, no tensor that is quadratic
-in the length of the row is ever allocated.
+`"bitfield"` as an attention function of transformers, for the forward argument `attention_words` of every layer.
+A layer without words uses the mask that the model requested.
 """
 
 from __future__ import annotations
@@ -39,17 +33,11 @@ def register() -> None:
 
 
 class DeferredMask:
-    """
-    A mask that a model requested and that is built when it is first read.
-
-    Args:
-        shape (`tuple[int, int, int, int]`): `(batch, 1, query_length, key_length)`.
-        arguments (`dict`): Arguments of `transformers.masking_utils.sdpa_mask` that describe the mask.
-        causal (`bool`): Whether the model requested a causal mask, and not a bidirectional one.
-    """
+    """A mask `(batch, 1, query_length, key_length)` that a model requested, built when it is first read."""
 
     ndim = 4
 
+    # `arguments` are those of `transformers.masking_utils.sdpa_mask`; `causal` is `False` for a bidirectional mask.
     def __init__(self, shape: tuple[int, int, int, int], arguments: dict[str, Any], causal: bool):
         self.shape = shape
         self.arguments = arguments
@@ -79,15 +67,10 @@ class DeferredMask:
         return chunk if chunk is not None and chunk == self.arguments.get("local_size") else None
 
     def build(self, may_skip: bool = False) -> Tensor | None:
-        """
-        The mask as a bool tensor `[batch, 1, query_length, key_length]`.
-
-        Args:
-            may_skip (`bool`, *optional*, defaults to `False`):
-                Return `None` if the mask is the plain causal mask, or if it is not causal and hides no pair.
-        """
+        """Returns bool `[batch, 1, query_length, key_length]`; `None` with `may_skip` where none is needed."""
         if torch.compiler.is_compiling():  # a graph may not write to its inputs, and merges equal expressions
             return self._build(may_skip)
+        # none is needed for the plain causal mask, or one that is not causal and hides no pair
         if may_skip not in self._built:
             self._built[may_skip] = self._build(may_skip)
         return self._built[may_skip]
@@ -105,6 +88,8 @@ class DeferredMask:
         return masking_utils.sdpa_mask(**arguments)
 
 
+# transformers requests the mask before any layer runs, without access to the words. It is built when a layer without
+# words reads it: with words, no tensor that is quadratic in the length of the row is ever allocated.
 def deferred_mask(
     batch_size: int,
     q_length: int,
@@ -115,15 +100,9 @@ def deferred_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **arguments: Any,
 ) -> DeferredMask | Tensor | None:
-    """
-    The mask function of `"bitfield"`; its arguments are those of `transformers.masking_utils.sdpa_mask`.
-
-    Returns:
-        [`DeferredMask`] or `torch.Tensor`: The given mask, if an enclosing model requested it already. A tensor if
-        `q_offset` is a tensor: caches of fixed size count their tokens in place, so that it changes before any layer
-        reads the mask.
-    """
+    """The mask function of `"bitfield"`, with the arguments of `transformers.masking_utils.sdpa_mask`."""
     if isinstance(attention_mask, DeferredMask):
+        # an enclosing model requested it already
         return attention_mask
     arguments.update(
         batch_size=batch_size,
@@ -136,6 +115,8 @@ def deferred_mask(
     )
     # only bidirectional masks have this argument
     mask = DeferredMask((batch_size, 1, q_length, kv_length), arguments, causal=allow_is_bidirectional_skip is None)
+    # Caches of fixed size count their tokens in a tensor, in place, so that it changes before any layer reads the
+    # mask.
     return mask.build() if isinstance(q_offset, Tensor) else mask
 
 
@@ -155,19 +136,13 @@ def bitfield_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
-    The attention function of `attn_implementation="bitfield"`.
+    The attention function of `attn_implementation="bitfield"`; other arguments as in [`bitfield_attention`].
 
     Args:
         module (`torch.nn.Module`): The attention layer.
-        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
-        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
-        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): The mask, if there are no words.
-        dropout (`float`, *optional*, defaults to 0.0): Must be 0.
-        scaling (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
         is_causal (`bool`, *optional*): Whether a layer without mask and words is causal, according to the layer.
         sliding_window (`int`, *optional*): The layer's window in tokens.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(score / softcap)`.
         s_aux (`torch.Tensor` of shape `[heads]`, *optional*): The sinks' logits.
         attention_words (*optional*):
             int64 words `[batch, length]` of all tokens up to the last query, a `SequenceShard` for a sequence that is
@@ -224,12 +199,9 @@ def _refuse(module: nn.Module, dropout: float, mask: Tensor | DeferredMask | Non
 
 
 def _is_language_layer(module: nn.Module) -> bool:
-    """
-    Whether a layer belongs to a language model: it has an index into a key-value cache.
-
-    Neither `module.is_causal`, which is `False` in PaliGemma, nor lengths, which may agree by chance, distinguish the
-    layers of a tower from those of the language model if a model passes the words to both.
-    """
+    """Tells layers of a language model by their index into a key-value cache."""
+    # Neither `module.is_causal`, which is `False` in PaliGemma, nor lengths, which may agree by chance, distinguish a
+    # tower's layers from those of the language model if a model passes the words to both.
     return getattr(module, "layer_idx", None) is not None and hasattr(getattr(module, "config", None), "use_cache")
 
 

@@ -1,8 +1,4 @@
-"""
-The search of [`intervals`] as one kernel instead of dozens of torch kernels.
-
-Names as in [`triton_common`]. All values of a tile have the shape of its queries.
-"""
+"""The search of [`intervals`] as one kernel instead of dozens; names as in [`triton_common`], all tiles of queries."""
 
 from __future__ import annotations
 
@@ -20,9 +16,7 @@ _BLOCK = 128
 
 @triton.jit
 def lower_bound(pointer, b_value, length, num_steps):
-    """
-    The number of `length` ascending numbers that are below each value; `num_steps` halvings must suffice for `length`.
-    """
+    """Counts the `length` ascending numbers below each value; `num_steps` halvings must suffice for `length`."""
     b_low = tl.zeros_like(b_value)
     b_high = b_low + length
     for _ in range(num_steps):
@@ -37,9 +31,7 @@ def lower_bound(pointer, b_value, length, num_steps):
 
 @triton.jit
 def seen_of_group(pointer, b_group, b_lowest, b_end, num_keys, num_steps):
-    """
-    The number of keys of a group at positions `b_lowest` to `b_end - 1`, the first position, and one past the last.
-    """
+    """Number of keys of a group at positions `b_lowest` to `b_end - 1`, the first position, and one past the last."""
     b_base = b_group << 31
     b_start = lower_bound(pointer, b_base + b_lowest, num_keys, num_steps)
     b_stop = lower_bound(pointer, b_base + b_end, num_keys, num_steps)
@@ -89,17 +81,11 @@ def bounds_kernel(
 
 def search_bounds(mask: BitfieldMask, ordered: Tensor, places: Tensor, window: int) -> Tensor:
     """
-    The bounds of queries if kinds do not matter.
+    Finds bounds if kinds do not matter: int32 `[3, batch, query_length]` of first, last (0 and -1 for none), 1 for a
+    hole.
 
-    Args:
-        mask (`BitfieldMask`): The words and positions of the queries.
-        ordered (`torch.Tensor` of shape `[batch, 1 or 2, key_length]`):
-            int64: numbers that sort the keys by segment and position and, if there are spans, by span and position.
-        places (`torch.Tensor` of shape `[batch, key_length]`): int64: the positions of the real keys in order.
-        window (`int`): The sliding window, 0 for none.
-
-    Returns:
-        `torch.Tensor`: int32 `[3, batch, query_length]`: first and last position (0 and -1 for none), 1 for a hole.
+    `ordered` int64 `[batch, 1 or 2, key_length]` sorts the keys by segment and position and, if there are spans, by
+    span and position; `places`, int64 `[batch, key_length]`, are the positions of the real keys in order.
     """
     batch, length = mask.query_words.shape
     num_keys = places.shape[1]

@@ -1,15 +1,5 @@
 """
-Visible keys of each query as one interval of positions, for the masks for which that is exact.
-
-A query sees the keys of its segment up to its own position (all keys of the segment if it is global) and the keys of
-its span after that, without the keys outside of the window. If keys are sorted by segment, or by segment and span, and
-then by position, each of these two sets is a slice, so that two binary searches give its ends and its size. Together
-they are one interval if and only if no other key is between the first and the last of them. Memory is linear in the
-number of tokens.
-
-On a GPU the time is spent on launches, not on tokens: both sets are computed by the same calls, and all values that
-decide between cases are read from the device at once.
-
+Visible keys of each query as one interval of positions, for the masks for which that is exact; memory is linear.
 Axis letters: B batch, G groupings (by segment, by span, and all real tokens together), Q queries, K keys.
 """
 
@@ -41,22 +31,15 @@ _NON_NEGATIVE = 2**63 - 1
 
 @dataclass(frozen=True)
 class RowIntervals:
-    """
-    The first and the last position that each query sees, in the whole row. Keys that are padding have no position:
-    they are not seen, whatever the bounds are.
+    """The first and last position in the row that each query sees; padding is not seen, whatever the bounds are."""
 
-    Args:
-        first (`torch.Tensor` of shape `[batch, query_length]`): int32, 0 for a query that sees no key.
-        last (`torch.Tensor` of shape `[batch, query_length]`): int32, -1 for a query that sees no key.
-    """
-
-    first: Tensor
-    last: Tensor
+    first: Tensor  # int32 [batch, query_length], 0 for a query that sees no key
+    last: Tensor  # int32 [batch, query_length], -1 for a query that sees no key
 
 
 def row_intervals(mask: BitfieldMask, window: int = 0) -> RowIntervals | None:
     """
-    The intervals of `mask`, or `None` if a query sees keys on both sides of a key that it does not see.
+    Returns the intervals of `mask`, or `None` if a query sees keys on both sides of a key that it does not see.
 
     Args:
         mask (`BitfieldMask`): The words.
@@ -71,11 +54,7 @@ def row_intervals(mask: BitfieldMask, window: int = 0) -> RowIntervals | None:
 
 
 def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, Tensor]:
-    """
-    The first and the last key that each query sees, exact for every mask, and whether some query has a hole.
-
-    The latter is a bool tensor without dimensions, so that the caller can read it from the device with other numbers.
-    """
+    """Returns the first and last key of each query, exact for every mask, and a bool without dimensions: some hole."""
     if not mask.key_words.numel():
         nothing = torch.zeros_like(mask.query_positions)
         return RowIntervals(nothing, nothing - 1), nothing.new_zeros((), dtype=torch.bool)
@@ -107,6 +86,8 @@ def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, Tenso
     count, first, end = (reduce(join, of_groupings.unbind(dim=1)) for join, of_groupings in joins)
     bounds = torch.stack([first * (count > 0), end], dim=1)  # [B, 2, Q]
     begin, stop = torch.searchsorted(places_BK, bounds.flatten(1)).unflatten(1, (2, -1)).unbind(dim=1)
+    # One interval if and only if no other key is between the first and the last. On the device, so that the caller can
+    # read it with other numbers.
     has_holes = (stop - begin != count).any()
     first, end = bounds.to(torch.int32).unbind(dim=1)
     return RowIntervals(first, end - 1), has_holes
@@ -164,13 +145,7 @@ def _search(
     mask: BitfieldMask, queries_BGQ: Tensor, ordered_BGK: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
-    The keys that each query sees in its segment up to its own position and, with two groupings, in its span after
-    that.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: int64 `[batch, groupings, query_length]`: number of
-        keys, position of the first, and one past the position of the last; if there are none, a position beyond all
-        others, and 0.
+    Finds each query's keys in its segment up to itself (all if global) and, with two groupings, then in its span.
     """
     batch, num_groupings, num_keys = ordered_BGK.shape
     at = mask.query_positions
@@ -179,6 +154,8 @@ def _search(
     # and more for a global one. Such a query sees the keys before 0, up to its own position, or everywhere.
     reach = mask.query_words >> CAUSAL_SHIFT
     end = (torch.add(at, reach, alpha=_NOWHERE) + (1 - _NOWHERE)).clamp(0, _NOWHERE)
+    # With keys sorted by segment, or by segment and span, and then by position, each of the two sets is a slice, so
+    # that two binary searches give its ends and its size. On a GPU launches take the time: one call does both.
     edges = [lowest, end]
     if num_groupings > 1:
         edges += [torch.maximum(lowest, end), torch.full_like(end, _NOWHERE)]
@@ -191,4 +168,6 @@ def _search(
     ends = ordered_BGK.gather(-1, index.clamp_(0, num_keys - 1)) & _NOWHERE
     first, last = ends.unflatten(2, (2, -1)).unbind(dim=2)
     none = count == 0
+    # int64 [batch, groupings, query_length]: number, position of the first, and one past that of the last; if there
+    # are none, a position beyond all others, and 0
     return count, torch.add(first, none, alpha=_NOWHERE), torch.add(last + 1, none, alpha=-_NOWHERE - 1).clamp_(min=0)

@@ -18,9 +18,9 @@ class BitfieldMask:
 
     Args:
         query_words (`torch.Tensor` of shape `[batch, query_length]`): int64.
-        query_positions (`torch.Tensor` of shape `[batch, query_length]`): int32 positions.
+        query_positions (`torch.Tensor` of shape `[batch, query_length]`): int32.
         key_words (`torch.Tensor` of shape `[batch, key_length]`): int64.
-        key_positions (`torch.Tensor` of shape `[batch, key_length]`): int32 positions.
+        key_positions (`torch.Tensor` of shape `[batch, key_length]`): int32.
     """
 
     query_words: Tensor

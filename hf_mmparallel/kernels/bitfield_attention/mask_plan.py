@@ -1,6 +1,6 @@
 """
-A mask compiled for the kernels: the values that they test for each pair, and the blocks of keys that each block of
-queries visits.
+A mask compiled for the kernels: the values that they test for each pair, and the blocks of keys of each block of
+queries.
 
 Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
 """
@@ -21,19 +21,12 @@ from .work_split import SplitTiles, split_tiles, step_costs
 
 @dataclass(frozen=True)
 class BlockLists:
-    """
-    The work of one kernel: tiles, longest first, and the blocks that each tile visits.
+    """The work of one kernel: tiles, longest first, and the blocks that each tile visits."""
 
-    Args:
-        tiles (`torch.Tensor` of shape `[num_tiles, 5]`):
-            int32: row of the batch, block of this side, `begin`, `middle` and `end` of its list in `blocks`. The
-            partial blocks are `begin:middle`, the full blocks `middle:end`.
-        blocks (`torch.Tensor` of shape `[size]`):
-            int32 blocks of the other side; entries outside of all lists are undefined.
-    """
-
+    # int32 [num_tiles, 5]: row of the batch, block of this side, `begin`, `middle` and `end` of its list in `blocks`,
+    # whose partial blocks are `begin:middle` and full blocks `middle:end`
     tiles: Tensor
-    blocks: Tensor
+    blocks: Tensor  # int32 [size], blocks of the other side; entries outside of all lists are undefined
 
 
 @dataclass(frozen=True)
@@ -43,35 +36,25 @@ class MaskPlan:
 
     In the interval form each query sees the keys at positions `first` to `first + length - 1`; in the general form the
     kernels test the words themselves.
-
-    Args:
-        interval (`bool`): Whether this is the interval form.
-        block_q (`int`): Queries of a block.
-        block_k (`int`): Keys of a block.
-        query_rows (`torch.Tensor` of shape `[batch, 2 or 5, query_length]`):
-            int32. Interval form: first position and length (0 if it sees no key). General form: low half of the word,
-            kinds that it sees, last position that it sees causally, low half of the words of its span, position
-            before its window.
-        key_rows (`torch.Tensor` of shape `[batch, 1 or 3, key_length]`):
-            int32: position (-1 for padding); in the general form also the low half of the word, and the kinds.
-        by_query (`BlockLists`): Lists for the forward kernel and the gradient of the queries.
-        by_key (`BlockLists`): Lists for the gradients of keys and values.
-        split (`SplitTiles`, *optional*):
-            The forward tiles, if the keys of some queries are split over several programs.
     """
 
     interval: bool
-    block_q: int
-    block_k: int
+    block_q: int  # queries of a block
+    block_k: int  # keys of a block
+    # int32 [batch, 2 or 5, query_length]. Interval form: first position and length (0 if it sees no key). General
+    # form: low half of the word, kinds that it sees, last position that it sees causally, low half of the words of its
+    # span, position before its window.
     query_rows: Tensor
+    # int32 [batch, 1 or 3, key_length]: position (-1 for padding); in the general form also the low half of the word,
+    # and the kinds
     key_rows: Tensor
-    by_query: BlockLists
-    by_key: BlockLists
-    split: SplitTiles | None = None
+    by_query: BlockLists  # for the forward kernel and the gradient of the queries
+    by_key: BlockLists  # for the gradients of keys and values
+    split: SplitTiles | None = None  # the forward tiles, if the keys of some queries are split over several programs
 
     @property
     def batch_size(self) -> int:
-        """Batch size."""
+        """Returns the batch size."""
         return self.query_rows.shape[0]
 
     @property
@@ -87,29 +70,15 @@ class MaskPlan:
 
 def compile_mask(
     mask: BitfieldMask,
-    window: int = 0,
+    window: int = 0,  # sliding window in tokens; 0 for none
     block_q: int = 128,
     block_k: int = 128,
     *,
-    num_heads: int = 1,
+    num_heads: int = 1,  # query heads that run each tile: with few heads, tiles may be split
+    # that run at once; by default the multiprocessors of the mask's device, 1 on a CPU
     num_programs: int | None = None,
 ) -> MaskPlan:
-    """
-    Compiles a mask to values per query and key, and block lists.
-
-    Args:
-        mask (`BitfieldMask`): The words, on the device of the kernels.
-        window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
-        block_q (`int`, *optional*, defaults to 128): Queries of a block.
-        block_k (`int`, *optional*, defaults to 128): Keys of a block.
-        num_heads (`int`, *optional*, defaults to 1):
-            Query heads that run each tile: with few heads, tiles may be split.
-        num_programs (`int`, *optional*):
-            Programs that run at once; by default the multiprocessors of the mask's device, 1 on a CPU.
-
-    Returns:
-        `MaskPlan`: Tensors on the device of the mask.
-    """
+    """Compiles a mask to values per query and key, and block lists, on the mask's device."""
     bounds, has_holes = row_bounds(mask, window)
     places = real_places(mask)
     states = interval_states(bounds, places, block_q, block_k)
@@ -135,20 +104,11 @@ def compile_mask(
 
 @dataclass(frozen=True)
 class _Work:
-    """
-    Visited blocks of the tiles of both sides: first the tiles of the blocks of queries, then those of the blocks of
-    keys.
+    """Visited blocks of the tiles of the blocks of queries, followed by those of the blocks of keys."""
 
-    Args:
-        visits (`torch.Tensor` of shape `[2, num_tiles]`):
-            int32: number of visited blocks, and of partial blocks among them.
-        costs (`torch.Tensor` of shape `[num_tiles]`): int32, from [`step_costs`].
-        num_rows (`int`): Tiles of the blocks of queries.
-    """
-
-    visits: Tensor
-    costs: Tensor
-    num_rows: int
+    visits: Tensor  # int32 [2, num_tiles], number of visited blocks, and of partial blocks among them
+    costs: Tensor  # int32 [num_tiles], from `step_costs`
+    num_rows: int  # tiles of the blocks of queries
 
     @classmethod
     def of(cls, states_BMN: Tensor) -> _Work:
@@ -163,9 +123,7 @@ class _Work:
         return [by_query.amax(), by_key.amax(), costs.amax(), costs.sum()]
 
     def lists(self, states_BMN: Tensor, widths: Sequence[int]) -> tuple[BlockLists, BlockLists]:
-        """
-        The lists of the blocks of queries and of the blocks of keys; `widths` are the longest lists of each side.
-        """
+        """Makes the lists of the blocks of queries and of keys; `widths` are the longest lists of each side."""
         visits, costs = (tensor.tensor_split([self.num_rows], dim=-1) for tensor in (self.visits, self.costs))
         return (
             _lists(states_BMN, visits[0], costs[0], widths[0]),

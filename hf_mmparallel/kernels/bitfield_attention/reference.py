@@ -10,13 +10,7 @@ from .words import decode_words
 
 
 def dense_mask(mask: BitfieldMask, window: int = 0) -> Tensor:
-    """
-    The dense mask, true for visible pairs: bool `[batch, query_length, key_length]`.
-
-    Args:
-        mask (`BitfieldMask`): The words.
-        window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens, 0 for none.
-    """
+    """Returns true for visible pairs, bool `[batch, query_length, key_length]`; `window` is in tokens, 0 for none."""
     q, k = decode_words(mask.query_words[..., :, None]), decode_words(mask.key_words[..., None, :])
     at_q, at_k = mask.query_positions[..., :, None], mask.key_positions[..., None, :]
     same_sample = (q.segment == k.segment) & (q.segment > 0)
@@ -36,25 +30,7 @@ def reference_attention(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """
-    Attention as a softmax over the dense mask, in the dtype of its inputs.
-
-    Args:
-        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
-        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
-        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
-        mask (`BitfieldMask`): The mask.
-        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
-        softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
-        window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*):
-            An additional logit per head, which takes part in the softmax but has no value.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and the log-sum-exp of each query
-        `[batch, heads, query_length]` (natural logarithm, with the sink). A query without visible keys gets 0 and
-        `-inf` (the sink's logit if there are sinks).
-    """
+    """Attention and log-sum-exp over the dense mask, in the dtype of the inputs; these as in `bitfield_attention`."""
     scores, _ = _scores(query, key, mask, scale, softcap, window)
     if sinks is not None:
         sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
@@ -78,18 +54,10 @@ def reference_backward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """
-    Contribution of these keys to the gradients of [`reference_attention`], without autograd.
+    Contribution of these keys to the gradients of [`reference_attention`] (`None` without sinks), without autograd.
 
     `out` and `lse` may result from more keys than `key` contains; the gradients of several calls with different keys
     then add up. The gradient of the sinks depends on `out` and `lse` only.
-
-    Args:
-        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
-        out, lse (`torch.Tensor`): Outputs of the forward pass.
-        query, key, value, mask, scale, softcap, window, sinks: As in the forward pass.
-
-    Returns:
-        `tuple`: Gradients like `query`, `key`, `value` and `sinks` (`None` without sinks).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores, slope = _scores(query, key, mask, scale, softcap, window)
@@ -108,17 +76,7 @@ def reference_backward(
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """
-    Gradient of the sinks, which take part in the softmax but have no value.
-
-    Args:
-        delta (`torch.Tensor` of shape `[batch, heads, query_length]`): Sum of output times gradient for each query.
-        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Log-sum-exp of each query, with the sink.
-        sinks (`torch.Tensor` of shape `[heads]`): The sinks' logits.
-
-    Returns:
-        `torch.Tensor`: Like `sinks`.
-    """
+    """Gradient of the sinks, `[heads]`, of each query's log-sum-exp with the sink and sum of output times gradient."""
     weights = known_weights(sinks.to(lse.dtype)[:, None, None], lse)[..., 0]
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
@@ -137,16 +95,7 @@ def _scores(
 
 
 def known_weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """
-    The softmax of scores whose log-sum-exp is known; 0 for queries without visible keys.
-
-    Args:
-        scores (`torch.Tensor` of shape `[..., rows, keys]`): Scores, -inf for invisible pairs.
-        lse (`torch.Tensor` of shape `[..., rows]`): Log-sum-exp of each query.
-
-    Returns:
-        `torch.Tensor`: Of the shape of `scores`.
-    """
+    """Softmax of scores `[..., rows, keys]` of known log-sum-exp `[..., rows]`; 0 for queries without visible keys."""
     return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
 
 

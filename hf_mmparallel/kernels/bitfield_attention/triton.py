@@ -24,33 +24,16 @@ ROWS_TILE = 64  # of the kernels without matrix products
 
 
 def forward(
-    query: Tensor,
+    query: Tensor,  # in 32 or 16 bits, like keys and values
     key: Tensor,
     value: Tensor,
     plan: MaskPlan,
-    scale: float | None = None,
+    scale: float | None = None,  # above 0; `head_dim ** -0.5` when left out
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-    tuning: Tuning | None = None,
+    tuning: Tuning | None = None,  # tiles of the table when left out
 ) -> tuple[Tensor, Tensor]:
-    """
-    Attention under a compiled mask.
-
-    Args:
-        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries, in 32 or 16 bits.
-        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
-        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
-        plan (`MaskPlan`): The mask and the window.
-        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` by default.
-        softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
-        tuning (`Tuning`, *optional*): Tiles; by default those of the table.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The output, with the shape and the strides of `query`, and the natural
-        log-sum-exp of each query, float32 `[batch, heads, query_length]`. A query without visible keys gets 0 and
-        `-inf` (the sink's logit when there are sinks).
-    """
+    """Returns output, strided like `query`, and natural log-sum-exp in float32, as in `bitfield_attention`."""
     query, key, value = (last_dim_dense(tensor) for tensor in (query, key, value))
     batch, num_heads, num_queries, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[2], key.shape[1]
@@ -94,19 +77,7 @@ def backward(
     sinks: Tensor | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """
-    Gradients of [`forward`], bitwise deterministic.
-
-    Args:
-        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
-        query, key, value, plan, scale, softcap, sinks, tuning: As given to [`forward`].
-        out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Output of [`forward`].
-        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Output of [`forward`].
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]`: Gradients of `query`, `key`, `value`
-        and `sinks`, each in the shape and the dtype of its input.
-    """
+    """Gradients of [`forward`] in the shape and dtype of its inputs (`None` without sinks), bitwise deterministic."""
     grad_out, query, key, value = (last_dim_dense(tensor) for tensor in (grad_out, query, key, value))
     group, head_dim = query.shape[1] // key.shape[1], query.shape[3]
     num_queries, num_keys, num_kv_heads = query.shape[2], key.shape[2], key.shape[1]
@@ -132,18 +103,7 @@ def backward(
 
 
 def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """
-    Statistics of each query for the backward kernels.
-
-    Args:
-        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
-        out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): The output.
-        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Its natural log-sum-exp.
-
-    Returns:
-        `torch.Tensor`: float32 `[2, batch, heads, query_length]`: the logarithm in powers of two, and the sum of
-        output times gradient.
-    """
+    """Float32 `[2, batch, heads, query_length]`: log-sum-exp in powers of two, and sum of output times gradient."""
     batch, num_heads, num_queries, head_dim = out.shape
     out, grad_out, lse = last_dim_dense(out), last_dim_dense(grad_out), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=out.device)
@@ -159,10 +119,7 @@ def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
 @cache
 def head_parts(head_dim: int) -> dict[str, int]:
-    """
-    The head dimension for the kernels: a slice whose width is a power of two, and a second one of 16 or more columns
-    or none.
-    """
+    """Divides the head dimension into a slice whose width is a power of two, and one of 16 or more columns or none."""
     first = max(16, 2 ** (head_dim.bit_length() - 1))
     rest = max(0, head_dim - first)
     return {"D": head_dim, "PART_0": first, "PART_1": max(16, triton.next_power_of_2(rest)) if rest else 0}
@@ -201,10 +158,7 @@ def _tile(kernel: str, query: Tensor, plan: MaskPlan, tuning: Tuning | None) -> 
 
 
 def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[float, float, float]:
-    """
-    The scale, and the factors that convert scores to powers of two: one factor, or one inside and one outside of the
-    soft cap.
-    """
+    """The scale, and factors from scores to powers of two: one, or one inside and one outside of the soft cap."""
     scale = head_dim**-0.5 if scale is None else scale
     if scale <= 0:  # the running maximum is taken before scores are scaled
         raise ValueError(f"`scale={scale}` is not above 0, which the kernels need. Scale `query` instead.")

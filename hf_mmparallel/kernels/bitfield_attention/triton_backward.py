@@ -1,8 +1,7 @@
 """
-The kernels of the backward pass. They use no atomics, so gradients are bitwise deterministic.
-
-One kernel sums the gradient of a tile of keys over all queries and all heads of its group, another kernel the gradient
-of a tile of queries over all keys; both recompute the weights from the log-sum-exp.
+The kernels of the backward pass, without atomics, so that gradients are bitwise deterministic.
+One is for tiles of keys, over all queries and heads of the group, one for tiles of queries, over all keys; both
+recompute the weights from the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ def row_stats_kernel(
     num_queries, num_heads, num_rows,
     D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
-    """
-    Log-sum-exp of each query in powers of two, followed by `delta`, the sum of output times gradient of each query.
-    """
+    """Log-sum-exp of each query in powers of two, followed by `delta`, the sum of output times gradient."""
     num_tiles = tl.cdiv(num_queries, TILE_Q)
     i_row = tl.program_id(0) // num_tiles
     i_head = i_row % num_heads
@@ -56,12 +53,7 @@ def row_stats_kernel(
 
 @triton.jit
 def weights_and_slope(b_s, b_lse, m_visible, score_scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    """
-    Weights of the softmax, and the slope of the soft cap at the scores (1 without a cap).
-
-    A query without visible keys is in partial blocks only, where the mask sets its infinite weights to 0; past the end
-    the log-sum-exp is `inf`, which gives weights of 0 in full blocks as well.
-    """
+    """Weights of the softmax, and the slope of the soft cap at the scores (1 without a cap)."""
     if SOFTCAP:
         b_capped = capped(b_s, score_scale)
         b_p = tl.exp2(b_capped * cap - b_lse)
@@ -70,6 +62,8 @@ def weights_and_slope(b_s, b_lse, m_visible, score_scale, cap, SOFTCAP: tl.const
         b_p = tl.exp2(b_s * score_scale - b_lse)
         b_slope = 1.0
     if MASKED:
+        # A query without visible keys is in partial blocks only, where this clears its infinite weights; past the end
+        # the log-sum-exp is `inf`, which gives weights of 0 in full blocks as well.
         b_p = tl.where(m_visible, b_p, 0.0)
     return b_p, b_slope
 

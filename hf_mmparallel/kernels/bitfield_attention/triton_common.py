@@ -4,9 +4,7 @@ Shared code of the forward and backward kernels: loads, the mask, scores, and th
 A head dimension is divided into one or two slices of columns whose widths are powers of two (96 = 64 + 32), so that
 there is little or no padding: 72 is 64 + 16, of which 8 columns are padding. `PART_1` is 0 if one slice is enough; the
 values of the second slice are then dummies that the compiler removes.
-
-Names: `i_` index, `o_` offsets, `m_` mask, `b_` value of a tile. Shapes: Q queries and K keys of a tile, D columns of
-a slice.
+Names: `i_` index, `o_` offsets, `m_` mask, `b_` value of a tile. Shapes: Q queries, K keys, D columns of a slice.
 """
 
 from __future__ import annotations
@@ -28,13 +26,10 @@ def program_tile(num_tiles, num_kv_heads, tile_stride, head_stride, INNER: tl.co
 
 @triton.jit
 def listed_row(blocks, i_step, num_steps, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """
-    First token of the tile of one step through a list of blocks; 0 past its end.
-
-    Kernels load it one step ahead: if the address of a step's tokens depended on a load of the same step, the compiler
-    would spend a pipeline stage on it.
-    """
+    """First token of the tile of one step through a list of blocks; 0 past its end."""
     STEPS: tl.constexpr = BLOCK // TILE
+    # Kernels load it one step ahead: if the address of a step's tokens depended on a load of the same step, the
+    # compiler would spend a pipeline stage on it.
     i_block = tl.load(blocks + i_step // STEPS, mask=i_step < num_steps, other=0)
     return i_block * BLOCK + (i_step % STEPS) * TILE
 
@@ -51,10 +46,9 @@ def load_part(
     MASK_ROWS: tl.constexpr,
 ):
     """
-    Columns from `COLUMN` on for some tokens, 0 past the ends.
+    Columns from `COLUMN` on for some tokens, counted from the start of the head, 0 past the ends.
 
-    Tokens are counted from the start of the head: offsets from the start of a tile would be constant in a loop, and
-    the compiler would hold them in registers that the products need.
+    Offsets from the start of a tile would be constant in a loop, and held in registers that the products need.
     """
     o_columns = COLUMN + tl.arange(0, WIDTH)
     pointers = pointer + (o_rows.to(tl.int64) * stride)[:, None] + o_columns[None, :]

@@ -51,12 +51,7 @@ def store_result(
     out, lse, sink, stride, o_q, m_q, b_o0, b_o1, b_max, b_sum,
     D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, SINK: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
-    """
-    Divides by the sum and writes the output and the log-sum-exp; the log-sum-exp of a share of a split tile is in
-    powers of two.
-
-    A query without visible keys gets 0 and `-inf`.
-    """
+    """Divides by the sum and writes the output and the log-sum-exp, 0 and `-inf` for a query without visible keys."""
     if SINK:  # a logit without a value
         b_sink = tl.load(sink).to(tl.float32) * LOG2E
         b_new_max = tl.maximum(b_max, b_sink)
@@ -73,6 +68,7 @@ def store_result(
     if PART_1 > 0:
         store_part(out, stride, o_q, m_q, b_o1 * b_weight[:, None], PART_0, PART_1, D)
     b_lse = tl.where(b_blind, float("-inf"), b_max + tl.log2(b_sum))
+    # the log-sum-exp of a share of a split tile is in powers of two
     if not IS_PART:
         b_lse *= LN2
     tl.store(lse + o_q, b_lse, mask=m_q)
@@ -87,14 +83,10 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     GENERAL: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """
-    Output and log-sum-exp of `TILE_Q` queries of one head.
-
-    The programs of the heads of a group are consecutive, so that their keys are in the cache. A share of a split tile
-    is written to the workspace instead, with the logarithm in powers of two.
-    """
+    """Output and log-sum-exp of `TILE_Q` queries of one head; a share of a split tile goes to the workspace."""
     INNER: tl.constexpr = GROUP * (BLOCK_Q // TILE_Q)
     i_tile, i_kv, i_inner = program_tile(num_tiles, num_kv_heads, tile_stride, head_stride, INNER)
+    # The programs of the heads of a group are consecutive, so that their keys are in the cache.
     i_head = i_kv * GROUP + i_inner % GROUP
     num_heads = num_kv_heads * GROUP
     COLUMNS: tl.constexpr = 6 if SPLIT else 5

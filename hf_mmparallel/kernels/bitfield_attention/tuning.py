@@ -1,9 +1,4 @@
-"""
-Tile sizes of the kernels: a table by device and head dimension.
-
-The tiles are chosen by the machine code of each kernel (registers, shared memory, spills). Those of sm_90 for a head
-dimension of 128 are the fastest of a sweep on an H100 that spill nothing.
-"""
+"""Tile sizes of the kernels: a table by device and head dimension."""
 
 from __future__ import annotations
 
@@ -14,40 +9,23 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Tile:
-    """
-    The tile of one kernel and how it is compiled.
+    """The tile of one kernel and how it is compiled."""
 
-    Args:
-        block_q (`int`): Queries of a tile; divides `block_q` of the plan.
-        block_k (`int`): Keys of a tile; divides `block_k` of the plan.
-        num_warps (`int`): Warps of a program.
-        num_stages (`int`): Tiles of the inner loop in flight.
-    """
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+    block_q: int  # queries of a tile; divides `block_q` of the plan
+    block_k: int  # keys of a tile; divides `block_k` of the plan
+    num_warps: int  # of a program
+    num_stages: int  # tiles of the inner loop in flight
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """
-    Tile sizes of one attention call.
+    """Tile sizes of one attention call."""
 
-    Args:
-        block_q (`int`): Queries of a block of the plan's lists.
-        block_k (`int`): Keys of a block of the plan's lists.
-        forward (`Tile`): Tile of the forward kernel.
-        dkdv (`Tile`): Tile of the kernel for the gradients of keys and values.
-        dq (`Tile`): Tile of the kernel for the gradient of queries.
-    """
-
-    block_q: int
-    block_k: int
+    block_q: int  # queries of a block of the plan's lists
+    block_k: int  # keys of a block of the plan's lists
     forward: Tile
-    dkdv: Tile
-    dq: Tile
+    dkdv: Tile  # of the kernel for the gradients of keys and values
+    dq: Tile  # of the kernel for the gradient of queries
 
 
 @dataclass(frozen=True)
@@ -63,6 +41,8 @@ class _Row:
     dq_general: Tile | None = None
 
 
+# The tiles are chosen by the machine code of each kernel (registers, shared memory, spills). Those of sm_90 for a head
+# dimension of 128 are the fastest of a sweep that spill nothing.
 # By class of devices: sm_90 multiplies from 227 KiB of shared memory, sm_80 has tensor cores that read registers,
 # sm_86 is like sm_80 with only 99 KiB of shared memory. Then by the largest head dimension of the entry. The kernels
 # of the general form need more registers.
@@ -132,34 +112,14 @@ def _device_class(capability: Capability | None) -> str:
     return "sm_90" if capability[0] in (9, 10) else "sm_86"
 
 
+# A compute capability of `None` is the interpreter; head dimensions go up to 256.
 def plan_blocks(capability: Capability | None, head_dim: int, wide: bool = False) -> tuple[int, int]:
-    """
-    Block sizes of the plan, which are the same for all kernels of a call.
-
-    Args:
-        capability (`tuple[int, int]`, *optional*): Compute capability; `None` for the interpreter.
-        head_dim (`int`): Head dimension, up to 256.
-        wide (`bool`, *optional*, defaults to `False`): Whether the inputs are float32.
-
-    Returns:
-        `tuple[int, int]`: Queries and keys of a block.
-    """
+    """Returns queries and keys of a plan's blocks, the same for all kernels of a call; `wide` is for float32."""
     return _row(capability, head_dim, wide).blocks
 
 
 def choose_tuning(capability: Capability | None, head_dim: int, interval: bool, wide: bool = False) -> Tuning:
-    """
-    The tiles of a call.
-
-    Args:
-        capability (`tuple[int, int]`, *optional*): Compute capability; `None` for the interpreter.
-        head_dim (`int`): Head dimension, up to 256.
-        interval (`bool`): Whether the plan is in its interval form.
-        wide (`bool`, *optional*, defaults to `False`): Whether the inputs are float32.
-
-    Returns:
-        `Tuning`: For plans with the block sizes of [`plan_blocks`].
-    """
+    """Chooses the tiles of a call, for plans of [`plan_blocks`]; `interval`: the plan is in its interval form."""
     row = _row(capability, head_dim, wide)
     tiles = (row.forward, row.dkdv, row.dq)
     if not interval:

@@ -53,24 +53,14 @@ class Kind(IntFlag):
 
 @dataclass(frozen=True)
 class WordFields:
-    """
-    The fields of words, each a tensor of the words' shape.
+    """The fields of words, each a tensor of the words' shape."""
 
-    Args:
-        segment (`torch.Tensor`): int64, 0 for padding.
-        span (`torch.Tensor`): int64, 0 for none.
-        kinds (`torch.Tensor`): int64, a bit for each kind.
-        sees (`torch.Tensor`): int64, a bit for each kind.
-        causal (`torch.Tensor`): bool.
-        sees_all (`torch.Tensor`): bool, the bit `global`.
-    """
-
-    segment: Tensor
-    span: Tensor
-    kinds: Tensor
-    sees: Tensor
-    causal: Tensor
-    sees_all: Tensor
+    segment: Tensor  # int64, 0 for padding
+    span: Tensor  # int64, 0 for none
+    kinds: Tensor  # int64, a bit for each kind
+    sees: Tensor  # int64, a bit for each kind
+    causal: Tensor  # bool
+    sees_all: Tensor  # bool, the bit `global`
 
 
 def encode_words(
@@ -82,7 +72,7 @@ def encode_words(
     sees_all: Tensor | bool = False,
 ) -> Tensor:
     """
-    Packs fields into words.
+    Packs fields into int64 words of the shape of `segment`, 0 where the segment is 0.
 
     Args:
         segment (`torch.Tensor` of any shape, integers): The sample of each token, from 1; 0 is padding.
@@ -92,9 +82,6 @@ def encode_words(
         causal (`torch.Tensor` or `bool`, *optional*, defaults to `True`):
             Whether each token sees itself and earlier tokens.
         sees_all (`torch.Tensor` or `bool`, *optional*, defaults to `False`): Whether each token sees its whole sample.
-
-    Returns:
-        `torch.Tensor`: int64 words of the shape of `segment`, 0 where the segment is 0.
 
     Raises:
         `ValueError`: If a field does not fit its bits.

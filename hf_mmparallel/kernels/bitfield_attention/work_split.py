@@ -1,11 +1,4 @@
-"""
-Splits the longest tiles of the forward pass over several programs.
-
-Longest first is nearly the ideal order if every program has several tiles to run (within 3 % on the masks of
-training). With few tiles, as in generation, in short batches or with one very long row, the longest tile alone
-determines when the last program ends. Then its list of blocks is split, each share writes its own softmax, and a
-second kernel combines the shares.
-"""
+"""Splits the longest tiles of the forward pass over several programs, where so few run that the longest decides."""
 
 from __future__ import annotations
 
@@ -14,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Longest first is nearly the ideal order if every program has several tiles to run (within 3 % on the masks of
+# training). With few, as in generation, in short batches or with one very long row, the longest tile's list of blocks
+# is split, each share writes its own softmax, and a second kernel combines the shares.
 # Costs in tenths of a step over a full block: a partial block also evaluates the mask; every tile loads its queries
 # and stores its output; a share of a tile stores float32, which is read again; the second kernel has to be launched.
 FULL_COST, PARTIAL_COST = 10, 13
@@ -24,48 +20,29 @@ COMBINE_COST = 30
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """
-    Forward tiles, some of which are shares of a split tile, and the tile to which each share belongs.
+    """Forward tiles, some of which are shares of a split tile."""
 
-    Args:
-        tiles (`torch.Tensor` of shape `[num_tiles, 6]`):
-            int32: the five columns of [`BlockLists`], and the index in the workspace to which the share is written; -1
-            for a tile that is not split.
-        rows (`torch.Tensor` of shape `[num_rows, 4]`):
-            int32 for each block of queries that is split: row of the batch, block, first index in the workspace,
-            number of shares.
-        num_slots (`int`): Size of the workspace in shares.
-    """
-
+    # int32 [num_tiles, 6]: the five columns of `BlockLists`, and the index in the workspace to which the share is
+    # written; -1 for a tile that is not split
     tiles: Tensor
+    # int32 [num_rows, 4], for each block of queries that is split: row of the batch, block, first index in the
+    # workspace, number of shares
     rows: Tensor
-    num_slots: int
+    num_slots: int  # size of the workspace in shares
 
 
 def step_costs(partial: Tensor, seen: Tensor) -> Tensor:
-    """
-    Cost of the steps of tiles that visit `seen` blocks, `partial` of which are partial; integers of the same shape.
-    """
+    """Costs of the steps of tiles that visit `seen` blocks, `partial` of them partial; integers of the same shape."""
     return torch.add(seen * FULL_COST, partial, alpha=PARTIAL_COST - FULL_COST)
 
 
 def split_tiles(tiles: Tensor, longest: int, total: int, num_heads: int, num_programs: int) -> SplitTiles | None:
     """
-    Splits tiles if the kernel is then certain to end earlier.
+    Splits tiles `[num_tiles, 5]` if the kernel is then certain to end earlier, otherwise returns `None`.
 
     A tile is split only if the upper bound for any list schedule of the shares (their mean load plus the longest
     share) is below the lower bound without splitting (the mean load, or the longest tile), so that it cannot end
-    later.
-
-    Args:
-        tiles (`torch.Tensor` of shape `[num_tiles, 5]`): The tiles of [`BlockLists`].
-        longest (`int`): Largest cost of the steps of a tile.
-        total (`int`): Cost of the steps of all tiles.
-        num_heads (`int`): Heads that run each tile.
-        num_programs (`int`): Programs that run at once.
-
-    Returns:
-        `SplitTiles` or `None`: `None` if no split is certain to be faster.
+    later. `longest` and `total` are costs of the steps of a tile and of all tiles.
     """
     share = num_heads / num_programs
     mean = (total + tiles.shape[0] * TILE_COST) * share
