@@ -44,17 +44,13 @@ PRELOADED = [
     "pytest",
     "torch.distributed.device_mesh",
     "torch.distributed.tensor",
-    "accelerate",
-    "transformers.trainer",
-    "transformers.models.clip.modeling_clip",
-    "transformers.models.llama.modeling_llama",
+    "torch.distributed.checkpoint",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
-    "torch.distributed.checkpoint",
     "hf_mmparallel.trainer",
     "hf_mmparallel.runtime.engine",
-    "tests.tiny",
     "tests.distributed",
+    "tests.warm",
 ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +18,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.runtime import offload
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
-from tests.folders import run_folder
+from tests.folders import run_folder, session_folder
 
 SAMPLES = 22
 GLOBAL_BATCH = 8
@@ -66,7 +69,19 @@ def frozen(parallel: dict[str, Any]) -> dict[str, Any]:
 
 
 def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -> Run:
-    """The stock Trainer on this process."""
+    """The stock Trainer on this process; a run that any test of this session has made is read from its folder."""
+    if "output_dir" in arguments:  # its files are wanted, too
+        return _stock(family, freeze, arguments)
+    key = hashlib.sha256(pickle.dumps((family, freeze, sorted(arguments.items())))).hexdigest()
+    path = session_folder() / f"stock-{key}.pt"
+    if not path.exists():
+        fresh = path.with_suffix(f".{os.getpid()}")
+        torch.save(_stock(family, freeze, arguments), fresh)
+        fresh.replace(path)
+    return torch.load(path, weights_only=False)
+
+
+def _stock(family: str, freeze: dict[str, Any] | None, arguments: dict[str, Any]) -> Run:
     model = arguments.pop("model", None) or tiny.FAMILIES[family]()
     for name, what in (freeze or {}).items():
         trained = build_model_spec(model).modules[name].with_frozen(what).parameters
