@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("hf_mmparallel", "tests", "benchmarks")
-NAMES = ("encoder_backwards_last", "heaviest_first", "vip_llava", "longest_task")
-"""A word in the name of each test of an example: the schedule, the arrangement, the model family, the callback."""
+NAMES = ("encoder_backwards_last", "heaviest_first", "vip_llava")
+"""A word in the name of each test of an example: the schedule, the arrangement, the model family."""
 
 
 def _apply(page: str, folder: Path) -> None:
@@ -48,7 +48,6 @@ def test_the_examples_pass_their_tests(tmp_path: Path):
         "arrange/test_arrangements.py",
         "plan/test_plan_files.py",
         "modeling/test_stages.py",
-        "trainer/test_longest_task.py",
     ]
     command = [
         sys.executable,
