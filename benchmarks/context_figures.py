@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from figures import balance, pair, ratio, result, table
+from figures import balance, pair, result, table
 
 WAYS = {
     "ours": "ours, by blocks (`lpt`): LPT in rounds, then exchanges",
@@ -36,22 +36,6 @@ def context_parallel() -> str:
     return table("| sharding of the row | 8k tokens | 64k tokens | 64k tokens, without the 0.3 |", rows)
 
 
-def context_parallel_papers() -> str:
-    """The papers' masks: work as counted here, and times as measured in the first version of Cornstarch."""
-    rows = []
-    for method, words in WAYS.items():
-        cells = []
-        for kind in ("EP", "EE", "MP"):
-            found = balance("papers", kind, 65536, method)
-            best = balance("papers", kind, 65536, "ours")
-            digits = 4 if method == "ours" else 3 if method in ("capped LPT", "PTRR") else 2
-            printed = found.get("published_ms")
-            told = "" if printed is None else f" ({ratio(printed / best['published_ms'])})"
-            cells.append(f"{pair(found['work'], digits)}{told}")
-        rows.append(f"| {words} | " + " | ".join(cells) + " |")
-    return table("| sharding of the row | prepended | embedded | packed |", rows)
-
-
 def quotes_of_context() -> Iterator[str]:
     """Sentences of `docs/benchmarks.md` outside of its tables."""
     small = result("context_parallel_balance")["small"]
@@ -71,5 +55,5 @@ def quotes_of_context() -> Iterator[str]:
     yield f"whole segments of 64k tokens take {times['whole segments, 65536 tokens packed']:.1f} ms"
 
 
-BLOCKS = {function.__name__: function for function in (context_parallel, context_parallel_papers)}
+BLOCKS = {"context_parallel": context_parallel}
 QUOTES = {"docs/benchmarks.md": quotes_of_context}

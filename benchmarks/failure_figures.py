@@ -1,13 +1,12 @@
-"""The tables of recoveries, chaos runs and asynchronous saves in `docs/benchmarks.md`, see `pages.py`."""
+"""Figures of recoveries, chaos runs and asynchronous saves in `docs/benchmarks.md`, see `pages.py`."""
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from figures import ms, percent, ratio, result, table
+from figures import ms, percent, ratio, result, spread, table
 
 PARTS = ("detected", "met", "planned", "copied", "laid out", "first step")
 
@@ -18,16 +17,18 @@ def _new_start(case: str) -> float:
 
 
 def recovery() -> str:
-    """Seconds of each part of a recovery, and of a new start from a checkpoint."""
-    header = f"| run | death | {' | '.join(PARTS)} | all (longest) | new start | times |"
+    """Seconds of each part of a recovery from SIGKILL, of all deaths, and of a new start from a checkpoint."""
+    cases: dict[str, dict[str, Any]] = {}
+    for row in result("recovery")["cases"]:
+        cases.setdefault(row["case"], {})[row["cause"]] = row["seconds"]
     rows = []
-    for case in result("recovery")["cases"]:
-        seconds, restart = case["seconds"], _new_start(case["case"])
-        parts = " | ".join(f"{seconds[part]['median']:.2f}" for part in PARTS)
-        total = f"{seconds['total']['median']:.2f} ({seconds['total']['max']:.2f})"
-        times = ratio(restart / seconds["total"]["median"])
-        rows.append(f"| {case['case']} | {case['cause']} | {parts} | {total} | {restart:.1f} | {times} |")
-    return table(header, rows)
+    for case, by_cause in cases.items():
+        killed, restart = by_cause["SIGKILL"], _new_start(case)
+        parts = " | ".join(f"{killed[part]['median']:.2f}" for part in (*PARTS, "total"))
+        deaths = spread([seconds["total"]["median"] for seconds in by_cause.values()], "{:.2f}".format)
+        times = ratio(restart / killed["total"]["median"])
+        rows.append(f"| {case} | {parts} | {deaths} | {restart:.1f} | {times} |")
+    return table(f"| run | {' | '.join(PARTS)} | all | any death | new start | times |", rows)
 
 
 def recovery_overhead() -> str:
@@ -39,29 +40,6 @@ def recovery_overhead() -> str:
         times = f"{ms(row['with_ms'])} | {ms(row['without_ms'])} | {measured} | {row['own_us']:.0f} us"
         shares = f"{100 * row['own_share']:.2f} % | {100 * row['threads_share']:.2f} %"
         rows.append(f"| {row['model']}, {row['ranks']} ranks | {times} | {shares} |")
-    return table(header, rows)
-
-
-def chaos() -> str:
-    """Deaths in each kind of run."""
-    rows = [
-        f"| {name} | {row['runs']} | {row['died']} | {row['at_fault']} |"
-        for name, row in result("chaos")["by_setting"].items()
-    ]
-    return table("| runs | number | processes that died | runs at fault |", rows)
-
-
-def chaos_recoveries() -> str:
-    """Recoveries by the point at which a process died."""
-    by_point: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in result("chaos")["recoveries"]:
-        by_point[row["at"]].append(row)
-    header = "| died in | recoveries | detected, s | recovered | next step finished | the longest |"
-    rows = []
-    for point, own in sorted(by_point.items()):
-        names = ("detected_s", "recovered_s", "next_step_s")
-        medians = " | ".join(f"{statistics.median(row[name] for row in own):.2f}" for name in names)
-        rows.append(f"| `{point}` | {len(own)} | {medians} | {max(row['next_step_s'] for row in own):.2f} |")
     return table(header, rows)
 
 
@@ -86,6 +64,8 @@ def quotes() -> Iterator[str]:
     deaths, saves = result("chaos"), result("async_save")
     yield f"{deaths['died']} processes died in {deaths['num_runs']} runs"
     yield f"{deaths['hangs']} runs hung, and {len(deaths['faults'])} differed"
+    seconds = [row["next_step_s"] for row in deaths["recoveries"]]
+    yield f"finished {statistics.median(seconds):.1f} s after a death in the median, {max(seconds):.1f} s at most"
     yield f"A checkpoint has {saves['checkpoint_bytes'] / 1e6:,.0f} MB"
     yield f"The files were written {saves['written_s']['median']:.1f} s later"
 
@@ -93,8 +73,6 @@ def quotes() -> Iterator[str]:
 BLOCKS = {
     "recovery": recovery,
     "recovery_overhead": recovery_overhead,
-    "chaos": chaos,
-    "chaos_recoveries": chaos_recoveries,
     "async_save": async_save,
 }
 QUOTES = {"docs/benchmarks.md": quotes}

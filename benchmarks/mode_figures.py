@@ -40,8 +40,6 @@ def quotes_of_modes() -> Iterator[str]:
         yield f"{100 * saved[0]:.0f} to {100 * saved[1]:.0f} % shorter than the best baseline's with {mode} rows"
     errors = {mode: 100 * own["largest_prediction_error"] for mode, own in summary.items()}
     yield f"at most {errors['padded']:.1f} % off with padded rows and {errors['packed']:.1f} % with packed ones"
-    slower = 100 * (summary["packed"]["hierarchical_slowest"] - 1)
-    yield f"`hierarchical` alone is up to {slower:.1f} % slower than the best baseline with packed rows"
 
 
 BLOCKS = {"arrangement_modes": arrangement_modes}

@@ -6,18 +6,16 @@ from figures import ms, ratio, result, table
 
 
 def sharding() -> str:
-    """Time, memory and bytes sent of each variant, and the ratios of ours to the best peer."""
+    """Time, memory and bytes sent of each variant on four ranks, and the ratios of ours to the best peer."""
     found = result("sharding")
-    header = "| ranks | variant | step ms | CPU ms | live tensors MiB | sent MiB | time | CPU | live | sent |"
     rows = []
-    for ranks, variants in found["ranks"].items():
-        for name, row in variants.items():
-            over = found["ratios"][ranks].get(name, {})
-            cells = [ms(row["step_ms"]["median"]), ms(row["cpu_ms"]["median"])]
-            cells += [f"{row['live_mib']:.0f}", f"{row['sent_mib']:.1f}"]
-            cells += [ratio(over[key]) if over else "" for key in ("step_ms", "cpu_ms", "live_mib", "sent_mib")]
-            rows.append(f"| {ranks} | {name} | {' | '.join(cells)} |")
-    return table(header, rows)
+    for name, row in found["ranks"]["4"].items():
+        over = found["ratios"]["4"].get(name, {})
+        cells = [ms(row["step_ms"]["median"]), ms(row["cpu_ms"]["median"])]
+        cells += [f"{row['live_mib']:.0f}", f"{row['sent_mib']:.1f}"]
+        cells += [ratio(over[key]) if over else "" for key in ("step_ms", "cpu_ms", "live_mib", "sent_mib")]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return table("| variant | step ms | CPU ms | live tensors MiB | sent MiB | time | CPU | live | sent |", rows)
 
 
 def sharded_simulation() -> str:

@@ -6,37 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from figures import percent, result, table
-from paper_failures import EVERY_S, LAYERS, PLANNING_S
+from paper_failures import EVERY_S
 
 NAMES = {
     "Oobleck": "templates (Oobleck)",
-    "weighed": "templates, weighed",
     "Varuna": "grid (Varuna)",
-    "Varuna, free checkpoints": "grid, free checkpoints",
     "Bamboo": "redundant stages (Bamboo)",
 }
-CAUSES = ("computing", "redundant", "lost", "copying", "saving", "restarting", "idle")
-
-
-def latency() -> str:
-    """Seconds for one template, and the paper's."""
-    rows = []
-    for nodes, size in PLANNING_S:
-        own = [row for row in result("templates")["latency"] if (row["nodes"], row["size"]) == (nodes, size)]
-        cells = (f"{row['s']:.2f}, {row['limited_s']:.2f} / {row['paper_s']:,.2f}" for row in own)
-        rows.append(f"| {nodes} | {size} | {' | '.join(cells)} |")
-    layers = " | ".join(f"{count} layers" for count in LAYERS)
-    return table(f"| nodes | GPUs of each | {layers} |", rows)
-
-
-def heuristic() -> str:
-    """How much slower the paper's stages are."""
-    rows = []
-    for row in result("templates")["heuristic"]:
-        slower = f"{percent(row['mean'])} / {percent(row['worst'])} %"
-        fewest = "yes" if row["fewest_stages"] else "no"
-        rows.append(f"| {row['nodes']} | {row['size']} | {row['layers']} | {row['costs']} | {slower} | {fewest} |")
-    return table("| nodes | GPUs of each | layers | times | slower: mean / worst | fewest stages |", rows)
 
 
 def throughput() -> str:
@@ -79,35 +55,6 @@ def over_grid(row: dict[str, Any], kind: str, name: str) -> float:
     ours, grid = (row[kind][system][name] for system in ("Oobleck", "Varuna"))
     ours, grid = (value if isinstance(value, float) else value["rate"] for value in (ours, grid))
     return ours / grid if grid else float("inf")
-
-
-def ratios() -> str:
-    """Templates over the grid at a loss each 10 minutes, and in spot markets."""
-    rows = []
-    for row in result("templates")["throughput"]:
-        cells = [_times(over_grid(row, kind, "10m")) for kind in (*_KINDS, "paper")]
-        cells += [_times(over_grid(row, "simulator", name)) for name in ("EC2 P3", "GCP")]
-        rows.append(f"| {row['workload']} | {' | '.join(cells)} |")
-    header = "| workload | 10 min | the paper's speed | the table's batch | paper | market like EC2 P3 | like GCP |"
-    return table(header, rows)
-
-
-def _times(value: float) -> str:
-    return "no progress of the grid" if value == float("inf") else f"{value:.2f}"
-
-
-def shares() -> str:
-    """What the time of nodes goes to with a loss each 10 minutes, for the smallest and the largest workload."""
-    rows = []
-    for row in result("templates")["throughput"]:
-        if row["workload"] not in ("BERT-Large", "GPT-3 6.7b"):
-            continue
-        for system in ("Oobleck", "Varuna", "Bamboo"):
-            if system in row["paper_speed"]:
-                found = row["paper_speed"][system]["10m"]["shares"]
-                cells = (f"{percent(found[cause])} %" for cause in CAUSES)
-                rows.append(f"| {row['workload']} | {NAMES[system]} | {' | '.join(cells)} |")
-    return table(f"| workload | recovery | {' | '.join(CAUSES)} |", rows)
 
 
 def papers_failures() -> str:
@@ -231,6 +178,7 @@ def quotes_of_benchmarks() -> Iterator[str]:
     found = result("templates")
     slowest = max(found["latency"], key=lambda row: row["limited_s"])
     yield f"The slowest template takes {slowest['limited_s']:.1f} s of processor time"
+    yield f"are at most {percent(max(row['worst'] for row in found['heuristic']))} % slower than the exact ones"
     worst = found["distribution"]
     yield (
         f"in {worst['cases']} random clusters of unequal pipelines its steps are {percent(worst['mean'])} % slower on "
@@ -247,11 +195,7 @@ def quotes_of_benchmarks() -> Iterator[str]:
 
 
 BLOCKS = {
-    "template_latency": latency,
-    "template_heuristic": heuristic,
     "template_throughput": throughput,
-    "template_ratios": ratios,
-    "template_shares": shares,
     "papers_failures": papers_failures,
 }
 QUOTES = {"docs/benchmarks.md": quotes_of_benchmarks}

@@ -43,8 +43,8 @@ def measured() -> str:
 
 
 def runs() -> str:
-    """When and where each result was measured."""
-    rows = []
+    """When and where each result was measured, by processor."""
+    by_processor: dict[str, list[str]] = {}
     for source in result_names():
         found = result(source)
         parts = found.get("runs") or {
@@ -52,11 +52,11 @@ def runs() -> str:
         }
         for name, run in (parts or {"": found}).items():
             described = {**found, **run}
-            rows.append(
-                f"| `{source}`{f' {name}' if name else ''} | {described['commit']} | {described['date'][:10]} "
-                f"| {described['processor'].replace('(R)', '').replace(' Processor', '')} |"
-            )
-    return table("| result | commit | date | processor |", rows)
+            words = f"`{source}`{f' {name}' if name else ''} ({described['commit']}, {described['date'][:10]})"
+            processor = described["processor"].replace("(R)", "").replace(" Processor", "")
+            by_processor.setdefault(processor, []).append(words)
+    rows = [f"| {processor} | {', '.join(sources)} |" for processor, sources in sorted(by_processor.items())]
+    return table("| processor | results, with commit and date |", rows)
 
 
 def trainer_overhead() -> str:

@@ -36,6 +36,7 @@ from .published_stages import (
 
 IMPROVEMENTS = {"SSS": 1.18, "MMS": 1.02, "LLS": 1.0, "SSM": 1.11, "MMM": 2.46, "LLM": 2.03, "SSL": 1.0, "MML": 1.3}
 IMPROVEMENTS["LLL"] = 1.72
+PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
 
 
 def pairs(rows: tuple[StageTimes, ...]) -> dict[tuple[str, str], tuple[StageTimes, StageTimes]]:
@@ -284,82 +285,3 @@ class TestTwoEncoders:
         totals = totals_ms(row, two_encoder_counts()[row], aware=True)
         ours = best_counts(row, totals, SECOND_STAGES)
         return sum(totals) + (SECOND_RUN.num_microbatches - 1) * slowest_stage_ms(row, totals, ours)
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
-
-
-def rows_of(header: str) -> list[str]:
-    """The rows of a table of the page."""
-    table = PAGE.read_text().partition(f"| {header} |")[2].partition("\n\n")[0]
-    return table.splitlines()[2:]
-
-
-def counted(counts: tuple[int, ...]) -> str:
-    return ", ".join(map(str, counts))
-
-
-def rows_of_one_encoder() -> list[str]:
-    found = []
-    for (llm, model), (aware, unaware) in ONE_ENCODER.items():
-        counts = [one_encoder_counts()[row] for row in (aware, unaware)]
-        totals = totals_ms(aware, counts[0], aware=True)
-        ours = best_counts(aware, totals, sum(counts[0]))
-        even = best_counts(unaware, totals_ms(unaware, counts[1], aware=False), sum(counts[1]))
-        slowest = [slowest_stage_ms(aware, totals, split) for split in (counts[0], ours)]
-        samples = FIRST_RUN.num_microbatches * 4
-        throughputs = [
-            f"{1000 * samples / sum(own) / iteration_ms(row, own, FIRST_RUN):.2f}, {row.throughput:.2f}"
-            for row, own in zip((aware, unaware), counts, strict=True)
-        ]
-        cells = [
-            f"{model}, LLM-{llm}",
-            counted(printed_counts(aware)),
-            counted(counts[0]),
-            counted(ours),
-            ", ".join(f"{value:.0f}" for value in slowest),
-            counted(printed_counts(unaware)),
-            counted(counts[1]),
-            counted(even),
-            *throughputs,
-        ]
-        found.append(f"| {' | '.join(cells)} |")
-    return found
-
-
-def test_the_page_has_the_rows_of_one_encoder():
-    header = "model | aware: printed | from times | ours | slowest, ms: paper, ours | unaware: printed | from times"
-    printed = rows_of(f"{header} | even forward | throughput, aware | unaware")
-    assert len(printed) == 16 and sorted(printed) == sorted(rows_of_one_encoder())
-
-
-def rows_of_two_encoders() -> list[str]:
-    found = []
-    for (_, model), (aware, unaware) in TWO_ENCODERS.items():
-        counts = [two_encoder_counts()[row] for row in (aware, unaware)]
-        totals = totals_ms(aware, counts[0], aware=True)
-        ours = best_counts(aware, totals, SECOND_STAGES)
-        even = best_counts(unaware, totals_ms(unaware, counts[1], aware=False), SECOND_STAGES)
-        slowest = [slowest_stage_ms(aware, totals, split) for split in (counts[0], ours)]
-        seconds = [
-            iteration_ms(row, own, SECOND_RUN) / 1000 for row, own in zip((aware, unaware), counts, strict=True)
-        ]
-        cells = [
-            model,
-            counted(counts[0]),
-            counted(ours),
-            ", ".join(f"{value:.0f}" for value in slowest),
-            counted(counts[1]),
-            counted(even),
-            f"{seconds[0]:.1f}, {aware.iteration_s:.1f}",
-            f"{seconds[1]:.1f}, {unaware.iteration_s:.1f}",
-            f"{seconds[1] / seconds[0]:.2f}, {IMPROVEMENTS[model]:.2f}",
-        ]
-        found.append(f"| {' | '.join(cells)} |")
-    return found
-
-
-def test_the_page_has_the_rows_of_two_encoders():
-    header = "model | aware: from times | ours | slowest, ms: paper, ours | unaware: from times | even forward"
-    printed = rows_of(f"{header} | iteration, aware | unaware | improvement")
-    assert len(printed) == 9 and sorted(printed) == sorted(rows_of_two_encoders())
