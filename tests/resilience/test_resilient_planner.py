@@ -24,14 +24,12 @@ from hf_mmparallel.plan import (
     resolve_plan,
     stage_parameters,
 )
-from hf_mmparallel.resilience.adopted_plan import module_settings, tp_sizes_of
-from hf_mmparallel.resilience.instantiation import best_instantiation
 from hf_mmparallel.resilience.model_chain import model_chain
-from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans
+from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, common_holdings, holdings, state_copies
-from hf_mmparallel.resilience.templates import PipelineTemplate, fewest_nodes
+from hf_mmparallel.resilience.templates import PipelineTemplate, best_instantiation, fewest_nodes
 from tests.resilience.models import MODELS, chain_of, costs_of, typical
 
 
