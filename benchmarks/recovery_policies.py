@@ -15,7 +15,7 @@ from hf_mmparallel.resilience.templates import (
     LayerChain,
     PipelineTemplate,
     TemplateSearch,
-    best_instantiation,
+    fastest_instantiations,
     fewest_nodes,
     node_counts,
     step_ms,
@@ -191,13 +191,13 @@ class TemplateRecovery:
     def _fastest(self) -> list[Nodes]:
         """The fastest instantiation on all nodes."""
         num_microbatches = self.job.num_microbatches
-        best = best_instantiation(self.templates, len(self.alive), self.failures + 1, num_microbatches)
-        if best is None:
+        found = fastest_instantiations(self.templates, len(self.alive), self.failures + 1, num_microbatches, most=1)
+        if not found:
             raise ValueError(
                 f"{num_microbatches} microbatches can't be divided among {self.failures + 1} pipelines on "
                 f"{len(self.alive)} nodes. Use a larger global batch or smaller microbatches."
             )
-        return _regrouped([one.num_nodes for one in best.pipelines], self.pipelines, self.alive)
+        return _regrouped([one.num_nodes for one in found[0].pipelines], self.pipelines, self.alive)
 
     def _with_most_steps(self, fastest: list[Nodes], time_s: float) -> list[Nodes]:
         """The pipelines that there are, or the fastest ones if they do more steps within a time."""
@@ -212,7 +212,7 @@ class TemplateRecovery:
         templates = [self.job.usable_template(len(nodes)) for nodes in pipelines]
         assert all(templates), pipelines
         chosen = Instantiation.of([one for one in templates if one is not None], self.job.num_microbatches)
-        return Pace(chosen.step_ms / 1e3, chosen.num_nodes)
+        return Pace(chosen.step_ms / 1e3, sum(one.num_nodes for one in chosen.pipelines))
 
     def _recovery(self, regroup_s: float) -> Pauses:
         return (("restarting", regroup_s), ("copying", self._copies_s(self.pipelines)))

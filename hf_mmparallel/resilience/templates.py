@@ -306,10 +306,6 @@ class Instantiation:
         return cls(tuple(pipelines), tuple(fastest_counts(fill_ms, slowest_ms, num_microbatches)))
 
     @property
-    def num_nodes(self) -> int:
-        return sum(template.num_nodes for template in self.pipelines)
-
-    @property
     def unevenness(self) -> int:
         """Nodes of the largest pipeline beyond those of the smallest one."""
         sizes = [pipeline.num_nodes for pipeline in self.pipelines]
@@ -319,14 +315,6 @@ class Instantiation:
     def step_ms(self) -> float:
         """Time until the last pipeline is done."""
         return max(one.step_ms(count) for one, count in zip(self.pipelines, self.microbatches, strict=True))
-
-
-def best_instantiation(
-    templates: Sequence[PipelineTemplate], num_nodes: int, fewest_pipelines: int, num_microbatches: int
-) -> Instantiation | None:
-    """The first of [`fastest_instantiations`]; `None` if there are none."""
-    found = fastest_instantiations(templates, num_nodes, fewest_pipelines, num_microbatches, most=1)
-    return found[0] if found else None
 
 
 def fastest_instantiations(
