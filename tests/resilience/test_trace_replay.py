@@ -182,14 +182,14 @@ def test_a_recovery_that_is_interrupted_has_copied_nothing() -> None:
     assert replay.changes[2].took_s == pytest.approx(took_s)
 
 
-def test_a_node_that_is_lost_while_it_is_taken_in_changes_nothing_in_the_others() -> None:
+def test_a_node_that_is_lost_while_it_is_taken_in_leaves_the_others_to_be_taken_in() -> None:
     own = planner()
-    first = own.first()
-    fewer = own.without(first, [0])
-    replay = replayed(own, (10.0, "remove", 0), (30.0, "add", 9), (31.0, "remove", 9), end_s=100.0)
-    assert [change.label for change in replay.changes[1:]] == ["lost 0", "joined 9", "lost 9"]
-    assert replay.changes[-1].took_s == pytest.approx(IN_PLACE_S)
-    assert replay.steps[-1].step_s == step_s(own, fewer)
+    fewer = own.without(own.first(), [0])
+    joined = [(30.0, "add", 9), (30.0, "add", 10)]
+    replay = replayed(own, (10.0, "remove", 0), *joined, (31.0, "remove", 9), end_s=100.0)
+    assert [change.label for change in replay.changes[1:]] == ["lost 0", "joined 9, 10", "lost 9", "joined 10"]
+    assert replay.changes[-2].took_s == pytest.approx(IN_PLACE_S) and replay.changes[-2].num_nodes == 8
+    assert replay.steps[-1].step_s == step_s(own, own.with_nodes(fewer, [10])) and replay.steps[-1].num_nodes == 9
 
 
 @settings(max_examples=15)
