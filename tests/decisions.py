@@ -24,10 +24,9 @@ from hf_mmparallel.cost.sample_presets import SAMPLE_PRESETS
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.schedules import SCHEDULES
-from hf_mmparallel.resilience.model_chain import model_chain
+from hf_mmparallel.resilience.model_chain import TypicalMicrobatches, model_chain
 from hf_mmparallel.resilience.pipelines import PipelinePlans
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
-from hf_mmparallel.resilience.typical_microbatches import TypicalMicrobatches
 from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.stability import StabilityTest, draw_from, minimum_stable_batch

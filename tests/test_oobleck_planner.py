@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 from oobleck_planner import Part, deviating_least, divided, exhaustive  # noqa: E402
 
-from hf_mmparallel.resilience.templates import LayerChain, fastest_template  # noqa: E402
+from hf_mmparallel.resilience.templates import LayerChain, TemplateSearch  # noqa: E402
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 5])
@@ -41,7 +41,7 @@ def test_parts_are_stages_of_all_layers_and_never_better_than_the_best(
         if size == 1:
             assert part.estimate_ms <= 1.05 * best.estimate_ms
             chain = LayerChain([1], layer_ms)
-            template = fastest_template(chain, nodes, 1, 4 * stages)
+            template = TemplateSearch(chain, 1, nodes, 4 * stages).fastest(nodes, 4 * stages)
             assert template is not None
             closed_ms = sum(part.stages_ms) + (4 * stages - 1) * max(part.stages_ms)
             assert template.step_ms(4 * stages) <= closed_ms * (1 + 1e-9)

@@ -57,8 +57,7 @@ Device, batch sizes and the drawing of samples are those that the plan was made 
 they are given. Without --model a forward takes 1 ms and a backward 2 ms on every stage.
 
 Without a plan, a trace of failures is replayed on the model: rows of milliseconds, add or remove, and a node.
-Recovery in place by pipeline templates is compared with a grid of pipelines that starts anew from its last
-checkpoint (as Varuna) and with redundant computation of stages (as Bamboo).
+A run with `resilience` is simulated, with its own plans after each loss and join.
 """
 
 
@@ -134,7 +133,7 @@ def add_simulate_parser(commands: Any) -> None:
         "simulate",
         help="replay one step of a saved plan, or a trace of failures",
         description="Builds the program of a saved plan, checks it for deadlocks and replays it. Without a plan: "
-        "replays a trace of failures on a model, and compares ways to recover.",
+        "replays a trace of failures on a run that survives them.",
         epilog=SIMULATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -307,9 +306,9 @@ def _add_failure_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(name, type=above_zero, default=default, metavar="N", help=f"{text} ({default:g})")
     group.add_argument(
-        "--copy-gb-per-s", type=above_zero, metavar="N", help="what a node sends or receives (the device's network)"
+        "--copy-gb-per-s", type=above_zero, metavar="N", help="what a node sends or receives (by the device's links)"
     )
-    group.add_argument("--save-every", type=positive, default=10, metavar="STEPS", help="between checkpoints (10)")
+    group.add_argument("--save-every", type=positive, metavar="STEPS", help="between checkpoints (none)")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser, trace: str = "") -> None:

@@ -1,33 +1,28 @@
-"""`hf-mmparallel simulate --trace`: replays a trace of failures on a job, and compares ways to recover."""
+"""`hf-mmparallel simulate --trace`: what a run that survives failures achieves under a trace of them."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from ..drawing.throughput_chart import ThroughputRow, throughput_png
-from ..plan import ModulePlugin
-from ..planner.answer import SAMPLES_PER_GPU, Inputs
+from ..drawing.recovery_chart import RecoveryMark, recovery_png
+from ..plan import ModulePlugin, MultimodalParallelPlugin
+from ..planner.answer import Inputs
 from ..planner.inputs import read_model
-from ..planner.possible_sizes import stage_tp_sizes
 from ..planner.settings import Settings, complete
-from ..planner.surviving_plans import drawn_microbatches, selected_layers
+from ..planner.surviving_plans import SurvivingPlans, guarantee_lines, surviving_plans
 from ..planner.text import new_console, plural, print_labelled
-from ..resilience.model_chain import model_chain
-from ..resilience.recovery_policies import GridRestart, RedundantStages, TemplateRecovery
-from ..resilience.replay_job import EventCosts, ReplayJob
-from ..resilience.trace_replay import CAUSES, Replay, replay_trace
-from ..resilience.traces import Trace, read_trace, regular_losses
+from ..resilience.plan_choice import DAY_S
+from ..resilience.trace_replay import CAUSES, EventCosts, Replay, Trace, read_trace, regular_losses, replay_trace
 
 WINDOWS = 144
+MOST_STEPS = 3000  # in the picture
 WITHOUT_PLAN = ("schedule", "microbatch_assignment", "html", "generator")
-TEMPLATES, GRID, REDUNDANT = "templates", "grid, checkpoints", "redundant stages"
 
 
 def run_replay(args: argparse.Namespace) -> None:
@@ -42,27 +37,19 @@ def run_replay(args: argparse.Namespace) -> None:
             raise ValueError(f"`--{name.replace('_', '-')}` has no effect on a trace of failures. Leave it out.")
     complete(args)
     trace = _trace(args)
-    settings = Settings.of(args)
     source = read_model(args.model, {}, [])
-    inputs = Inputs.of(args, source)
-    batch = settings.global_batch_size or SAMPLES_PER_GPU * trace.most_nodes * args.node_size
-    job = _job(args, settings, inputs, trace.most_nodes, batch)
-    # A node holds the state of two stages.
-    doubled = _job(args, settings, inputs, trace.most_nodes, batch, state_copies=2)
-    event_costs = _event_costs(args, settings, job)
-    templates = TemplateRecovery(job, event_costs, args.failures, trace.mean_time_between_losses_s)
-    replays = {
-        TEMPLATES: replay_trace(trace, templates, batch),
-        GRID: replay_trace(trace, GridRestart(job, event_costs), batch),
-    }
-    if doubled.fewest_nodes is not None:
-        replays[REDUNDANT] = replay_trace(trace, RedundantStages(doubled, event_costs), batch)
+    module = ModulePlugin(activation_checkpointing=args.activation_checkpointing)
+    settings = Settings.of(args, plugin=MultimodalParallelPlugin(dict.fromkeys(source.spec.modules, module)))
+    settings, inputs = replace(settings, gpus=trace.most_nodes * args.node_size), Inputs.of(args, source)
+    between_s = trace.mean_time_between_losses_s or DAY_S
+    plans = surviving_plans(settings, inputs, trace.most_nodes, args.failures, between_s)
+    checkpoint_bytes = sum(plans.planner.plans.chain.state_bytes)
+    costs = _event_costs(args, settings, checkpoint_bytes)
+    replay = replay_trace(trace, plans.planner, costs, plans.global_batch_size)
     console = new_console()
-    console.print(_table(replays))
-    print_labelled(console, _texts(trace, templates, event_costs, settings))
-    if doubled.fewest_nodes is None:
-        console.print(f"{REDUNDANT}: the state of two stages does not fit a rank", highlight=False)
-    _write_files(console, args, trace, replays)
+    console.print(_table(replay))
+    print_labelled(console, _texts(trace, plans, costs, checkpoint_bytes))
+    _write_files(console, args, trace, replay)
 
 
 def _trace(args: argparse.Namespace) -> Trace:
@@ -81,104 +68,69 @@ def _trace(args: argparse.Namespace) -> Trace:
     return regular_losses(args.nodes, 60 * args.lose_every, args.nodes // 2, args.seed)
 
 
-def _job(
-    args: argparse.Namespace, settings: Settings, inputs: Inputs, most_nodes: int, batch: int, state_copies: int = 1
-) -> ReplayJob:
-    """The job on a number of nodes with a global batch, on nodes with memory for the state of some stages."""
-    costs = inputs.costs(settings)
-    plugin = ModulePlugin(activation_checkpointing=args.activation_checkpointing)
-    microbatches = drawn_microbatches(settings, inputs, batch, args.failures + 1)
-    largest = min(args.node_size, settings.device.node_size)
-    chain = model_chain(
-        costs,
-        dict.fromkeys(costs.spec.modules, plugin),
-        microbatches,
-        settings.memory_bytes,
-        selected_layers(inputs),
-        state_copies,
-        stage_tp_sizes(inputs.source.model, costs.spec, settings.plugin, largest),
-    ).with_own_ranks()
-    return ReplayJob(chain.chain, chain.state_bytes, args.node_size, microbatches.count, batch, most_nodes)
+def _event_costs(args: argparse.Namespace, settings: Settings, checkpoint_bytes: float) -> EventCosts:
+    """What events cost, by the arguments and the device's links."""
+    device = settings.device
+    if args.copy_gb_per_s is not None:
+        rate = args.copy_gb_per_s / args.node_size
+        device = replace(device, message_gb_per_s=rate, node_message_gb_per_s=rate)
+    save_s = checkpoint_bytes / (1e9 * args.storage_gb_per_s)
+    times_s = args.detect_seconds, args.regroup_seconds, args.start_seconds + save_s, save_s
+    return EventCosts(device, *times_s, args.save_every)
 
 
-def _event_costs(args: argparse.Namespace, settings: Settings, job: ReplayJob) -> EventCosts:
-    """What events cost, by the arguments and the device's network."""
-    node_gb_per_s = args.copy_gb_per_s or settings.device.network_gb_per_s * args.node_size
-    costs = EventCosts.of_bandwidths(
-        job, 1e9 * node_gb_per_s, 1e9 * args.storage_gb_per_s, args.start_seconds, args.save_every
-    )
-    return replace(costs, detect_s=args.detect_seconds, regroup_s=args.regroup_seconds)
-
-
-def _table(replays: Mapping[str, Replay]) -> Table:
-    """A row for each way to recover."""
+def _table(replay: Replay) -> Table:
     table = Table(title="Throughput under failures, and the time of nodes by cause", title_justify="left")
-    table.add_column("recovery", no_wrap=True)
     for name in ("samples/s", "samples", *CAUSES):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, replay in replays.items():
-        shares = (f"{replay.shares[cause]:.1%}" for cause in CAUSES)
-        table.add_row(name, f"{replay.samples_per_second:,.2f}", f"{replay.samples:,.0f}", *shares)
+    shares = (f"{replay.shares[cause]:.1%}" for cause in CAUSES)
+    table.add_row(f"{replay.samples_per_second:,.2f}", f"{replay.samples:,}", *shares)
     return table
 
 
-def _texts(trace: Trace, templates: TemplateRecovery, costs: EventCosts, settings: Settings) -> list[tuple[str, str]]:
+def _texts(trace: Trace, plans: SurvivingPlans, costs: EventCosts, checkpoint_bytes: float) -> list[tuple[str, str]]:
     """What was replayed, and what was assumed."""
-    counts, job = templates.counts, templates.job
+    planner, settings = plans.planner, plans.settings
+    memory = "with any memory" if settings.memory_bytes is None else f"by predicted memory, {settings.memory_text}"
+    rate = costs.device.message_bytes_per_ms(range(trace.most_nodes * planner.node_size)) / 1e6
+    saves = f"every {plural(costs.save_every, 'step')}" if costs.save_every else "only when too few nodes are left"
     return [
         (
             "Trace",
-            f"{trace.end_s / 3600:,.2f} hours, {trace.num_losses} nodes lost, {trace.mean_nodes():.1f} nodes on "
-            f"average and at most {trace.most_nodes}, of {plural(job.node_size, 'rank')} each ({settings.gpu_type})",
+            f"{trace.end_s / 3600:,.2f} hours, {plural(trace.num_losses, 'node')} lost, {trace.mean_nodes():.1f} "
+            f"nodes on average and at most {trace.most_nodes}, of {plural(planner.node_size, 'rank')} each "
+            f"({settings.gpu_type})",
         ),
-        (
-            "Templates",
-            f"one copy fits on {plural(counts[0], 'node')}; pipelines of {counts[0]} to {counts[-1]} nodes; "
-            f"{plural(templates.failures, 'simultaneous failure')} survived for certain while "
-            f"{(templates.failures + 1) * counts[0]} nodes are left",
-        ),
-        (
-            "Step",
-            f"{job.samples_per_step:,} samples, {plural(job.num_microbatches, 'microbatch')}; "
-            f"{job.total_bytes / 2**30:,.1f} GiB of weights and optimizer state",
-        ),
+        *guarantee_lines(planner, plans.global_batch_size, memory),
         (
             "Assumed",
-            f"in place: {costs.detect_s:g} s to detect a loss, {costs.regroup_s:g} s for new groups, "
-            f"{costs.copy_bytes_per_s / 1e9:g} GB/s for copies of each node; otherwise {costs.restart_s:,.0f} s for a "
-            f"new start, and checkpoints of {costs.save_s:,.1f} s every {plural(costs.save_every, 'step')}",
+            f"in place: {costs.detect_s:g} s to detect a loss, {costs.regroup_s:g} s for new groups, {rate:.3g} GB/s "
+            f"for copies of each rank; otherwise {costs.restart_s:,.0f} s for a new start; checkpoints of "
+            f"{checkpoint_bytes / 2**30:,.1f} GiB in {costs.save_s:,.1f} s, {saves}",
         ),
     ]
 
 
-def _write_files(console: Console, args: argparse.Namespace, trace: Trace, replays: Mapping[str, Replay]) -> None:
+def _write_files(console: Console, args: argparse.Namespace, trace: Trace, replay: Replay) -> None:
     """Writes the requested picture and figures."""
     if args.picture:
-        rows = [
-            ThroughputRow(name, replay.rates(WINDOWS), replay.samples_per_second, replay.shares)
-            for name, replay in replays.items()
+        stride = -(-sum(run.count for run in replay.steps) // MOST_STEPS) or 1
+        start_nodes = replay.changes[0].num_nodes if replay.changes else 0
+        marks = [
+            RecoveryMark(one.start_s, one.took_s, one.num_nodes * args.node_size, one.label)
+            for one in replay.changes[1:]
         ]
-        nodes = [(time_s, len(present)) for time_s, present in trace.present()]
-        losses_s = [event.time_s for event in trace.events if event.lost]
-        throughput_png(rows, nodes, losses_s, trace.end_s, args.picture)
+        samples, title = stride * replay.samples_per_step, "Throughput under failures"
+        ends_s = replay.step_ends_s(stride)
+        recovery_png(ends_s, samples, start_nodes * args.node_size, marks, args.picture, title)
         console.print(f"Picture written to {args.picture}", highlight=False, soft_wrap=True)
     if args.json:
-        Path(args.json).write_text(json.dumps(_figures(trace, replays), indent=2) + "\n")
+        found = {
+            "samples": replay.samples,
+            "samples_per_second": replay.samples_per_second,
+            "shares": replay.shares,
+            "rates": replay.rates(WINDOWS),
+        }
+        figures = {"length_s": trace.end_s, "nodes": list(trace.num_present()), "recoveries": {"templates": found}}
+        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
         console.print(f"Figures written to {args.json}", highlight=False, soft_wrap=True)
-
-
-def _figures(trace: Trace, replays: Mapping[str, Replay]) -> dict:
-    nodes: Sequence[tuple[float, int]] = [(time_s, len(present)) for time_s, present in trace.present()]
-    return {
-        "length_s": trace.end_s,
-        "nodes": nodes,
-        "recoveries": {
-            name: {
-                "samples": replay.samples,
-                "samples_per_second": replay.samples_per_second,
-                "shares": replay.shares,
-                "rates": replay.rates(WINDOWS),
-            }
-            for name, replay in replays.items()
-        },
-    }

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .throughput_chart import style_axis, time_unit
-
-_LINE, _BAND, _GREY, _INK = "#2F6DB5", "#C2476B", "#444444", "#222222"
+_LINE, _BAND, _GREY, _INK, _PAPER = "#2F6DB5", "#C2476B", "#444444", "#222222", "#F3F4F6"
+_UNITS = ((86400.0 * 3, 86400.0, "days"), (3600.0 * 3, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "s"))
 _MOST_PIECES = 300  # of the line
 _MOST_LABELS = 40  # the longest changes have one
 _SPACING = 0.022  # between two labels, as a share of the width
@@ -41,7 +40,7 @@ def recovery_png(
     FigureCanvasAgg(figure)
     rate_axis, rank_axis = figure.add_axes((0.07, 0.31, 0.915, 0.45)), figure.add_axes((0.07, 0.09, 0.915, 0.155))
     end_s = max([*step_ends_s, *(mark.start_s + mark.took_s for mark in marks)], default=1.0)
-    unit_s, unit = time_unit(end_s)
+    unit_s, unit = next((size, name) for least, size, name in _UNITS if end_s >= least)
     edges, rates = throughput(step_ends_s, samples_per_step)
     rate_axis.stairs(rates, [edge / unit_s for edge in edges], color=_LINE, linewidth=1.4, baseline=None, zorder=3)
     rate_axis.set_ylim(0, 1.08 * max(rates, default=0.0) or 1.0)
@@ -56,7 +55,7 @@ def recovery_png(
     rank_axis.set_xlabel(f"time ({unit})", fontsize=9.5, color=_GREY)
     for axis in (rate_axis, rank_axis):
         axis.set_xlim(0, end_s / unit_s)
-        style_axis(axis)
+        _style_axis(axis)
         for mark in marks:
             start, stop = mark.start_s / unit_s, (mark.start_s + mark.took_s) / unit_s
             axis.axvspan(start, stop, color=_BAND, linewidth=0.8, alpha=0.55, zorder=1)
@@ -67,6 +66,16 @@ def recovery_png(
     text = f"{many}, {lost_s:,.2f} s from losses and joins until the run went on; {num_ranks} ranks at first, "
     figure.text(0.012, 0.92, text + f"{counts[-1]} at the end", fontsize=9.5, color=_GREY)
     figure.savefig(path)
+
+
+def _style_axis(axis: Any) -> None:
+    """Colors and grid as in the other charts."""
+    axis.tick_params(labelsize=8.5, colors=_GREY, length=0)
+    axis.set_facecolor(_PAPER)
+    axis.grid(axis="both", color="white", linewidth=1.0, zorder=0)
+    axis.set_axisbelow(True)
+    for side in axis.spines.values():
+        side.set_visible(False)
 
 
 def throughput(step_ends_s: Sequence[float], samples_per_step: int) -> tuple[list[float], list[float]]:

@@ -11,13 +11,11 @@ from rich.table import Table
 
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModulePlugin, PlannedFor, typical_batches
-from ..resilience.adopted_plan import module_settings, tp_sizes_of
-from ..resilience.model_chain import ModelChain, model_chain
-from ..resilience.pipelines import ClusterPlan, PipelinePlans
-from ..resilience.plan_choice import runs_text
+from ..resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
+from ..resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
+from ..resilience.plan_choice import DAY_S, runs_text
 from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.templates import PipelineTemplate
-from ..resilience.typical_microbatches import TypicalMicrobatches
 from .answer import SAMPLES_PER_GPU, Inputs
 from .possible_sizes import check_matrices, stage_tp_sizes
 from .settings import Settings
@@ -68,10 +66,12 @@ def nodes_and_size(gpus: int | None, nodes: int | None, device_node_size: int) -
     return count, gpus // count
 
 
-def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failures: int) -> SurvivingPlans:
+def surviving_plans(
+    settings: Settings, inputs: Inputs, nodes: int | None, failures: int, between_s: float = DAY_S
+) -> SurvivingPlans:
     """
-    Plans for a cluster of which `failures` nodes may fail at once; raises `ValueError` if that can't be guaranteed,
-    with what can, or for settings that templates choose.
+    Plans for a cluster of which `failures` nodes may fail at once, and some fail every `between_s` seconds on average;
+    raises `ValueError` if that can't be guaranteed, with what can, or for settings that templates choose.
     """
     plan = settings.plugin.plan
     gpus = settings.gpus if plan is None else plan.world_size
@@ -88,7 +88,7 @@ def surviving_plans(settings: Settings, inputs: Inputs, nodes: int | None, failu
     )
     schedule = settings.schedule or (settings.plugin.schedule if plan is None else plan.schedule) or "1f1b"
     plans = PipelinePlans(chain, node_size, total, schedule, settings.microbatch_assignment)
-    planner = ResilientPlanner(plans, num_nodes, failures)
+    planner = ResilientPlanner(plans, num_nodes, failures, between_s)
     first = planner.first() if plan is None else planner.adopt(plan)
     check_matrices(costs.spec, first.plan)
     return SurvivingPlans(settings, inputs, planner, first, batch)

@@ -9,16 +9,28 @@ from functools import cached_property, partial
 from itertools import takewhile
 
 from ..plan import ParallelPlan
-from .adopted_plan import adopted_pipelines
-from .instantiation import Instantiation, fastest_instantiations
-from .node_assignment import assigned_nodes, kept_bytes
-from .node_counts import check_guarantee, node_counts
-from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans
-from .plan_choice import DAY_S, LEAST_GAIN, PlanOption, best_option, copy_seconds, reason_of_join, reason_text
+from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans, adopted_pipelines
+from .plan_choice import (
+    DAY_S,
+    LEAST_GAIN,
+    PlanOption,
+    StepTimes,
+    best_option,
+    copy_seconds,
+    reason_of_join,
+    reason_text,
+)
 from .reconfiguration import Change, Reconfiguration, without_nodes
-from .simulated_steps import StepTimes
-from .state_copies import LostStateError, common_holdings, state_copies
-from .templates import PipelineTemplate, TemplateSearch, fewest_nodes
+from .state_copies import LostStateError, assigned_nodes, common_holdings, kept_bytes, state_copies
+from .templates import (
+    Instantiation,
+    PipelineTemplate,
+    TemplateSearch,
+    check_guarantee,
+    fastest_instantiations,
+    fewest_nodes,
+    node_counts,
+)
 
 NUM_FINALISTS = 3  # instantiations that are simulated at most for a number of nodes
 

@@ -35,7 +35,7 @@ from ..modeling.loss import IGNORE_INDEX
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import sharding_without_effect
-from ..resilience.adopted_plan import module_settings
+from ..resilience.pipelines import module_settings
 from ..runtime.engine import ParallelEngine
 from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import World, shared_failure

@@ -12,11 +12,9 @@ from ..data.streams import is_stream
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, SampleSizes, parameter_shards
 from ..planner.possible_sizes import stage_tp_sizes
-from ..resilience.adopted_plan import module_settings, tp_sizes_of
-from ..resilience.model_chain import model_chain
-from ..resilience.pipelines import ClusterPlan, PipelinePlans
+from ..resilience.model_chain import TypicalMicrobatches, model_chain
+from ..resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
 from ..resilience.resilient_planner import ResilientPlanner
-from ..resilience.typical_microbatches import TypicalMicrobatches
 from ..runtime.held_state import Transfer
 from .arguments import AUTO, MultimodalTrainingArguments
 from .build import PreparedModel

@@ -13,7 +13,7 @@ SIZES = ["--global-batch-size", 64, "--microbatch-size", 2, "--gpu-type", "a100"
 def trace(tmp_path):
     path = tmp_path / "failures.csv"
     rows = [f"0,add,node{index}" for index in range(4)]
-    path.write_text("\n".join([*rows, "60000,remove,node2", "120000,add,node9"]) + "\n")
+    path.write_text("\n".join([*rows, "60000,remove,node2", "120000,add,node9", "180000,remove,node0"]) + "\n")
     return path
 
 
@@ -21,48 +21,39 @@ def test_a_trace_is_replayed(model, trace, tmp_path, run) -> None:
     files = [tmp_path / name for name in ("out.png", "out.json")]
     arguments = ["simulate", "--trace", trace, "--model", model, "--node-size", 2, *SIZES]
     out = run(*arguments, "--picture", files[0], "--json", files[1])
-    assert "│ templates │" in out and "│ grid, checkpoints │" in out and "│ redundant stages │" in out
-    assert "1 nodes lost, 3.5 nodes on average and at most 4, of 2 ranks each (a100)" in out
-    assert "one copy fits on 1 node; pipelines of 1 to 3 nodes; 1 simultaneous failure survived for certain" in out
-    assert "checkpoints of" in out and "every 10 steps" in out
+    assert "2 nodes lost, 3.7 nodes on average and at most 4, of 2 ranks each (a100)" in out
+    assert "one copy of the model needs 1 node of 2 ranks" in out and "Any node may fail at once" in out
+    assert "checkpoints of" in out and "only when too few nodes are left" in out
     assert files[0].read_bytes().startswith(b"\x89PNG")
     figures = json.loads(files[1].read_text())
-    assert figures["nodes"] == [[0.0, 4], [60.0, 3], [120.0, 4]]
-    for found in figures["recoveries"].values():
-        assert found["samples"] == pytest.approx(120 * found["samples_per_second"])
-        assert sum(found["shares"].values()) == pytest.approx(1.0)
+    assert figures["nodes"] == [[0.0, 4], [60.0, 3], [120.0, 4], [180.0, 3]]
+    found = figures["recoveries"]["templates"]
+    assert found["samples"] == pytest.approx(180 * found["samples_per_second"]) and found["samples"] % 64 == 0
+    assert sum(found["shares"].values()) == pytest.approx(1.0)
+    assert sum(found["rates"]) / len(found["rates"]) == pytest.approx(found["samples_per_second"])
 
 
 def test_regular_losses_need_no_file(text_model, run) -> None:
     out = run("simulate", "--nodes", 6, "--lose-every", 10, "--model", text_model, "--failures", 2, *SIZES)
-    assert "0.50 hours, 3 nodes lost" in out and "2 simultaneous failures survived for certain" in out
+    assert "0.50 hours, 3 nodes lost" in out and "Any 2 nodes may fail at once" in out
 
 
-def test_slower_storage_costs_the_grid_more(text_model, run, tmp_path) -> None:
-    def samples(*more) -> dict[str, float]:
-        arguments = [
-            "simulate",
-            "--nodes",
-            6,
-            "--lose-every",
-            5,
-            "--model",
-            text_model,
-            *SIZES,
-            "--json",
-            tmp_path / "f",
-        ]
-        run(*arguments, *more)
-        found = json.loads((tmp_path / "f").read_text())["recoveries"]
-        return {name: row["samples"] for name, row in found.items()}
+def test_checkpoints_and_copies_cost_what_the_arguments_say(text_model, trace, figures) -> None:
+    def found(*more) -> dict:
+        arguments = ["simulate", "--trace", trace, "--model", text_model, *SIZES]
+        return figures(*arguments, *more)["recoveries"]["templates"]
 
-    fast, slow = samples(), samples("--storage-gb-per-s", "0.001")
-    assert slow["templates"] == fast["templates"] and slow["grid, checkpoints"] < fast["grid, checkpoints"]
+    none, fast = found(), found("--save-every", 100, "--storage-gb-per-s", "0.1")
+    slow = found("--save-every", 100, "--storage-gb-per-s", "0.01")
+    assert none["shares"]["saving"] == 0.0 < fast["shares"]["saving"] < slow["shares"]["saving"]
+    assert none["samples"] > fast["samples"] > slow["samples"]
+    copies = [found("--copy-gb-per-s", rate)["shares"]["copying"] for rate in ("1", "0.1")]
+    assert copies[1] == pytest.approx(10 * copies[0]) and copies[0] > 0, "of the node that joins"
 
 
 def test_what_can_not_be_replayed_says_so(model, trace, tmp_path, fail) -> None:
     base = ["simulate", "--trace", trace, "--model", model]
-    assert "4 simultaneous failures need 5 copies of the model on 2 nodes each, 10 nodes; there are 4" in fail(
+    assert "4 simultaneous failures need 5 copies of the model on 1 nodes each, 5 nodes; there are 4" in fail(
         *base, "--failures", 4
     )
     assert "Give `--model`" in fail("simulate", "--trace", trace)

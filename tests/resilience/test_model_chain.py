@@ -14,9 +14,9 @@ from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, check_plan
 from hf_mmparallel.resilience.model_chain import ModelChain, model_chain
 from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
-from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage, fastest_template
+from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
-from tests.resilience.models import MODELS, chain_of, costs_of, typical
+from tests.resilience.models import MODELS, chain_of, costs_of, fastest_template, typical
 from tests.resilience.test_templates import all_cuts, fits, time_ms
 
 SETTINGS = {
@@ -92,13 +92,9 @@ def test_layers_that_stay_together_are_one_unit() -> None:
     assert [unit.layers for unit in chain.units if unit.module == LANGUAGE_MODEL] == [(i, i + 1) for i in range(4)]
 
 
-def test_own_ranks_and_sizes_of_modules() -> None:
-    """No stage has layers of two modules that have ranks of their own, or different numbers of them."""
-    costs = costs_of("llava")
-    own = model_chain(costs, {}, typical(costs.spec)).with_own_ranks()
-    assert list(own.chain.starts) == [costs.spec.modules["vision"].num_layers]
-    template = fastest_template(own.chain, 1, 1, 4)
-    assert template is None and fastest_template(chain_of("llava").chain, 1, 1, 4) is not None
+def test_sizes_of_modules() -> None:
+    """A stage has layers of two modules only if these have as many ranks."""
+    assert fastest_template(chain_of("llava").chain, 1, 1, 4) is not None
     modules = {"vision": ModulePlugin(tp_size=1), LANGUAGE_MODEL: ModulePlugin(tp_size=2)}
     chain = chain_of("llava", modules)
     template = fastest_template(chain.chain, 2, 3, 4)

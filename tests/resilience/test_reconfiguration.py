@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_mmparallel.resilience.node_counts import node_counts
 from hf_mmparallel.resilience.reconfiguration import Nodes, TooFewNodesError, without_nodes
+from hf_mmparallel.resilience.templates import node_counts
 
 
 def pipelines_of(num_nodes: int, counts: range, failures: int, rng: random.Random) -> list[Nodes]:

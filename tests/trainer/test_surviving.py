@@ -301,7 +301,7 @@ def test_settings_that_mean_nothing_are_refused(settings, message):
 
 
 def test_a_number_of_failures_that_a_cluster_cannot_guarantee_says_which_it_can():
-    from hf_mmparallel.resilience.node_counts import check_guarantee
+    from hf_mmparallel.resilience.templates import check_guarantee
 
     with pytest.raises(ValueError, match="there are 4. To go on, add 2 nodes, or guarantee 1 failures."):
         check_guarantee(4, 2, 2)

@@ -2,18 +2,124 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from .instantiation import Instantiation, best_instantiation
-from .node_counts import node_counts
-from .plan_choice import LEAST_GAIN
-from .reconfiguration import Nodes, TooFewNodesError, without_nodes
-from .replay_job import EventCosts, ReplayJob, copy_seconds
-from .templates import step_ms
-from .trace_replay import Cause, Pace, Transition
+from policy_replay import Cause, Pace, Transition
 
+from hf_mmparallel.resilience.plan_choice import LEAST_GAIN
+from hf_mmparallel.resilience.reconfiguration import Nodes, TooFewNodesError, without_nodes
+from hf_mmparallel.resilience.templates import (
+    Instantiation,
+    LayerChain,
+    PipelineTemplate,
+    TemplateSearch,
+    fastest_instantiations,
+    fewest_nodes,
+    node_counts,
+    step_ms,
+)
+
+NODE_BYTES_PER_S = 1.25e9  # 10 Gbit/s
 Pauses = tuple[tuple[Cause, float], ...]
+
+
+def fastest_template(
+    chain: LayerChain, num_nodes: int, node_size: int, num_microbatches: int
+) -> PipelineTemplate | None:
+    """The fastest template of a number of nodes; `None` if there is none."""
+    return TemplateSearch(chain, node_size, num_nodes, num_microbatches).fastest(num_nodes, num_microbatches)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayJob:
+    """A job in numbers."""
+
+    chain: LayerChain  # the layers of one copy of the model
+    state_bytes: Sequence[float]  # parameters and optimizer state of each layer of the chain
+    node_size: int  # ranks of a node
+    num_microbatches: int  # of a step, of all pipelines together
+    samples_per_step: int
+    most_nodes: int  # that it ever runs on
+    _templates: dict[int, PipelineTemplate | None] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def fewest_nodes(self) -> int | None:
+        """Fewest nodes on which one copy fits; `None` if it fits on none."""
+        return fewest_nodes(self.chain, self.node_size, self.most_nodes, self.num_microbatches)
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes of a checkpoint: parameters and optimizer state."""
+        return float(sum(self.state_bytes))
+
+    def template(self, num_nodes: int) -> PipelineTemplate | None:
+        """The fastest template of exactly this number of nodes; `None` if there is none."""
+        if num_nodes not in self._templates:
+            # with the share of the microbatches of a step that so many nodes compute
+            share = -(-self.num_microbatches * num_nodes // self.most_nodes)
+            self._templates[num_nodes] = fastest_template(self.chain, num_nodes, self.node_size, share)
+        return self._templates[num_nodes]
+
+    def templates(self, node_counts: Iterable[int]) -> list[PipelineTemplate]:
+        """The templates of these numbers of nodes; those without any are left out."""
+        return [found for count in node_counts if (found := self.template(count)) is not None]
+
+    def usable_template(self, num_nodes: int) -> PipelineTemplate | None:
+        """The template of most nodes up to this number: with more nodes than layers some have nothing to do."""
+        found = (self.template(count) for count in range(num_nodes, 0, -1))
+        return next((template for template in found if template is not None), None)
+
+    def layers_of_nodes(self, template: PipelineTemplate) -> list[frozenset[int]]:
+        """The layers that each node of a pipeline holds."""
+        held: list[set[int]] = [set() for _ in range(template.num_nodes)]
+        first_rank = 0
+        for stage in template.stages:
+            held[first_rank // self.node_size].update(range(*stage.layers))
+            first_rank += stage.num_ranks
+        return [frozenset(layers) for layers in held]
+
+    def bytes_of(self, layers: Iterable[int]) -> float:
+        """Parameters and optimizer state of some layers."""
+        return float(sum(self.state_bytes[layer] for layer in layers))
+
+    @cached_property
+    def all_layers(self) -> frozenset[int]:
+        return frozenset(range(self.chain.num_layers))
+
+
+@dataclass(frozen=True)
+class EventCosts:
+    """What losses, joins and checkpoints cost: all that a replay assumes besides the times of layers."""
+
+    detect_s: float = 0.5  # from a loss until all other nodes know of it
+    # until nodes that go on in the same processes have a new plan and new process groups, without the copies of
+    # weights
+    regroup_s: float = 1.5
+    copy_bytes_per_s: float = NODE_BYTES_PER_S  # what a node sends and receives while missing weights are copied
+    save_s: float = 10.0  # for which a checkpoint blocks all nodes
+    # from a loss until new processes have read a checkpoint: detection, end and start of processes, imports, process
+    # groups, and reading
+    restart_s: float = 90.0
+    save_every: int = 10  # steps between two checkpoints
+
+
+def copy_seconds(
+    needed: dict[int, frozenset[int]], held: dict[int, frozenset[int]], job: ReplayJob, bytes_per_s: float
+) -> float:
+    """
+    Seconds until each node has the layers that it lacks and some other holds: each layer comes from the holder that
+    has sent least so far, and all nodes send and receive `bytes_per_s` at the same time.
+    """
+    sent, received = dict.fromkeys(held, 0.0), 0.0
+    for node, layers in needed.items():
+        missing = sorted(layers - held.get(node, frozenset()))
+        for layer in missing:
+            source = min((other for other in held if layer in held[other]), key=lambda other: sent[other])
+            sent[source] += job.bytes_of([layer])
+        received = max(received, job.bytes_of(missing))
+    return max([received, *sent.values()]) / bytes_per_s
 
 
 @dataclass(eq=False)
@@ -33,7 +139,6 @@ class TemplateRecovery:
     # The fastest instantiation is taken after a loss if it does more steps until the next one, copies included, as
     # `ResilientPlanner.without` decides. By default pipelines are always what becomes of them by `without_nodes`.
     mean_time_between_failures_s: float | None = None
-    saves: bool = False  # writes checkpoints every `costs.save_every` steps
     alive: set[int] = field(default_factory=set, init=False)
     pipelines: list[Nodes] = field(default_factory=list, init=False)
     _held: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
@@ -86,13 +191,13 @@ class TemplateRecovery:
     def _fastest(self) -> list[Nodes]:
         """The fastest instantiation on all nodes."""
         num_microbatches = self.job.num_microbatches
-        best = best_instantiation(self.templates, len(self.alive), self.failures + 1, num_microbatches)
-        if best is None:
+        found = fastest_instantiations(self.templates, len(self.alive), self.failures + 1, num_microbatches, most=1)
+        if not found:
             raise ValueError(
                 f"{num_microbatches} microbatches can't be divided among {self.failures + 1} pipelines on "
                 f"{len(self.alive)} nodes. Use a larger global batch or smaller microbatches."
             )
-        return _regrouped([one.num_nodes for one in best.pipelines], self.pipelines, self.alive)
+        return _regrouped([one.num_nodes for one in found[0].pipelines], self.pipelines, self.alive)
 
     def _with_most_steps(self, fastest: list[Nodes], time_s: float) -> list[Nodes]:
         """The pipelines that there are, or the fastest ones if they do more steps within a time."""
@@ -107,8 +212,7 @@ class TemplateRecovery:
         templates = [self.job.usable_template(len(nodes)) for nodes in pipelines]
         assert all(templates), pipelines
         chosen = Instantiation.of([one for one in templates if one is not None], self.job.num_microbatches)
-        save_every = self.costs.save_every if self.saves else None
-        return Pace(chosen.step_ms / 1e3, chosen.num_nodes, 0.0, save_every, self.costs.save_s)
+        return Pace(chosen.step_ms / 1e3, sum(one.num_nodes for one in chosen.pipelines))
 
     def _recovery(self, regroup_s: float) -> Pauses:
         return (("restarting", regroup_s), ("copying", self._copies_s(self.pipelines)))
