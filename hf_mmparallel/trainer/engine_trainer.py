@@ -50,7 +50,6 @@ from .deepspeed_arguments import check_optimizer_class, deepspeed_keys_without_e
 from .divided_weights import gather_divided, has_divided_weights
 from .loaders import StepLoaders
 from .optimizer_state import stock_groups
-from .overrides import check_assignment
 from .oversized_samples import allowed_bytes
 from .packing_choice import RowChoice, row_choice
 from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
@@ -213,13 +212,6 @@ class EngineTrainer(Trainer):
             layouts, first = self._layouts
             memory_bytes = allowed_bytes(self.args, self._engine.costs.device)
             report_survival(layouts.planner, first, self.global_batch_size, memory_bytes)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses a method that is assigned to the instance (`trainer.training_step = ...`) as in a subclass."""
-        if vars(self).get("is_planned"):
-            # a plan would not call it, see [`check_overrides`]
-            check_assignment(type(self), name, value)
-        super().__setattr__(name, value)
 
     @functools.cached_property
     def world(self) -> World:

@@ -6,6 +6,7 @@ state is in [`EngineTrainer`]; decisions are made in other files, which don't kn
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from .._environment import joins_job
@@ -40,7 +41,6 @@ from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
 from .loaders import check_loader, follow_plan
 from .overrides import check_overrides
 from .saved_plan import SAVED_PLAN, warn_of_other_settings
-from .signature import by_name, shows_stock_signature
 from .start_checks import check_launch
 from .surviving_trainer import SurvivingTrainer, completed
 
@@ -86,7 +86,6 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     eval_dataset: Any
     lr_scheduler: Any
 
-    @shows_stock_signature
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | str | Path | None = None,
@@ -95,8 +94,8 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         sample_tokens: Callable[[Any], Mapping[str, int | Sequence[int]]] | None = None,
         **kwargs: Any,
     ):
-        given = by_name(self, model, args, *positional, **kwargs)
-        model, args = given.pop("model", None), given.pop("args", None)
+        given = dict(inspect.signature(Trainer).bind(model, args, *positional, **kwargs).arguments)
+        del given["model"], given["args"]
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
         self._joins = joins_job()
@@ -112,7 +111,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         check_columns(given, model, self.is_planned)
         if self.is_planned:
             assert plugin is not None
-            check_overrides(type(self), MultimodalParallelTrainer)
+            check_overrides(type(self), MultimodalParallelTrainer, vars(self))
             self._init_planned(model, args, plugin, given)
         else:
             self._init_stock(model, args, plugin, given)
@@ -255,7 +254,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         with self._listening():
             if not self.is_planned:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
-            check_overrides(type(self), MultimodalParallelTrainer)
+            check_overrides(type(self), MultimodalParallelTrainer, vars(self))
             engine = self._engine
             steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
             first = None if self._joins else resume_from_checkpoint  # one that joins goes on from where the others are
@@ -342,7 +341,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Metrics on all ranks, predictions on rank 0, each sample once and in the sampler's order."""
-        check_overrides(type(self), MultimodalParallelTrainer)
+        check_overrides(type(self), MultimodalParallelTrainer, vars(self))
         check_loader(dataloader, "get_test_dataloader" if description == "Prediction" else "get_eval_dataloader")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
