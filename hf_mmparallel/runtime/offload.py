@@ -31,8 +31,8 @@ def check_offloaded(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step can't be on the CPU."""
     if type(optimizer) not in _SUPPORTED:
         raise ValueError(
-            f"`{optimizer_name(optimizer)}` can't be used with `offload_optimizer=True`: only the steps of Adam and AdamW run "
-            'on the CPU. Use `optim="adamw_torch"`, or leave `offload_optimizer` out.'
+            f"`{optimizer_name(optimizer)}` can't be used with `offload_optimizer=True`: only the steps of Adam and "
+            'AdamW run on the CPU. Use `optim="adamw_torch"`, or leave `offload_optimizer` out.'
         )
 
 

@@ -1,7 +1,4 @@
-"""
-Names of optimizers, and the keys of saved optimizer state: names of parameters, settings of groups, tensors that belong
-to one rank.
-"""
+"""Names of optimizers, and the keys of saved state: names of parameters, settings of groups, tensors of one rank."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, Storag
     if _changes_with_mode(optimizer) and any(setting.master_weights for setting in settings):
         raise ValueError(
             f"`{optimizer_name(optimizer)}` can't be used with `master_weights=True`: it changes the weights in "
-            '`train()` and `eval()`, which would not reach the 16-bit weights. Use another one, such as `optim="adamw_torch"`, or '
-            "`master_weights=False`."
+            "`train()` and `eval()`, which would not reach the 16-bit weights. Use another one, such as "
+            '`optim="adamw_torch"`, or `master_weights=False`.'
         )
 
 
@@ -198,8 +198,8 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
             if not _steps_alike(optimizer, index, flat, want[0].flatten(), [(2, 0)]):
                 raise ValueError(
                     f"`{optimizer_name(optimizer)}` can't be used with `zero_stage` above 0: each rank would update a "
-                    "slice of the flattened parameters, and its update of a slice is not that slice of its update. Use an "
-                    'optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `zero_stage=0`.'
+                    "slice of the flattened parameters, and its update of a slice is not that slice of its update. Use "
+                    'an optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `zero_stage=0`.'
                 )
 
 
@@ -232,8 +232,8 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
             cause = f" ({_first_line(sharded)})" if isinstance(sharded, Exception) else ""
             raise ValueError(
                 f"`{optimizer_name(optimizer)}` can't be used with `tp_size` above 1: it can't update matrices that "
-                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer that "
-                'updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
+                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer "
+                'that updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
             )
         needed = True
     return needed
