@@ -198,8 +198,9 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
             if not _steps_alike(optimizer, index, flat, want[0].flatten(), [(2, 0)]):
                 raise ValueError(
                     f"`{optimizer_name(optimizer)}` can't be used with `zero_stage` above 0: each rank would update a "
-                    "slice of the flattened parameters, and its update of a slice is not that slice of its update. Use "
-                    'an optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `zero_stage=0`.'
+                    "slice of the flattened parameters, and its update of a slice is not that slice of its update. "
+                    'Use an optimizer that updates each element by itself, such as `optim="adamw_torch"`, or '
+                    "`zero_stage=0`."
                 )
 
 
@@ -232,8 +233,8 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
             cause = f" ({_first_line(sharded)})" if isinstance(sharded, Exception) else ""
             raise ValueError(
                 f"`{optimizer_name(optimizer)}` can't be used with `tp_size` above 1: it can't update matrices that "
-                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer "
-                'that updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
+                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an "
+                'optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
             )
         needed = True
     return needed
