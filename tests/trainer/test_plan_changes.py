@@ -16,7 +16,7 @@ from hf_mmparallel.runtime.held_state import exchange
 from hf_mmparallel.trainer import build
 from hf_mmparallel.trainer import trainer as trainer_module
 from hf_mmparallel.trainer.recovery import MembershipChange
-from hf_mmparallel.trainer.state_transfers import state_transfers
+from hf_mmparallel.trainer.recovery_plan import state_transfers
 from tests.distributed import run_distributed
 from tests.trainer import runs
 from tests.trainer.test_unlike_copies import copies
