@@ -88,7 +88,7 @@ class StepTimes(TrainerCallback):
         self.begin_s = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        save = self.trainer._saves._save
+        save = self.trainer._run.saves._save
         writes = save is not None and save._thread is not None and save._thread.is_alive()
         self.steps.append((writes, time.perf_counter() - self.begin_s))
 

@@ -206,7 +206,7 @@ class Joins:
         wanted = {place: number for place, (when, number) in enumerate(self.planned) if when == step}
         if wanted and trainer.is_world_process_zero():
             print(json.dumps({"awaits": step}), flush=True)
-        while wanted and len(trainer._recovery.membership.waiting) < sum(wanted.values()):
+        while wanted and len(trainer._survival.recovery.membership.waiting) < sum(wanted.values()):
             time.sleep(0.02)
             wanted = {place: n for place, n in wanted.items() if not (self.folder / f"join-{place}.ended").exists()}
 

@@ -78,13 +78,13 @@ class Turns(TrainerCallback):
         setattr(Recovery, name, counted)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now_s, is_with = time.perf_counter(), self.trainer._recovery is not None
+        now_s, is_with = time.perf_counter(), self.trainer._survival.recovery is not None
         if self.ended_s is not None:
             self.times_s[is_with].append(now_s - self.ended_s)
             if is_with:
                 self.own_by_step_s.append(self.own_s)
-        self.recovery = self.recovery or self.trainer._recovery
-        self.trainer._recovery = self.recovery if (state.global_step // BLOCK) % 2 == 0 else None
+        self.recovery = self.recovery or self.trainer._survival.recovery
+        self.trainer._survival.recovery = self.recovery if (state.global_step // BLOCK) % 2 == 0 else None
         self.own_s, self.ended_s = 0.0, time.perf_counter()
 
     def summary(self, began_s: float) -> dict[str, Any]:

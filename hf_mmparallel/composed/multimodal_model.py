@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOu
 from .._versions import CACHE, takes_cache
 from ..modeling.features import flat_features
 from ..modeling.spec import ModulePart
+from ..modeling.whole import without_weights
 from .encoder_parts import LanguageModelHead, cast_weights, keep_weights
 from .multimodal_backbone import MultimodalBackbone, MultimodalPreTrainedModel
 from .multimodal_config import MultimodalCallbacks, MultimodalConfig
@@ -65,8 +66,14 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def without_weights(self) -> MultimodalModel:
-        """Returns a model of the same configuration and callbacks, with weights of its own."""
-        return type(self)(copy.deepcopy(self.config), callbacks=self.model.callbacks)
+        """Returns a model of the same configuration, projectors and callbacks, with weights of its own."""
+        # the configuration does not say how to build a projector of the user's own class
+        custom = {
+            name: without_weights(projector)
+            for name, projector in self.model.projectors.items()
+            if self.config.settings(name).projector == "custom"
+        }
+        return type(self)(copy.deepcopy(self.config), projectors=custom, callbacks=self.model.callbacks)
 
     @classmethod
     def from_unimodal(

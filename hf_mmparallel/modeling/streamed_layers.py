@@ -72,7 +72,7 @@ class StreamedLayers:
         self.release()
         self._host: dict[int, torch.Tensor] = {}
         for index, parameters in self.parameters.items():
-            num_bytes = sum(map(_aligned_bytes, parameters))
+            num_bytes = sum(map(aligned_bytes, parameters))
             host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
             for parameter, view in zip(parameters, _views(host, parameters), strict=True):
                 view.copy_(local(parameter).detach())
@@ -185,7 +185,8 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _aligned_bytes(parameter: torch.Tensor) -> int:
+def aligned_bytes(parameter: torch.Tensor) -> int:
+    """Returns the bytes of this rank's values of a parameter, in whole cache lines."""
     values = local(parameter)
     return -(-values.numel() * values.element_size() // _ALIGNMENT) * _ALIGNMENT
 
@@ -197,5 +198,5 @@ def _views(buffer: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.T
         values = local(parameter)
         flat = buffer[start : start + values.numel() * values.element_size()]
         views.append(flat.view(values.dtype).view(values.shape))
-        start += _aligned_bytes(parameter)
+        start += aligned_bytes(parameter)
     return views

@@ -29,7 +29,7 @@ from .parallel_plan import (
 )
 from .planned_for import PlannedFor
 from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
-from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
+from .resolve import check_plan, check_trained, check_world_size, plan_for_model, resolve_plan
 from .sizes import SampleSizes, Workloads, typical_batches
 from .step_plan import StepPlan
 
@@ -61,7 +61,6 @@ __all__ = [
     "check_plan",
     "check_trained",
     "check_world_size",
-    "frozen_as_planned",
     "frozen_groups",
     "layer_numbers",
     "layout_data",

@@ -334,26 +334,6 @@ def check_tp_sizes(spec: ModuleSpec, module: ModulePlan, tp_sizes: Sequence[int]
             )
 
 
-def frozen_as_planned(spec: ModelSpec, plugin: MultimodalParallelPlugin) -> ModelSpec:
-    """Freezes stages with `trainable: false` in a finished plan, unless `freeze` is set beside the plan."""
-    if plugin.plan is None:
-        return spec
-    frozen: set[str] = set()
-    for name, module in plugin.plan.modules.items():
-        settings = plugin.modules.get(name, ModulePlugin())
-        if name in spec.modules and not settings.freeze and "freeze" not in settings.named:
-            stages = [stage for _, _, stage in module.stages() if not stage.trainable]
-            frozen.update(p.name for stage in stages for p in stage_parameters(spec, name, stage))
-    modules = {
-        name: replace(
-            module,
-            parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in module.parameters),
-        )
-        for name, module in spec.modules.items()
-    }
-    return replace(spec, modules=modules)
-
-
 def check_trained(plan: ParallelPlan, spec: ModelSpec, settings: Mapping[str, ModulePlugin] | None = None) -> None:
     """
     Raises `ValueError` for a stage with `trainable: false` that has trainable parameters, and for a stage with

@@ -13,7 +13,7 @@ from ..cost.analytic import DTYPE_BYTES
 from ..cost.devices import PEAK_OF_DTYPE
 from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, PlannedFor, frozen_as_planned
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, PlannedFor
 from ..plan.plugin import reject_unknown_keys
 from ..plan.schedules import SCHEDULES, Schedule
 from .argument_types import positive
@@ -131,7 +131,7 @@ class Settings:
     def frozen_spec(self, spec: ModelSpec) -> ModelSpec:
         """The model with frozen parameters marked. Raises `ValueError` for modules that it does not have."""
         reject_unknown_keys("The model", list(self.plugin.modules), list(spec.modules))
-        frozen, spec = self.frozen, frozen_as_planned(spec, self.plugin)
+        frozen = self.frozen
         modules = {name: module.with_frozen(frozen.get(name, False)) for name, module in spec.modules.items()}
         return replace(spec, modules=modules)
 

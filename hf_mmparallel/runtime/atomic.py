@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..cost.stage_memory import GIB
+
 _UNFINISHED = "_saving-"
 _PREVIOUS = _UNFINISHED + "previous-"
 _BY_WRITERS = ("model*.safetensors", "rng_state_*.pth")  # each rank syncs its own, on the host that has their pages
-_GIB = 1 << 30
 _OS_ERROR = re.compile(r"os error (\d+)|\[errno (\d+)\]", re.IGNORECASE)  # as safetensors, and other ranks, say it
 _CUT_SHORT = re.compile(r"inline_container|PytorchStreamWriter", re.IGNORECASE)  # as `torch.save` says it
 _REMEDIES = {
@@ -133,7 +134,7 @@ def _free_space(path: Path) -> str:
     folder = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
     if folder is None:
         return ""
-    return f" {shutil.disk_usage(folder).free / _GIB:.2f} GiB are free there."
+    return f" {shutil.disk_usage(folder).free / GIB:.2f} GiB are free there."
 
 
 def _last_whole(path: Path) -> str:

@@ -24,8 +24,7 @@ from .message_queues import Incoming, MessageQueues
 from .messages import StepMessages
 from .payloads import Payload, Payloads
 from .routes import num_tokens_of
-from .sample_checks import check_feature_tokens, check_features_computed, check_labels
-from .step_inputs import StepInputs
+from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
 from .step_result import StepResult, TimedTask
 from .transport import Transport
 from .work import counting_work

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import psutil
 
@@ -12,7 +14,6 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import GIB, stage_memories
 from ..plan import ModelSpec, ParallelPlan
 from ..world import World
-from .cgroup_memory import cgroup_available_bytes
 
 
 def check_storage(spec: ModelSpec, plan: ParallelPlan) -> None:
@@ -63,3 +64,63 @@ def check_host_memory(costs: CostModel, plan: ParallelPlan, world: World) -> Non
                 f"{available / GIB:.3g} GiB are available: {(needed - available) / GIB:.3g} GiB are missing. "
                 "Use `zero_stage=1`, or leave `offload_optimizer` or `offload_params` out of a module."
             )
+
+
+_V1, _V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
+_CACHE = ("inactive_file", "total_inactive_file")
+"""Entries of `memory.stat`, in version 2 and 1, of pages of files that the kernel drops when memory is short."""
+
+
+def cgroup_available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that a process can still allocate below the limits of its control groups; `None` without a limit."""
+    # each group above a process limits it as well
+    return min((rest for folder in _folders(root) for rest in _rest(folder)), default=None)
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """The folders of the groups that count a process's memory, from its own group to the topmost that is mounted."""
+    own = _own_groups(root)
+    for mount in _lines(root / "proc/self/mountinfo"):
+        before, _, after = mount.partition(" - ")
+        fields, kind, options = before.split(), after.split()[:1], after.split()[-1:]
+        version = 2 if kind == ["cgroup2"] else 1
+        if version not in own or (version == 1 and (kind != ["cgroup"] or "memory" not in options[0].split(","))):
+            continue
+        top, folder = PurePosixPath(fields[3]), root / fields[4].lstrip("/")
+        # In a container whose groups are mounted as those of the host, its own path may be one of the host.
+        inside = own[version].relative_to(top) if own[version].is_relative_to(top) else PurePosixPath()
+        for part in (inside, *inside.parents):
+            yield folder / part
+
+
+def _own_groups(root: Path) -> dict[int, PurePosixPath]:
+    """Maps the version of control groups to the group of this process that counts memory."""
+    groups = {}
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            groups[2] = PurePosixPath(path)
+        elif "memory" in controllers.split(","):
+            groups[1] = PurePosixPath(path)
+    return groups
+
+
+def _rest(folder: Path) -> Iterator[int]:
+    """Yields the bytes that are left below the limit of one group, if it has one."""
+    for limit_name, usage_name in (_V2, _V1):
+        limit, usage = _lines(folder / limit_name), _lines(folder / usage_name)
+        if limit and usage and limit[0].isdigit():  # `max` is none; in version 1 a number larger than any memory
+            yield max(0, int(limit[0]) - int(usage[0]) + _droppable(folder))
+
+
+def _droppable(folder: Path) -> int:
+    """Bytes of files in a group's memory that count as used and are dropped when memory is short."""
+    entries = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
+    return max((int(entries[name]) for name in _CACHE if name in entries), default=0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # not on Linux, or not mounted
+        return []

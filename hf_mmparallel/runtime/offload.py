@@ -18,7 +18,9 @@ from accelerate.logging import get_logger
 
 from ..cost import OFFLOAD_BUCKET_BYTES
 from ..modeling.dtensors import local
+from ..modeling.streamed_layers import aligned_bytes
 from ..world import doing
+from .optimizer_names import optimizer_name
 from .updated_copies import copied_from, entries_of, is_offloaded, mark_updated, source_of
 
 logger = get_logger(__name__)
@@ -28,10 +30,9 @@ _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW)
 def check_offloaded(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step can't be on the CPU."""
     if type(optimizer) not in _SUPPORTED:
-        name = f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
         raise ValueError(
-            f"`{name}` can't be used with `offload_optimizer=True`: only the steps of Adam and AdamW run on the CPU. "
-            'Use `optim="adamw_torch"`, or leave `offload_optimizer` out.'
+            f"`{optimizer_name(optimizer)}` can't be used with `offload_optimizer=True`: only the steps of Adam and "
+            'AdamW run on the CPU. Use `optim="adamw_torch"`, or leave `offload_optimizer` out.'
         )
 
 
@@ -93,7 +94,7 @@ class OffloadedStep:
 
     def _fetch(self, bucket: Sequence[Any], index: int) -> Any:
         """Starts the copies of a bucket's gradients to the host; returns the event of their arrival."""
-        num_bytes = sum(_aligned_bytes(entry) for entry in bucket)
+        num_bytes = sum(aligned_bytes(entry) for entry in bucket)
         if self._staging[index % 2].numel() < num_bytes:
             pinned = self.to_host.stream is not None
             self._staging[index % 2] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -103,7 +104,7 @@ class OffloadedStep:
                 flat = self._staging[index % 2][start : start + entry.numel() * entry.element_size()]
                 entry.grad = flat.view(entry.dtype).view(entry.shape)
                 entry.grad.copy_(local(source_of(entry).grad), non_blocking=True)
-                start += _aligned_bytes(entry)
+                start += aligned_bytes(entry)
         return self.to_host.mark()
 
     def _update(self, optimizer: torch.optim.Optimizer, bucket: Sequence[Any]) -> None:
@@ -145,20 +146,15 @@ def _gradient(entry: Any) -> bool:
     return source_of(entry).grad is not None
 
 
-def _aligned_bytes(entry: torch.Tensor) -> int:
-    """Bytes of a gradient, in whole cache lines."""
-    return -(-entry.numel() * entry.element_size() // 64) * 64
-
-
 def _buckets(entries: Sequence[Any]) -> list[list[Any]]:
     """Groups consecutive entries of up to [`OFFLOAD_BUCKET_BYTES`]; a larger one has its own bucket."""
     result: list[list[Any]] = []
     size = 0
     for entry in entries:
-        size += _aligned_bytes(entry)
+        size += aligned_bytes(entry)
         if not result or size > OFFLOAD_BUCKET_BYTES:
             result.append([])
-            size = _aligned_bytes(entry)
+            size = aligned_bytes(entry)
         result[-1].append(entry)
     return result
 

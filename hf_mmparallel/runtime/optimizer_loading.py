@@ -172,16 +172,16 @@ def _states(
         saved = []
         for name, parameter in zip(names, group["params"], strict=True):
             if name not in entries:
-                raise another_optimizer(folder, name, whole_parameter(parameter), None)
+                raise _another_optimizer(folder, name, whole_parameter(parameter), None)
             settings_of_name, state = entries[name]
             saved.append(settings_of_name)
             states[parameter] = _state_of(name, parameter, state, group, folder)
         without = groups[min(index, len(groups) - 1)] if groups else {}
-        settings.append(same_settings(saved, index, names, folder) if saved else without)
+        settings.append(_same_settings(saved, index, names, folder) if saved else without)
     return states, settings
 
 
-def another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: Sequence[int] | None) -> ValueError:
+def _another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: Sequence[int] | None) -> ValueError:
     """Returns the error for the state of a parameter that is missing or has another shape."""
     has = "nothing" if shape is None else f"shape {tuple(shape)}"
     return ValueError(
@@ -190,7 +190,7 @@ def another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: S
     )
 
 
-def same_settings(saved: list[dict[str, Any]], index: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
+def _same_settings(saved: list[dict[str, Any]], index: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
     """Returns the settings that a group's parameters were saved with; raises `ValueError` where they differ."""
     if any(other != saved[0] for other in saved):
         raise ValueError(
@@ -200,7 +200,7 @@ def same_settings(saved: list[dict[str, Any]], index: int, names: Sequence[str],
     return saved[0]
 
 
-def on_host(key: str, group: Mapping[str, Any]) -> bool:
+def _on_host(key: str, group: Mapping[str, Any]) -> bool:
     """Returns whether an entry is in host memory: torch's step counters, unless a kernel reads them."""
     return key == "step" and not (group.get("fused") or group.get("capturable"))
 
@@ -217,7 +217,7 @@ def _state_of(
     shapes = [value.shape for value in saved.values() if isinstance(value, torch.Tensor)]
     strange = [shape for shape in shapes if not _may_be_state(shape, whole.shape)]
     if strange and whole.shape not in shapes:
-        raise another_optimizer(folder, name, whole, strange[0])
+        raise _another_optimizer(folder, name, whole, strange[0])
     state: dict[str, Any] = {}
     for stored, value in saved.items():
         key, _, of_rank = stored.partition("@")
@@ -232,7 +232,7 @@ def _state_of(
             is_cut = suffix and has_values and not of_rank
             if is_cut and value.shape != whole.shape:
                 raise cant_be_cut(key, name)
-            value = _on_rank(value, parameter, is_cut=bool(is_cut), on_host=on_host(key, group))
+            value = _on_rank(value, parameter, is_cut=bool(is_cut), on_host=_on_host(key, group))
         if MASTER in saved and key != MASTER:
             value = _as_wide(key, value, parameter)  # the state of master weights is wider than that of 16-bit ones
         state[key] = value

@@ -1,4 +1,4 @@
-"""The keys of saved optimizer state: names of parameters, settings of groups, tensors that belong to one rank."""
+"""Names of optimizers, and the keys of saved state: names of parameters, settings of groups, tensors of one rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def named_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
     """Names the parameters of each group of an optimizer."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[by_id[id(whole_parameter(p))] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the class with its package, such as `apollo_torch.AdamW`."""
+    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

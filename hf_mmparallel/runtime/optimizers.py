@@ -22,7 +22,7 @@ from ..modeling.dtensors import local
 from ..plan import StorageSettings
 from ..world import World
 from .offload import OffloadedStep, check_offloaded
-from .optimizer_names import settings_of
+from .optimizer_names import optimizer_name, settings_of
 from .optimizer_slices import OptimizerSlices, local_shard, slice_of, whole_parameter
 from .updated_copies import (
     copy_for_update,
@@ -121,9 +121,9 @@ def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, Storag
         check_offloaded(optimizer)
     if _changes_with_mode(optimizer) and any(setting.master_weights for setting in settings):
         raise ValueError(
-            f"`{_name(optimizer)}` can't be used with `master_weights=True`: it changes the weights in `train()` and "
-            '`eval()`, which would not reach the 16-bit weights. Use another one, such as `optim="adamw_torch"`, or '
-            "`master_weights=False`."
+            f"`{optimizer_name(optimizer)}` can't be used with `master_weights=True`: it changes the weights in "
+            "`train()` and `eval()`, which would not reach the 16-bit weights. Use another one, such as "
+            '`optim="adamw_torch"`, or `master_weights=False`.'
         )
 
 
@@ -165,7 +165,7 @@ def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> No
                     else "a plan in which every rank holds the whole model (`dp_size` of modules that share ranks)"
                 )
                 raise ValueError(
-                    f"`{_name(optimizer)}` updates a parameter by its place among all parameters, or by the "
+                    f"`{optimizer_name(optimizer)}` updates a parameter by its place among all parameters, or by the "
                     f"others' values, and each rank of this plan {has}. Use an optimizer that updates each by itself, "
                     f'such as `optim="adamw_torch"`, or {remedy}.'
                 )
@@ -176,15 +176,15 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
     if not sliced:
         return
     cause = None
-    if _name(optimizer).startswith("bitsandbytes."):
+    if optimizer_name(optimizer).startswith("bitsandbytes."):
         cause = "it keeps its state by blocks and settings of whole parameters"
     # weights are gathered only after steps
     elif _changes_with_mode(optimizer):
         cause = "it changes the weights in `train()` and `eval()`, where each rank would change its slices only"
     if cause is not None:
         raise ValueError(
-            f"`{_name(optimizer)}` can't be used with `zero_stage` above 0: {cause}. Use another one, such as "
-            '`optim="adamw_torch"`, or `zero_stage=0`.'
+            f"`{optimizer_name(optimizer)}` can't be used with `zero_stage` above 0: {cause}. Use another one, "
+            'such as `optim="adamw_torch"`, or `zero_stage=0`.'
         )
     for index, group in enumerate(optimizer.param_groups):
         likes = {parameter.dim(): parameter for parameter in group["params"] if parameter in sliced}
@@ -197,9 +197,10 @@ def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter
             flat.value, flat.gradients = trial.value.flatten(), trial.gradients.reshape(_NUM_STEPS, -1)
             if not _steps_alike(optimizer, index, flat, want[0].flatten(), [(2, 0)]):
                 raise ValueError(
-                    f"`{_name(optimizer)}` can't be used with `zero_stage` above 0: each rank would update a slice of "
-                    "the flattened parameters, and its update of a slice is not that slice of its update. Use an "
-                    'optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `zero_stage=0`.'
+                    f"`{optimizer_name(optimizer)}` can't be used with `zero_stage` above 0: each rank would update a "
+                    "slice of the flattened parameters, and its update of a slice is not that slice of its update. "
+                    'Use an optimizer that updates each element by itself, such as `optim="adamw_torch"`, or '
+                    "`zero_stage=0`."
                 )
 
 
@@ -231,17 +232,12 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
         ):
             cause = f" ({_first_line(sharded)})" if isinstance(sharded, Exception) else ""
             raise ValueError(
-                f"`{_name(optimizer)}` can't be used with `tp_size` above 1: it can't update matrices that are cut "
-                f"over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer that "
-                'updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
+                f"`{optimizer_name(optimizer)}` can't be used with `tp_size` above 1: it can't update matrices that "
+                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an "
+                'optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
             )
         needed = True
     return needed
-
-
-def _name(optimizer: torch.optim.Optimizer) -> str:
-    """Returns the class with its package, such as `apollo_torch.AdamW`."""
-    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
 
 
 def _first_line(error: Exception) -> str:

@@ -36,9 +36,7 @@ class MemoryAccount:
         predicted = self.predicted()
         if predicted is not None:
             said += f" {_prediction(predicted)}{self._limit()}."
-        if device.type == "cuda":
-            said += f" At most {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB were allocated."
-        return f"{said} {self._remedy(action.task, predicted)}"
+        return f"{said}{_allocated(device)} {self._remedy(action.task, predicted)}"
 
     def optimizer_sentence(self, optimizer: torch.optim.Optimizer, error: BaseException, device: torch.device) -> str:
         """Makes the error message for all ranks if the step of the optimizer does not fit."""
@@ -49,11 +47,9 @@ class MemoryAccount:
         )
         predicted = self.predicted()
         said += f". {_prediction(predicted)}." if predicted is not None else "."
-        if device.type == "cuda":
-            said += f" At most {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB were allocated."
         names = " or ".join(dict.fromkeys(f"`{name}`" for name, _ in self._stages()))
         return (
-            f"{said} Use an optimizer with a smaller state or smaller temporary tensors "
+            f"{said}{_allocated(device)} Use an optimizer with a smaller state or smaller temporary tensors "
             '(`optim="adamw_torch_fused"`, `"adafactor"`, `"adamw_bnb_8bit"`), raise `pp_size` or `tp_size` of '
             f"{names}, or freeze a part of it. Smaller microbatches help only where activations fragment the memory."
         )
@@ -154,6 +150,12 @@ def _held_text(optimizer: torch.optim.Optimizer) -> str:
     missing = sum(1 for parameter in parameters if not optimizer.state.get(parameter))
     text = f"{shares[0]}, {shares[1]} and {shares[2]}"
     return f"{text}, which {missing} of {len(parameters)} parameters still lack" if missing else text
+
+
+def _allocated(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return f" At most {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB were allocated."
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

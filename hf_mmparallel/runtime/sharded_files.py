@@ -1,30 +1,50 @@
 """
 Reads the tensors that the stock Trainer writes under accelerate's FSDP2 and DeepSpeed, by name, executing nothing.
 
-Of FSDP2 that is the sharded state dict; DeepSpeed's own files are pickles that its universal form replaces, with one
-file for each tensor.
+Of FSDP2 that is the sharded state dict, whose table of tensors is a pickle; DeepSpeed's own files are pickles that its
+universal form replaces, with one file for each tensor.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
+import pickle
 from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from .._files import readable
-from .tensor_shards import TensorPlanner, TensorReader
 
 FSDP_OPTIMIZER = "optimizer.bin"
 """Optimizer state of a full state dict, which is `optimizer.pt` with names in the place of numbers."""
 _FSDP_WEIGHTS, _FSDP_STATE = "pytorch_model_fsdp_0", "optimizer_0"
 _DEEPSPEED, _UNIVERSAL, _WEIGHT = "global_step", "zero", "fp32"
+_TABLE = ".metadata"
+_TABLE_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype))},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+}
 
 
 class ShardedFiles(Protocol):
@@ -85,11 +105,11 @@ class _FsdpFiles:
 
     @functools.cached_property
     def _weights(self) -> TensorReader:
-        return TensorReader(self.folder / _FSDP_WEIGHTS, tensors_only=False)
+        return TensorReader(self.folder / _FSDP_WEIGHTS)
 
     @functools.cached_property
     def _state(self) -> TensorReader:
-        return TensorReader(self.folder / _FSDP_STATE, tensors_only=False)
+        return TensorReader(self.folder / _FSDP_STATE)
 
     @functools.cached_property
     def _keys(self) -> dict[str, list[str]]:
@@ -110,8 +130,87 @@ class _FsdpFiles:
 
 def _tensors(reader: TensorReader) -> dict[str, TensorStorageMetadata]:
     """Stored name -> description of a tensor."""
-    known = reader.read_metadata().state_dict_metadata
-    return {name: kind for name, kind in known.items() if isinstance(kind, TensorStorageMetadata)}
+    tensors: Any = reader.read_metadata().state_dict_metadata
+    return tensors
+
+
+class _TableUnpickler(pickle._Unpickler):  # the one in Python, whose steps can be refused
+    """Knows what a table of tensors consists of; torch's own restricted unpickler does not read its protocol, 4."""
+
+    stack: list[Any]
+    dispatch: dict[int, Any] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _TABLE_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it refers to `{module}.{name}`")
+        return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if isinstance(target, type) or inspect.isroutine(target):  # whose attributes would change for everybody
+            raise pickle.UnpicklingError(f"it changes `{target.__qualname__}`")
+        super().load_build()  # pyright: ignore[reportAttributeAccessIssue]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Reads tensors only: its parent unpickles other values whatever they are."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> NoReturn:
+        raise ValueError(f"`{read_item.dest_index.fqn}` is no tensor. Resume from another checkpoint that you trust.")
+
+
+class TensorReader(FileSystemReader):
+    """Reads the table of tensors as if no other values were there, and checks that the files hold what it says."""
+
+    def __init__(self, path: Path):
+        super().__init__(str(path))
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._checked_metadata()
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+    def _checked_metadata(self) -> Metadata:
+        path = Path(self.path) / _TABLE
+        try:
+            with path.open("rb") as file:
+                metadata = _TableUnpickler(file).load()
+            _drop_other_values(metadata)
+            pieces = [
+                (info.relative_path, info.offset, info.offset + info.length) for info in metadata.storage_data.values()
+            ]
+        except Exception as error:  # a damaged pickle can raise anything
+            raise ValueError(
+                f"`{path}` is no table of tensors that can be read ({error or type(error).__name__}). Resume "
+                f"from another checkpoint that you trust."
+            ) from error
+        for name, start, end in pieces:
+            part = path.parent / name
+            if name == ".." or Path(name).name != name:
+                raise ValueError(f"`{path}` names the file `{name}` outside of its folder. Use another checkpoint.")
+            size = part.stat().st_size if part.is_file() else 0
+            if not 0 <= start < end <= size:
+                raise ValueError(f"`{part}` has {size} of {end} bytes of its tensors. Resume from another checkpoint.")
+        return metadata
+
+
+def _drop_other_values(metadata: Any) -> None:
+    """Removes what is no tensor from a table, and how values were nested; raises `ValueError` for encoded tensors."""
+    metadata.state_dict_metadata = {
+        name: described
+        for name, described in metadata.state_dict_metadata.items()
+        if isinstance(described, TensorStorageMetadata)
+    }
+    known = metadata.state_dict_metadata
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn in known}
+    metadata.planner_data = None
+    for index, info in metadata.storage_data.items():
+        if info.transform_descriptors:
+            raise ValueError(f"`{index.fqn}` would have to be decoded")
 
 
 class _UniversalFiles:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.context_tokens import WORDS, ChunkKey, ContextSharding
 from ..data.step_batch import StepData
@@ -14,7 +15,58 @@ from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey
 from ..schedule.actions import Task
-from .feature_tokens import FeatureOrder, FeatureOwners
+
+Owners = tuple[Tensor, Tensor]
+
+
+class FeatureOrder:
+    """The tokens of a task's features: one block for each feature, in it the tokens of each sample in turn."""
+
+    def __init__(
+        self, features: Sequence[FeatureSpec], samples: Sequence[int], num_tokens: Mapping[str, Sequence[int]]
+    ):
+        # (feature, sample by batch index) -> its first token and number of tokens
+        self.starts: dict[tuple[int, int], tuple[int, int]] = {}
+        self.sizes: list[int] = []
+        token = 0
+        for number, feature in enumerate(features):
+            first = token
+            for sample, count in zip(samples, num_tokens[feature.modality], strict=True):
+                self.starts[number, sample] = (token, count)
+                token += count
+            self.sizes.append(token - first)
+        self.num_tokens = token
+
+    def positions(self, samples: Sequence[int]) -> Tensor:
+        """Returns the tokens of some samples, feature by feature: int64 `[num_tokens]`."""
+        ranges = [self.starts[number, sample] for number in range(len(self.sizes)) for sample in samples]
+        spans = [torch.arange(start, start + count) for start, count in ranges]
+        return torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+
+
+class FeatureOwners:
+    """The cp rank that has each token of a task's features, and its index among the tokens there, of all features."""
+
+    def __init__(self, order: FeatureOrder, owners: Sequence[Owners] | None = None, cp_size: int = 1):
+        # `owners` has for each feature, int64 `[tokens]`, the cp rank of each token and its index among the feature's
+        # tokens there; without it one cp rank has all
+        self.order = order
+        self.cp_ranks: Tensor | None = None
+        self.indices: Tensor | None = None
+        self.sizes: list[list[int]] = [order.sizes]  # of each cp rank, its tokens of each feature
+        if owners is not None:
+            counts = torch.stack([ranks.bincount(minlength=cp_size) for ranks, _ in owners])
+            starts = counts.cumsum(0) - counts
+            self.cp_ranks = torch.cat([ranks for ranks, _ in owners])
+            self.indices = torch.cat([starts[i][ranks] + indices for i, (ranks, indices) in enumerate(owners)])
+            self.sizes = counts.T.tolist()
+
+    def select(self, samples: Sequence[int]) -> tuple[Tensor | None, Tensor]:
+        """Returns int64 `[num_tokens]` cp ranks of the tokens of samples, `None` if one has all, and indices there."""
+        positions = self.order.positions(samples)
+        if self.cp_ranks is None or self.indices is None:
+            return None, positions
+        return self.cp_ranks[positions], self.indices[positions]
 
 
 class StepInputs:
@@ -138,3 +190,49 @@ class StepInputs:
 
 def _chunk_key(task: Task) -> ChunkKey:
     return (task.module, task.replica, task.microbatch, task.chunk)
+
+
+def check_features_computed(inputs: StepInputs, task: Task) -> None:
+    """Refuses a sample with placeholders whose features enter a task, but are computed nowhere."""
+    samples = inputs.samples(task)
+    for edge in inputs.plan.edges:
+        if edge.target != task.module or task.stage not in inputs.plan.edge_stages(edge, task.replica):
+            continue
+        absent = [
+            index for index, sample in enumerate(samples) if (edge.source, sample) not in inputs.step.location_of
+        ]
+        for feature in inputs.spec.modules[edge.source].features:
+            for index in absent:
+                count = inputs.num_feature_tokens(task)[feature.modality][index]
+                if count:
+                    raise ValueError(
+                        f"Sample {inputs.step.samples[samples[index]]} has {count} placeholders of "
+                        f"`{feature.modality}` in `input_ids`, but the sizes of samples give it no tokens in "
+                        f"`{edge.source}`, so that nothing computes their features. Correct its size in the "
+                        "column or the function that they come from."
+                    )
+
+
+def check_feature_tokens(inputs: StepInputs, task: Task, outputs: Sequence[Tensor]) -> None:
+    """Checks that the last stage of a module made a feature token for each placeholder of its samples."""
+    features = inputs.spec.modules[task.module].features
+    if not features or not inputs.is_last(task):
+        return
+    sizes = inputs.feature_owners(task, features).sizes[inputs.cp_rank(task)]
+    for feature, output, wanted in zip(features, outputs, sizes, strict=True):
+        if output.shape[0] != wanted:
+            samples = [inputs.step.samples[sample] for sample in inputs.samples(task)]
+            raise ValueError(
+                f"Samples {samples} have {wanted} placeholders of `{feature.modality}` in `input_ids`, but "
+                f"`{task.module}` made {output.shape[0]} features of them. Make the processor's placeholders and "
+                "media agree."
+            )
+
+
+def check_labels(batch: Mapping[str, Any]) -> None:
+    """Refuses a batch to train on that has no labels."""
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        raise ValueError(
+            f"The batch has no `labels` to train on, only {', '.join(f'`{name}`' for name in batch)}. Add a "
+            "column `labels`, or a collator that makes it."
+        )

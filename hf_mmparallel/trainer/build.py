@@ -37,7 +37,6 @@ from ..plan import (
     MultimodalParallelPlugin,
     ParallelPlan,
     Stage,
-    frozen_as_planned,
     plan_for_model,
 )
 from ..plan.plugin import reject_unknown_keys
@@ -79,14 +78,14 @@ def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelP
 
 
 def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
-    """Applies attention functions and frozen parameters, those of a finished plan too, to a whole model, in place."""
+    """Applies attention functions and frozen parameters to a whole model, in place."""
     spec = build_model_spec(model)
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
     is_changed = any(module.attn_implementation is not None for module in plugin.modules.values())
     parameters = dict(model.named_parameters())
     adapters = adapter_names(parameters)
-    for name, module in frozen_as_planned(spec, plugin).modules.items():
+    for name, module in spec.modules.items():
         for parameter in module.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze).parameters:
             # adapters that the model has are not frozen
             if not parameter.trainable and parameter.name not in adapters:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .._files import readable
-from ..runtime.earlier_optimizer_checkpoint import TABLE, load_earlier_optimizer
 from ..runtime.optimizer_loading import load_optimizer, read_state
 from ..runtime.optimizer_names import STATE
 from ..runtime.sharded_files import FSDP_OPTIMIZER
@@ -51,10 +50,9 @@ def is_by_name(folder: str | None, model: nn.Module) -> bool:
     """
     Whether one process reads a checkpoint by the names of parameters: one that a plan has written, of this very model.
     """
-    if folder is None or not (Path(folder) / SCHEDULER).is_file():
-        return False  # the stock Trainer leaves both alone then
-    if not (Path(folder) / STATE).is_file():
-        return (Path(folder) / TABLE).is_file()
+    # without one of the files the stock Trainer leaves both alone
+    if folder is None or not all((Path(folder) / name).is_file() for name in (SCHEDULER, STATE)):
+        return False
     groups = read_state(Path(folder) / STATE)["param_groups"]
     names = [name for group in groups for name in group.get("param_names", ())]
     # what `peft` has wrapped has other names, but the same order
@@ -70,12 +68,9 @@ def load_optimizer_and_scheduler(
     model.
     """
     state = world.raise_together(lambda: _read_scheduler(folder / SCHEDULER))
-    if not (folder / STATE).is_file() and (folder / TABLE).is_file():
-        load_earlier_optimizer(optimizer, model, folder, world)
-    else:
-        load_optimizer(optimizer, model, folder, groups, world)
-        if not any((folder / name).is_file() for name in (STATE, FSDP_OPTIMIZER)):
-            _set_rates(optimizer.param_groups, state)
+    load_optimizer(optimizer, model, folder, groups, world)
+    if not any((folder / name).is_file() for name in (STATE, FSDP_OPTIMIZER)):
+        _set_rates(optimizer.param_groups, state)
     scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, scheduler.state_dict()))
 
 

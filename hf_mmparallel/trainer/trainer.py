@@ -1,11 +1,13 @@
 """
 `transformers.Trainer` with a layout for each module: its overrides, each with the reason why a plan needs it. Their
-state is in [`EngineTrainer`]; decisions are made in other files, which don't know the Trainer.
+state is an [`EngineState`], and [`Survival`] repeats what lost ranks have broken off; decisions are made in other
+files, which don't know the Trainer.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,33 +18,37 @@ from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from .._environment import joins_job
-from ..callbacks import PredictionCallback, RecoveryCallback
+from .._files import readable
 from ..data.step_batch import StepBatch
-from ..plan import save_layout
+from ..plan import ModelSpec, MultimodalParallelPlugin, ParallelPlan, save_layout
 from ..runtime import optimizer_checkpoint
 from ..runtime.atomic import sync_file
 from ..runtime.engine import ParallelEngine
-from ..runtime.optimizers import give_same_groups, prepare_optimizer
-from ..runtime.out_of_memory import mark_steps, told_in_optimizer
+from ..runtime.out_of_memory import told_in_optimizer
 from ..runtime.updated_copies import refresh_copies
-from ..world import shared_failure
-from . import build, model_card, optimizer_state
-from .agreement import check_same_folder
+from ..world import World, shared_failure
+from . import build, optimizer_state
+from .agreement import check_output_folder, check_same_folder
+from .argument_table import check_arguments, check_launcher
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch
-from .columns import check_columns, encoder_columns, missing_columns
+from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .data_progress import check_trainer_state, save_trainer_state
+from .deepspeed_arguments import check_optimizer_class
+from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
 from .loaders import check_loader, follow_plan
+from .optimizer_state import stock_groups
 from .overrides import check_overrides
+from .packing_choice import RowChoice
 from .saved_plan import SAVED_PLAN, warn_of_other_settings
-from .signature import by_name, shows_stock_signature
-from .start_checks import check_launch
-from .surviving_trainer import SurvivingTrainer, completed
+from .start_checks import check_launch, check_trainer
+from .survival import Survival
+from .training_sizes import TrainingSizes
 
 logger = get_logger(__name__)
 
@@ -59,7 +65,17 @@ def planned(method: Callable) -> Callable:
     return wrapper
 
 
-class MultimodalParallelTrainer(SurvivingTrainer):
+def completed(method: Callable) -> Callable:
+    """Makes a method run again on the ranks that are left, when ranks are lost in it; see [`Recovery.complete`]."""
+
+    @functools.wraps(method)
+    def wrapper(self, *args, **kwargs):
+        return self._survival.complete(functools.partial(method, self, *args, **kwargs))
+
+    return wrapper
+
+
+class MultimodalParallelTrainer(Trainer):
     """
     `transformers.Trainer` for models whose encoders and language model each have a layout of their own.
 
@@ -82,11 +98,22 @@ class MultimodalParallelTrainer(SurvivingTrainer):
             For a plan that does not fit the model or the launch, and for arguments that can't hold under one.
     """
 
-    optimizer: Any
+    loss_is_scaled_for_ga: bool | None = True
+    is_planned: bool
+    args: Any
+    model: Any
+    train_dataset: Any
     eval_dataset: Any
+    data_collator: Any
+    optimizer: Any
     lr_scheduler: Any
+    engine: ParallelEngine | None  # this rank's part of the model; `None` for the stock Trainer
+    search: AutoSearch | None  # for the plan, on rank 0
+    sample_tokens: Callable | None  # sample -> module -> its tokens
+    model_spec: ModelSpec
+    global_batch_size: int  # samples, under a plan
+    rows: RowChoice  # whether samples are packed, under a plan
 
-    @shows_stock_signature
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | str | Path | None = None,
@@ -95,16 +122,14 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         sample_tokens: Callable[[Any], Mapping[str, int | Sequence[int]]] | None = None,
         **kwargs: Any,
     ):
-        given = by_name(self, model, args, *positional, **kwargs)
-        model, args = given.pop("model", None), given.pop("args", None)
+        given = dict(inspect.signature(Trainer).bind(model, args, *positional, **kwargs).arguments)
+        del given["model"], given["args"]
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
-        self._joins = joins_job()
+        self._run = EngineState(self, joins_job())
+        self._survival = Survival(self, self._run)
         self.sample_tokens = sample_tokens
-        self.engine: ParallelEngine | None = None
-        self.search: AutoSearch | None = None
-        self._prepared_optimizer: Any = None
-        self._rank_costs = None
+        self.engine = self.search = None
         plugin = getattr(args, "plugin", None)
         self.is_planned = plugin is not None and not build.is_single_process(plugin, args.world_size)
         if getattr(args, "packing", None):
@@ -112,10 +137,43 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         check_columns(given, model, self.is_planned)
         if self.is_planned:
             assert plugin is not None
-            check_overrides(type(self), MultimodalParallelTrainer)
+            check_overrides(type(self), MultimodalParallelTrainer, vars(self))
             self._init_planned(model, args, plugin, given)
         else:
             self._init_stock(model, args, plugin, given)
+
+    def _init_stock(
+        self, model: Any, args: Any, plugin: MultimodalParallelPlugin | None, given: dict[str, Any]
+    ) -> None:
+        """The stock Trainer, with the settings of modules that need no ranks."""
+        args = build.single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
+        whole: Any = build.load_whole(model)
+        if plugin is not None and model is not None:
+            whole = build.prepare_single_process(whole, plugin, args)
+        self.loss_is_scaled_for_ga = None
+        args = choose_collator(args, given, whole)
+        super().__init__(model=whole, args=args, **given)
+        self._run.begin_without_plan(args, plugin)
+
+    def _init_planned(
+        self, model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, given: dict[str, Any]
+    ) -> None:
+        """The Trainer of this rank's part of a model. Collective."""
+        check_arguments(args)
+        check_launcher(args)
+        check_trainer(model, given)
+        check_optimizer_class(plugin.modules, given)
+        self.args = args  # for `world`; the stock constructor sets those of its own loop
+        with shared_failure("preparing the model"):
+            check_output_folder(args, self.world)
+            prepared = build.prepare_model(model, args, plugin, self.world)
+            self.model_spec = prepared.spec
+            args = choose_collator(args, given, prepared.model)
+            super().__init__(model=prepared.model, args=build.planned_arguments(args), **given)
+            decayed = self.get_decay_parameter_names(prepared.model)
+            self._run.stock_groups = stock_groups(decayed, prepared.model)
+            self._run.lay_out(prepared, args, plugin)
+        self._run.begin_under_plan(args, plugin)
 
     # The model
 
@@ -123,14 +181,8 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Returns the engine in place of DDP, and prepares the optimizer that `create_optimizer` has just made."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if training and optimizer is not self._prepared_optimizer:
-            with shared_failure("preparing the optimizer"):
-                mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
-                engine = self._engine
-                if self.args.resilience is not None:
-                    give_same_groups(optimizer, self.world)
-                prepare_optimizer(optimizer, engine.holds_all_trained, self.world, engine.slices, engine.storage)
-            self._prepared_optimizer = optimizer
+        if training and optimizer is not self._run.prepared_optimizer:
+            self._run.prepare_optimizer(optimizer)
         return self._engine
 
     @planned
@@ -142,17 +194,17 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def add_callback(self, callback: Any) -> None:
         """Gives callbacks that look into the engine their engine."""
         super().add_callback(callback)
-        for callback in self._engine_callbacks():
+        for callback in self._run.engine_callbacks():
             callback.engine = self.engine
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of callbacks and the number of skipped samples."""
         if self.engine is not None:
             if "loss" in logs:
-                logs.update(self._completed(self._parallel_metrics))
-            if self._steps.samples.skip and not {"loss", "train_loss"}.isdisjoint(logs):
-                logs["parallel/skipped_samples"] = self._steps.samples.num_skipped
-            self._steps.finite.check_norm()
+                logs.update(self._survival.complete(self._run.parallel_metrics))
+            if self._run.steps.samples.skip and not {"loss", "train_loss"}.isdisjoint(logs):
+                logs["parallel/skipped_samples"] = self._run.steps.samples.num_skipped
+            self._run.steps.finite.check_norm()
         super().log(logs, start_time)
 
     # Data
@@ -165,12 +217,12 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         """
         if not self.is_planned:
             loader = super().get_train_dataloader()
-            return loader if self._rank_costs is None else self._arranged(loader)
-        training = self._loaders.training(
-            self._get_train_sampler, self.training_sizes, self._arrangement, self._steps.learned_ratio
+            return loader if self._run.rank_costs is None else self._run.arranged(loader)
+        training = self._run.loaders.training(
+            self._get_train_sampler, self.training_sizes, self._run.arrangement, self._run.steps.learned_ratio
         )
-        training.loader.repeated = self._repeated
-        self._steps.use(training)
+        training.loader.repeated = self._survival.repeat
+        self._run.steps.use(training)
         return training.loader
 
     @planned
@@ -181,12 +233,12 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
-        return self._loaders.evaluation(dataset, self._get_eval_sampler, "Evaluation")
+        return self._run.loaders.evaluation(dataset, self._get_eval_sampler, "Evaluation")
 
     @planned
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Its items are steps of all ranks."""
-        return self._loaders.evaluation(test_dataset, self._get_eval_sampler, "test")
+        return self._run.loaders.evaluation(test_dataset, self._get_eval_sampler, "test")
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keeps the columns that composed models route to their encoders, which no forward signature names."""
@@ -214,9 +266,9 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
         """One global batch; target tokens are counted when it runs."""
         step = self.state.global_step + 1
-        self._steps.enter_epoch(epoch_iterator)
-        self._take_in()
-        batch = self._repeated(lambda: self._steps.read(self._train_steps, step))
+        self._run.steps.enter_epoch(epoch_iterator)
+        self._survival.take_in()
+        batch = self._survival.repeat(lambda: self._run.steps.read(self._run.train_steps, step))
         if batch is None:
             self.control.should_epoch_stop = True  # the length of a stream is unknown before its end
             return [], None
@@ -225,9 +277,11 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         """Counts the target tokens of arranged batches for models, too, that do not ask for them."""
         stock = super()._get_num_items_in_batch(batch_samples, device)
-        if stock is not None or not self._weighs_batches or not all("labels" in batch for batch in batch_samples):
+        if stock is not None or not self._run.weighs_batches or not all("labels" in batch for batch in batch_samples):
             return stock
-        counts: Any = self.accelerator.gather(torch.tensor(sum(map(self._num_targets, batch_samples)), device=device))
+        counts: Any = self.accelerator.gather(
+            torch.tensor(sum(map(self._run.num_targets, batch_samples)), device=device)
+        )
         return counts.sum()
 
     # Training
@@ -243,30 +297,32 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         Weighs the mean loss of an arranged batch by its target tokens, where the model takes no `num_items_in_batch`.
         """
         # evaluation has the batches of the stock Trainer; arranged ones have as many targets as the arrangement gives
-        if num_items_in_batch is None or not (model.training and self._weighs_batches):
+        if num_items_in_batch is None or not (model.training and self._run.weighs_batches):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        weight = self._num_targets(inputs) / num_items_in_batch * self.args.world_size
+        weight = self._run.num_targets(inputs) / num_items_in_batch * self.args.world_size
         weight = weight * self.current_gradient_accumulation_steps  # by which the stock Trainer divides
         result = super().compute_loss(model, inputs, return_outputs)
         return (result[0] * weight, result[1]) if return_outputs else result * weight
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Ends all ranks with one error, or goes on when ranks are lost; with `save_on_preemption` signals end it."""
-        with self._listening():
+        with self._run.listening():
             if not self.is_planned:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
-            check_overrides(type(self), MultimodalParallelTrainer)
+            check_overrides(type(self), MultimodalParallelTrainer, vars(self))
             engine = self._engine
-            steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
-            first = None if self._joins else resume_from_checkpoint  # one that joins goes on from where the others are
-            with self._saves.leaving(), shared_failure("optimizer, callbacks or log"), steps, self._going_on():
+            steps = told_in_optimizer(lambda: self._run.prepared_optimizer, lambda: engine.account, engine.device)
+            # one that joins goes on from where the others are
+            first = None if self._run.joins else resume_from_checkpoint
+            failure = shared_failure("optimizer, callbacks or log")
+            with self._run.saves.leaving(), failure, steps, self._survival.going_on():
                 return super().train(first, *args, **kwargs)
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         """Reads the position in the data, in samples, which may be in the middle of an epoch."""
-        with self._joined_checkpoint(resume_from_checkpoint) as checkpoint:
-            self._steps.begin(checkpoint)
+        with self._survival.joined_checkpoint(resume_from_checkpoint) as checkpoint:
+            self._run.steps.begin(checkpoint)
             check_full_precision(self._engine)
             return super()._inner_training_loop(*args, resume_from_checkpoint=checkpoint, **kwargs)
 
@@ -275,25 +331,25 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         """Counts steps from the position in the data."""
         check_loader(dataloader, "get_train_dataloader")
         if args.resilience is not None:
-            self._steps.check_reads(dataloader)
-        self._train_steps: Any = dataloader.dataset
+            self._run.steps.check_reads(dataloader)
+        self._run.train_steps = dataloader.dataset
         values = super().set_initial_training_values(args, dataloader)
-        return self._steps.progress.training_values(values, args, dataloader)
+        return self._run.steps.progress.training_values(values, args, dataloader)
 
     @planned
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The epoch and step to go on from, from the position in the data."""
         stock = super()._init_training_state(*args)
-        return self._steps.progress.resumed_at or stock
+        return self._run.steps.progress.resumed_at or stock
 
     @planned
     def training_step(self, model: nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Runs a global batch on the stages of all ranks; the loss is the mean over its target tokens."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        self._push_saved()
-        self._saves.note_step()
-        totals = self._repeated(self._run_step)
+        self._run.push_saved()
+        self._run.saves.note_step()
+        totals = self._survival.repeat(self._survival.run_step)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -302,33 +358,33 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     @planned
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clips by the norm over the parameters of all ranks."""
-        norm = self._gradient_norm()
+        norm = self._survival.gradient_norm()
         self._engine.clip(norm, self.args.max_grad_norm)
         return norm
 
     @planned
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         """The norm over the parameters of all ranks."""
-        norm = self._gradient_norm() if grad_norm is None else grad_norm
-        self._steps.finite.norm(self.state.global_step + 1, norm)
+        norm = self._survival.gradient_norm() if grad_norm is None else grad_norm
+        self._run.steps.finite.norm(self.state.global_step + 1, norm)
         return norm
 
     @planned
     def floating_point_ops(self, inputs: StepBatch) -> int:
         """Operations of all ranks."""
-        return 6 * self._steps.totals.num_tokens * self._engine.num_compute_parameters
+        return 6 * self._run.steps.totals.num_tokens * self._engine.num_compute_parameters
 
     @planned
     def _track_num_input_tokens(self, inputs: StepBatch) -> None:
         """Counts the tokens of all ranks, which the step has summed."""
-        self.state.num_input_tokens_seen += self._steps.num_tokens(self.args.include_num_input_tokens_seen)
+        self.state.num_input_tokens_seen += self._run.steps.num_tokens(self.args.include_num_input_tokens_seen)
 
     @planned
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback asks for on one rank, all ranks do: each of it is collective."""
-        if self._agree_on_control():
+        if self._survival.agree_on_control():
             super()._maybe_log_save_evaluate(*args, **kwargs)
-            self._agree_on_control()  # callbacks of what was done can stop the training
+            self._survival.agree_on_control()  # callbacks of what was done can stop the training
 
     # Evaluation
 
@@ -342,7 +398,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Metrics on all ranks, predictions on rank 0, each sample once and in the sampler's order."""
-        check_overrides(type(self), MultimodalParallelTrainer)
+        check_overrides(type(self), MultimodalParallelTrainer, vars(self))
         check_loader(dataloader, "get_test_dataloader" if description == "Prediction" else "get_eval_dataloader")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
@@ -351,7 +407,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         def evaluate() -> EvalLoopOutput:
             follow_plan(dataloader, self._engine)
             evaluator = Evaluator(self._engine, self.args, self.compute_metrics, self.preprocess_logits_for_metrics)
-            return evaluator.run(self._evaluation_batches(dataloader), prediction_loss_only, metric_key_prefix)
+            return evaluator.run(self._run.evaluation_batches(dataloader), prediction_loss_only, metric_key_prefix)
 
         with shared_failure("evaluation"):
             if not self.is_in_train:
@@ -360,7 +416,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
                 self.optimizer.eval()
             handler: Any = self.callback_handler
             handler.eval_dataloader = dataloader
-            return self._completed(evaluate)
+            return self._survival.complete(evaluate)
 
     # Checkpoints
 
@@ -371,7 +427,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         with shared_failure("saving the model"):
             if not _internal_call:
                 check_same_folder(output_dir, "output_dir", self.world)
-            with self._saves.writing(output_dir) as writes:
+            with self._run.saves.writing(output_dir) as writes:
                 self._engine.sharded.save(writes)
                 if self.args.should_save:
                     self._save(output_dir)
@@ -382,7 +438,7 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the files beside the weights: processor, arguments, plan, and the model card of an adapter."""
         output_dir = str(output_dir or self.args.output_dir)
-        self._write_adapter_card(output_dir)
+        self._run.write_adapter_card(output_dir)
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processor is not None:
             processor.save_pretrained(output_dir)
@@ -396,25 +452,25 @@ class MultimodalParallelTrainer(SurvivingTrainer):
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with shared_failure(f"saving `{folder.name}`"):
-            self._finish_save()
-            with self._saves.checkpoint(folder, self.state) as writes:
+            self._run.finish_save()
+            with self._run.saves.checkpoint(folder, self.state) as writes:
                 self.save_model(str(writes.folder), _internal_call=True)
                 if not self.args.save_only_model:
                     self._save_optimizer_and_scheduler(str(writes.folder))
                     self._save_rng_state(str(writes.folder))
-                self._note_best(folder)
+                self._run.note_best(folder)
                 if self.args.should_save:
                     self._save_state(writes.folder)
             if not self.args.async_save:
-                self._finish_save()
+                self._run.finish_save()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Waits for the last checkpoint first, which may be the best."""
         if self.is_planned:
-            self._end_saves()
+            self._survival.end_saves()
         best = self.state.best_model_checkpoint
         # the best one is not loaded, and the last one is kept beside it, to go on from
-        if self._is_preempted:
+        if self._run.is_preempted:
             self.state.best_model_checkpoint = None
         try:
             return super()._finalize_training(*args, **kwargs)
@@ -424,14 +480,14 @@ class MultimodalParallelTrainer(SurvivingTrainer):
     def _save_state(self, folder: Path) -> None:
         """Writes the state of the Trainer with that of its callbacks, and the position in the data."""
         save_trainer_state(folder, self.state, [*self.callback_handler.callbacks, self.control])
-        self._steps.save(folder, self.state.global_step)
+        self._run.steps.save(folder, self.state.global_step)
 
     @planned
     def _save_rng_state(self, output_dir: str) -> None:
         """Waits until the file is on disk, before the checkpoint gets its name."""
         super()._save_rng_state(output_dir)
-        with self._saves.writing(output_dir) as writes:
-            writes.add(sync_file, writes.folder / self._rng_file)
+        with self._run.saves.writing(output_dir) as writes:
+            writes.add(sync_file, writes.folder / self._run.rng_file)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Under a plan writes the state of all ranks by the names of parameters, so that any layout reads it."""
@@ -440,20 +496,20 @@ class MultimodalParallelTrainer(SurvivingTrainer):
                 optimizer_state.complete_state(self.optimizer)  # else torch does not load it
             return super()._save_optimizer_and_scheduler(output_dir)
         sharded = self._engine.sharded
-        with self._saves.writing(output_dir) as writes:
-            groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, writes, self._stock_groups)
+        with self._run.saves.writing(output_dir) as writes:
+            groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, writes, self._run.stock_groups)
             if self.args.should_save:
                 state = optimizer_state.scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
                 torch.save(state, os.path.join(output_dir, optimizer_state.SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the state of a plan's checkpoint, also on one process, and the stock Trainer's under a plan."""
-        if self._told is not None:
-            self._told.restore_schedule(self.optimizer, self.lr_scheduler)
+        if self._survival.told is not None:
+            self._survival.told.restore_schedule(self.optimizer, self.lr_scheduler)
         elif self.engine is None and not optimizer_state.is_by_name(checkpoint, self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, optimizer_state.SCHEDULER)):
-            groups = self._stock_groups if self.engine is not None else []
+            groups = self._run.stock_groups if self.engine is not None else []
             with shared_failure("loading the optimizer's state"):
                 optimizer_state.load_optimizer_and_scheduler(
                     self.optimizer, self.lr_scheduler, self.model, Path(checkpoint), groups, self.world
@@ -472,7 +528,20 @@ class MultimodalParallelTrainer(SurvivingTrainer):
                 raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
             self.world.raise_together(functools.partial(check_trainer_state, Path(resume_from_checkpoint)))
             engine.sharded.load(resume_from_checkpoint)
-            refresh_copies(self._prepared_optimizer)
+            refresh_copies(self._run.prepared_optimizer)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Ends all ranks with one error if a file can't be read. A rank that joins has none, and does nothing."""
+        if self.engine is None:
+            return super()._load_rng_state(checkpoint)
+        if self._survival.told_folder is not None and checkpoint == self._survival.told_folder:
+            return
+
+        def read() -> None:
+            with readable(Path(str(checkpoint)) / self._run.rng_file):
+                super(MultimodalParallelTrainer, self)._load_rng_state(checkpoint)
+
+        self._survival.complete(lambda: self.world.raise_together(read))
 
     def _load_best_model(self) -> None:
         """See `_load_from_checkpoint`."""
@@ -482,20 +551,50 @@ class MultimodalParallelTrainer(SurvivingTrainer):
                 super()._load_best_model()
             return
         logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
-        self._completed(lambda: self._load_from_checkpoint(str(self.state.best_model_checkpoint)))
+        self._survival.complete(lambda: self._load_from_checkpoint(str(self.state.best_model_checkpoint)))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Adds the plan, its picture and the measured efficiency to the stock model card."""
         if self.engine is None:
             return super().create_model_card(*args, **kwargs)
-        self.model.create_or_update_model_card = self._write_adapter_card  # the stock Trainer calls it for adapters
+        # the stock Trainer calls it for adapters
+        self.model.create_or_update_model_card = self._run.write_adapter_card
         try:
             super().create_model_card(*args, **kwargs)
         finally:
             del self.model.create_or_update_model_card
         if self.is_world_process_zero():
-            callbacks = self.callback_handler.callbacks
-            compared = (c.comparison for c in callbacks if isinstance(c, PredictionCallback))
-            survived = (c.sentence for c in callbacks if isinstance(c, RecoveryCallback))
-            run = model_card.RunSummary(self.state.log_history, next(compared, None), next(survived, None))
-            model_card.write_model_card(Path(self.args.output_dir), self.engine, self.global_batch_size, run)
+            self._run.write_model_card()
+
+    # For users and callbacks
+
+    @functools.cached_property
+    def world(self) -> World:
+        """The ranks. Collective on first access, which under a plan is in the constructor."""
+        return World(self.args.device)
+
+    @property
+    def _engine(self) -> ParallelEngine:
+        """The engine, in methods that run under a plan only."""
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def plan(self) -> ParallelPlan | None:
+        """The plan that this run follows, `None` for the stock Trainer."""
+        return None if self.engine is None else self.engine.plan
+
+    @property
+    def training_sizes(self) -> TrainingSizes:
+        """Sizes of the training samples, under a plan."""
+        return TrainingSizes(self._run.context, self._run.measured_sizes)
+
+    def gather_model(self) -> PreTrainedModel | None:
+        """
+        Returns the whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over;
+        `None` on other ranks. With adapters it is a `PeftModel`. Collective: call it on all ranks.
+
+        Without a plan, too, if FSDP or DeepSpeed's stage 3 divide the weights; where each rank has all of them it is
+        the model that is trained, on its device.
+        """
+        return self._run.gather_model()

@@ -35,7 +35,7 @@ from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.composed.multimodal_config import EncoderSettings, MultimodalCallbacks, MultimodalConfig
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages
-from hf_mmparallel.modeling.whole import blank_model
+from hf_mmparallel.modeling.whole import blank_model, fill
 from tests.modeling.test_stages import make_plan, reference, run_stages
 
 VISION = {
@@ -402,6 +402,17 @@ def test_a_gathered_model_has_the_callbacks():
     callbacks = MultimodalCallbacks(after_projector={"vision": lambda inputs, features: features * 0})
     model, _ = compose("clip_llama", callbacks=callbacks)
     assert blank_model(model).model.callbacks is callbacks
+
+
+def test_a_gathered_model_has_the_projectors_of_the_user():
+    model, rows = compose("clip_llama", projectors=nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 24)))
+    blank = blank_model(model)
+    assert {name: value.shape for name, value in blank.state_dict().items()} == {
+        name: value.shape for name, value in model.state_dict().items()
+    }
+    assert all(parameter.is_meta for parameter in blank.parameters())
+    batch = make_batch("clip_llama", rows)
+    assert torch.equal(fill(blank, model, model.state_dict()).eval()(**batch).logits, model(**batch).logits)
 
 
 def test_callbacks_are_given_again_on_loading(tmp_path):

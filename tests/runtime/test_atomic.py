@@ -46,10 +46,10 @@ def synced(folder: str) -> list[str]:
         files.append(Path(path).name)
         sync(path)
 
-    from hf_mmparallel.runtime import weight_files
+    from hf_mmparallel.runtime import sharded_model
     from hf_mmparallel.trainer import trainer
 
-    atomic.sync_file = weight_files.sync_file = trainer.sync_file = recording
+    atomic.sync_file = sharded_model.sync_file = trainer.sync_file = recording
     runs.make_trainer(
         "llava", {"vision": {}, "language_model": {}}, folder, save_strategy="steps", save_steps=4
     ).train()

@@ -7,7 +7,6 @@ import inspect
 import logging
 import re
 import sys
-import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
@@ -24,10 +23,9 @@ from transformers.integrations import integration_utils
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.trainer import argument_table as table
-from hf_mmparallel.trainer import engine_trainer, overrides
+from hf_mmparallel.trainer import engine_state, overrides
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
-from hf_mmparallel.trainer.engine_trainer import EngineTrainer
-from hf_mmparallel.trainer.overrides import METHODS, Extends, Holds, NeverCalled, check_overrides
+from hf_mmparallel.trainer.overrides import METHODS, Extends, NeverCalled, check_overrides
 from tests import tiny
 from tests.distributed import run_distributed
 
@@ -53,29 +51,104 @@ def with_value(name: str, value: Any) -> MultimodalTrainingArguments:
     return args
 
 
+# What is honoured: a function that reads it under a plan -> the arguments, or their values that are not refused
+
+HONOURED = {
+    "CheckpointSaves._rotate": "save_total_limit",
+    "DataProgress.training_values": "ignore_data_skip",
+    "DefaultFlowCallback.on_step_end": "logging_strategy logging_first_step eval_strategy eval_delay save_strategy",
+    "EngineState.push_saved": "push_to_hub",
+    "Evaluator._metrics": "include_for_metrics",
+    "Evaluator.run": "eval_do_concat_batches",
+    "MultimodalParallelTrainer._clip_grad_norm": "max_grad_norm",
+    "MultimodalParallelTrainer._save_checkpoint": "save_only_model",
+    "MultimodalParallelTrainer._track_num_input_tokens": "include_num_input_tokens_seen",
+    "MultimodalParallelTrainer.evaluation_loop": "prediction_loss_only",
+    "MultimodalParallelTrainer.training_step": "torch_empty_cache_steps",
+    "StepLoaders._data_seed": "data_seed",
+    "StepLoaders._loader": "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+    "dataloader_prefetch_factor dataloader_multiprocessing_context",
+    "StepLoaders._seeded": "accelerator_config.use_seedable_sampler",
+    "StepLoaders.evaluation": "per_device_eval_batch_size",
+    "StepLoaders.training": "dataloader_drop_last",
+    "TrackioCallback._freeze_space": "trackio_static_space_id",
+    "TrackioCallback.setup": "run_name project trackio_space_id trackio_bucket_id",
+    "Trainer.__init__": "use_cache disable_tqdm report_to full_determinism seed label_names skip_memory_metrics",
+    "Trainer._determine_best_metric": "metric_for_best_model greater_is_better",
+    "Trainer._finalize_training": "load_best_model_at_end",
+    "Trainer._get_collator_with_removed_columns": "remove_unused_columns",
+    "Trainer._get_output_dir": "output_dir",
+    "Trainer._get_train_sampler": "train_sampling_strategy length_column_name",
+    "Trainer._inner_training_loop": "eval_on_start",
+    "Trainer._load_callback_state": "restore_callback_states_from_checkpoint",
+    "Trainer._push_from_checkpoint": "hub_strategy hub_always_push hub_revision",
+    "Trainer._run_epoch": "logging_nan_inf_filter",
+    "Trainer.create_optimizer": "weight_decay",
+    "Trainer.create_scheduler": "lr_scheduler_type lr_scheduler_kwargs",
+    "Trainer.evaluate": "debug",
+    "Trainer.get_optimizer_cls_and_kwargs": "learning_rate optim optim_args adam_beta1 adam_beta2 adam_epsilon",
+    "Trainer.init_hf_repo": "hub_token hub_private_repo hub_model_id",
+    "Trainer.set_initial_training_values": "num_train_epochs max_steps",
+    "TrainerState.compute_steps": "logging_steps eval_steps save_steps",
+    "TrainingArguments.__post_init__": "bf16 tf32 gradient_checkpointing gradient_checkpointing_kwargs",
+    "TrainingArguments._setup_devices": "use_cpu accelerator_config.use_configured_state ddp_backend ddp_timeout",
+    "TrainingArguments.get_process_log_level": "log_level log_level_replica",
+    "TrainingArguments.get_warmup_steps": "warmup_steps",
+    "TrainingArguments.should_log": "log_on_each_node",
+    "_plan": "activation_checkpointing",
+    "_setup_low_rank_optimizer": "optim_target_modules",
+    "build_engine": "label_smoothing_factor",
+    "checkpointing_settings": "activation_checkpointing_kwargs",
+    "full_eval_dtype": "bf16_full_eval fp16_full_eval",
+    "resolve_batch": "per_device_train_batch_size gradient_accumulation_steps",
+}
+READERS = {name: reader for reader, names in HONOURED.items() for name in names.split()}
+FOR_SCRIPTS = {"do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank"}
+"""What the stock Trainer does not read either: it is there for training scripts and their parsers."""
+HONOURED_BY_THE_TRAINER = {
+    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics",
+    "callbacks", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+}  # fmt: skip
+READ_BY_ACCELERATE = {
+    "ACCELERATE_USE_CPU", "ACCELERATE_CPU_AFFINITY", "ACCELERATE_DEBUG_MODE", "ACCELERATE_USE_SAGEMAKER"
+}  # fmt: skip
+OF_WHAT_IS_REFUSED = {
+    "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_DYNAMO_USE_DYNAMIC",
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT", "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}  # fmt: skip
+"""Variables that are read only if another one is set, which is refused."""
+
 # The table is complete
 
 
 def test_every_argument_has_an_entry():
     stock = {field.name for field in fields(TrainingArguments)}
     inside = {f"accelerator_config.{field.name}" for field in fields(trainer_pt_utils.AcceleratorConfig)}
-    assert set(ARGUMENTS) == stock - {"accelerator_config"} | inside
+    assert set(ARGUMENTS) | set(READERS) | FOR_SCRIPTS == stock - {"accelerator_config"} | inside
+    assert not FOR_SCRIPTS & (set(ARGUMENTS) | set(READERS))
+    assert set(ARGUMENTS) & set(READERS) == set(HELD_VALUES)
     own = {field.name for field in fields(MultimodalTrainingArguments)} - stock
     needing = {"microbatch_assignment", *table.NEED_AN_ARRANGEMENT, *table.NEED_A_PLAN}
     assert own == {"parallel", "global_batch_size", "packing", "save_on_preemption", *needing}
-    assert set(TRAINER_ARGUMENTS) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    stock = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    assert (set(TRAINER_ARGUMENTS) | HONOURED_BY_THE_TRAINER, set(TRAINER_ARGUMENTS) & HONOURED_BY_THE_TRAINER) == (
+        stock,
+        set(),
+    )
 
 
 def test_every_method_has_an_entry():
     stock = {name for name, value in vars(Trainer).items() if inspect.isroutine(value)}
-    assert set(METHODS) == stock | {name for name in METHODS if hasattr(Trainer, name)}
+    known = {*METHODS, *HELD}
+    assert known == stock | {name for name in known if hasattr(Trainer, name)}
+    assert not HELD & METHODS.keys()
 
 
 def test_the_constructor_takes_what_the_stock_one_takes():
-    stock = list(inspect.signature(Trainer).parameters.values())
-    ours = list(inspect.signature(MultimodalParallelTrainer).parameters.values())
-    assert ours[:-1] == stock
-    assert (ours[-1].name, ours[-1].kind) == ("sample_tokens", inspect.Parameter.KEYWORD_ONLY)
     data, collator = tiny.make_dataset("llama", 4), tiny.collate("llama")
     trainer = MultimodalParallelTrainer(tiny.FAMILIES["llama"](), make(), collator, data, data[:2])
     assert trainer.data_collator is collator and trainer.train_dataset is data and len(trainer.eval_dataset) == 2
@@ -121,8 +194,6 @@ HELD_VALUES: dict[str, Any] = {
 
 def test_every_refusal_has_a_case():
     assert set(REFUSED_VALUES) == set(of_kind(table.Refused))
-    held = {name for name in of_kind(table.Refused) if ARGUMENTS[name].read_by is not None}
-    assert held == set(HELD_VALUES)
 
 
 @pytest.mark.parametrize("name", REFUSED_VALUES)
@@ -141,7 +212,7 @@ def test_what_cannot_hold_is_refused_with_a_remedy(name: str):
 
 def test_parts_of_a_trainer_that_cannot_hold_are_refused():
     given = {"model_init": tiny.FAMILIES["llama"], "compute_loss_func": print, "optimizers": (object(), None)}
-    assert set(given) == set(of_kind(table.Refused, TRAINER_ARGUMENTS))
+    assert set(given) == set(TRAINER_ARGUMENTS)
     for name, value in given.items():
         with pytest.raises(ValueError, match=f"`{name}` can't be used with `parallel`: "):
             table.check_trainer_arguments({name: value})
@@ -163,8 +234,9 @@ LAUNCHED = {
 
 def test_every_variable_of_the_launcher_has_an_entry():
     set_there = set(re.findall(r"\bACCELERATE_\w+", inspect.getsource(launch)))
-    assert set(table.LAUNCHER_VARIABLES) >= set_there - {"ACCELERATE_DEBUG_RDV_FILE"}  # of `debug_launcher`
-    assert set(LAUNCHED) == set(of_kind(table.Refused, table.LAUNCHER_VARIABLES))
+    known = {*table.LAUNCHER_VARIABLES, *READ_BY_ACCELERATE, *OF_WHAT_IS_REFUSED}
+    assert known >= set_there - {"ACCELERATE_DEBUG_RDV_FILE"}  # of `debug_launcher`
+    assert set(LAUNCHED) == set(table.LAUNCHER_VARIABLES)
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
@@ -209,7 +281,7 @@ def test_what_has_no_effect_is_said_and_documented():
         (sentence,) = table.settings_idle_under_a_plan(with_value(name, value))
         assert sentence == f"`{name}={value!r}` has no effect with `parallel`: {ARGUMENTS[name].reason}."
         assert f"`{name}`" in listed, name
-    for name in of_kind(table.ForScripts):
+    for name in FOR_SCRIPTS:
         assert re.search(rf"\bargs\.{name}\b", inspect.getsource(transformers.trainer)) is None, name
         assert f"`{name}`" in listed, name
 
@@ -252,7 +324,7 @@ def count_calls(cls: type) -> None:
         return wrapper
 
     for name, value in list(vars(cls).items()):
-        if name in METHODS:
+        if name in METHODS or name in HELD:
             static = isinstance(value, staticmethod)
             wrapped = counted(name, value.__func__ if static else value)
             setattr(cls, name, staticmethod(wrapped) if static else wrapped)
@@ -264,11 +336,11 @@ def watched_run(folder: Path) -> tuple[dict[str, set[str]], Counter[str], list[s
     runs.draw_nothing()
     count_calls(Trainer)
     count_calls(MultimodalParallelTrainer)
-    overrides._AT_IMPORT.update({name: vars(Trainer).get(name) for name in METHODS})  # counting replaces nothing
+    overrides._STOCK.update({name: vars(Trainer).get(name) for name in METHODS})  # counting replaces nothing
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
-    engine_trainer.logger.logger.addHandler(handler)
+    engine_state.logger.logger.addHandler(handler)
     saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "remove_unused_columns": True, "gradient_checkpointing": True}
     length = {"max_steps": -1, "num_train_epochs": 1, "global_batch_size": 6}
@@ -315,9 +387,7 @@ def functions() -> Iterator[Any]:
 @pytest.mark.distributed
 def test_what_is_honoured_is_read_by_the_function_that_the_table_names(watched: Any):
     read, _, _ = watched[0]
-    readers = {name: getattr(entry, "read_by", None) for name, entry in ARGUMENTS.items()}
-    readers = {name: reader for name, reader in readers.items() if reader is not None}
-    for name, reader in readers.items():
+    for name, reader in READERS.items():
         if name not in NOT_IN_THE_RUN:
             assert reader in read.get(name, ()), (name, reader, read.get(name))
             continue
@@ -325,7 +395,7 @@ def test_what_is_honoured_is_read_by_the_function_that_the_table_names(watched: 
         assert any(name.rpartition(".")[2] in inspect.getsource(function) for function in code), name
         owner, _, method = reader.partition(".")
         assert owner != "Trainer" or method not in vars(MultimodalParallelTrainer), (name, reader)
-    assert set(readers) >= NOT_IN_THE_RUN
+    assert set(READERS) >= NOT_IN_THE_RUN
 
 
 @pytest.mark.distributed
@@ -336,6 +406,23 @@ def test_what_has_no_effect_is_said_once_on_the_main_process(watched: Any):
 
 # Overridden methods
 
+HELD = {
+    "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_group", "log_metrics",
+    "metrics_format", "save_metrics", "save_state", "end", "hyperparameter_search", "add_callback",
+    "pop_callback", "remove_callback", "is_local_process_zero", "is_world_process_zero", "call_model_init",
+    "_tune_save_checkpoint", "_update_auto_batch_size", "__init__", "_validate_args", "_build_accelerator_args",
+    "create_accelerator_and_postprocess", "num_examples", "_get_train_sampler", "_get_eval_sampler",
+    "_set_signature_columns_if_needed", "_remove_unused_columns", "_get_collator_with_removed_columns",
+    "_prepare_input", "create_optimizer_and_scheduler", "create_optimizer", "create_scheduler",
+    "get_optimizer_cls_and_kwargs", "get_decay_parameter_names", "_get_learning_rate", "train",
+    "_prepare_for_training", "_run_epoch", "get_total_train_batch_size", "get_sp_size", "get_cp_size",
+    "get_tp_size", "_hp_search_setup", "_report_to_hp_search", "compute_loss_context_manager",
+    "autocast_smart_context_manager", "store_flos", "evaluate", "_evaluate", "predict",
+    "_determine_best_metric", "_get_output_dir", "_save_rng_state", "_load_rng_state", "_load_scaler",
+    "_load_callback_state", "log", "init_hf_repo", "create_model_card", "push_to_hub", "_push_from_checkpoint",
+    "_finish_current_push",
+}  # fmt: skip
+"""Methods whose override runs as in the stock Trainer."""
 NOT_CALLED_IN_THE_RUN = {
     "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_group", "log_metrics", "metrics_format",
     "save_metrics", "save_state", "end", "hyperparameter_search", "remove_callback", "call_model_init",
@@ -350,14 +437,14 @@ NOT_CALLED_IN_THE_RUN = {
 def test_methods_are_called_as_the_table_says(watched: Any):
     _, called, _ = watched[0]
     assert [name for name in of_kind(NeverCalled, METHODS) if called[name]] == []
-    idle = {name for name in of_kind(Holds, METHODS) if not called[name]}
+    idle = {name for name in HELD if not called[name]}
     assert idle <= NOT_CALLED_IN_THE_RUN, idle - NOT_CALLED_IN_THE_RUN
     extends = of_kind(Extends, METHODS)
     assert [name for name in extends if name not in vars(MultimodalParallelTrainer) or not called[name]] == []
 
 
 HOOKS = sorted(name for name in vars(MultimodalParallelTrainer) if callable(getattr(Trainer, name, None)))
-HOOKS = [name for name in HOOKS if name in METHODS and name != "__init__"]
+HOOKS = [name for name in HOOKS if name in {*METHODS, *HELD} - {"__init__"}]
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -390,114 +477,55 @@ def test_the_private_hooks_are_called_by_the_stock_trainer(name: str):
     assert re.search(rf"\bself\.{name}\b", inspect.getsource(transformers.trainer)) is not None
 
 
-def test_what_overrides_nothing_stands_below_the_overrides():
-    def functions(cls: type) -> set[str]:
-        return {name for name, value in vars(cls).items() if inspect.isroutine(value) and not name.startswith("__")}
-
-    assert functions(EngineTrainer) & set(dir(Trainer)) == set()
-    assert functions(MultimodalParallelTrainer) - set(dir(Trainer)) == {"_save_state"}
+def test_the_trainer_has_hardly_more_than_overrides():
+    own = {name for name, value in vars(MultimodalParallelTrainer).items() if inspect.isroutine(value)}
+    assert own - set(dir(Trainer)) == {"_init_stock", "_init_planned", "_save_state", "gather_model", "world"}
 
 
-def overriding(name: str, calls: bool, *bases: type) -> type:
-    """A class that overrides a method, with or without a call of the inherited one."""
-
-    def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(super(cls, self), name)(*args, **kwargs)
-
-    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None
-
-    method = extended if calls else replaced
-    if calls:
-        code = method.__code__.replace(co_names=(*method.__code__.co_names, name))
-        method = types.FunctionType(code, globals(), name, None, method.__closure__)
-    cls = type("UserTrainer", bases or (MultimodalParallelTrainer,), {name: method})
-    return cls
-
-
-@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if not isinstance(entry, Holds)])
-def test_overrides_that_a_plan_would_ignore_are_refused(name: str):
-    with pytest.raises(ValueError) as raised:
-        check_overrides(overriding(name, calls=False), MultimodalParallelTrainer)
-    sentence, entry = str(raised.value), METHODS[name]
-    assert sentence.startswith(f"`UserTrainer.{name}` is overridden") and entry.reason in sentence
-    assert sentence.endswith(entry.remedy) and entry.remedy
-    if isinstance(entry, Extends):
-        check_overrides(overriding(name, calls=True), MultimodalParallelTrainer)
-    else:
-        with pytest.raises(ValueError, match="never called"):
-            check_overrides(overriding(name, calls=True), MultimodalParallelTrainer)
-
-
-def test_overrides_that_hold_are_not_refused():
-    for name in of_kind(Holds, METHODS):
-        check_overrides(overriding(name, calls=False), MultimodalParallelTrainer)
-    check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
-
-
-def method_of(name: str, calls: bool) -> Any:
-    """A function for one Trainer or for the stock class, with or without a call of the method that it replaces."""
-    inherited = getattr(Trainer, name)
-
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        return inherited(*args, **kwargs)
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return None
-
-    return extended if calls else replaced
+def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return None
 
 
 @pytest.fixture
-def under_a_plan() -> MultimodalParallelTrainer:
-    trainer = object.__new__(MultimodalParallelTrainer)
-    trainer.is_planned = True
-    return trainer
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings of checks."""
+    lines: list[str] = []
+    monkeypatch.setattr(overrides, "logger", SimpleNamespace(warning_once=lines.append))
+    return lines
 
 
-@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if not isinstance(entry, Holds)])
-def test_methods_set_on_a_trainer_are_refused_as_overrides_are(name: str, under_a_plan: MultimodalParallelTrainer):
-    entry: Any = METHODS[name]
-    for calls in (False, True):
-        if calls and isinstance(entry, Extends):
-            setattr(under_a_plan, name, method_of(name, calls=True))
-            continue
-        with pytest.raises(ValueError) as raised:
-            setattr(under_a_plan, name, method_of(name, calls))
+@pytest.mark.parametrize("assigned", [False, True], ids=["in a subclass", "assigned"])
+@pytest.mark.parametrize("name", METHODS)
+def test_overrides_that_a_plan_would_ignore_are_refused(name: str, assigned: bool, warned: list[str]):
+    ours, entry = MultimodalParallelTrainer, METHODS[name]
+    cls = ours if assigned else type("UserTrainer", (ours,), {name: replaced})
+    start = f"`{name}` of this `MultimodalParallelTrainer`" if assigned else f"`UserTrainer.{name}`"
+    if isinstance(entry, Extends):
+        check_overrides(cls, ours, [name] if assigned else ())
+        (sentence,) = warned
+        assert sentence.startswith(f"{start} is overridden. It has to call the inherited method")
+    else:
+        with pytest.raises(ValueError, match="never called") as raised:
+            check_overrides(cls, ours, [name] if assigned else ())
         sentence = str(raised.value)
-        assert sentence.startswith(f"`{name}` of this `MultimodalParallelTrainer` is overridden")
-        assert entry.reason in sentence and sentence.endswith(entry.remedy)
-        assert name not in vars(under_a_plan)
+        assert sentence.startswith(f"{start} is overridden")
+    assert entry.reason in sentence and sentence.endswith(entry.remedy) and entry.remedy
 
 
-def test_methods_set_on_a_trainer_that_hold_or_have_no_plan(under_a_plan: MultimodalParallelTrainer):
-    for name in of_kind(Holds, METHODS):
-        setattr(under_a_plan, name, method_of(name, calls=False))
-    alone = object.__new__(MultimodalParallelTrainer)
-    alone.is_planned = False
-    for name in METHODS:
-        setattr(alone, name, method_of(name, calls=False))
+def test_overrides_that_hold_are_not_refused(warned: list[str]):
+    ours = MultimodalParallelTrainer
+    check_overrides(type("UserTrainer", (ours,), dict.fromkeys(HELD, replaced)), ours, HELD)
+    check_overrides(ours, ours, ["model", "args"])
+    assert warned == []
 
 
-@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if not isinstance(entry, Holds)])
+@pytest.mark.parametrize("name", METHODS)
 def test_methods_replaced_in_the_stock_class_are_refused(name: str, monkeypatch: pytest.MonkeyPatch):
-    replaced = method_of(name, calls=False)
     monkeypatch.setattr(Trainer, name, replaced)
     with pytest.raises(ValueError) as raised:
         check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
     assert str(raised.value).startswith(f"`Trainer.{name}` is overridden")
-    entry: Any = METHODS[name]
-    assert entry.reason in str(raised.value)
-
-
-def test_a_stock_method_that_is_extended_holds_where_a_plan_calls_it(monkeypatch: pytest.MonkeyPatch):
-    extended = method_of("_inner_training_loop", calls=True)
-    monkeypatch.setattr(Trainer, "_inner_training_loop", extended)
-    check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
-    unreached = method_of("training_step", calls=True)
-    monkeypatch.setattr(Trainer, "training_step", unreached)
-    with pytest.raises(ValueError, match="`Trainer.training_step` is overridden"):
-        check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
+    assert METHODS[name].reason in str(raised.value)
 
 
 class SFTTrainer(Trainer):
@@ -525,7 +553,7 @@ def mixed(*bases: type) -> type:
     return type("Mixed", bases, {})
 
 
-def test_trainers_of_other_libraries_that_are_mixed_in():
+def test_trainers_of_other_libraries_that_are_mixed_in(warned: list[str]):
     ours = MultimodalParallelTrainer
     instead = (
         r"`SFTTrainer.compute_loss` is overridden, .* A `SFTTrainer` can't be mixed in: use "
@@ -535,6 +563,8 @@ def test_trainers_of_other_libraries_that_are_mixed_in():
         with pytest.raises(ValueError, match=instead):
             check_overrides(mixed(*bases), ours)
     check_overrides(mixed(LoggingTrainer, ours), ours)
+    assert warned == []
     check_overrides(mixed(StepTrainer, ours), ours)
+    assert len(warned) == 1 and warned[0].startswith("`StepTrainer.training_step` is overridden")
     with pytest.raises(ValueError, match="`StepTrainer.training_step` is overridden"):
         check_overrides(mixed(ours, StepTrainer), ours)  # it stands behind ours, which does not call it

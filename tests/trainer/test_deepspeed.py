@@ -14,7 +14,7 @@ import pytest
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
 from hf_mmparallel.plan.deepspeed_config import KEYS
-from hf_mmparallel.trainer import engine_trainer
+from hf_mmparallel.trainer import engine_state
 from hf_mmparallel.trainer.deepspeed_arguments import check_optimizer_class
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
@@ -182,9 +182,9 @@ def test_one_process_checks_the_global_batch():
 def told(parallel: dict[str, Any]) -> list[str]:
     """The warnings of a Trainer on this rank."""
     texts: list[str] = []
-    logger: Any = copy.copy(engine_trainer.logger)
+    logger: Any = copy.copy(engine_state.logger)
     logger.warning = texts.append
-    engine_trainer.logger = logger
+    engine_state.logger = logger
     runs.make_trainer("llava", parallel, **ADAMW)
     return texts
 

@@ -70,7 +70,7 @@ def _step(parallel: dict[str, Any]) -> dict[str, Any]:
         if len(shard.holders) > 1 and engine.plan.modules[LM].tp_size == 1:  # else each rank has the whole one
             for sums in (exact, narrow):
                 dist.all_reduce(sums[name])
-    scale = max(trainer._steps.totals.num_targets, 1)
+    scale = max(trainer._run.steps.totals.num_targets, 1)
     errors = {"kept": 0.0, "narrow": 0.0}
     for name, want in exact.items():
         size = want.abs().max()

@@ -100,7 +100,7 @@ def learning_run(folder: str, checkpoint: str | None = None, **arguments: Any) -
 
     trainer.engine.train_step = recorded
     run = runs.run_of(trainer, checkpoint=checkpoint)
-    return run, seen, trainer._steps.memory_ratio.learned
+    return run, seen, trainer._run.steps.memory_ratio.learned
 
 
 def learned_and_resumed(folder: str) -> tuple[Any, Any]:

@@ -13,10 +13,9 @@ from transformers import TrainerCallback
 from hf_mmparallel.plan import MultimodalParallelPlugin, ParallelPlan, parameter_shards, plan_for_model
 from hf_mmparallel.resilience.state_copies import PlacedPlan
 from hf_mmparallel.runtime.held_state import exchange
-from hf_mmparallel.trainer import build
-from hf_mmparallel.trainer import trainer as trainer_module
+from hf_mmparallel.trainer import build, engine_state
 from hf_mmparallel.trainer.recovery import MembershipChange
-from hf_mmparallel.trainer.state_transfers import state_transfers
+from hf_mmparallel.trainer.recovery_plan import state_transfers
 from tests.distributed import run_distributed
 from tests.trainer import runs
 from tests.trainer.test_unlike_copies import copies
@@ -61,26 +60,26 @@ class Changes(TrainerCallback):
         plan = replace(plan_for_model(layout, engine.spec, trainer.world.size), num_microbatches=2)
         members = tuple(range(trainer.world.size))
         transfers = state_transfers(engine.spec, PlacedPlan(engine.plan, members), PlacedPlan(plan, members))
-        held = trainer._held_parameters()
+        held = trainer._survival.held_parameters()
         received, _ = exchange(held, transfers, trainer.world)
         after = parameter_shards(engine.spec, plan)
         rank = trainer.world.rank
         needed = {n: received.get(n) or held[n] for n, shards in after.items() if shards.on_rank(rank)}
-        trainer._recovery = SimpleNamespace(local_rank=rank)
-        trainer._follow(Layout(plan), needed, MembershipChange())
-        trainer._recovery = None
+        trainer._survival.recovery = SimpleNamespace(local_rank=rank)
+        trainer._survival.follow(Layout(plan), needed, MembershipChange())
+        trainer._survival.recovery = None
 
 
 def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **arguments: Any) -> runs.Run:
     options: Callable = build.EngineOptions
-    prepare: Callable = trainer_module.prepare_optimizer
+    prepare: Callable = engine_state.prepare_optimizer
     build.EngineOptions = lambda **given: options(**{**given, "can_change_plan": True})  # type: ignore[misc]
 
     def with_same_groups(optimizer: Any, holds_all: bool, world: Any, *rest: Any) -> None:
-        trainer_module.give_same_groups(optimizer, world)
+        engine_state.give_same_groups(optimizer, world)
         prepare(optimizer, holds_all, world, *rest)
 
-    trainer_module.prepare_optimizer = with_same_groups
+    engine_state.prepare_optimizer = with_same_groups
     changes = Changes(layouts)
     changes.trainer = runs.make_trainer("llava", start, callbacks=[changes], logging_steps=5, **arguments)
     return runs.run_of(changes.trainer)

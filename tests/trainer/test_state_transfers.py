@@ -19,7 +19,7 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.resilience.state_copies import LostStateError, PlacedPlan, Slice
 from hf_mmparallel.runtime.held_state import HeldParameter
-from hf_mmparallel.trainer.state_transfers import state_transfers
+from hf_mmparallel.trainer.recovery_plan import state_transfers
 
 PARAMETERS = (
     ParameterSpec("rows", (12, 2), 0, tp_dim=0),

@@ -32,9 +32,18 @@ class Drawn(TorchDispatchMode):
         return result
 
 
+def custom() -> Any:
+    """A composed model with a projector of the user's own class."""
+    from tests.composed import test_composed as parts
+
+    torch.manual_seed(0)
+    projector = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 24))
+    return parts.compose("clip_llama", projectors=projector)[0]
+
+
 def built(family: str) -> Any:
     """A model in bfloat16 but for its buffers, one of which is not what its class would compute."""
-    model = tiny.FAMILIES[family]()
+    model = custom() if family == "custom" else tiny.FAMILIES[family]()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     for name, buffer in model.named_buffers():
@@ -44,13 +53,13 @@ def built(family: str) -> Any:
 
 
 def gathered(family: str, sizes: dict[str, Any]) -> Any:
-    trainer = runs.make_trainer(family, sizes, model=built(family))
+    trainer = runs.make_trainer("llava" if family == "custom" else family, sizes, model=built(family))
     with Drawn() as drawn:
         whole = trainer.gather_model()
     return drawn.num_values, whole if whole is None else (whole.state_dict(), dict(whole.named_buffers()))
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "llama_tied"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "llama_tied", "custom"])
 def test_the_gathered_model_has_all_weights_and_buffers_and_draws_none(family: str):
     expected = built(family)
     sizes = {LM: {"pp_size": 2}} if family == "llama_tied" else {VISION: {}, LM: {"pp_size": 2}}

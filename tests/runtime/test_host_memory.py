@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_mmparallel.runtime import cgroup_memory, host_memory
-from hf_mmparallel.runtime.cgroup_memory import cgroup_available_bytes
+from hf_mmparallel.runtime import host_memory
+from hf_mmparallel.runtime.host_memory import cgroup_available_bytes
 
 V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
 V1_CPU_MOUNT = "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu"
@@ -86,4 +86,4 @@ def test_without_control_groups_the_memory_of_the_machine_counts(tmp_path: Path,
 def test_this_process_is_read():
     left = cgroup_available_bytes()
     assert left is None or left >= 0
-    assert cgroup_memory._own_groups(Path("/")) or not Path("/proc/self/cgroup").is_file()
+    assert host_memory._own_groups(Path("/")) or not Path("/proc/self/cgroup").is_file()

@@ -1,10 +1,10 @@
-"""Optimizer state as version 0.1 wrote it: still read, by any layout, without executing anything."""
+"""Sharded state dicts of FSDP2: read by any layout, without executing anything."""
 
 from __future__ import annotations
 
 import io
-import json
 import pickle
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,59 +16,52 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from hf_mmparallel.runtime.earlier_optimizer_checkpoint import (
-    TABLE,
-    TENSORS,
-    load_earlier_optimizer,
-)
-from hf_mmparallel.runtime.tensor_shards import TensorPlanner, TensorReader
-from hf_mmparallel.world import World
+from hf_mmparallel.runtime.optimizer_loading import load_optimizer
+from hf_mmparallel.runtime.sharded_files import TensorPlanner, TensorReader
+from hf_mmparallel.trainer.optimizer_state import complete_state
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime import test_checkpoint as layouts
 
 STEPS = 2
+WEIGHTS, STATE = "pytorch_model_fsdp_0", "optimizer_0"
 
 
 def _write(folder: Path) -> None:
-    """What version 0.1 wrote on one process."""
+    """What the stock Trainer writes under FSDP2, with a value that is no tensor."""
     model, optimizer = layouts._reference("adamw", STEPS)
+    complete_state(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    table: dict[str, Any] = {"groups": [], "parameters": {}}
-    tensors = {}
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        table["groups"].append(settings)
-        for parameter in group["params"]:
-            name, kinds = names[id(parameter)], {}
-            for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}/{key}"] = value
-                kinds[f"{name}/{key}"] = {"key": key, "shape": list(value.shape), "dtype": "float32"}
-            entry = {"shape": list(parameter.shape), "settings": settings, "tensors": kinds, "values": {}}
-            table["parameters"][name] = entry
-    folder.mkdir(exist_ok=True)
-    (folder / TABLE).write_text(json.dumps(table))
-    save(tensors, checkpoint_id=str(folder / TENSORS), no_dist=True)
+    state = {
+        f"optimizer.state.{names[id(parameter)]}.{key}": value
+        for parameter, entries in optimizer.state.items()
+        for key, value in entries.items()
+    }
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    save({**state, "optimizer.param_groups": [{"lr": 1.0}]}, checkpoint_id=str(folder / STATE), no_dist=True)
+    save(weights, checkpoint_id=str(folder / WEIGHTS), no_dist=True)
 
 
 def _read(layout: str, folder: str) -> None:
     expected, reference = layouts._reference("adamw", STEPS)
-    model, _ = layouts._reference("adamw", STEPS)
-    layouts.lay_out(model, layout)
+    complete_state(reference)
+    model = layouts.tiny_llava(seed=3)
+    sharded = layouts.lay_out(model, layout)
+    sharded.load_model(folder)
     optimizer = layouts._optimizer(model, "adamw", lr=7.0)
-    load_earlier_optimizer(optimizer, model, folder, World())
+    load_optimizer(optimizer, model, folder, [], sharded.world)
     parameters = dict(expected.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            assert torch.equal(layouts._full(parameter), parameters[name]), name
             right, found = reference.state.get(parameters[name], {}), optimizer.state.get(parameter, {})
             assert list(found) == list(right), name
             for key, value in right.items():
                 assert torch.equal(layouts._full(found[key]), value)
                 assert isinstance(found[key], DTensor) == (isinstance(parameter, DTensor) and key != "step")
-    assert {group["lr"] for group in optimizer.param_groups} == {group["lr"] for group in reference.param_groups}
 
 
 @pytest.mark.distributed
-def test_any_layout_reads_it(tmp_path):
+def test_any_layout_reads_a_sharded_state_dict(tmp_path):
     _write(tmp_path)
     run_distributed(_read, 4, "tp2pp2", str(tmp_path), timeout=90)
 
@@ -81,21 +74,23 @@ class _Touches:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.distributed
-def test_damaged_and_foreign_files_end_in_a_sentence_on_every_rank(tmp_path):
+def test_damaged_and_foreign_tables_end_in_a_sentence(tmp_path):
     _write(tmp_path)
-    metadata, shard = tmp_path / TENSORS / ".metadata", tmp_path / TENSORS / "__0_0.distcp"
+    metadata, shard = tmp_path / STATE / ".metadata", tmp_path / STATE / "__0_0.distcp"
     good, whole = metadata.read_bytes(), shard.read_bytes()
-    metadata.write_bytes(pickle.dumps(_Touches(tmp_path / "executed")))
-    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"\.metadata` is no table .*`pathlib.*Path|getattr")
+    for content, match in (
+        (pickle.dumps(_Touches(tmp_path / "executed")), r"\.metadata` is no table .*`pathlib.*Path|getattr"),
+        (good[: len(good) // 2], r"\.metadata` is no table of tensors"),
+        (good.replace(b"__0_0.distcp", b"../../../x/y"), "outside of its folder"),
+    ):
+        metadata.write_bytes(content)
+        with pytest.raises(ValueError, match=match):
+            TensorReader(tmp_path / STATE).read_metadata()
     assert not (tmp_path / "executed").exists()
-    metadata.write_bytes(good[: len(good) // 2])
-    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"\.metadata` is no table of tensors")
-    metadata.write_bytes(good.replace(b"__0_0.distcp", b"../../../x/y"))
-    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match="outside of its folder")
     metadata.write_bytes(good)
     shard.write_bytes(whole[: len(whole) // 2])
-    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"__0_0.distcp` has \d+ of \d+ bytes")
+    with pytest.raises(ValueError, match=r"__0_0.distcp` has \d+ of \d+ bytes"):
+        TensorReader(tmp_path / STATE).read_metadata()
 
 
 def _declare_as_bytes(tensors: Path, name: str, mark: Path) -> None:
@@ -112,43 +107,47 @@ def _declare_as_bytes(tensors: Path, name: str, mark: Path) -> None:
 @pytest.mark.distributed
 def test_pickled_values_are_refused_on_every_rank(tmp_path):
     _write(tmp_path)
-    name = next(n for n in pickle.loads((tmp_path / TENSORS / ".metadata").read_bytes()).state_dict_metadata)
-    _declare_as_bytes(tmp_path / TENSORS, name, tmp_path / "executed")
-    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"\.metadata` is no table .*is no tensor")
+    name = next(iter(pickle.loads((tmp_path / WEIGHTS / ".metadata").read_bytes()).state_dict_metadata))
+    _declare_as_bytes(tmp_path / WEIGHTS, name, tmp_path / "executed")
+    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=re.escape(name.removeprefix("model.")))
     assert not (tmp_path / "executed").exists()
+
+
+def _first_tensor(metadata: Any) -> MetadataIndex:
+    return next(index for index in metadata.storage_data if "exp_avg" in index.fqn)
 
 
 def test_a_table_that_asks_for_decoding_is_refused(tmp_path):
     _write(tmp_path)
-    path = tmp_path / TENSORS / ".metadata"
+    path = tmp_path / STATE / ".metadata"
     metadata = pickle.loads(path.read_bytes())
-    next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+    metadata.storage_data[_first_tensor(metadata)].transform_descriptors = ["stream.zstd/1"]
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match="would have to be decoded"):
-        TensorReader(tmp_path / TENSORS).read_metadata()
+        TensorReader(tmp_path / STATE).read_metadata()
 
 
 @pytest.mark.parametrize(("name", "start", "length"), [("..", 0, 0), ("__0_0.distcp", -8, 8), ("__0_0.distcp", 8, -8)])
 def test_a_table_that_leaves_the_folder_or_the_file_is_refused(tmp_path, name, start, length):
     _write(tmp_path)
-    path = tmp_path / TENSORS / ".metadata"
+    path = tmp_path / STATE / ".metadata"
     metadata = pickle.loads(path.read_bytes())
-    metadata.storage_data[next(iter(metadata.storage_data))] = _StorageInfo(name, start, length)
+    metadata.storage_data[_first_tensor(metadata)] = _StorageInfo(name, start, length)
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"outside of its folder|bytes of its tensors"):
-        TensorReader(tmp_path / TENSORS).read_metadata()
+        TensorReader(tmp_path / STATE).read_metadata()
 
 
 def test_a_table_cannot_change_classes(tmp_path):
     """The `BUILD` of a pickle sets attributes of whatever lies below it, also of a class that is allowed."""
     _write(tmp_path)
-    path = tmp_path / TENSORS / ".metadata"
+    path = tmp_path / STATE / ".metadata"
     changing = (
         b"\x80\x02ctorch.distributed.checkpoint.metadata\nTensorProperties\n(N}X\x07\x00\x00\x00changedK\x01stb."
     )
     path.write_bytes(changing)
     with pytest.raises(ValueError, match="it changes `TensorProperties`"):
-        TensorReader(tmp_path / TENSORS).read_metadata()
+        TensorReader(tmp_path / STATE).read_metadata()
     assert not hasattr(TensorProperties, "changed")
 
 

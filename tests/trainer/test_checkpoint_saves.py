@@ -9,7 +9,7 @@ import pytest
 
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.trainer import checkpoint_saves
-from hf_mmparallel.trainer.save_advice import save_advice
+from hf_mmparallel.trainer.checkpoint_saves import save_advice
 from tests.distributed import run_distributed
 
 from . import runs

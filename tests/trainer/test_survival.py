@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import TrainerCallback
 
 from hf_mmparallel.callbacks import RecoveryCallback
-from hf_mmparallel.trainer.told_run import ToldRun
+from hf_mmparallel.trainer.survival import ToldRun
 
 
 class Steps:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_mmparallel.plan import FeatureSpec
-from hf_mmparallel.runtime.feature_tokens import FeatureOrder, FeatureOwners
+from hf_mmparallel.runtime.step_inputs import FeatureOrder, FeatureOwners
 
 
 def test_tokens_lie_feature_by_feature_and_sample_by_sample():

@@ -1,0 +1,364 @@
+"""What a Trainer with an engine has beside the state of `transformers.Trainer`, and does beside its overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import PreTrainedModel
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils.import_utils import is_datasets_available
+
+from ..adapters.peft_models import base_model_of
+from ..callbacks import (
+    EngineCallback,
+    LossProgressCallback,
+    ParallelMetricsCallback,
+    PredictionCallback,
+    PreemptionCallback,
+    RecoveryCallback,
+)
+from ..cost import CostModel
+from ..data.defaults import DefaultCollator
+from ..data.packing import PackingCollator
+from ..data.step_batch import StepBatch
+from ..modeling import build_model_spec
+from ..modeling.loss import IGNORE_INDEX
+from ..modeling.whole import check_gatherable, whole_model
+from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, PlannedFor, SampleSizes
+from ..plan.resolve import sharding_without_effect
+from ..resilience.pipelines import module_settings
+from ..runtime.optimizers import give_same_groups, prepare_optimizer
+from ..runtime.out_of_memory import mark_steps
+from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
+from ..world import shared_failure
+from . import build, model_card
+from .agreement import SampleAgreement
+from .argument_table import settings_idle_under_a_plan, settings_without_plan
+from .arguments import MultimodalTrainingArguments
+from .auto import find_plan, report_search
+from .checkpoint_saves import CheckpointSaves
+from .deepspeed_arguments import deepspeed_keys_without_effect
+from .divided_weights import gather_divided, has_divided_weights
+from .loaders import StepLoaders
+from .oversized_samples import allowed_bytes
+from .packing_choice import row_choice
+from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
+from .recovery_plan import NodeLayouts, check_survivable, node_layouts
+from .run_context import RunContext
+from .start_checks import check_model
+from .start_report import PlanReport, report_survival
+from .training_sizes import MeasuredSizes
+from .training_steps import TrainingSteps
+
+logger = get_logger(__name__)
+
+
+class EngineState:
+    """The plan, steps, sizes and saves of a run, of one Trainer; most of it exists under a plan only."""
+
+    steps: TrainingSteps
+    saves: CheckpointSaves
+    evaluation_samples: SampleAgreement
+    stock_groups: list[list[str]]  # names of trained parameters, as the stock Trainer groups them
+    planned_for: PlannedFor | None  # the run that the plan was made for
+    arrangement: str  # if the arguments name none; the value of rank 0 decides
+    train_steps: Any  # the dataset of the loader in use, whose items are steps
+
+    def __init__(self, trainer: Any, joins: bool):
+        self.trainer = trainer
+        self.joins = joins  # whether this process has to be taken in by a training that runs already
+        self.prepared_optimizer: Any = None
+        self.rank_costs: CostModel | None = None  # without a plan, to arrange samples by
+        self.layouts: tuple[NodeLayouts, Any] | None = None  # with `resilience`
+        self.measured_sizes = MeasuredSizes()
+
+    def begin_without_plan(self, args: Any, plugin: MultimodalParallelPlugin | None) -> None:
+        """Prepares the batches of the stock Trainer, and warns of settings without effect. Collective."""
+        trainer = self.trainer
+        self.pack(bool(getattr(args, "packing", None)))
+        if getattr(args, "save_on_preemption", False):
+            trainer.add_callback(PreemptionCallback(trainer.world))
+        if getattr(args, "microbatch_assignment", None) is not None:
+            self._prepare_arrangement()
+        idle = list(settings_without_plan(args, {"sample_tokens": trainer.sample_tokens}))
+        if plugin is not None:
+            idle += sharding_without_effect(plugin.modules if plugin.plan is None else plugin.plan.modules)
+        for sentence in idle:
+            logger.warning(sentence)
+
+    def _prepare_arrangement(self) -> None:
+        """Prepares the arrangement of samples over ranks that each hold the whole model. Collective."""
+        trainer = self.trainer
+        check_arrangement(trainer)
+        model = base_model_of(trainer.model)
+        check_model(model)
+        trainer.model_spec = build_model_spec(model)
+        costs = build.costs_of(trainer.model_spec, trainer.args, trainer.world)
+        self.rank_costs = replace(costs, packing=isinstance(trainer.data_collator, PackingCollator))
+
+    def lay_out(
+        self, prepared: build.PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
+    ) -> None:
+        """Decides on packing and a plan, and makes the engine. Collective."""
+        trainer = self.trainer
+        trainer.rows = row_choice(args.packing, prepared.model, prepared.spec, trainer.data_collator)
+        prepared = replace(prepared, costs=replace(prepared.costs, packing=trainer.rows.packed))
+        if args.resilience is not None:
+            modules = plugin.modules if plugin.plan is None else module_settings(plugin.plan)
+            check_survivable(args, modules, trainer.train_dataset)
+        layouts = None
+        if plugin.auto and args.resilience is not None:
+            count = build.resolve_batch(args, args.world_size)
+            layouts = node_layouts(prepared, plugin, args, self._typical_batch(count))
+            plugin = replace(plugin, auto=False, plan=layouts.planner.first().plan)
+            args = copy.copy(args)
+            args.global_batch_size, args.gradient_accumulation_steps = count, 1
+            trainer.args = build.planned_arguments(args)
+        elif plugin.auto:
+            plan, trainer.search = find_plan(prepared, trainer.training_sizes, plugin, args)
+            plugin, args = plan.applied(plugin, args)
+            trainer.args = build.planned_arguments(args)
+            trainer._train_batch_size = trainer.args.train_batch_size
+        elif plugin.plan is not None and args.microbatch_assignment is None:
+            args = build.arguments_of_plan(args, plugin.plan)
+            trainer.args = build.planned_arguments(args)
+        if args.resilience is not None:
+            plan, count = build.plan_and_batch(plugin, prepared.spec, args)
+            if layouts is None:
+                layouts = node_layouts(prepared, MultimodalParallelPlugin(plan=plan), args, self._typical_batch(count))
+            self.layouts = layouts, layouts.planner.adopt(plan)
+        trainer.engine, trainer.global_batch_size = build.build_engine(
+            prepared, args, plugin, trainer.world, self.forward_context, self.joins
+        )
+        if self.joins:
+            trainer.args.eval_on_start = False  # the training has begun
+        laid_out = trainer.engine.plan if self.layouts is None else self.layouts[1].plan
+        self.pack(trainer.rows.packed or laid_out.modules[LANGUAGE_MODEL].cp_size > 1)
+        self.steps = TrainingSteps(trainer.engine, args, trainer.global_batch_size)
+        self.saves = CheckpointSaves(trainer.args, trainer.world)
+        self.evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", trainer.world, "evaluation dataset")
+        self.planned_for = plugin.planned_for
+        self.arrangement = DEFAULT_ARRANGEMENT
+
+    def _typical_batch(self, count: int) -> tuple[int, SampleSizes | None]:
+        """Number of samples of a global batch, and sizes of a typical one, the same on all ranks. Collective."""
+        trainer = self.trainer
+        return count, trainer.world.from_first_rank(
+            lambda: trainer.training_sizes.typical(trainer.train_dataset, count)
+        )
+
+    def _report(self) -> None:
+        """Prints the plan and the search for it."""
+        trainer = self.trainer
+        answer = None if trainer.search is None else trainer.search.answer
+        searched = None if answer is None else answer.inputs.samples.measured
+        size, made_for = trainer.global_batch_size, self.planned_for
+        report = PlanReport(trainer._engine, trainer.training_sizes, size, trainer.rows, searched, made_for).show()
+        self.arrangement = self.arrangement if report.choice is None else report.choice.arrangement
+        self.steps.limits.has_warned = report.large is not None and report.large.num_over > 0
+        if trainer.search is not None:
+            report_search(trainer.search, Path(trainer.args.output_dir))
+        if self.layouts is not None:
+            layouts, first = self.layouts
+            memory_bytes = allowed_bytes(trainer.args, trainer._engine.costs.device)
+            report_survival(layouts.planner, first, trainer.global_batch_size, memory_bytes)
+
+    @property
+    def context(self) -> RunContext:
+        """The run as it is now; users may replace attributes between calls."""
+        return RunContext(
+            self.trainer.args,
+            self.trainer.world,
+            self.trainer.model,
+            self.trainer.model_spec,
+            self.trainer.train_dataset,
+            self.trainer.data_collator,
+            self.trainer.processing_class,
+            self.trainer.sample_tokens,
+            self.drop_columns,
+        )
+
+    def begin_under_plan(self, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin) -> None:
+        """Adds the callbacks of a run under a plan, warns of settings without effect, and prints the plan."""
+        trainer = self.trainer
+        trainer.add_callback(ParallelMetricsCallback())
+        if args.log_predictions:
+            trainer.add_callback(PredictionCallback())
+        if args.save_on_preemption:
+            trainer.add_callback(PreemptionCallback(trainer.world))
+        if args.resilience is not None:
+            trainer.add_callback(RecoveryCallback(trainer.global_batch_size))
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(LossProgressCallback())
+        idle = [*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)]
+        for sentence in (*idle, *sharding_without_effect(trainer.engine.plan.modules)):
+            logger.warning(sentence)
+        if trainer.is_world_process_zero():
+            with shared_failure("reporting the plan"):
+                self._report()
+
+    def pack(self, wanted: bool) -> None:
+        """Wraps the collator in one that packs, if that is wanted."""
+        trainer = self.trainer
+        if wanted and isinstance(trainer.data_collator, DefaultCollator):
+            trainer.data_collator.marks_tokens = True  # so that padding differs from tokens
+        if wanted and not isinstance(trainer.data_collator, PackingCollator):
+            trainer.data_collator = PackingCollator(trainer.data_collator, trainer.model)
+
+    def prepare_optimizer(self, optimizer: Any) -> None:
+        """Gives a new optimizer its parts of the weights and its hooks. Collective."""
+        trainer, engine = self.trainer, self.trainer.engine
+        with shared_failure("preparing the optimizer"):
+            mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
+            if trainer.args.resilience is not None:
+                give_same_groups(optimizer, trainer.world)
+            prepare_optimizer(optimizer, engine.holds_all_trained, trainer.world, engine.slices, engine.storage)
+        self.prepared_optimizer = optimizer
+
+    def gather_model(self) -> PreTrainedModel | None:
+        """See [`~MultimodalParallelTrainer.gather_model`]. Collective."""
+        trainer, engine = self.trainer, self.trainer.engine
+        if engine is None:
+            whole = trainer.accelerator.unwrap_model(trainer.model)
+            if has_divided_weights(trainer.model):
+                return gather_divided(whole, trainer.model_wrapped, trainer.is_world_process_zero())
+            return whole if trainer.is_world_process_zero() else None
+        check_gatherable(trainer.model)
+        with shared_failure("gathering the model"):
+            state = engine.sharded.gather_state_dict(all_buffers=True)
+        return None if state is None else whole_model(trainer.model, engine.spec, state, engine.sharded.adapter)
+
+    def write_model_card(self) -> None:
+        """Adds the plan, its picture and the measured efficiency to the stock model card, on one rank."""
+        trainer, callbacks = self.trainer, self.trainer.callback_handler.callbacks
+        compared = (c.comparison for c in callbacks if isinstance(c, PredictionCallback))
+        survived = (c.sentence for c in callbacks if isinstance(c, RecoveryCallback))
+        run = model_card.RunSummary(trainer.state.log_history, next(compared, None), next(survived, None))
+        folder = Path(trainer.args.output_dir)
+        model_card.write_model_card(folder, trainer.engine, trainer.global_batch_size, run)
+
+    def write_adapter_card(self, folder: str) -> None:
+        """Writes or updates `peft`'s model card of an adapter, by which the Hub links it to its base."""
+        if self.trainer._engine.sharded.adapter is not None:
+            self.trainer._engine.sharded.peft_model.create_or_update_model_card(folder)
+
+    def parallel_metrics(self) -> dict[str, float]:
+        """The numbers that callbacks add to a log. Collective."""
+        metrics: dict[str, float] = {}
+        for callback in self.engine_callbacks():
+            metrics.update(callback.parallel_metrics())
+        return metrics
+
+    def engine_callbacks(self) -> list[EngineCallback]:
+        return [
+            callback for callback in self.trainer.callback_handler.callbacks if isinstance(callback, EngineCallback)
+        ]
+
+    def finish_save(self) -> None:
+        """Waits for the checkpoint that is being written. Collective; raises on all ranks what went wrong."""
+        self.saves.finish()
+        self.push_saved()
+
+    def push_saved(self) -> None:
+        """Pushes a checkpoint once it is there, as of the step that it was saved at."""
+        trainer = self.trainer
+        saved = self.saves.take_saved() if trainer.args.push_to_hub else None
+        if saved is not None:
+            live, trainer.state = trainer.state, saved.state
+            try:
+                trainer._push_from_checkpoint(str(saved.path))
+            finally:
+                trainer.state = live
+
+    def note_best(self, folder: Path) -> None:
+        """Names the best checkpoint, which may be the one that is being saved."""
+        trainer = self.trainer
+        if trainer.state.best_global_step:
+            best = folder.parent / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
+            if best == folder or best.is_dir():
+                trainer.state.best_model_checkpoint = str(best)
+
+    @property
+    def preemption(self) -> PreemptionCallback | None:
+        return next((c for c in self.trainer.callback_handler.callbacks if isinstance(c, PreemptionCallback)), None)
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a signal has ended the training."""
+        return self.preemption is not None and self.preemption.num_asked > 0
+
+    def listening(self) -> AbstractContextManager:
+        """A block in which signals end the training, with `save_on_preemption`."""
+        return contextlib.nullcontext() if self.preemption is None else self.preemption.listening()
+
+    @property
+    def rng_file(self) -> str:
+        """The file of a checkpoint with the state of this rank's random generators, as the stock Trainer names it."""
+        trainer = self.trainer
+        return "rng_state.pth" if trainer.args.world_size == 1 else f"rng_state_{trainer.args.process_index}.pth"
+
+    @property
+    def loaders(self) -> StepLoaders:
+        return StepLoaders(self.context, self.trainer._engine, self.trainer.global_batch_size)
+
+    def arranged(self, loader: Any) -> Any:
+        """The batches of the stock Trainer's loader, arranged over ranks and accumulation steps. Collective."""
+        trainer = self.trainer
+        assert self.rank_costs is not None
+        together = encoders_run_together(trainer, trainer.model_spec)
+        with shared_failure("arranging samples"):
+            return arranged_loader(
+                loader,
+                self.context,
+                trainer.training_sizes,
+                self.rank_costs,
+                trainer._train_batch_size,
+                together,
+                trainer.accelerator.prepare,
+            )
+
+    @property
+    def weighs_batches(self) -> bool:
+        """Whether the losses of arranged batches are weighed here, since the model does not do it."""
+        trainer = self.trainer
+        return self.rank_costs is not None and not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+
+    def num_targets(self, batch: dict[str, Any]) -> int:
+        """Target tokens of a batch, counted as the stock Trainer does."""
+        labels = batch.get("shift_labels")
+        if labels is None:
+            labels = batch["labels"][..., 1:] if self.trainer._loss_shifts_labels else batch["labels"]
+        return int(labels.ne(IGNORE_INDEX).sum())
+
+    def drop_columns(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """A dataset and its collator, one of which drops the columns that the model does not read."""
+        trainer = self.trainer
+        if is_datasets_available() and hasattr(dataset, "column_names"):
+            return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
+        return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
+
+    def on_device(self, batch: StepBatch) -> StepBatch:
+        batches: Any = {key: self.trainer._prepare_input(inputs) for key, inputs in batch.batches.items()}
+        return replace(batch, batches=batches)
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """The context of forwards, in training and in evaluation."""
+        with self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
+            yield
+
+    def evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
+        """The batches of a loader on this rank's device, without samples that can't be read."""
+        trainer = self.trainer
+        batches = iter(dataloader)
+        while (batch := self.evaluation_samples.agree(next(batches, None), dataloader.dataset)) is not None:
+            yield self.on_device(batch)
+            trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)

@@ -1,0 +1,283 @@
+"""A training that goes on when ranks are lost, and that others can join."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import pickle
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.logging import get_logger
+from transformers.trainer_callback import ExportableState, ProgressCallback
+
+from ..callbacks.base import EngineCallback
+from ..resilience.reconfiguration import TooFewNodesError
+from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
+from ..runtime.optimizer_names import settings_of
+from ..runtime.optimizers import prepare_optimizer
+from ..runtime.step_totals import StepTotals
+from ..runtime.weight_placement import load_held
+from ..world import Membership, doing, shared_failure
+from ..world.connections import end_collectives
+from .data_progress import save_trainer_state
+from .engine_state import EngineState
+from .rank_numbers import set_ranks
+from .recovery import MembershipChange, NodeLayout, Recovery
+
+_SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+
+
+@dataclass(frozen=True)
+class ToldRun:
+    """What a rank that joins is told of a run between two steps: a checkpoint without weights."""
+
+    files: dict[str, bytes]  # of a checkpoint: the states of the Trainer and its callbacks, the position in the data
+    schedule: dict[str, Any]  # state of the learning rate schedule
+    groups: list[dict[str, Any]]  # settings of the groups of the optimizer
+    sums: dict[str, float]  # what the Trainer adds up between two logs
+    callbacks: list[tuple[str, dict[str, Any]]]  # class and attributes of each one that has a state
+
+    @classmethod
+    def of(cls, trainer: Any, steps: Any) -> ToldRun:
+        """Returns the run of this rank's Trainer and its [`TrainingSteps`]."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            state = copy.deepcopy(trainer.state)  # without what is written
+            save_trainer_state(folder, state, [*trainer.callback_handler.callbacks, trainer.control])
+            steps.save(folder, trainer.state.global_step)
+            files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        groups = [settings_of(group) for group in trainer.optimizer.param_groups]
+        sums = {name: float(getattr(trainer, name)) for name in _SUMS}
+        callbacks = [(type(one).__name__, _state_of(one)) for one in trainer.callback_handler.callbacks]
+        return cls(files, trainer.lr_scheduler.state_dict(), groups, sums, callbacks)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ToldRun:
+        """The inverse of [`ToldRun.to_bytes`]."""
+        return pickle.loads(data)
+
+    def to_bytes(self) -> bytes:
+        """The run as other ranks are sent it."""
+        return pickle.dumps(self)
+
+    @contextlib.contextmanager
+    def checkpoint(self) -> Iterator[str]:
+        """A folder with the files, for the duration of a block."""
+        with tempfile.TemporaryDirectory(prefix="hf_mmparallel-") as folder:
+            for name, content in self.files.items():
+                Path(folder, name).write_bytes(content)
+            yield folder
+
+    def restore_schedule(self, optimizer: Any, schedule: Any) -> None:
+        """Gives the schedule its state, and the optimizer the groups of the others, without parameters."""
+        optimizer.param_groups[:] = [{"params": [], **settings} for settings in self.groups]
+        lambdas = getattr(schedule, "lr_lambdas", self.groups)
+        if len(lambdas) != len(self.groups):  # the same for all groups, of which this rank had others
+            schedule.lr_lambdas = [lambdas[0]] * len(self.groups)
+        schedule.load_state_dict(self.schedule)
+
+    def restore_callbacks(self, trainer: Any) -> None:
+        """Gives callbacks what others have noted, such as the patience left of `EarlyStoppingCallback`."""
+        told = list(self.callbacks)  # all ranks decide alike; callbacks of one class are told apart by their order
+        for callback in trainer.callback_handler.callbacks:
+            name = type(callback).__name__
+            found = next((entry for entry in told if entry[0] == name), None)
+            if found is not None:
+                told.remove(found)
+                for attribute, value in found[1].items():
+                    setattr(callback, attribute, value)
+
+    def restore_sums(self, trainer: Any) -> None:
+        """Gives a Trainer in its loop what it adds up between two logs."""
+        for name, value in self.sums.items():
+            setattr(trainer, name, value)
+        trainer._globalstep_last_logged = int(trainer._globalstep_last_logged)
+        trainer._tr_loss = torch.tensor(self.sums["_tr_loss"], device=trainer.args.device)
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    """The attributes of a callback that ranks which join are given."""
+    if isinstance(callback, EngineCallback):
+        return callback.shared_state()
+    return callback.state()["attributes"] if isinstance(callback, ExportableState) else {}
+
+
+logger = get_logger(__name__)
+T = TypeVar("T")
+_ASKED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+
+
+class Survival:
+    """Repeats work of a Trainer in which ranks were lost, and lays the run out anew, with `resilience`."""
+
+    def __init__(self, trainer: Any, run: EngineState):
+        self.trainer, self.run = trainer, run
+        self.recovery: Recovery | None = None  # in a training
+        self.told: ToldRun | None = None  # of a rank that joins, until it has its place
+        self.told_folder: str | None = None  # the checkpoint that it begins from
+
+    def repeat(self, work: Callable[[], T]) -> T:
+        """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
+        return work() if self.recovery is None else self.recovery.run(work)
+
+    def complete(self, work: Callable[[], T]) -> T:
+        """Does some work beside steps in which ranks communicate, see [`Recovery.complete`]."""
+        return work() if self.recovery is None else self.recovery.complete(work)
+
+    def run_step(self) -> StepTotals:
+        """Computes the gradients of the global batch that was read last."""
+        if self.recovery is not None:
+            self.trainer._engine.signs["sees_waiting"] = bool(self.recovery.membership.waiting)
+            self.trainer._engine.signs["gave_up_save"] = self.run.saves.has_given_up
+        with shared_failure("training step"):
+            return self.run.steps.run(self.run.on_device, self.trainer.state.global_step)
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the gradient over the parameters of all ranks; with it the step counts."""
+        engine = self.trainer._engine
+        if self.recovery is None:
+            norm = engine.gradient_norm()
+        else:
+            while (found := self.recovery.commit(lambda: float(engine.gradient_norm()))) is None:
+                self.recovery.run(self.run_step)
+            norm = torch.tensor(found, device=engine.device)
+        if engine.num_signs["gave_up_save"]:
+            self.trainer.control.should_save = True
+        self.run.steps.step_counts()
+        return norm
+
+    def agree_on_control(self) -> bool:
+        """Whether any rank asks for something; then all do, which is logged if they did not before. Collective."""
+        trainer = self.trainer
+        asked = [getattr(trainer.control, name) for name in _ASKED]
+
+        def compare() -> list[list[int]]:
+            numbers = [[(trainer.world.rank + 1) * flag for flag in asked], [-int(flag) for flag in asked]]
+            return trainer.world.all_reduce(torch.tensor(numbers), "max", "what callbacks ask for").tolist()
+
+        for name, last_rank, on_all in zip(_ASKED, *self.complete(compare), strict=True):
+            if last_rank and not on_all:
+                logger.warning_once(
+                    f"A callback sets `{name}` on rank {last_rank - 1} and not on all ranks. All ranks follow: they "
+                    "log, evaluate, save and stop together."
+                )
+            setattr(trainer.control, name, bool(last_rank))
+        return any(getattr(trainer.control, name) for name in _ASKED)
+
+    def take_in(self) -> None:
+        """Lets in processes that wait to join, if any rank knew of some in the last step."""
+        if self.recovery is not None and self.trainer._engine.num_signs["sees_waiting"]:
+            self.trainer._engine.num_signs["sees_waiting"] = 0
+            self.recovery.take_in()
+
+    @contextlib.contextmanager
+    def joined_checkpoint(self, given: str | None) -> Iterator[str | None]:
+        """The checkpoint that a training begins from: for a rank that joins, what it is told once it is let in."""
+        if self.recovery is None or not self.run.joins:
+            yield given
+            return
+        logger.warning(f"Process {self.recovery.membership.id} waits to join the training.", main_process_only=False)
+        with doing("waiting to join the training", waits=True):
+            self.told = ToldRun.from_bytes(self.recovery.wait_to_join())
+        with self.told.checkpoint() as folder:
+            self.told_folder = folder
+            yield folder
+
+    def end_saves(self) -> None:
+        """Waits for the last checkpoint; makes another one if that was given up, since ranks were lost in it."""
+        trainer = self.trainer
+        self.complete(self.run.finish_save)
+        # Of ranks that were lost in it, others may have finished before.
+        given_up = self.complete(lambda: trainer.world.all_gather(self.run.saves.has_given_up, "the last checkpoint"))
+        if any(given_up):
+            trainer._save_checkpoint(trainer.model, None)
+            self.complete(self.run.finish_save)
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """A block in which the run goes on when ranks are lost, if the arguments ask for it."""
+        trainer = self.trainer
+        if trainer.args.resilience is None:
+            yield
+            return
+        membership = Membership.from_environment()
+        assert membership is not None and self.run.layouts is not None
+        layouts, layout = self.run.layouts
+        recovery = Recovery(membership, trainer.world, layouts, layout, self.held_parameters, self.follow, self.tell)
+        gc.freeze()  # what is there by now need not be looked at when the groups of lost ranks are collected
+        membership.start(functools.partial(end_collectives, trainer.world.backend))
+        self.recovery = recovery
+        try:
+            try:
+                yield
+            except TooFewNodesError as error:
+                trainer._save_checkpoint(trainer.model, None)
+                text = f"{error} The run is saved in `checkpoint-{trainer.state.global_step}` of its output folder."
+                raise TooFewNodesError(text) from None
+            recovery.complete(lambda: None)  # all ranks are there for what the script does next
+        except BaseException as error:
+            if recovery.has_begun:
+                membership.report(f"{type(error).__name__}: {error}")
+            raise
+        else:
+            membership.finish()
+        finally:
+            recovery.end()
+            self.run.layouts = layouts, recovery.layout
+            self.recovery = None
+            gc.unfreeze()
+
+    def tell(self) -> bytes:
+        """What a rank that joins has to know of this run."""
+        return ToldRun.of(self.trainer, self.run.steps).to_bytes()
+
+    def held_parameters(self) -> dict[str, HeldParameter]:
+        return held_parameters(self.trainer.model, self.run.prepared_optimizer)
+
+    def follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:
+        """Lays the model, the optimizer and the data out for the ranks that are there now. Collective."""
+        trainer = self.trainer
+        engine, was_first = trainer._engine, trainer.state.is_world_process_zero
+        assert self.recovery is not None
+        self.run.saves.start_anew()
+        set_ranks(trainer.world.rank, trainer.world.size, self.recovery.local_rank)
+        engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
+        optimizer = self.run.prepared_optimizer
+        give_to_optimizer(optimizer, trainer.model, held)
+        prepare_optimizer(optimizer, engine.holds_all_trained, trainer.world, engine.slices, engine.storage)
+        restore_state(optimizer, trainer.model, held)
+        self.run.steps.follow_plan()
+        self.run.evaluation_samples.compare_again()
+        if self.told is not None:
+            self.told.restore_sums(self.trainer)
+            self.told.restore_callbacks(self.trainer)
+            self.told, self.run.joins = None, False
+        trainer.state.is_world_process_zero = trainer.is_world_process_zero()
+        trainer.state.is_local_process_zero = trainer.is_local_process_zero()
+        event.step = trainer.state.global_step
+        event.total_s = time.time() - event.lost_at
+        event.layout = ", ".join(f"{name}: {module.layout}" for name, module in layout.plan.modules.items())
+        event.reason = layout.reason
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and not was_first:
+                callback.on_train_begin(trainer.args, trainer.state, trainer.control)
+            told: Any = getattr(callback, "on_reconfigure", None)
+            if told is not None:
+                told(trainer.args, trainer.state, trainer.control, event=event)
+        if trainer.is_world_process_zero():
+            logger.warning(event.sentence)
+        trainer.log(
+            {
+                "parallel/ranks": event.world_size,
+                "parallel/recovered_in_s": round(event.total_s, 3),
+                "parallel/recovery_copied_mib": round(event.copied_bytes / 2**20, 3),
+            }
+        )
