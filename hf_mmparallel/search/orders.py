@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
+from ..arrange import Arrangement
 from ..cost.sharded_passes import REDUCES_IN_PASSES
 from ..plan.schedules import Schedule
 from .problem import Candidate
@@ -39,12 +39,11 @@ def try_orders(simulations: Simulations, share: float) -> None:
         is_far = first.step_ms > _MUCH_SLOWER * simulations.best_ms
         if is_far or (number >= _FEW_SHAPES and num_tasks > share * simulations.effort):
             break
-        # no other schedules where the busiest rank computes about as long as the best step
+        # no other orders where the busiest rank computes about as long as the best step
         waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
-        if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
+        if not waits:  # arrangements compute alike
             continue
-        schedules = problem.schedules if waits else (first.candidate.schedule,)
-        orders, slice_tasks = _best_orders(simulations, first, schedules)
+        orders, slice_tasks = _best_orders(simulations, first)
         num_tasks += slice_tasks
         for index, simulated in enumerate(layouts[:_LAYOUTS]):
             for (schedule, arrangement), ratio in orders[: 1 if index else _ORDERS]:
@@ -54,8 +53,8 @@ def try_orders(simulations: Simulations, share: float) -> None:
 
 
 def _best_orders(
-    simulations: Simulations, first: Simulated, schedules: Sequence[Schedule]
-) -> tuple[list[tuple[tuple[Schedule, str], float]], int]:
+    simulations: Simulations, first: Simulated
+) -> tuple[list[tuple[tuple[Schedule, str | Arrangement], float]], int]:
     """
     Other schedules and arrangements in the order of their slices' step times, each with the ratio of its time to that
     of the candidate's order; and the number of tasks of all slices.
@@ -63,7 +62,7 @@ def _best_orders(
     problem, candidate, times = simulations.problem, first.candidate, {}
     parts = 1 if candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
     known_ms = first.step_ms if parts == 1 and first.is_whole else first.slice_ms
-    for schedule, arrangement in itertools.product(schedules, problem.arrangements):
+    for schedule, arrangement in itertools.product(problem.schedules, problem.arrangements):
         ordered = replace(candidate, schedule=schedule, arrangement=arrangement)
         if ordered == candidate and known_ms is not None:
             times[schedule, arrangement] = known_ms

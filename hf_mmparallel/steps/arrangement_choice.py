@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
-from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from ..plan.methods import ARRANGEMENT_CANDIDATES
 from .representatives import iteration_ms
 from .step_planner import StepPlanner
 
@@ -49,8 +49,7 @@ class ArrangementChoice:
 
 def choose_arrangement(planner: StepPlanner, batches: Sequence[SampleSizes]) -> ArrangementChoice:
     """
-    The arrangement with the shortest predicted step. If microbatches have a token or memory limit, only arrangements
-    that respect it are compared. Among equally fast ones the first of [`ARRANGEMENT_CANDIDATES`] is chosen.
+    The arrangement of [`ARRANGEMENT_CANDIDATES`] with the shortest predicted step, the first of equally fast ones.
 
     Args:
         planner ([`StepPlanner`]): The step planner; its arrangement is ignored.
@@ -59,10 +58,9 @@ def choose_arrangement(planner: StepPlanner, batches: Sequence[SampleSizes]) -> 
     Returns:
         [`ArrangementChoice`]: The choice, a function of the arguments only, so that ranks with the same batches agree.
     """
-    has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
     step_ms: dict[str, float] = {}
     update_ms = optimizer_ms(planner.costs, planner.plan, planner.sync_groups) if planner.training else 0.0
-    for arrangement in KEEPING_LIMITS if has_limit else ARRANGEMENT_CANDIDATES:
+    for arrangement in ARRANGEMENT_CANDIDATES:
         tried = planner.with_arrangement(arrangement)
         arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)
         times = [iteration_ms(tried, step) + update_ms for step in arranged]

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrange import Arrangement
 from ..arrange.rank_batches import arrange_for_ranks, unlike_turn, whole_model_workloads
 from ..cost import CostModel, batch_workloads
 from ..plan import ModelSpec, ParallelPlan, SampleSizes, Workloads, resolve_plan
@@ -25,7 +26,7 @@ class RankPlanner:
         costs (`CostModel`): Costs of the model's layers.
         num_ranks (`int`): Number of ranks.
         microbatch_size (`int`): Mean samples of a microbatch.
-        arrangement (`str`): A name in [`RANK_ARRANGEMENTS`].
+        arrangement (`str` or `Arrangement`): A name in [`RANK_ARRANGEMENTS`], or a function.
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
             Dataset indices -> their sizes, where global batches have none.
         together (`Sequence[str]`, *optional*): Encoders that all ranks have to run in the same turn.
@@ -34,7 +35,7 @@ class RankPlanner:
     costs: CostModel
     num_ranks: int
     microbatch_size: int
-    arrangement: str
+    arrangement: str | Arrangement
     sizes: SizeFunction | None = None
     together: Sequence[str] = ()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from ..arrange import arrange_step
+from ..arrange import Arrangement, arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, fitting_in_flight, memory_per_rank, model_flops
 from ..cost.gradient_sums import GradientSumCosts
 from ..cost.optimizer import optimizer_ms
@@ -68,7 +68,8 @@ class StepPlanner:
         plan (`ParallelPlan`): The layout.
         sync_groups (`Sequence[SyncGroup]`): The gradient all-reduces.
         microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        arrangement (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
+        arrangement (`str` or `Arrangement`, *optional*, defaults to `"contiguous"`):
+            A name in [`ARRANGEMENTS`], or a function.
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
             Dataset indices -> their sizes; without it all samples count the same.
         max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
@@ -83,7 +84,7 @@ class StepPlanner:
     plan: ParallelPlan
     sync_groups: Sequence[SyncGroup]
     microbatch_size: int
-    arrangement: str = "contiguous"
+    arrangement: str | Arrangement = "contiguous"
     sizes: SizeFunction | None = None
     max_tokens: int | None = None
     memory_bytes: float | None = None
