@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..arrange import Arrangement
@@ -39,11 +40,12 @@ def try_orders(simulations: Simulations, share: float) -> None:
         is_far = first.step_ms > _MUCH_SLOWER * simulations.best_ms
         if is_far or (number >= _FEW_SHAPES and num_tasks > share * simulations.effort):
             break
-        # no other orders where the busiest rank computes about as long as the best step
+        # no other schedules where the busiest rank computes about as long as the best step
         waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
-        if not waits:  # arrangements compute alike
+        if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
             continue
-        orders, slice_tasks = _best_orders(simulations, first)
+        schedules = problem.schedules if waits else (first.candidate.schedule,)
+        orders, slice_tasks = _best_orders(simulations, first, schedules)
         num_tasks += slice_tasks
         for index, simulated in enumerate(layouts[:_LAYOUTS]):
             for (schedule, arrangement), ratio in orders[: 1 if index else _ORDERS]:
@@ -53,7 +55,7 @@ def try_orders(simulations: Simulations, share: float) -> None:
 
 
 def _best_orders(
-    simulations: Simulations, first: Simulated
+    simulations: Simulations, first: Simulated, schedules: Sequence[Schedule]
 ) -> tuple[list[tuple[tuple[Schedule, str | Arrangement], float]], int]:
     """
     Other schedules and arrangements in the order of their slices' step times, each with the ratio of its time to that
@@ -62,7 +64,7 @@ def _best_orders(
     problem, candidate, times = simulations.problem, first.candidate, {}
     parts = 1 if candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
     known_ms = first.step_ms if parts == 1 and first.is_whole else first.slice_ms
-    for schedule, arrangement in itertools.product(problem.schedules, problem.arrangements):
+    for schedule, arrangement in itertools.product(schedules, problem.arrangements):
         ordered = replace(candidate, schedule=schedule, arrangement=arrangement)
         if ordered == candidate and known_ms is not None:
             times[schedule, arrangement] = known_ms

@@ -205,9 +205,11 @@ class PlanningProblem:
         """The arrangements to try."""
         if self.arrangement is not None:
             return (self.arrangement,)
-        # a single one if all samples have the same size
+        # A single one if all samples have the same size; the sampler's order, too, where no memory has to suffice.
         equal = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
-        return ("contiguous",) if equal else ARRANGEMENT_CANDIDATES
+        if equal:
+            return ("contiguous",)
+        return ARRANGEMENT_CANDIDATES if self.memory_bytes is not None else (*ARRANGEMENT_CANDIDATES, "contiguous")
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:

@@ -197,8 +197,8 @@ def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
     max_count = max(len(microbatches) for microbatches in replicas)
     if 2 * max_count < asked:
         logger.warning(
-            f"`microbatch_assignment={arrangement_name(planner.arrangement)!r}` makes {max_count} microbatches or fewer for each "
-            "replica of the language model, where "
+            f"`microbatch_assignment={arrangement_name(planner.arrangement)!r}` makes {max_count} microbatches or "
+            "fewer for each replica of the language model, where "
             f"`per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It "
             "has at most as many as the encoders' work is times that of the largest sample, few where most samples "
             'are text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
