@@ -110,7 +110,9 @@ def arranged_loader(
     order = EvenOrder(batches.sampler, size, args.dataloader_drop_last, fills=world.size > 1)
     global_batches = GlobalBatchSampler(order, size * args.gradient_accumulation_steps)
     shared = sizes.shared(context.train_dataset, global_batches.global_batch_size)
-    if shared.source is None and args.microbatch_assignment != "contiguous":
+    arrangement = args.microbatch_assignment
+    assert arrangement is not None
+    if shared.source is None and arrangement != "contiguous":
         raise _refusal(
             args,
             "nothing says the sizes of the samples",
@@ -118,7 +120,7 @@ def arranged_loader(
         )
     if shared.is_measured_by_batch:
         global_batches = with_sizes(global_batches, context.train_dataset, shared, context)
-    planner = RankPlanner(costs, world.size, batch_size, args.microbatch_assignment, shared.source, together)
+    planner = RankPlanner(costs, world.size, batch_size, arrangement, shared.source, together)
     sampler: Any = RankBatchSampler(global_batches, planner, world.rank, batch_size, world.size)
     arranged = DataLoader(
         loader.dataset,

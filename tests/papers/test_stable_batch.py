@@ -190,7 +190,7 @@ def stability(vision: ModulePlugin, language: ModulePlugin, sizes: SampleSizes =
 
 def test_a_split_has_a_minimum_stable_batch_and_smaller_ones_are_told_of():
     layout = {"vision": ModulePlugin(dp_size=2, pp_size=5), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=3)}
-    report = stability(*layout.values())
+    report = stability(layout["vision"], layout[LANGUAGE_MODEL])
     assert report is not None and report.batch_size is not None and sum(report.split) == 8
     plan = resolve_plan(SPEC, layout)
     (split, text), (warning, below) = stability_lines(COSTS, plan, SIZES, report.batch_size - 1)
