@@ -20,12 +20,13 @@ from rich.table import Table
 from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
-from hf_mmparallel.plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES
 from hf_mmparallel.steps.arrangement_choice import choose_arrangement
 from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")
+METHODS = (*ARRANGEMENT_CANDIDATES, "entrain", "batch_rebalance", "disttrain", "contiguous")
 MICROBATCHES = (4, 8)
 MODES = ("padded", "packed")
 _CHOSEN_BY = 1000  # the seed of the batch
@@ -70,7 +71,7 @@ def compare_modes(dataset: str, model: str, batch: int, replicas: int, num_batch
         for size in MICROBATCHES:
             planner = planner_of(dataset, model, mode, size, replicas)
             choice = choose_arrangement(planner, [shape.draw(batch, _CHOSEN_BY)])
-            steps = {method: _mean(planner, method, batches) for method in ARRANGEMENT_CANDIDATES}
+            steps = {method: _mean(planner, method, batches) for method in METHODS}
             rows.append(
                 {
                     "dataset": dataset,
@@ -121,16 +122,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "fastest_over_best_baseline": min(chosen),
             "mean_over_best_baseline": statistics.fmean(chosen),
             "largest_prediction_error": max(errors),
-            **{f"{name}_slowest": max(over_best(row, name) for row in own) for name in KEEPING_LIMITS},
+            **{f"{name}_slowest": max(over_best(row, name) for row in own) for name in ARRANGEMENT_CANDIDATES},
         }
     return result
 
 
 def modes_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for each case, steps in ms."""
-    table = Table(
-        "dataset", "model", "rows", "microbatch", *ARRANGEMENT_CANDIDATES, "chosen", "/ best baseline", "predicted"
-    )
+    table = Table("dataset", "model", "rows", "microbatch", *METHODS, "chosen", "/ best baseline", "predicted")
     table.title = (
         "The arrangement that is chosen by itself, and all others: step in ms (tokens computed over real ones)"
     )
@@ -138,7 +137,7 @@ def modes_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             *(str(row[key]) for key in ("dataset", "model", "mode", "microbatch_size")),
-            *(f"{row['step_ms'][name]:.0f} ({row['padding'][name]:.2f})" for name in ARRANGEMENT_CANDIDATES),
+            *(f"{row['step_ms'][name]:.0f} ({row['padding'][name]:.2f})" for name in METHODS),
             row["chosen"],
             f"{over_best(row, row['chosen']):.3f}",
             f"{row['predicted_ms']:.0f}",

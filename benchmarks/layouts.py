@@ -28,8 +28,8 @@ from planner import GIB, USABLE, vlm
 from rich.table import Table
 
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.papers.compare import compare
 from hf_mmparallel.plan import LANGUAGE_MODEL
-from hf_mmparallel.search.compare import compare
 from hf_mmparallel.search.problem import Candidate, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 

@@ -44,13 +44,13 @@ from rich.table import Table
 
 from hf_mmparallel.arrange import Arrangement, arrange_step
 from hf_mmparallel.arrange.balance import deferred_fraction, step_balance
-from hf_mmparallel.arrange.entrain import entrain
 from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.papers.published_arrangements import entrain
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlan,

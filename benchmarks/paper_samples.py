@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from hf_mmparallel.cost import find_device, module_flops
 from hf_mmparallel.cost.image_tokens import PatchGrid
-from hf_mmparallel.cost.sample_presets import MERGE, PATCH_PIXELS, SAMPLE_PRESETS, SamplePreset
+from hf_mmparallel.papers.sample_presets import MERGE, PATCH_PIXELS, SAMPLE_PRESETS, SamplePreset
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     FeatureSpec,

@@ -40,13 +40,13 @@ from planner_models import AUDIO, VISION, cornstarch_model
 from rich.table import Table
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device
+from hf_mmparallel.papers.allocation import allocate
+from hf_mmparallel.papers.compare import all_trained, compare
+from hf_mmparallel.papers.stable_batch import draw_from, minimum_stable_batch
+from hf_mmparallel.papers.strategies import ModuleDemand
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from hf_mmparallel.search.allocation import allocate
-from hf_mmparallel.search.compare import all_trained, compare
 from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.stability import draw_from, minimum_stable_batch
-from hf_mmparallel.search.strategy_space import ModuleDemand
 
 GOALS = {
     "rank_correlation": 0.9,

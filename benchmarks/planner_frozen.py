@@ -13,9 +13,9 @@ from planner_models import AUDIO, VISION, cornstarch_model, cornstarch_sizes
 from shared_partition import partition_shared
 
 from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
+from hf_mmparallel.papers.compare import UnawareOptions, all_trained
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.compare import UnawareOptions, all_trained
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner

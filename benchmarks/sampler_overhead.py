@@ -37,7 +37,7 @@ from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
+from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, find_arrangement, num_microbatches
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.global_batches import GlobalBatch
@@ -149,7 +149,7 @@ def _times(planner: StepPlanner, draw: GlobalBatch, sizes: Sizes) -> dict[str, A
     def workloads() -> Any:
         return batch_workloads(planner.costs, planner.plan, source(draw.samples))
 
-    known, arrange = workloads(), ARRANGEMENTS[planner.arrangement]
+    known, arrange = workloads(), find_arrangement(planner.arrangement)
     return {
         "arrange_ms": common.measured(lambda: arrange(planner.plan, known, planner.microbatch_size), sizes.repeats),
         "step_ms": common.measured(

@@ -31,8 +31,8 @@ from planner_models import AUDIO, cornstarch_model
 from rich.table import Table
 
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.papers.compare import all_trained
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from hf_mmparallel.search.compare import all_trained
 from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.search import search_plans
 

@@ -38,6 +38,7 @@ LEVELS = {
     "profiling": 3,
     "resilience": 3,
     "search": 3,
+    "papers": 4,
     "runtime": 4,
     "callbacks": 5,
     "page": 5,
@@ -55,6 +56,7 @@ FORBIDDEN = {
     "search": ("torch", "transformers", "accelerate"),
     "resilience": ("torch", "transformers", "accelerate"),
     "page": ("torch", "transformers", "accelerate"),
+    "papers": ("torch", "transformers", "accelerate"),
 }
 
 
@@ -150,6 +152,11 @@ def test_no_two_files_import_each_other():
 def test_only_the_package_imports_the_trainer():
     importers = {where.rpartition(":")[0] for where, _, name in edges(PACKAGE) if f"{name}.".startswith(TRAINER)}
     assert importers == {"trainer/__init__.py"}
+
+
+def test_nothing_imports_the_methods_of_papers():
+    paper = f"{NAME}.papers."
+    assert [where for where, part, name in edges(PACKAGE) if part != "papers" and f"{name}.".startswith(paper)] == []
 
 
 def test_no_two_files_of_the_package_have_one_name():

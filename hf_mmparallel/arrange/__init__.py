@@ -4,7 +4,8 @@ Arrangements of a global batch over replicas and microbatches; `arrange.tokens` 
 Pure functions of numbers on top of `plan`; imported by everything that plans or predicts a step.
 """
 
-from .arrangements import ARRANGEMENTS, Arrangement, Microbatches, arrange_step, contiguous_step
+from ..plan.methods import ARRANGEMENTS
+from .arrangements import Arrangement, arrange_step, contiguous_step, find_arrangement
 from .balance import Balance, compare_with_contiguous, measured_balance, step_balance
 from .microbatch_counts import fastest_counts, num_microbatches, plan_for_batch, with_fastest_counts
 
@@ -12,11 +13,11 @@ __all__ = [
     "ARRANGEMENTS",
     "Arrangement",
     "Balance",
-    "Microbatches",
     "arrange_step",
     "compare_with_contiguous",
     "contiguous_step",
     "fastest_counts",
+    "find_arrangement",
     "measured_balance",
     "num_microbatches",
     "plan_for_batch",

@@ -8,26 +8,28 @@ from typing import Any
 import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
-from ..plan.step_plan import BatchIndices
-from .baselines import batch_rebalance, disttrain, sub_microbatches
+from ..plan.methods import published_method
+from ..plan.step_plan import Replicas
 from .contiguous import contiguous
-from .entrain import entrain
 from .generators import generated
 from .hierarchical import hierarchical, tapered
 
-Microbatches = Mapping[str, tuple[tuple[BatchIndices, ...], ...]]
-Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
+# (plan, workloads of the samples, mean samples of a microbatch of one language model replica)
+# -> encoder and language model -> replica -> microbatch -> batch indices; pure, with the same result on every rank
+Arrangement = Callable[[ParallelPlan, Workloads, int], Mapping[str, Replicas]]
 
-# name in `ARRANGEMENT_POLICIES` -> function
-ARRANGEMENTS: Mapping[str, Arrangement] = {
+_OWN: Mapping[str, Arrangement] = {
     "hierarchical": hierarchical,
     "tapered": tapered,
-    "entrain": entrain,
-    "batch_rebalance": batch_rebalance,
-    "disttrain": disttrain,
     "contiguous": contiguous,
-    "sub_microbatches": sub_microbatches,
 }
+
+
+def find_arrangement(arrangement: str | Arrangement) -> Arrangement:
+    """Return the function of a name in `ARRANGEMENTS`; a function stays as it is."""
+    if callable(arrangement):
+        return arrangement
+    return _OWN[arrangement] if arrangement in _OWN else published_method(arrangement)
 
 
 def arrange_step(
@@ -35,7 +37,7 @@ def arrange_step(
     samples: Sequence[int],  # dataset indices of the global batch, in the sampler's order
     workloads: Workloads,
     microbatch_size: int,  # mean samples of a microbatch of one language model replica
-    arrangement: str | Arrangement = "hierarchical",  # a name in `ARRANGEMENTS`, or a function with the same signature
+    arrangement: str | Arrangement = "hierarchical",  # a name in `ARRANGEMENTS`, or a function
     epoch: int = 0,
 ) -> StepPlan:
     """
@@ -44,9 +46,8 @@ def arrange_step(
     Raises `ValueError` if a workload is negative or not finite.
     """
     _check_workloads(samples, workloads)
-    arrange = ARRANGEMENTS[arrangement] if isinstance(arrangement, str) else arrangement
-    arranged = arrange(plan, workloads, microbatch_size)
-    # `arrange` knows encoders and the language model only; generators have the language model's microbatches.
+    arranged = find_arrangement(arrangement)(plan, workloads, microbatch_size)
+    # Arrangements know encoders and the language model only; generators have the language model's microbatches.
     arranged = {**arranged, **generated(plan, workloads, arranged[LANGUAGE_MODEL])}
     microbatches = {name: _with_work(arranged[name], workloads.forward_ms[name], name) for name in plan.modules}
     targets: dict[str, tuple[str, ...]] = {}
@@ -57,7 +58,7 @@ def arrange_step(
     return step
 
 
-def _with_work(replicas: tuple[tuple[BatchIndices, ...], ...], forward_ms: np.ndarray, name: str) -> Any:
+def _with_work(replicas: Replicas, forward_ms: np.ndarray, name: str) -> Any:
     """Drops the samples that have no work in a module from its microbatches; the language model has all samples."""
     busy = np.asarray(forward_ms) > 0
     if name == LANGUAGE_MODEL or busy.all():

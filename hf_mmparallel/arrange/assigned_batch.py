@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import BatchIndices
+from ..plan.step_plan import Replicas
 from .colocated_modules import ColocatedModules, colocated_encoders, colocated_generators, cut
 from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
@@ -335,7 +335,7 @@ class Batch:
         result[some] = late - defer(late_first, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
         return result
 
-    def microbatches(self, placement: SamplePlacement) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
+    def microbatches(self, placement: SamplePlacement) -> dict[str, Replicas]:
         """Module -> replica -> microbatch -> batch indices, of encoders and the language model."""
         counts, replica, result = placement.counts, placement.replica, {}
         for colocated, encoder, chosen in zip(self.encoders, placement.encoder, placement.copy, strict=True):

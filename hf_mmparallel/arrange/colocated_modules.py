@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import BatchIndices, turn_of
+from ..plan.step_plan import Replicas, turn_of
 from .exchange import Capacity, exchange, stable_order
 from .greedy import fill_bins
 from .microbatch_counts import ByIdentity
@@ -94,7 +94,7 @@ class ColocatedModules:
         copy: NDArray,  # [num_samples] replica in these modules
         turn: NDArray,  # [num_samples] microbatch in these modules
         counts: NDArray,  # [language_dp_size] microbatches
-    ) -> tuple[tuple[BatchIndices, ...], ...]:
+    ) -> Replicas:
         """Replica -> microbatch -> batch indices with work, ascending."""
         some = np.flatnonzero(self.work > 0)
         return cut(some, copy[some], turn[some], self.turns(counts).repeat(self.num_copies))
@@ -111,9 +111,7 @@ class ColocatedModules:
         return owner
 
 
-def cut(
-    batch_indices: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray
-) -> tuple[tuple[BatchIndices, ...], ...]:
+def cut(batch_indices: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray) -> Replicas:
     """Replica -> microbatch -> batch indices, ascending; `counts` are the numbers of microbatches of the replicas."""
     ends = np.cumsum(counts)
     microbatch_index = (ends - counts)[replica] + microbatch

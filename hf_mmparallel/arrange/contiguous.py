@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from math import gcd
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import BatchIndices, turn_of
+from ..plan.step_plan import BatchIndices, Replicas, turn_of
 from .microbatch_counts import counts_of
-
-Replicas = tuple[tuple[BatchIndices, ...], ...]
 
 
 def in_turns(counts: Sequence[int]) -> list[tuple[int, int]]:

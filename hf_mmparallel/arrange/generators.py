@@ -9,13 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, Workloads
-from ..plan.step_plan import BatchIndices
+from ..plan.step_plan import BatchIndices, Replicas
 from .colocated_modules import ColocatedModules, colocated_generators
 from .estimate import Pipeline
 from .exchange import Capacity
 from .greedy import CapacityError
-
-Replicas = tuple[tuple[BatchIndices, ...], ...]
 
 
 def generated(

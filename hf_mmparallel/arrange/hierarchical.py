@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import BatchIndices
+from ..plan.step_plan import Replicas
 from .assigned_batch import Batch, SamplePlacement
 from .greedy import CapacityError
 from .length_arrangement import arrange_by_length
@@ -50,7 +50,7 @@ def hierarchical(
     workloads: Workloads,
     microbatch_size: int,  # mean samples of a microbatch of one language model replica
     taper: bool = False,
-) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
+) -> dict[str, Replicas]:
     """
     Arranges encoders and the language model such that each microbatch takes about its target time in every module.
 
@@ -86,8 +86,6 @@ def hierarchical(
         total += dp_size * max(1, -(-total // dp_size) // 16)  # token limits require more microbatches
 
 
-def tapered(
-    plan: ParallelPlan, workloads: Workloads, microbatch_size: int
-) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
+def tapered(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
     """[`hierarchical`] with small microbatches at the start and the end, where the pipeline fills and drains."""
     return hierarchical(plan, workloads, microbatch_size, taper=True)

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage, Workloads
-from ..plan.step_plan import BatchIndices
-from .arrangements import ARRANGEMENTS
-from .contiguous import Replicas
+from ..plan.methods import arrangement_name
+from ..plan.step_plan import BatchIndices, Replicas
+from .arrangements import Arrangement, find_arrangement
 
-# the names in `ARRANGEMENTS` that do without stages; the others order microbatches for a pipeline
+# the names of arrangements that do without stages; the others order microbatches for a pipeline
 RANK_ARRANGEMENTS = ("hierarchical", "batch_rebalance", "disttrain", "contiguous")
 
 
@@ -38,7 +38,7 @@ def arrange_for_ranks(
     has_input: Mapping[str, NDArray],  # encoder -> bool [samples]: whether a sample has an input for it
     num_ranks: int,
     microbatch_size: int,  # mean; there are at least as many samples as microbatches
-    arrangement: str = "hierarchical",  # in `RANK_ARRANGEMENTS`
+    arrangement: str | Arrangement = "hierarchical",  # in `RANK_ARRANGEMENTS`, or a function
 ) -> Replicas:
     """
     Arranges a global batch over data-parallel ranks and gradient accumulation steps.
@@ -48,10 +48,16 @@ def arrange_for_ranks(
     """
     replicas = tuple((Stage((0, 1), ((rank,),)),) for rank in range(num_ranks))
     plan = ParallelPlan({LANGUAGE_MODEL: ModulePlan(replicas)})
-    arranged = ARRANGEMENTS[arrangement](plan, workloads, microbatch_size)[LANGUAGE_MODEL]
+    arranged = find_arrangement(arrangement)(plan, workloads, microbatch_size)[LANGUAGE_MODEL]
+    counts = [len(microbatches) for microbatches in arranged]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"`microbatch_assignment={arrangement_name(arrangement)}` has {counts} microbatches on {num_ranks} ranks, "
+            "which all need the same number without `parallel`. Give each rank as many."
+        )
     if arrangement == "contiguous":  # the order of the stock Trainer stays as it is
         return tuple(map(tuple, arranged))
-    times, count = workloads.forward_ms[LANGUAGE_MODEL], len(arranged[0])
+    times, count = workloads.forward_ms[LANGUAGE_MODEL], counts[0]
     bins = _bins(arranged, workloads.num_samples)
     _fill(bins, times, num_ranks * count)
     kinds = [np.bincount(bins[has], minlength=num_ranks * count) > 0 for has in has_input.values()]

@@ -13,28 +13,23 @@ _ROUNDS = 5
 
 
 def deal_samples(
-    work: NDArray,  # [num_samples] workload in the language model
-    order: NDArray,  # [num_samples] the samples in order
-    counts: NDArray,  # [num_replicas] microbatches
+    work: NDArray,  # [num_samples]
+    order: NDArray,  # [num_dealt] the samples to deal, in order
+    paces: NDArray,  # [num_groups] load of a group for each unit of work
+    loads: NDArray | None = None,  # [num_groups] initial; 0 by default
 ) -> NDArray:
-    """Assigns samples in order, each to the replica with the least work per microbatch."""
-    replicas = np.zeros(len(work), np.int64)
-    if len(counts) == 1 or not len(work):
-        return replicas
-    loads = [(0.0, index) for index in range(len(counts))]
-    paces, owners, put = (1 / counts).tolist(), [], heapq.heapreplace
-    if (counts == counts[0]).all():
-        for added in (work[order] * paces[0]).tolist():
-            load, index = loads[0]
-            put(loads, (load + added, index))
-            owners.append(index)
-    else:
-        for item in work[order].tolist():
-            load, index = loads[0]
-            put(loads, (load + item * paces[index], index))
-            owners.append(index)
-    replicas[order] = owners
-    return replicas
+    """Deals samples in order, each to the group with the least load, the first of equal ones: `[num_dealt]` groups."""
+    if len(paces) == 1:
+        return np.zeros(len(order), np.int64)
+    starts = [0.0] * len(paces) if loads is None else loads.tolist()
+    heap = [(load, group) for group, load in enumerate(starts)]
+    heapq.heapify(heap)
+    pace_of, groups, put = paces.tolist(), [], heapq.heapreplace
+    for item in work[order].tolist():
+        load, group = heap[0]
+        put(heap, (load + item * pace_of[group], group))
+        groups.append(group)
+    return np.array(groups, np.int64)
 
 
 def assign_replicas(
@@ -49,7 +44,9 @@ def assign_replicas(
     model (Entrain, section 4.3); samples without encoder work come last, longest first. Exchanges then balance the
     totals.
     """
-    replicas = deal_samples(language, np.lexsort((-language, -encoders.sum(axis=1))), counts)
+    order = np.lexsort((-language, -encoders.sum(axis=1)))
+    replicas = np.zeros(len(language), np.int64)
+    replicas[order] = deal_samples(language, order, 1 / counts)
     if len(counts) == 1 or not len(language):
         return replicas
     totals = np.append(language[:, None], encoders, axis=1)

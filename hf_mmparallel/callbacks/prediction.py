@@ -19,6 +19,7 @@ from ..cost.calibration import profile_digest
 from ..cost.run_log import RUN_LOG, LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
 from ..cost.stage_memory import GIB
 from ..plan import ParallelPlan
+from ..plan.methods import arrangement_name
 from ..profiling.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
 from ..search.comparison import (
@@ -177,7 +178,7 @@ class PredictionCallback(EngineCallback):
                 for name, own in plan.modules.items()
             },
             schedule=plan.schedule,
-            method=engine.planner.arrangement,
+            method=arrangement_name(engine.planner.arrangement),
         )
         with not_worth_a_run(f"`{self.path}`"):
             append_line(self.path, header)

@@ -11,6 +11,7 @@ from ..arrange.balance import Balance, measured_balance
 from ..cost import StepCost
 from ..drawing.timeline import chrome_trace, gantt_png
 from ..drawing.workload_chart import BEFORE, MEASURED, balance_png
+from ..plan.methods import arrangement_name
 from ..schedule import Simulation, Span, Task, simulate
 from .base import EngineCallback, not_worth_a_run
 from .workload_balance import last_balances
@@ -68,7 +69,7 @@ class TimelineCallback(EngineCallback):
         panels = {}
         balances = last_balances(engine, microbatch_size)
         if balances is not None:
-            panels = {BEFORE: balances[0], f"after, {engine.planner.arrangement}": balances[1]}
+            panels = {BEFORE: balances[0], f"after, {arrangement_name(engine.planner.arrangement)}": balances[1]}
         leading = [span for span in measured if engine.first_rank(span.task) == span.rank]
         return {**panels, MEASURED: measured_balance(engine.current_step, leading)}
 

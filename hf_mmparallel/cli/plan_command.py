@@ -5,23 +5,20 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from ..drawing.timeline import chrome_trace, gantt_png
 from ..plan import save_layout
+from ..plan.methods import published_method
 from ..planner.answer import Answer, Inputs, check_memory, solve
 from ..planner.files import WhatIfs, figures, page_of, plan_line, save_plan
 from ..planner.inputs import read_model
 from ..planner.settings import Settings, read_layout
-from ..planner.stability_text import stability_lines
 from ..planner.tables import layout_text
 from ..planner.text import ms_text, new_console, plural, print_gantt, print_labelled, print_runners_up, report
-
-if TYPE_CHECKING:
-    from ..search.compare import ComparedPlan
+from ..search.problem import ComparedPlan
 
 MOST_LOSSES = 24  # rows of losses one by one
 # arguments for the plan of one number of ranks
@@ -52,9 +49,13 @@ def run_plan(args: argparse.Namespace) -> None:
     inputs = Inputs.of(args, source)
     answer, comparison = solve(settings, inputs), ()
     if args.compare:
-        answer, comparison = compared(answer)
+        comparison = compared(answer)
     console = new_console()
-    report(console, answer, stability_lines(answer))
+    stability = []
+    if answer.inputs.samples.measured is not None:
+        sizes = answer.inputs.samples.sizes(source, answer.settings)
+        stability = published_method("stable batch")(answer.costs, answer.plan, sizes, answer.global_batch_size)
+    report(console, answer, stability)
     warn_of_memory(console, answer)
     if answer.result is not None:
         print_runners_up(console, answer.result, args.explain)
@@ -141,16 +142,11 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
     return table
 
 
-def compared(answer: Answer) -> tuple[Answer, tuple[ComparedPlan, ...]]:
-    """
-    Returns the answer, or a faster plan of a baseline, and the baselines; raises `ValueError` if there was no search.
-    """
+def compared(answer: Answer) -> tuple[ComparedPlan, ...]:
+    """Returns the plans of the baselines; raises `ValueError` if there was no search."""
     if answer.result is None:
         raise ValueError("`--compare` needs the plan of a search. Leave sizes out, and give `--gpus`.")
-    from ..search.compare import compare, with_faster
-
-    others = compare(answer.result.problem, answer.result)
-    return answer.with_result(with_faster(answer.result, others)), others
+    return published_method("compare")(answer.result.problem, answer.result)
 
 
 def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:

@@ -12,7 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from .arrangement_policies import ARRANGEMENT_POLICIES
+from .methods import ARRANGEMENTS, arrangement_name
 from .model_spec import LANGUAGE_MODEL, Edge, sources_first
 from .reading import (
     read_count,
@@ -304,6 +304,11 @@ class ParallelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         arrangement = self.microbatch_assignment
+        if callable(arrangement):
+            raise ValueError(
+                f"`microbatch_assignment={arrangement_name(arrangement)}` of the plan is a function, and a plan file "
+                "holds names only. Leave it out of the plan, and give it to `MultimodalTrainingArguments`."
+            )
         assignment = {} if arrangement is None else {"microbatch_assignment": arrangement}
         return {
             "schedule": self.schedule,
@@ -357,7 +362,7 @@ class ParallelPlan:
         count, counts = read_microbatches(data)
         arrangement = data.get("microbatch_assignment")
         if arrangement is not None:
-            reject_unknown_keys("`microbatch_assignment`", [arrangement], list(ARRANGEMENT_POLICIES))
+            reject_unknown_keys("`microbatch_assignment`", [arrangement], list(ARRANGEMENTS))
         return cls(sources_first(modules, edges), edges, schedule, count, counts, arrangement)
 
     def to_json(self) -> str:

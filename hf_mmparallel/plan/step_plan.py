@@ -15,6 +15,7 @@ from .model_spec import LANGUAGE_MODEL
 from .parallel_plan import ParallelPlan
 
 BatchIndices = tuple[int, ...]
+Replicas = tuple[tuple[BatchIndices, ...], ...]  # replica -> microbatch -> batch indices
 
 
 def turn_of(index: Any, count: Any, turns: Any) -> Any:
@@ -64,7 +65,7 @@ class StepPlan:
 
     samples: tuple[int, ...]  # dataset indices in the sampler's order; a sample's *batch index* is its index here
     # module -> replica -> microbatch -> its batch indices
-    microbatches: Mapping[str, tuple[tuple[BatchIndices, ...], ...]]
+    microbatches: Mapping[str, Replicas]
     targets: Mapping[str, tuple[str, ...]]  # module -> the consumers of its features
     epoch: int = 0
     # for a part of a step, the whole step, which has the locations of all batch indices
@@ -82,7 +83,7 @@ class StepPlan:
             return self.whole.locations
         return {module: self._locations(replicas) for module, replicas in self.microbatches.items()}
 
-    def _locations(self, replicas: tuple[tuple[BatchIndices, ...], ...]) -> tuple[NDArray, NDArray]:
+    def _locations(self, replicas: Replicas) -> tuple[NDArray, NDArray]:
         """Replica and microbatch of every batch index in one module."""
         microbatches = list(chain.from_iterable(replicas))
         sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))

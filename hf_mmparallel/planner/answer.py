@@ -23,6 +23,7 @@ from ..plan import (
     sync_groups,
     typical_batches,
 )
+from ..plan.methods import arrangement_name
 from ..schedule import Simulation, simulate
 from ..search.explain import bound_of
 from ..search.problem import PlanningProblem, SearchResult
@@ -80,17 +81,6 @@ class Answer:
     microbatch_size: int  # samples of a microbatch of one language model replica
     arrangement: str  # of samples
     result: SearchResult | None = None  # of the search, if there was one
-
-    def with_result(self, result: SearchResult) -> Answer:
-        """The same with another result of the same search."""
-        best = result.best
-        return replace(
-            self,
-            predictions=best.predictions,
-            microbatch_size=best.microbatch_size,
-            arrangement=best.candidate.arrangement,
-            result=result,
-        )
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -211,7 +201,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         problem = replace(problem, effort=inputs.effort)
     result = search_plans(problem)
     best = result.best
-    size, arrangement = best.microbatch_size, best.candidate.arrangement
+    size, arrangement = best.microbatch_size, arrangement_name(best.candidate.arrangement)
     return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)
 
 
@@ -227,7 +217,7 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     arrangement = settings.microbatch_assignment or plan.microbatch_assignment
     if arrangement is None:
         alike = inputs.samples.are_alike
-        arrangement = planner.arrangement if alike else choose_arrangement(planner, batches).arrangement
+        arrangement = "contiguous" if alike else choose_arrangement(planner, batches).arrangement
     planner = replace(planner, plan=replace(plan, microbatch_assignment=arrangement), arrangement=arrangement)
     checked = planner.arrange(range(batch), batches[0])
     simulate(plan, planner.program(checked.step, checked.sizes))  # raises for a program that deadlocks

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ParallelPlan, layout_data
-from ..search.problem import RankedPlan
+from ..search.problem import ComparedPlan, RankedPlan
 from .answer import Answer
 from .tables import layout_text, plan_cells
 from .text import batch_text, layouts_text, origins, samples_text, summary
 
 if TYPE_CHECKING:
     from ..page import PlanPage
-    from ..search.compare import ComparedPlan
 
 WhatIfs = Sequence[tuple[str, Answer]]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cost.sample_presets import SAMPLE_PRESETS
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ModuleSpec, ParameterSpec, SampleSizes
+from ..plan.methods import published_method
 from ..plan.plugin import reject_unknown_keys
 from .argument_types import positive
 from .settings import Settings, named_pairs
@@ -142,7 +142,7 @@ def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
                 raise ValueError(f"`--{name.replace('_', '-')}` has no effect without `--dataset`. Give both.")
         return Samples("all samples alike")
     known = [name for name in source.spec.modules if name not in source.generator_tokens]
-    preset = SAMPLE_PRESETS.get(args.dataset.removeprefix("published:"))
+    preset = published_method("sample presets").get(args.dataset.removeprefix("published:"))
     if preset is not None and not Path(args.dataset).exists():
         encoder = _image_encoder(args.dataset, source.spec, known)
         from ..data.image_rules import image_rule

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ..arrange import ARRANGEMENTS
 from ..cost import MEMORY_SHARE, Hardware, device_from, find_device, usable_bytes
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.devices import PEAK_OF_DTYPE
 from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, PlannedFor
+from ..plan.methods import ARRANGEMENTS
 from ..plan.plugin import reject_unknown_keys
 from ..plan.schedules import SCHEDULES, Schedule
 from .argument_types import positive
@@ -59,8 +59,7 @@ class Settings:
         """Settings from the completed arguments of a command, see [`complete`], and its layout."""
         settings = cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}, **layout)
         if settings.microbatch_assignment is not None:
-            known = list(ARRANGEMENTS)
-            reject_unknown_keys("`--microbatch-assignment`", [settings.microbatch_assignment], known)
+            reject_unknown_keys("`--microbatch-assignment`", [settings.microbatch_assignment], ARRANGEMENTS)
         device = device_from(settings.gpu_type, settings.gpu_spec)
         settings = replace(settings, gpu_type=device.name, described=device)
         for text in args.freeze:
@@ -184,7 +183,7 @@ CHANGES: Mapping[str, Callable[[str], Any]] = {
     "seq_len": positive,
     "image_tokens": positive,
     "schedule": _name_in(SCHEDULES),
-    "microbatch_assignment": _name_in(list(ARRANGEMENTS)),
+    "microbatch_assignment": _name_in(ARRANGEMENTS),
     "memory_limit_gib": float,
     "dtype": _name_in(list(PEAK_OF_DTYPE)),
 }

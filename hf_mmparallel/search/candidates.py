@@ -22,10 +22,9 @@ from .combinations import (
     limit_pairs,
     side_by_side,
 )
-from .options import ModuleOptions, divisors
+from .options import ModuleOptions, divisors, microbatch_counts
 from .problem import Candidate, PlanningProblem
 
-MOST_MICROBATCHES = 256  # of a replica
 _ALL = 2048  # up to so many combinations per placement and numbers of replicas and microbatches are all candidates
 _FASTEST = 512  # candidates of larger numbers of combinations
 _PER_FAMILY = 2
@@ -210,7 +209,7 @@ class CandidateSpace:
         for dp_size in divisors(problem.global_batch_size):
             if dp_size > problem.num_ranks or not self.options[LANGUAGE_MODEL].allows("dp_size", dp_size):
                 continue
-            for count in self._microbatch_counts(dp_size):
+            for count in microbatch_counts(self.problem, dp_size):
                 tables = {name: self._table(name, dp_size, count) for name in self.options}
                 for colocated_with in self.placements():
                     yield tables, colocated_with, count, self._combinations_of_placement(tables, colocated_with, count)
@@ -236,13 +235,6 @@ class CandidateSpace:
             chosen = np.unique(np.concatenate([fastest, fitting, family]))
             combined, step_ms, memory_bytes = combined.take(chosen), step_ms[chosen], memory_bytes[chosen]
         return _Block(tables, colocated_with, count, combined, step_ms, memory_bytes, num_estimated, num_too_large)
-
-    def _microbatch_counts(self, dp_size: int) -> list[int]:
-        """Candidates for the number of microbatches of a replica."""
-        replica = self.problem.global_batch_size // dp_size
-        if self.problem.microbatch_size is not None:
-            return [-(-replica // self.problem.microbatch_size)]
-        return [count for count in divisors(replica) if count <= MOST_MICROBATCHES]
 
     def _table(self, name: str, dp_size: int, count: int) -> LayoutTable:
         """The layouts of a module with `dp_size` replicas of the language model."""

@@ -26,6 +26,7 @@ from .mean_microbatch import MeanMicrobatches
 from .partition import partition_all
 from .problem import Layout, PlanningProblem
 
+MOST_MICROBATCHES = 256  # of a replica
 # minimum mean tokens of a sample per cp rank; smaller samples exclude a context-parallel size
 _MIN_TOKENS_PER_CP_RANK = 1024
 
@@ -405,6 +406,14 @@ class ModuleOptions:
         """Saved activations of all layers for a mean microbatch on each rank."""
         chunk = self._chunk_sizes(kind, num_samples, padded)
         return self._memory(kind, 0, self.module_spec.num_layers).saved_bytes(chunk)
+
+
+def microbatch_counts(problem: PlanningProblem, dp_size: int) -> list[int]:
+    """Numbers of microbatches to try for each of `dp_size` replicas of the language model."""
+    replica = problem.global_batch_size // dp_size
+    if problem.microbatch_size is not None:
+        return [-(-replica // problem.microbatch_size)]
+    return [count for count in divisors(replica) if count <= MOST_MICROBATCHES]
 
 
 def divisors(number: int) -> list[int]:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ..arrange import Arrangement
 from ..cost.sharded_passes import REDUCES_IN_PASSES
 from ..plan.schedules import Schedule
 from .problem import Candidate
@@ -55,7 +56,7 @@ def try_orders(simulations: Simulations, share: float) -> None:
 
 def _best_orders(
     simulations: Simulations, first: Simulated, schedules: Sequence[Schedule]
-) -> tuple[list[tuple[tuple[Schedule, str], float]], int]:
+) -> tuple[list[tuple[tuple[Schedule, str | Arrangement], float]], int]:
     """
     Other schedules and arrangements in the order of their slices' step times, each with the ratio of its time to that
     of the candidate's order; and the number of tasks of all slices.

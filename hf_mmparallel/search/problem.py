@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..arrange import Arrangement
 from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
-from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from ..plan.methods import ARRANGEMENT_CANDIDATES
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE, ZERO_STAGES
@@ -75,7 +76,7 @@ class Candidate:
     colocated_with: Mapping[str, str] = field(default_factory=dict)  # module -> the module whose ranks it shares
     num_microbatches: int = 1  # of each replica of the language model
     schedule: Schedule = "1f1b"
-    arrangement: str = "hierarchical"  # of batches, see `ARRANGEMENTS`
+    arrangement: str | Arrangement = "hierarchical"  # of batches
 
     @property
     def num_ranks(self) -> int:
@@ -113,9 +114,8 @@ class Candidate:
         for name, layout in self.layouts.items():
             start = starts[self.colocated_with.get(name, name)]
             modules[name] = _module_plan(spec, name, layout, start)
-        return ParallelPlan(
-            modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=self.arrangement
-        )
+        named = self.arrangement if isinstance(self.arrangement, str) else None  # a plan holds no function
+        return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=named)
 
 
 def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> ModulePlan:
@@ -150,7 +150,7 @@ class PlanningProblem:
     memory_bytes: float | None = None  # of a rank; no limit by default
     microbatch_size: int | None = None  # samples of a microbatch of a language model replica; searched by default
     schedule: Schedule | None = None  # searched by default
-    arrangement: str | None = None  # see `ARRANGEMENTS`; searched by default
+    arrangement: str | Arrangement | None = None  # searched by default
     # module -> sizes and settings of ZeRO, master weights and offloading set by the user, such as
     # `{"language_model": {"tp_size": 4}}`
     fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -196,18 +196,20 @@ class PlanningProblem:
         return self.schedule or SCHEDULES[0]
 
     @property
-    def first_arrangement(self) -> str:
+    def first_arrangement(self) -> str | Arrangement:
         """The arrangement for the comparison of layouts."""
         return self.arrangement or self.arrangements[0]
 
     @property
-    def arrangements(self) -> tuple[str, ...]:
+    def arrangements(self) -> tuple[str | Arrangement, ...]:
         """The arrangements to try."""
         if self.arrangement is not None:
             return (self.arrangement,)
-        # A single one if all samples have the same size; with a memory limit those that respect it for every batch.
+        # A single one if all samples have the same size; the sampler's order, too, where no memory has to suffice.
         equal = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
-        return ("contiguous",) if equal else ARRANGEMENT_CANDIDATES if self.memory_bytes is None else KEEPING_LIMITS
+        if equal:
+            return ("contiguous",)
+        return ARRANGEMENT_CANDIDATES if self.memory_bytes is not None else (*ARRANGEMENT_CANDIDATES, "contiguous")
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -250,6 +252,30 @@ class RankedPlan:
         dp_size = self.candidate.layouts[LANGUAGE_MODEL].dp_size
         num_samples = self.prediction.sizes.num_samples
         return -(-num_samples // (dp_size * self.candidate.num_microbatches))
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """The plan of another method, shown beside that of a search."""
+
+    name: str  # of the method
+    plan: ParallelPlan | None  # `None` without a plan, or without one that the engine can run
+    layout: str  # its sizes as text
+    step_ms: float  # on the batches of our plan; NaN without a plan
+    bubble_fraction: float  # share of all ranks' time without a task
+    peak_memory_bytes: float  # of the fullest rank
+    flops_utilisation: float  # model FLOPs per second over the peak of all ranks (MFU)
+    note: str = ""  # such as by how much it does not fit
+    candidate: Candidate | None = None  # its sizes, if the engine can run it
+    label: str = ""  # name in tables if it differs
+
+    @property
+    def title(self) -> str:
+        return self.label or self.name
+
+    @property
+    def peak_memory_gib(self) -> float:
+        return self.peak_memory_bytes / GIB
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
-from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from ..plan.methods import ARRANGEMENT_CANDIDATES
 from .representatives import iteration_ms
 from .step_planner import StepPlanner
 
@@ -40,12 +40,10 @@ class ArrangementChoice:
 
 
 def choose_arrangement(planner: StepPlanner, batches: Sequence[SampleSizes]) -> ArrangementChoice:
-    """Chooses the arrangement with the shortest predicted step, and alike on ranks that are given the same batches."""
-    has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
+    """Chooses the candidate with the shortest predicted step, and alike on ranks that are given the same batches."""
     step_ms: dict[str, float] = {}
     update_ms = optimizer_ms(planner.costs, planner.plan, planner.sync_groups) if planner.training else 0.0
-    # with a token or memory limit, only arrangements that respect it
-    for arrangement in KEEPING_LIMITS if has_limit else ARRANGEMENT_CANDIDATES:
+    for arrangement in ARRANGEMENT_CANDIDATES:
         # the planner's own arrangement does not matter
         tried = planner.with_arrangement(arrangement)
         arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrange import Arrangement
 from ..arrange.rank_batches import arrange_for_ranks, unlike_turn, whole_model_workloads
 from ..cost import CostModel, batch_workloads
 from ..plan import ModelSpec, ParallelPlan, SampleSizes, Workloads, resolve_plan
@@ -23,7 +24,7 @@ class RankPlanner:
     costs: CostModel
     num_ranks: int
     microbatch_size: int  # mean samples
-    arrangement: str  # a name in `RANK_ARRANGEMENTS`
+    arrangement: str | Arrangement  # a name in `RANK_ARRANGEMENTS`, or a function
     sizes: SizeFunction | None = None  # dataset indices -> their sizes, where global batches have none
     together: Sequence[str] = ()  # encoders that all ranks have to run in the same turn
 

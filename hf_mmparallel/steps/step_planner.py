@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from ..arrange import arrange_step
+from ..arrange import Arrangement, arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, fitting_in_flight, memory_per_rank, model_flops
 from ..cost.gradient_sums import GradientSumCosts
 from ..cost.optimizer import optimizer_ms
@@ -58,7 +58,7 @@ class StepPlanner:
     plan: ParallelPlan
     sync_groups: Sequence[SyncGroup]  # the gradient all-reduces
     microbatch_size: int  # mean samples of a microbatch of one language model replica
-    arrangement: str = "contiguous"  # a name in `ARRANGEMENTS`
+    arrangement: str | Arrangement = "contiguous"  # a name in `ARRANGEMENTS`, or a function
     sizes: SizeFunction | None = None  # dataset indices -> their sizes; without it all samples count the same
     max_tokens: int | None = None  # LM tokens per microbatch
     memory_bytes: float | None = None  # memory of a rank that microbatches have to fit

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,8 +15,8 @@ from transformers import TrainingArguments
 from transformers.training_args import ParallelMode
 
 from .._environment import joins_job, launch_settings, launched_processes, tell_deepspeed_of_cpu
-from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
+from ..plan.methods import ARRANGEMENTS, arrangement_name
 from ..plan.reading import plain_data, reject_unknown_keys
 from ..resilience.resilience_settings import ResilienceSettings
 from ..world import limit_collectives
@@ -46,15 +48,18 @@ class MultimodalTrainingArguments(TrainingArguments):
             Puts the samples of a microbatch one after the other in one row, without padding. The language model then
             runs `"bitfield"` attention, in which no sample sees another; losses and weights stay what they are. By
             default under a plan whose language model has this attention function.
-        microbatch_assignment (`str`, *optional*):
+        microbatch_assignment (`str` or `Callable`, *optional*):
             Arrangement of the samples of a global batch in replicas and microbatches under a plan; by default the one
             with the shortest predicted step. By their cost in each module, with work of the language model deferred
             by a microbatch where that evens it out (`"hierarchical"`), the same with small microbatches where the
             pipeline fills and drains (`"tapered"`), by Entrain's algorithm as published (`"entrain"`), in the
             sampler's order (`"contiguous"`), or as a baseline `"batch_rebalance"`, `"disttrain"` or
-            `"sub_microbatches"`. The global batch and its gradient are the same with each. Without a plan
-            `"hierarchical"`, `"batch_rebalance"`, `"disttrain"` and `"contiguous"` arrange each global batch over the
-            ranks and accumulation steps of DDP, FSDP or DeepSpeed; by default the stock Trainer makes its batches.
+            `"sub_microbatches"`. Also a function of a module: from the `ParallelPlan`, the `Workloads` of the samples
+            and the mean samples of a microbatch to encoder and language model -> replica -> microbatch -> tuple of
+            batch indices, with the same result on every rank. The global batch and its gradient are the same with
+            each. Without a plan `"hierarchical"`, `"batch_rebalance"`, `"disttrain"`, `"contiguous"` and functions
+            arrange each global batch over the ranks and accumulation steps of DDP, FSDP or DeepSpeed; by default the
+            stock Trainer makes its batches.
         token_columns (`str` or `dict`, *optional*):
             The dataset's column with the tokens of a sample in the language model, or a dict from module to column; a
             column holds numbers, or lists with the lengths of a sample's images. Without it sizes come from the
@@ -118,7 +123,7 @@ class MultimodalTrainingArguments(TrainingArguments):
             "const": True,
         },
     )
-    microbatch_assignment: str | None = field(
+    microbatch_assignment: Callable[..., Any] | str | None = field(
         default=None,
         metadata={
             "help": "Arrangement of samples in replicas and microbatches under a plan; by default the one with the "
@@ -222,9 +227,9 @@ class MultimodalTrainingArguments(TrainingArguments):
             set_ranks(settings["id"], settings["num_processes"], settings["id"] - settings["first_id"])
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"`global_batch_size={self.global_batch_size}` must be at least 1.")
-        for name, choices in (("microbatch_assignment", ARRANGEMENTS), ("on_bad_sample", ON_BAD_SAMPLE)):
-            if getattr(self, name) is not None:
-                reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], list(choices))
+        _check_arrangement(self.microbatch_assignment)
+        if self.on_bad_sample is not None:
+            reject_unknown_keys("`on_bad_sample`", [str(self.on_bad_sample)], ON_BAD_SAMPLE)
         self.memory_limit_gib = _number_or_auto(self.memory_limit_gib)
         for name in ("max_tokens_per_microbatch", "memory_limit_gib", "mean_time_between_failures_h"):
             value = getattr(self, name)
@@ -234,6 +239,13 @@ class MultimodalTrainingArguments(TrainingArguments):
             check_deepspeed(self, plugin.modules)
         if self.resilience is not None:
             self.resilience = ResilienceSettings.from_dict(self.resilience).to_dict()  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as plain values, with the name of a function."""
+        values = super().to_dict()
+        if callable(self.microbatch_assignment):
+            values["microbatch_assignment"] = arrangement_name(self.microbatch_assignment)
+        return values
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -249,6 +261,20 @@ class MultimodalTrainingArguments(TrainingArguments):
     def plugin(self) -> MultimodalParallelPlugin | None:
         """The layout as a plugin."""
         return None if self.parallel is None else MultimodalParallelPlugin.from_any(self.parallel)
+
+
+def _check_arrangement(arrangement: Any) -> None:
+    """Raises `ValueError` for an unknown name, and for a function that workers and checkpoints can't get."""
+    if not callable(arrangement):
+        reject_unknown_keys("`microbatch_assignment`", [] if arrangement is None else [str(arrangement)], ARRANGEMENTS)
+        return
+    try:
+        pickle.dumps(arrangement)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"`microbatch_assignment={arrangement_name(arrangement)}` can't be pickled, as workers of the data loader "
+            f"and checkpoints need it: {error}. Use a function of a module."
+        ) from error
 
 
 def _number_or_auto(value: float | str | None) -> float | str | None:

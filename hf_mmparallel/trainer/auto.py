@@ -19,6 +19,7 @@ from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
+from ..plan.methods import arrangement_name
 from ..plan.plugin import ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..planner.answer import Answer, Inputs
@@ -195,7 +196,6 @@ def _searched(
         described=costs.device,
         global_batch_size=batch,
         schedule=plugin.schedule,
-        microbatch_assignment=args.microbatch_assignment,
         memory_limit_gib=None if memory_bytes is None else memory_bytes / GIB,
         dtype=costs.device.dtype,
         packing=costs.packs_rows,
@@ -206,7 +206,7 @@ def _searched(
     name = getattr(prepared.model.config, "name_or_path", "") or type(prepared.model).__name__
     inputs = Inputs(ModelSource(name, prepared.model, prepared.spec, {}), samples, args.layer_profile, args.seed)
     size = best.microbatch_size
-    arrangement = best.candidate.arrangement
+    arrangement = arrangement_name(best.candidate.arrangement)
     return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)
 
 

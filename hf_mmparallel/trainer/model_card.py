@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 from .. import __version__
 from ..callbacks.recoveries import RECOVERY
 from ..plan import ParallelPlan, save_layout
+from ..plan.methods import arrangement_name
 from ..planner.tables import range_text
 from ..runtime.engine import ParallelEngine
 from ..search.comparison import RunComparison
@@ -76,7 +77,10 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, r
         *("| " + " | ".join(str(row[name]) for name in head) + " |" for row in rows),
     ]
     if engine.planner is not None:
-        lines += ["", f"The samples of a global batch are arranged by `{engine.planner.arrangement}`."]
+        lines += [
+            "",
+            f"The samples of a global batch are arranged by `{arrangement_name(engine.planner.arrangement)}`.",
+        ]
     pictures = (
         (SCHEDULE, "Predicted schedule of one step"),
         (WORKLOADS, "Predicted forward of each microbatch of one step"),

@@ -14,6 +14,7 @@ from ..data.arranged_batches import EvenOrder, RankBatchSampler
 from ..data.global_batches import GlobalBatchSampler
 from ..data.streams import is_stream
 from ..plan import ModelSpec
+from ..plan.methods import arrangement_name
 from ..steps.rank_planner import RankPlanner
 from .loaders import with_sizes
 from .run_context import RunContext
@@ -27,7 +28,7 @@ def check_arrangement(trainer: Any) -> None:
     Raises `ValueError`, on every rank, for what `microbatch_assignment` can't be used with in a run without a plan.
     """
     args, config = trainer.args, trainer.args.accelerator_config
-    if args.microbatch_assignment not in RANK_ARRANGEMENTS:
+    if not (callable(args.microbatch_assignment) or args.microbatch_assignment in RANK_ARRANGEMENTS):
         raise _refusal(
             args,
             "it orders microbatches for the stages of a pipeline, and without a plan there are none",
@@ -69,10 +70,8 @@ def check_arrangement(trainer: Any) -> None:
 
 
 def _refusal(args: Any, reason: str, remedy: str) -> ValueError:
-    return ValueError(
-        f"`microbatch_assignment={args.microbatch_assignment!r}` can't be used here without `parallel`: {reason}. "
-        f"{remedy}."
-    )
+    name = arrangement_name(args.microbatch_assignment)
+    return ValueError(f"`microbatch_assignment={name!r}` can't be used here without `parallel`: {reason}. {remedy}.")
 
 
 def encoders_run_together(trainer: Any, spec: ModelSpec) -> tuple[str, ...]:
@@ -111,7 +110,9 @@ def arranged_loader(
     order = EvenOrder(batches.sampler, size, args.dataloader_drop_last, fills=world.size > 1)
     global_batches = GlobalBatchSampler(order, size * args.gradient_accumulation_steps)
     shared = sizes.shared(context.train_dataset, global_batches.global_batch_size)
-    if shared.source is None and args.microbatch_assignment != "contiguous":
+    arrangement = args.microbatch_assignment
+    assert arrangement is not None
+    if shared.source is None and arrangement != "contiguous":
         raise _refusal(
             args,
             "nothing says the sizes of the samples",
@@ -119,7 +120,7 @@ def arranged_loader(
         )
     if shared.is_measured_by_batch:
         global_batches = with_sizes(global_batches, context.train_dataset, shared, context)
-    planner = RankPlanner(costs, world.size, batch_size, str(args.microbatch_assignment), shared.source, together)
+    planner = RankPlanner(costs, world.size, batch_size, arrangement, shared.source, together)
     sampler: Any = RankBatchSampler(global_batches, planner, world.rank, batch_size, world.size)
     arranged = DataLoader(
         loader.dataset,

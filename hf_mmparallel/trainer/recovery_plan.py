@@ -105,7 +105,8 @@ def node_layouts(
         tp_sizes=tp_sizes,
     )
     schedule = "1f1b" if plan is None else plan.schedule
-    plans = PipelinePlans(chain, node_size, microbatches.most, schedule, args.microbatch_assignment)
+    named = args.microbatch_assignment if isinstance(args.microbatch_assignment, str) else None
+    plans = PipelinePlans(chain, node_size, microbatches.most, schedule, named)
     between_s = 3600 * args.mean_time_between_failures_h
     return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures, between_s))
 

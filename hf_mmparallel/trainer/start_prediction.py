@@ -13,7 +13,7 @@ from ..data.global_batches import GlobalBatch
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes, typical_batches
-from ..plan.arrangement_policies import KEEPING_LIMITS
+from ..plan.methods import ARRANGEMENT_CANDIDATES
 from ..runtime.engine import ParallelEngine
 from ..schedule import Simulation
 from ..steps.arrangement_choice import ArrangementChoice, choose_arrangement
@@ -138,7 +138,7 @@ def predict(
     typical = next(step for step in before if step.sizes is planned.sizes)
     balances = step_balance(typical.step, planned.workloads), step_balance(planned.step, planned.workloads)
     large = None
-    if planner.token_limits and planner.arrangement in KEEPING_LIMITS:
+    if planner.token_limits and planner.arrangement in ARRANGEMENT_CANDIDATES:
         large = LargeSamples.of(start, planner.token_limits)
     mean_ms = sum(before_ms) / len(before_ms)
     return planner, replace(report, balances=balances, before_ms=mean_ms, choice=choice, large=large)

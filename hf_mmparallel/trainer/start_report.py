@@ -15,7 +15,7 @@ from ..data.streams import is_stream
 from ..drawing.timeline import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..plan import LANGUAGE_MODEL, PlannedFor, SampleSizes, StepPlan
-from ..plan.arrangement_policies import KEEPING_LIMITS
+from ..plan.methods import ARRANGEMENT_CANDIDATES, arrangement_name
 from ..planner.surviving_plans import fewer_nodes_table, guarantee_lines, template_table
 from ..planner.tables import plan_table, range_text
 from ..planner.text import print_labelled
@@ -23,18 +23,16 @@ from ..profiling.device_detection import core_per_rank
 from ..resilience.pipelines import ClusterPlan
 from ..resilience.resilient_planner import ResilientPlanner
 from ..runtime.engine import ParallelEngine
-from ..search.split import split_stability, too_small
 from ..steps.step_planner import StepPlanner
 from .arguments import AUTO, MultimodalTrainingArguments
 from .model_card import SCHEDULE, WORKLOADS
 from .packing_choice import RowChoice
 from .run_context import RunContext
 from .start_prediction import StepReport, predict
-from .training_sizes import TrainingSizes, representative_batch
+from .training_sizes import TrainingSizes
 
 logger = get_logger(__name__)
 
-_PROFILED = 256  # samples that decide how ranks would be split: every dataset of Entrain is stable from there on
 _WIDTH = 120  # of the table in a file or a pipe
 _MOST_TEMPLATES, _MOST_COUNTS = 4, 8  # rows of tables; `hf-mmparallel plan --failures` prints all
 
@@ -93,10 +91,10 @@ def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool
             )
         elif not sizes_known:
             lines.append(f"`{name}={value}` has no effect: sizes of samples are unknown.")
-        elif args.microbatch_assignment is not None and args.microbatch_assignment not in KEEPING_LIMITS:
+        elif isinstance(args.microbatch_assignment, str) and args.microbatch_assignment not in ARRANGEMENT_CANDIDATES:
             lines.append(
                 f"`{name}={value}` does not limit microbatches: `microbatch_assignment={args.microbatch_assignment!r}`"
-                f" fixes their number of samples. Use {KEEPING_LIMITS[0]!r}."
+                f" fixes their number of samples. Use {ARRANGEMENT_CANDIDATES[0]!r}."
             )
     return lines
 
@@ -130,12 +128,11 @@ class PlanReport:
         console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
         for line in self.lines(planner, prediction):
             console.print(line, highlight=False)
-        self.warn_of_small_batch(planner)
         warn_of_few_microbatches(planner, prediction.planned.step)
         if prediction.large is not None and prediction.large.num_over:
             logger.warning(prediction.large.warning)
         with not_worth_a_run("The picture of the predicted step"):
-            draw_prediction(Path(str(args.output_dir)), planner.arrangement, prediction)
+            draw_prediction(Path(str(args.output_dir)), arrangement_name(planner.arrangement), prediction)
         return prediction
 
     def lines(self, planner: StepPlanner, prediction: StepReport) -> list[str]:
@@ -154,7 +151,7 @@ class PlanReport:
         ]
         if cp_size == 1:
             lines.append(str(self.rows))
-        lines += arrangement_lines(planner.arrangement, size_origin(context), prediction)
+        lines += arrangement_lines(arrangement_name(planner.arrangement), size_origin(context), prediction)
         if prediction.large is not None:
             lines.append(str(prediction.large))
         lines += settings_without_effect(args, prediction.balances is not None, device.type == "cuda")
@@ -170,26 +167,6 @@ class PlanReport:
         within = f", of it {unlike:.1%} within tasks, for the largest of unlike replicas" if unlike else ""
         lines.append(f"Predicted bubble: {bubble:.1%}{within}.{measured}")
         return lines
-
-    def warn_of_small_batch(self, planner: StepPlanner) -> None:
-        """Warns of a global batch below the minimum stable one (Entrain, section 4.4.2), where sizes are known."""
-        sizes = self._profiled(planner) if self.searched is None else self.searched
-        if sizes is None or not sizes.known:
-            return
-        stability = split_stability(planner.costs, planner.plan, sizes)
-        text = too_small(stability, self.global_batch_size, "global_batch_size=")
-        if text is not None:
-            logger.warning(text)
-
-    def _profiled(self, planner: StepPlanner) -> SampleSizes | None:
-        """Sizes of samples from all over the training set; `None` for a stream, of which no more is read for this."""
-        context = self.sizes.context
-        if planner.sizes is None or is_stream(context.train_dataset):
-            return None
-        with seeded(context.args.seed):  # only this rank reads samples here
-            count = max(self.global_batch_size, _PROFILED)
-            global_batch = representative_batch(context.train_dataset, planner.sizes, count, context.args)
-            return planner.sizes(global_batch.samples) if global_batch.samples else None
 
 
 def report_survival(
@@ -220,8 +197,8 @@ def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
     max_count = max(len(microbatches) for microbatches in replicas)
     if 2 * max_count < asked:
         logger.warning(
-            f"`microbatch_assignment={planner.arrangement!r}` makes {max_count} microbatches or fewer for each "
-            "replica of the language model, where "
+            f"`microbatch_assignment={arrangement_name(planner.arrangement)!r}` makes {max_count} microbatches or "
+            "fewer for each replica of the language model, where "
             f"`per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It "
             "has at most as many as the encoders' work is times that of the largest sample, few where most samples "
             'are text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'

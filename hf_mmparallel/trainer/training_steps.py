@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 
 from ..data.step_batch import StepBatch, UnreadableBatch
 from ..data.step_dataset import StepDataset
-from ..plan.arrangement_policies import KEEPING_LIMITS
+from ..plan.methods import ARRANGEMENT_CANDIDATES
 from ..runtime.engine import ParallelEngine
 from ..runtime.step_totals import StepTotals
 from ..world import ACTIVITY, shared_failure
@@ -153,7 +153,7 @@ class TrainingSteps:
         if batch is None:
             return None
         self.progress.step(batch.global_batch)
-        if engine.planner is not None and engine.planner.arrangement in KEEPING_LIMITS:
+        if engine.planner is not None and engine.planner.arrangement in ARRANGEMENT_CANDIDATES:
             self.limits.saw(batch.step, batch.workloads)
         return batch
 

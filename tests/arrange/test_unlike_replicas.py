@@ -12,7 +12,7 @@ from hf_mmparallel.arrange.balance import step_balance
 from hf_mmparallel.arrange.microbatch_counts import microbatch_counts
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
-from tests.arrange.test_baselines import make_workloads
+from tests.papers.test_baselines import make_workloads
 from tests.schedule.builders import make_plan, make_step, module_spec
 
 STAGES = (4, 3, 2)

@@ -12,9 +12,9 @@ import pytest
 import transformers
 
 from hf_mmparallel.cli.main import main
+from hf_mmparallel.papers.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
 from hf_mmparallel.planner.settings import SHORT_NAMES
-from hf_mmparallel.search.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 
 LAYOUT = ["--module", "vision:dp=2", "--module", "language_model:pp=2,tp=2"]
 

@@ -13,7 +13,7 @@ from hf_mmparallel.cli.main import main
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import MultimodalParallelPlugin, plan_for_model
-from hf_mmparallel.plan.arrangement_policies import KEEPING_LIMITS
+from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES
 from hf_mmparallel.search.ranking import AS_FAST
 
 GENERATOR = "image:layers=4,hidden=64,heads=4,intermediate=128,tokens=256"
@@ -71,7 +71,7 @@ def test_figures(found):
     assert data["search"]["num_candidates"] >= data["search"]["num_simulated"] > 1
     assert len(data["memory_gib"]) == 2 and max(data["memory_gib"]) == pytest.approx(data["peak_memory_gib"])
     assert 0 < data["flops_utilisation"] < 1 and 0 <= data["bubble_fraction"] < 1
-    assert data["microbatch_assignment"] in KEEPING_LIMITS and "4,096 samples" in data["samples"]
+    assert data["microbatch_assignment"] in ARRANGEMENT_CANDIDATES and "4,096 samples" in data["samples"]
     plan = MultimodalParallelPlugin.from_any(data["plan"]).plan
     assert plan == found.plugin.plan and plan is not None and plan.world_size == 2
     names = [own["name"] for own in data["comparison"]]

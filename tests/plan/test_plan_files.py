@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import ARRANGEMENTS
+from hf_mmparallel.arrange import find_arrangement
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlugin,
@@ -22,7 +22,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
     save_layout,
 )
-from hf_mmparallel.plan.arrangement_policies import ARRANGEMENT_POLICIES
+from hf_mmparallel.plan.methods import ARRANGEMENTS
 from tests.plan.specs import model_spec, specs_and_plans
 
 PLUGIN = MultimodalParallelPlugin(
@@ -406,4 +406,9 @@ def test_a_plan_keeps_the_arrangement_that_it_was_chosen_with(tmp_path):
 
 
 def test_the_arrangements_of_plans_are_those_that_there_are():
-    assert list(ARRANGEMENT_POLICIES) == list(ARRANGEMENTS)
+    assert all(find_arrangement(name).__name__ == name for name in ARRANGEMENTS)
+
+
+def test_a_function_is_no_part_of_a_plan_file():
+    with pytest.raises(ValueError, match="a plan file holds names only"):
+        dataclasses.replace(PLAN, microbatch_assignment=find_arrangement("tapered")).to_dict()

@@ -13,15 +13,14 @@ from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.compare import compare
 from hf_mmparallel.search.options import ModuleOptions
 from hf_mmparallel.search.problem import Candidate, Layout
 from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
 from tests.cost.models import LAYERS, PLAIN
+from tests.papers.test_compare import problem
 
-from .test_compare import problem
 from .test_search import problem_of
 
 ALL = (0, 1, 2, 3)
@@ -80,13 +79,6 @@ class TestSearch:
         fixed = {name: {"dp_size": 1, "cp_size": 1} for name in ("vision", LANGUAGE_MODEL)}
         best = search_plans(question(num_ranks=4, fixed=fixed)).best
         assert {layout.sharding for layout in best.candidate.layouts.values()} == {ShardingSettings()}
-
-    @pytest.mark.deep
-    def test_no_baseline_is_ahead(self):
-        asked = problem(frozen=(), zero_stages=ALL)
-        result = search_plans(asked)
-        for other in compare(asked, result):
-            assert not other.step_ms < result.best.step_ms, (other, result.best.candidate)
 
 
 class TestClosedForm:

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from transformers import HfArgumentParser
 
 from hf_mmparallel import ModulePlugin, MultimodalParallelPlugin, MultimodalTrainingArguments
+from hf_mmparallel.arrange.contiguous import contiguous
 from hf_mmparallel.plan import plan_for_model
 from tests.plan.specs import model_spec
 
@@ -183,3 +184,11 @@ def test_a_broken_file_is_named(tmp_path: Path):
     (tmp_path / "layout.yaml").write_text("vision: [1, 2")
     with pytest.raises(ValueError, match=r"layout.yaml.*is no valid (JSON|YAML)"):
         make(parallel=str(tmp_path / "layout.yaml"))
+
+
+def test_an_arrangement_may_be_a_function_of_a_module():
+    args = make(microbatch_assignment=contiguous)
+    assert pickle.loads(pickle.dumps(args)).microbatch_assignment is contiguous
+    assert json.loads(args.to_json_string())["microbatch_assignment"] == "contiguous"
+    with pytest.raises(ValueError, match="Use a function of a module"):
+        make(microbatch_assignment=lambda *given: contiguous(*given))

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from transformers import TrainerCallback
 
-from hf_mmparallel.plan import LANGUAGE_MODEL, StepPlan, Workloads
+from hf_mmparallel.arrange.contiguous import contiguous
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
+from hf_mmparallel.plan.step_plan import Replicas
 from tests import tiny
 from tests.distributed import run_distributed
 
@@ -62,7 +64,27 @@ def stage(first: int, last: int, rank: int) -> dict[str, Any]:
     return {"layers": [first, last], "ranks": [[rank]]}
 
 
+def last_first(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
+    """A user's arrangement: the sampler's order from its end."""
+    last = workloads.num_samples - 1
+    return {
+        name: tuple(tuple(tuple(last - index for index in indices) for indices in replica) for replica in replicas)
+        for name, replicas in contiguous(plan, workloads, microbatch_size).items()
+    }
+
+
 CASES = {
+    "a function of the user, in a worker of the loader, copies of the LM": Case(
+        "llava",
+        3,
+        {LM: {"dp_size": 2}},
+        {
+            "microbatch_assignment": last_first,
+            "dataloader_num_workers": 1,
+            "dataloader_multiprocessing_context": "fork",
+        },
+        defers=False,
+    ),
     "trained, eager as far as memory goes, copies of vision, stages of the LM": Case(
         "llava",
         4,

@@ -26,7 +26,6 @@ from hf_mmparallel.planner.inputs import ModelSource, Samples
 from hf_mmparallel.planner.settings import Settings
 from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.steps.arrangement_choice import ArrangementChoice
-from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer import start_prediction
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
@@ -173,34 +172,6 @@ def test_the_prediction_is_for_samples_from_all_over_the_dataset():
     assert drawn([0, 1], sizes) == (0, 1)
     assert drawn([], sizes) == ()
     assert drawn(StreamWindow(Numbers()), sizes) == (0, 1, 2)
-
-
-@pytest.mark.parametrize("searched", [False, True])
-def test_a_global_batch_below_the_minimum_stable_one_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, searched: bool
-):
-    said: list[str] = []
-    monkeypatch.setattr(report, "logger", SimpleNamespace(warning=said.append))
-    model = PUBLISHED_MODELS["llama3-1b"].spec
-    drawn = PUBLISHED["synthchartnet"].draw(400, 0)
-
-    def warned(layout: dict[str, ModulePlugin], batch: int, **changes: Any) -> list[str]:
-        said.clear()
-        costs, plan = analytic_costs(model, find_device("a40")), resolve_plan(model, layout)
-        planner = StepPlanner(costs, plan, sync_groups(model, plan), 1, **{"sizes": drawn.take, **changes})
-        engine: Any = None  # the planner has the plan
-        sizes, rows = TrainingSizes(context(range(400))), RowChoice(False, "`packing=False`")
-        PlanReport(engine, sizes, batch, rows, drawn if searched else None).warn_of_small_batch(planner)
-        return said
-
-    split = {"vision": ModulePlugin(pp_size=5), LM: ModulePlugin(pp_size=3)}
-    (text,) = warned(split, 4)
-    assert text.startswith("A global batch of 4 samples is smaller than ") and "Use `global_batch_size=" in text
-    assert warned(split, 512) == []
-    assert warned({"vision": ModulePlugin(pp_size=4), LM: ModulePlugin(colocate_with="vision")}, 4) == []
-    if not searched:
-        assert warned(split, 4, sizes=None) == []
-        assert warned(split, 4, sizes=lambda own: replace(drawn.take(own), known=False)) == []
 
 
 @pytest.mark.parametrize("arrangement", ["entrain", "hierarchical"])

@@ -16,11 +16,9 @@ from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
 from ..schedule import Task, find_representatives, program_of_parts, simulate
-from .options import ModuleOptions, ParallelConfig, divisors
-from .problem import Candidate, Layout, PlanningProblem
-from .single_layout import even_layers
-
-_MOST_MICROBATCHES = 256
+from ..search.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
+from ..search.problem import Candidate, Layout, PlanningProblem
+from .baseline_layouts import even_layers
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,8 @@ class ReplicatedEncoders:
                 layers = even_layers(language.module_spec.num_layers, pp_size)
                 sharding = language.sharding(kind, dp_size)
                 layout = Layout(layers, dp_size, 1, kind.tp_size, kind.checkpointing, sharding)
-                for count in self._microbatch_counts(problem.global_batch_size // dp_size):
+                for count in microbatch_counts(problem, dp_size):
                     yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))
-
-    def _microbatch_counts(self, replica: int) -> list[int]:
-        if self.problem.microbatch_size is not None:
-            return [-(-replica // self.problem.microbatch_size)]
-        return [count for count in divisors(replica) if count <= _MOST_MICROBATCHES]
 
     def _encoder_kind(self, name: str, layout: Layout) -> ParallelConfig:
         """Configuration of an encoder on the ranks of a stage."""

@@ -1,4 +1,4 @@
-"""Number of samples to profile until all batches need the same numbers of ranks."""
+"""Minimum batch size from which batches agree on the split of ranks between modules (Entrain, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from scipy.special import ndtri
 
 from .._portable import log, weighted_sum
+from ..cost import CostModel, layer_table
+from ..cost.row_sizes import RowLayout
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes
 from .allocation import Rounding, proportional_allocations
 
 Split = tuple[int, ...]
@@ -280,3 +283,64 @@ def _notes(report: StabilityReport, num_samples: int, dataset_size: int | None) 
 
 def _ratio(modules: tuple[str, ...], split: Split) -> str:
     return ", ".join(f"{name} {ranks}" for name, ranks in zip(modules, split, strict=True))
+
+
+def split_stability(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) -> StabilityReport | None:
+    """
+    Computes the minimum stable batch of a dataset (Entrain, algorithm 2) for the ranks of a replica of a plan; `None`
+    if there is no split: modules share ranks, or have one rank each.
+    """
+    if shares_ranks(plan) or not sizes.num_samples:
+        return None
+    work = module_work(costs, sizes)
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    dp_size = dp_size if plan.world_size % dp_size == 0 else 1
+    if len(work) < 2 or plan.world_size // dp_size <= len(work) or not any(values.any() for values in work.values()):
+        return None
+    return minimum_stable_batch(draw_from(work), None, plan.world_size, dp_size, dataset_size=sizes.num_samples)
+
+
+def shares_ranks(plan: ParallelPlan) -> bool:
+    """Checks that modules share ranks instead of splitting them."""
+    ranks = [{rank for _, _, stage in module.stages() for rank in stage.all_ranks} for module in plan.modules.values()]
+    return sum(map(len, ranks)) > len(set().union(*ranks))
+
+
+def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
+    """Module -> float64 `[samples]`: forward plus backward time of each sample on one rank, in ms."""
+    work = {}
+    for name in costs.spec.modules:
+        squares, tokens = RowLayout.of(costs, name).of_samples(sizes, name, even=True)
+        work[name] = sum(layer_table(costs, name, 1, False).sample_ms(tokens, squares))
+    return work
+
+
+def stability_lines(
+    costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, global_batch_size: int
+) -> list[tuple[str, str]]:
+    """
+    Labels and texts about the minimum stable batch of a dataset, with a warning of a smaller global batch; none if a
+    plan does not split ranks between modules.
+    """
+    report = split_stability(costs, plan, sizes)
+    if report is None:
+        return []
+    test = report.test
+    split = " : ".join(f"{name} {ranks}" for name, ranks in zip(report.modules, report.split, strict=True))
+    what = f"the split of {sum(report.split)} GPUs by work, {split},"
+    if report.batch_size is None:
+        return [("Split", f"{what} is not stable. {' '.join(report.notes)}")]
+    noun = "sample" if report.batch_size == 1 else "samples"
+    text = (
+        f"{what} is stable from batches of {report.batch_size} {noun} ({test.confidence:.0%} confidence, error "
+        f"{test.error:.0%})"
+    )
+    lines = [("Split", f"{text}. {' '.join(report.notes)}".rstrip())]
+    if global_batch_size < report.batch_size:
+        warning = (
+            f"A global batch of {global_batch_size} samples is smaller than {report.batch_size}, from which on "
+            "batches agree on the split of ranks between modules: some steps need another split than this plan's. Use "
+            f"`--global-batch-size {report.batch_size}` or more."
+        )
+        lines.append(("Warning", warning))
+    return lines

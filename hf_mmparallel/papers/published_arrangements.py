@@ -1,17 +1,21 @@
-"""Baseline arrangements: transformers' sampler, DistTrain's reordering, DIP's sub-microbatches."""
+"""Published arrangements: transformers' sampler, DistTrain's reordering, DIP's, and Entrain's algorithm 4."""
 
 from __future__ import annotations
 
 import bisect
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..arrange.colocated_modules import colocated_encoders, cut
+from ..arrange.contiguous import contiguous, coupled, in_turns
+from ..arrange.deferral import possible_pairs
+from ..arrange.matching import bottleneck_matching
+from ..arrange.microbatch_counts import counts_of
+from ..arrange.replicas import deal_samples
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import BatchIndices
-from .contiguous import Replicas, contiguous, coupled, in_turns
-from .microbatch_counts import counts_of
+from ..plan.step_plan import BatchIndices, Replicas
 
 
 def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
@@ -119,7 +123,10 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
     sizes = np.sum([workloads.forward_ms[name] for name in plan.modules], axis=0)
     counts = counts_of(plan, workloads, microbatch_size)
     pipeline = _Pipeline.longest(plan, workloads)
-    groups = _least_loaded(sizes, counts)
+    # algorithm 2, in ascending order; replicas with fewer microbatches get less work
+    order = np.argsort(sizes, kind="stable")
+    owners = deal_samples(sizes, order, max(counts) / np.array(counts))
+    groups = [order[owners == replica].tolist() for replica in range(len(counts))]
     cuts = [_even_cuts(len(batch_indices), count) for batch_indices, count in zip(groups, counts, strict=True)]
     starts = np.repeat(np.cumsum([0, *map(len, groups)])[:-1], [len(bounds) for bounds in cuts])
     measures = np.vstack([pipeline.stage_ms, sizes])[
@@ -139,18 +146,6 @@ def _even_cuts(num_samples: int, count: int) -> list[int]:
     """Boundaries of `count` groups of nearly the same size, larger ones first."""
     size, rest = divmod(num_samples, count)
     return [size * group + min(group, rest) for group in range(count + 1)]
-
-
-def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
-    """Greedy number partitioning in ascending order (DistTrain, algorithm 2); ties go to the first group."""
-    heap = [(0.0, group) for group in range(len(counts))]
-    paces = [max(counts) / count for count in counts]  # groups with fewer microbatches get less work
-    groups: list[list[int]] = [[] for _ in counts]
-    for batch_index in np.argsort(sizes, kind="stable").tolist():
-        load, group = heap[0]
-        groups[group].append(batch_index)
-        heapq.heapreplace(heap, (load + paces[group] * float(sizes[batch_index]), group))
-    return groups
 
 
 @dataclass(frozen=True)
@@ -312,3 +307,107 @@ def _sub_microbatches(batch_indices: BatchIndices, forward_ms: np.ndarray, count
         result[lightest].append(batch_index)
         loads[lightest] += float(forward_ms[batch_index])
     return [tuple(sorted(members)) for members in result]
+
+
+def entrain(
+    plan: ParallelPlan,
+    workloads: Workloads,
+    microbatch_size: int,  # mean samples of a microbatch of one language model replica
+    deferral: bool = True,  # whether to run lines 7 to 15
+) -> dict[str, Replicas]:
+    """
+    Arranges encoders and the language model by Entrain's algorithm 4 (sections 4.3, 4.5.1 and 4.5.2), line by line.
+
+    The paper leaves some cases open. Here all encoders count as one, with the sum of their forward times; samples
+    without encoder work come last, to the microbatch with the least work in the language model; with an odd number of
+    microbatches the middle one has no partner and comes last; and if an encoder has another number of replicas than
+    the language model, these split microbatches as in `hierarchical`. Token limits are ignored.
+    """
+    language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
+    encoder = np.zeros(len(language))
+    for name in plan.encoders:
+        encoder += workloads.forward_ms[name]
+    counts = np.array(counts_of(plan, workloads, microbatch_size))
+    long_first = np.where(encoder > 0, 0.0, -language)
+    # lines 1 and 2: by decreasing encoder work, each to the replica with the least work in the language model
+    order, replica = np.lexsort((long_first, -encoder)), np.zeros(len(language), np.int64)
+    replica[order] = deal_samples(language, order, 1 / counts)
+    bins = np.zeros(len(replica), np.int64)
+    for index in range(len(counts)):
+        members = np.flatnonzero(replica == index)
+        counts[index] = effective_count(encoder[members], int(counts[index]))
+        bins[members] = stratified(encoder[members], language[members], int(counts[index]))
+    late_bins = bins.copy()
+    for count in np.unique(counts).tolist() if deferral else ():  # replicas with equal counts together
+        equal = np.flatnonzero(counts == count)
+        members = np.flatnonzero(np.isin(replica, equal))
+        flat_bins = np.searchsorted(equal, replica[members]) * count + bins[members]
+        bins[members], late_bins[members] = deferred_pairs(flat_bins, language[members], len(equal), count)
+    result: dict[str, Replicas] = {}
+    for colocated in colocated_encoders(plan, workloads, dict.fromkeys(plan.modules, 1.0)):
+        turn = colocated.turn(replica, bins, counts)
+        copy = colocated.copies(replica, turn, int(counts.max()), None)
+        result.update(dict.fromkeys(colocated.modules, colocated.microbatches(copy, turn, counts)))
+    result[LANGUAGE_MODEL] = cut(np.arange(len(replica)), replica, late_bins, counts)
+    return result
+
+
+def effective_count(encoder: NDArray, count: int) -> int:
+    """Effective number of microbatches (line 3): at most `count`, and `count` without encoder work."""
+    # at most the encoder work divided by that of the largest sample
+    largest = float(encoder.max(initial=0.0))
+    return max(1, min(count, int(encoder.sum() / largest * (1 + 1e-12)))) if largest else count
+
+
+def stratified(
+    encoder: NDArray,  # [num_samples] workload in the encoders
+    language: NDArray,  # [num_samples] workload in the language model
+    count: int,
+) -> NDArray:
+    """Lines 4 to 6: microbatches `[num_samples]` of a replica, the largest within `2 - 1 / count` of the optimum."""
+    # Samples above the median of the language model come first, then the others, each by decreasing encoder work.
+    fine = np.ones(len(language), dtype=bool)
+    fine[np.argsort(-language, kind="stable")[: (len(language) + 1) // 2]] = False
+    order = np.lexsort((-encoder, fine))
+    bins, some, paces = np.zeros(len(language), np.int64), encoder > 0, np.ones(count)
+    order = order[some[order]]
+    bins[order] = deal_samples(encoder, order, paces)
+    texts = np.argsort(-language, kind="stable")
+    texts = texts[~some[texts]]
+    bins[texts] = deal_samples(language, texts, paces, np.bincount(bins[some], language[some], count))
+    return bins
+
+
+def deferred_pairs(
+    flat_bins: NDArray,  # [num_samples] `replica * count + microbatch`
+    language: NDArray,  # [num_samples] workload in the language model
+    num_replicas: int,
+    count: int,  # microbatches of each replica
+) -> tuple[NDArray, NDArray]:
+    """
+    Lines 7 to 15: pairs of microbatches whose work in the language model is balanced by one deferral.
+
+    Returns for each sample the new index of its microbatch in encoders and in the language model, in the order
+    `(ol_0, ul_0, ol_1, ul_1, ...)` of overloaded and underloaded microbatches.
+    """
+    loads = np.bincount(flat_bins, language, num_replicas * count).reshape(num_replicas, count)
+    half = count // 2
+    late = np.zeros(len(flat_bins), dtype=bool)
+    if not half:
+        return flat_bins % count, flat_bins % count
+    pairs = possible_pairs(flat_bins, language, loads)
+    partner = bottleneck_matching(pairs.costs)
+    reached = np.take_along_axis(pairs.costs, partner[:, :, None], 2)[:, :, 0]
+    alone = np.take_along_axis(loads, pairs.over, 1)
+    # The threshold is the lowest one that each overloaded microbatch meets alone or together with its partner; those
+    # that meet it alone defer nothing.
+    critical = alone > reached.max(axis=1, keepdims=True) * (1 + 1e-12)
+    for problem, number in np.argwhere(critical).tolist():
+        late[pairs.moved(problem, number, int(partner[problem, number]))] = True
+    under = np.take_along_axis(pairs.under, partner, 1)
+    order = np.stack([pairs.over, under], axis=2).reshape(num_replicas, 2 * half)
+    order = np.append(order, np.argsort(-loads, axis=1, kind="stable")[:, half : count - half], axis=1)
+    position = np.empty_like(order)
+    np.put_along_axis(position, order, np.broadcast_to(np.arange(count), order.shape), 1)
+    bins = position.ravel()[flat_bins]
+    return bins, bins + late

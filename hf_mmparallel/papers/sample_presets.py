@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._portable import exp
+from ..cost.image_tokens import ImageRule
 from ..plan import LANGUAGE_MODEL, SampleSizes
-from .image_tokens import ImageRule
 
 PATCH_PIXELS, MERGE = 14, 2
 

@@ -9,8 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .strategies import Strategies
-from .strategy_space import ModuleDemand, StrategySpace
+from .strategies import ModuleDemand, Strategies, StrategySpace
 
 # "fastest" minimizes the largest work per rank, "nearest" the squared distance to the fractional shares, as in the
 # paper. They differ near the borders: of 16 ranks, a module with 0.595 of the work gets 10 by "nearest", since its

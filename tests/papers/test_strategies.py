@@ -7,10 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hf_mmparallel.papers.allocation import allocate
+from hf_mmparallel.papers.strategies import ModuleDemand, Role, Strategies, StrategySpace, least_stages
 from hf_mmparallel.plan import LANGUAGE_MODEL
-from hf_mmparallel.search.allocation import allocate
-from hf_mmparallel.search.strategies import Strategies, least_stages
-from hf_mmparallel.search.strategy_space import ModuleDemand, Role, StrategySpace
 
 GIB = 1024**3
 

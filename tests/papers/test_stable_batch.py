@@ -6,8 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
-from hf_mmparallel.search.allocation import Rounding, proportional_allocations
-from hf_mmparallel.search.stability import StabilityReport, StabilityTest, draw_from, minimum_stable_batch
+from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.papers.allocation import Rounding, proportional_allocations
+from hf_mmparallel.papers.stable_batch import (
+    StabilityReport,
+    StabilityTest,
+    draw_from,
+    minimum_stable_batch,
+    module_work,
+    split_stability,
+    stability_lines,
+)
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 
 CASES = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
 
@@ -167,3 +177,39 @@ def test_what_cannot_be_tested_is_refused():
         StabilityTest(confidence=95)
     with pytest.raises(ValueError, match="`start=8` is not between 1 and `limit=4`"):
         StabilityTest(start=8, limit=4)
+
+
+SPEC = PUBLISHED_MODELS["llama3-1b"].spec
+COSTS = analytic_costs(SPEC, find_device("a40"))
+SIZES = PUBLISHED["synthchartnet"].draw(512, 0)
+
+
+def stability(vision: ModulePlugin, language: ModulePlugin, sizes: SampleSizes = SIZES):
+    return split_stability(COSTS, resolve_plan(SPEC, {"vision": vision, LANGUAGE_MODEL: language}), sizes)
+
+
+def test_a_split_has_a_minimum_stable_batch_and_smaller_ones_are_told_of():
+    layout = {"vision": ModulePlugin(dp_size=2, pp_size=5), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=3)}
+    report = stability(layout["vision"], layout[LANGUAGE_MODEL])
+    assert report is not None and report.batch_size is not None and sum(report.split) == 8
+    plan = resolve_plan(SPEC, layout)
+    (split, text), (warning, below) = stability_lines(COSTS, plan, SIZES, report.batch_size - 1)
+    assert (split, warning) == ("Split", "Warning") and f"batches of {report.batch_size} samples" in text
+    assert f"batch of {report.batch_size - 1} samples is smaller than {report.batch_size}," in below
+    assert f"`--global-batch-size {report.batch_size}` or more" in below
+    assert stability_lines(COSTS, plan, SIZES, report.batch_size) == [(split, text)]
+
+
+def test_without_a_split_there_is_none():
+    shared = stability(ModulePlugin(dp_size=2, pp_size=4), ModulePlugin(colocate_with="vision"))
+    assert shared is None
+    assert stability(ModulePlugin(dp_size=2), ModulePlugin(dp_size=2)) is None  # one rank each: no other split
+    nothing = SampleSizes.uniform(dict.fromkeys(SPEC.modules, 0), 4)
+    assert stability(ModulePlugin(pp_size=2), ModulePlugin(pp_size=2), nothing) is None
+
+
+def test_the_work_of_a_module_grows_with_its_samples():
+    work = module_work(COSTS, SIZES)
+    for name in SPEC.modules:
+        order = np.argsort(SIZES.tokens[name], kind="stable")
+        assert (np.diff(work[name][order]) >= 0).mean() > 0.99

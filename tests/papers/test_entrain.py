@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import is_deferred, step_balance
-from hf_mmparallel.arrange.entrain import deferred_pairs, effective_count, entrain, stratified
+from hf_mmparallel.papers.published_arrangements import deferred_pairs, effective_count, entrain, stratified
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.plan.step_plan import turn_of
 from hf_mmparallel.schedule import build_program
-from tests.arrange.test_baselines import SPEC, heavy_tailed, make_plan, make_workloads
+from tests.papers.test_baselines import SPEC, heavy_tailed, make_plan, make_workloads
 
 
 @given(heavy_tailed(30), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_mmparallel.search.allocation import proportional_allocation, proportional_allocations
+from hf_mmparallel.papers.allocation import proportional_allocation, proportional_allocations
 
 WORKS = st.lists(st.floats(0.01, 100), min_size=1, max_size=4)
 

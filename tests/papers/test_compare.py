@@ -11,9 +11,8 @@ import pytest
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.plan.arrangement_policies import KEEPING_LIMITS
-from hf_mmparallel.search.compare import (
+from hf_mmparallel.papers.baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
+from hf_mmparallel.papers.compare import (
     DISTTRAIN,
     RATIO,
     REPLICATED,
@@ -23,20 +22,18 @@ from hf_mmparallel.search.compare import (
     UnawareOptions,
     all_trained,
     compare,
-    with_faster,
 )
-from hf_mmparallel.search.encoders_replicated import ReplicatedEncoders
-from hf_mmparallel.search.fully_sharded import FullyShardedLayouts
+from hf_mmparallel.papers.encoders_replicated import ReplicatedEncoders
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
+from hf_mmparallel.search.candidates import CandidateSpace, EstimatedCandidate
 from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.ratio import RatioLayouts
+from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.search.single_layout import SingleLayouts, even_layers
 from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import StepPlanner
-
-from ..cost.models import LAYERS, model
+from tests.cost.models import LAYERS, model
 
 NUM_RANKS, BATCH = 8, 16
 NAMES = (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED)
@@ -103,39 +100,7 @@ class TestCompare:
         assert others[UNAWARE].plan.world_size == others[SINGLE].plan.world_size == NUM_RANKS
         assert others[DISTTRAIN].plan.world_size <= NUM_RANKS
 
-    def test_what_is_shown_beside_a_plan_is_never_faster_than_it(self, answer):
-        """A poor answer, of one layout and little effort, is replaced by the fastest row of the same space."""
-        question, result, others = answer
-        poor = replace(result, problem=question)
-        faster = [own for own in others.values() if own.candidate and own.candidate.num_ranks == NUM_RANKS]
-        assert min(own.step_ms for own in faster) < poor.best.step_ms
-        better = with_faster(poor, others.values())
-        assert better.best.step_ms <= min(own.step_ms for own in faster)
-        assert better.runners_up[0] == poor.best and "slower" in better.reasons[0] and better.best.bound
-        check_plan(better.best.plan, question.spec)
-        assert with_faster(better, others.values()) == better
-
-    def test_what_replaces_an_answer_keeps_to_the_memory_for_every_batch(self, answer):
-        """The rows have samples in the sampler's order, which keeps to no limit; their layouts may be taken."""
-        question, result, others = answer
-        poor = replace(result, problem=replace(question, memory_bytes=2.0**40))
-        better = with_faster(poor, others.values()).best
-        assert better.step_ms < poor.best.step_ms
-        assert better.candidate.arrangement == better.plan.microbatch_assignment
-        assert better.candidate.arrangement in KEEPING_LIMITS
-
-    def test_what_is_set_binds_what_replaces_an_answer(self, answer):
-        question, result, others = answer
-        for settings in (
-            {"fixed": {LANGUAGE_MODEL: {"tp_size": 4, "pp_size": 2}}},
-            {"memory_bytes": 2.0**24},
-            {"schedule": "gpipe"},
-            {"arrangement": "entrain"},
-            {"checkpointing": {LANGUAGE_MODEL: True, "vision": True}},
-        ):
-            bound = replace(result, problem=replace(question, **settings))
-            assert with_faster(bound, others.values()) == bound, settings
-
+    @pytest.mark.deep
     def test_too_little_memory_is_told(self):
         """Our own plan is for more memory than the others are then judged by."""
         question = problem()
@@ -342,6 +307,54 @@ class TestFullySharded:
         assert steps[None, 2].peak_memory_bytes < steps[4, 2].peak_memory_bytes < steps[4, 1].peak_memory_bytes
 
 
+def of_search(estimated: EstimatedCandidate) -> tuple:
+    """What makes a candidate, but for what copies divide where no pass communicates."""
+    sizes = (
+        (own.dp_size, own.pp_size, own.kind.cp_size, own.kind.tp_size, own.kind.checkpointing)
+        + ((own.kind.sharding,) if own.kind.shares_passes else ())
+        for own in estimated.estimates.values()
+    )
+    return estimated.num_microbatches, tuple(estimated.colocated_with.items()), tuple(sizes)
+
+
+def test_layouts_of_others_are_candidates_of_the_search():
+    """Fully sharded, and one layout for all modules."""
+    question = problem((), num_ranks=4, global_batch_size=8, zero_stages=(0, 1, 3))
+    candidates = {of_search(own) for own in CandidateSpace(question)}
+    assert {of_search(own) for own in SingleLayouts(question)} <= candidates
+    sharded = {
+        (
+            own.num_microbatches,
+            tuple(own.colocated_with.items()),
+            tuple((own.dp_size, 1, 1, 1, own.activation_checkpointing, own.sharding) for own in own.layouts.values()),
+        )
+        for own in FullyShardedLayouts(question)
+    }
+    assert sharded and sharded <= candidates
+
+
+def assert_none_is_faster(question: PlanningProblem) -> None:
+    """The search is as fast as all that it is compared with."""
+    result = search_plans(question)
+    for other in compare(question, result):
+        assert not other.step_ms * AS_FAST < result.best.step_ms, (other, result.best.candidate)
+
+
+def test_nothing_is_faster_than_the_search():
+    assert_none_is_faster(problem(num_ranks=2, global_batch_size=4, microbatch_size=1, zero_stages=(0, 3), effort=8))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("frozen", [(), ("vision",), (LANGUAGE_MODEL,)], ids=str)
+@pytest.mark.parametrize("ranks", [6, 8, 16])
+@pytest.mark.parametrize("short", [1, 50])
+def test_nothing_is_faster_than_the_search_of_other_problems(frozen, ranks, short):
+    question = problem(frozen, num_ranks=ranks, global_batch_size=48, zero_stages=(0, 1, 2, 3))
+    tokens = {name: [[int(n) // short] for n in own] for name, own in question.sizes.tokens.items()}
+    assert_none_is_faster(replace(question, sizes=SampleSizes.of_sequences(tokens)))
+
+
+@pytest.mark.deep
 def test_ratio_of_samples_without_media_is_no_plan():
     question = problem()
     text = question.sizes.tokens[LANGUAGE_MODEL]

@@ -5,24 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
-from ..plan import ModelSpec, ParallelPlan, SampleSizes
+from ..plan import ModelSpec, SampleSizes
 from ..plan.parallel_plan import ShardingSettings
+from ..search.candidates import CandidateSpace, diversify
+from ..search.explain import least_memory_bytes
+from ..search.options import ModuleOptions, ParallelConfig
+from ..search.problem import Candidate, ComparedPlan, Layout, PlanningProblem, RankedPlan, SearchResult
+from ..search.simulations import step_planner
 from ..steps.representatives import on_all_ranks, predict_batch
 from .allocation import Allocation, allocate
-from .candidates import CandidateSpace, diversify
+from .baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
 from .encoders_replicated import ReplicatedEncoders
-from .explain import bound_of, least_memory_bytes, reason_for
-from .fully_sharded import FullyShardedLayouts
-from .options import ModuleOptions, ParallelConfig
-from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
-from .ratio import RatioLayouts
-from .simulations import step_planner
-from .single_layout import SingleLayouts, even_layers
-from .strategy_space import ModuleDemand, Role
+from .strategies import ModuleDemand, Role
 
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
 ORDERED = "sampler's order"  # label of the first one if nothing is frozen
@@ -32,30 +30,6 @@ _MOST_TASKS = 50_000  # of the evaluated candidates together
 _ABOUT = 1.3  # tolerance of memory estimates
 _UNLIMITED = float(2**70)
 _OPTIMIZER_BYTES = 8
-
-
-@dataclass(frozen=True)
-class ComparedPlan:
-    """The plan of a baseline."""
-
-    name: str  # of the baseline
-    plan: ParallelPlan | None  # `None` without a plan, or without one that the engine can run
-    layout: str  # its sizes as text
-    step_ms: float  # on the batches of our plan; NaN without a plan
-    bubble_fraction: float  # share of all ranks' time without a task
-    peak_memory_bytes: float  # of the fullest rank
-    flops_utilisation: float  # model FLOPs per second over the peak of all ranks (MFU)
-    note: str = ""  # such as by how much it does not fit
-    candidate: Candidate | None = None  # its sizes, if the engine can run it
-    label: str = ""  # name in tables if it differs
-
-    @property
-    def title(self) -> str:
-        return self.label or self.name
-
-    @property
-    def peak_memory_gib(self) -> float:
-        return self.peak_memory_bytes / GIB
 
 
 def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPlan, ...]:
@@ -84,55 +58,6 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
         judge.ratio_based(),
         judge.replicated(),
     )
-
-
-def with_faster(result: SearchResult, others: Iterable[ComparedPlan]) -> SearchResult:
-    """
-    Takes the plan of a baseline if that is faster, fits and respects all settings: every baseline that is shown could
-    have been the plan.
-    """
-    for other in sorted(others, key=lambda plan: plan.step_ms):
-        if other.candidate is None or not other.step_ms < result.best.step_ms:
-            continue
-        ranked = _as_answer(result, other.candidate)
-        if ranked is not None and ranked.step_ms < result.best.step_ms:
-            runners_up = (result.best, *result.runners_up)
-            reasons = tuple(reason_for(ranked, runner_up) for runner_up in runners_up)
-            ranked = replace(ranked, bound=bound_of(ranked.predictions, result.problem.memory_bytes))
-            return replace(result, best=ranked, runners_up=runners_up, reasons=reasons)
-    return result
-
-
-def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
-    """A candidate on the batches of a search; `None` if it does not fit or violates a setting."""
-    problem = result.problem
-    layouts = candidate.layouts
-    if candidate.num_ranks != problem.num_ranks or any(
-        layouts[name].setting(key) != value for name, given in problem.fixed.items() for key, value in given.items()
-    ):
-        return None
-    if any(layouts[name].activation_checkpointing != value for name, value in problem.checkpointing.items()):
-        return None
-    if any(layout.zero_stage not in problem.zero_stages_of(name) for name, layout in layouts.items()):
-        return None
-    if problem.schedule not in (None, candidate.schedule) or problem.arrangement not in (None, candidate.arrangement):
-        return None
-    # An arrangement that exceeds the memory for some batch is no result, though its layout may be with another one.
-    arrangements = (candidate.arrangement,) if candidate.arrangement in problem.arrangements else problem.arrangements
-    plans = [_on_batches(result, replace(candidate, arrangement=arrangement)) for arrangement in arrangements]
-    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_ms, default=None)
-
-
-def _on_batches(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
-    """A candidate on the batches of a search; `None` if one of them does not fit."""
-    limit, planner = result.problem.memory_bytes, step_planner(result.problem, candidate)
-    try:
-        batches = [prediction.sizes for prediction in result.best.predictions]
-        predictions = [predict_batch(planner, sizes) for sizes in batches]
-    except ValueError:  # its state leaves no memory for activations
-        return None
-    ranked = RankedPlan(candidate, planner.plan, tuple(map(on_all_ranks, predictions)), result.best.estimate_ms)
-    return ranked if limit is None or ranked.peak_memory_bytes <= limit else None
 
 
 def all_trained(spec: ModelSpec) -> ModelSpec:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
-from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
-from hf_mmparallel.arrange.baselines import _Gaps, batch_rebalance, disttrain, interleaved_order
+from hf_mmparallel.arrange import arrange_step, find_arrangement, num_microbatches
 from hf_mmparallel.arrange.contiguous import coupled
+from hf_mmparallel.papers.published_arrangements import _Gaps, batch_rebalance, disttrain, interleaved_order
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import build_program, simulate
@@ -73,7 +73,7 @@ def test_every_sample_is_once_in_every_module_that_has_work_for_it(arrangement, 
 def test_with_equal_copies_an_encoder_copy_feeds_one_of_the_language_model(arrangement):
     rng = np.random.default_rng(0)
     workloads = make_workloads(*rng.lognormal(1, 1, (2, 48)))
-    found = ARRANGEMENTS[arrangement](make_plan((3, 2), (3, 2)), workloads, 4)
+    found = find_arrangement(arrangement)(make_plan((3, 2), (3, 2)), workloads, 4)
     for mine, theirs in zip(found["vision"], found[LANGUAGE_MODEL], strict=True):
         assert sorted(flat([mine])) == sorted(flat([theirs]))
 
@@ -214,7 +214,7 @@ def test_disttrain_varies_as_much_as_entrain_measured_on_the_most_variable_datas
 
 def test_sub_microbatches_balance_the_encoder_inside_of_a_microbatch():
     workloads = make_workloads([4, 3, 2, 1, 8, 1, 1, 0], [1] * 8)
-    found = ARRANGEMENTS["sub_microbatches"](make_plan((1, 1), (1, 1)), workloads, 4)
+    found = find_arrangement("sub_microbatches")(make_plan((1, 1), (1, 1)), workloads, 4)
     assert found[LANGUAGE_MODEL] == (((0, 1, 2, 3), (4, 5, 6, 7)),)
     assert found["vision"] == (((0, 3), (1, 2), (4,), (5, 6, 7)),)
 
