@@ -194,7 +194,14 @@ def test_rounding_is_that_of_one_rank(monkeypatch, dtype):
         assert error <= 1.5 * allowed, name
 
 
-@pytest.mark.parametrize("mode, block", [("row", 128), ("row", BLOCK), ("segments", BLOCK)])
+@pytest.mark.parametrize(
+    "mode, block",
+    [
+        pytest.param("row", 128, marks=pytest.mark.deep),
+        pytest.param("row", BLOCK, marks=pytest.mark.deep),
+        ("segments", BLOCK),
+    ],
+)
 def test_triton_kernels_take_rows_and_keys_as_they_lie(monkeypatch, mode, block):
     install(monkeypatch)
     turn = threading.Lock()  # the interpreter of kernels has one state for all threads

@@ -57,8 +57,14 @@ def test_evaluation_without_a_mask(family):
     torch.testing.assert_close(logits["bitfield"], logits["eager"], rtol=0, atol=1e-5)
 
 
-@families
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [
+        pytest.param(family, cache, marks=[pytest.mark.deep] if index % 2 == (cache == "static") else [])
+        for index, family in enumerate((*TEXT, *MULTIMODAL))
+        for cache in ("dynamic", "static")
+    ],
+)
 def test_generation_with_a_cache(family, cache):
     model, batch = build(family), padded_left(_batch(family))
     batch.pop("labels")

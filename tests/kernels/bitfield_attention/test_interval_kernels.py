@@ -52,7 +52,7 @@ def test_any_segments_and_spans_in_any_order():
     rng = Random()
     holes = []
     for _ in range(40):
-        length, window = rng.randrange(1, 150), rng.choice([0, 1, 9])
+        length, window = rng.randrange(1, 60), rng.choice([0, 1, 9])
         mask = BitfieldMask.from_words(_words_without_kinds(rng, rng.randrange(1, 4), length))
         if rng.random() < 0.5:
             mask = permuted(mask, rng, rng.randrange(1, length + 1))
@@ -65,9 +65,9 @@ def test_any_segments_and_spans_in_any_order():
 def test_families(family: str):
     rng = Random()
     for window in (0, 21):
-        mask = BitfieldMask.from_words(FAMILIES[family](rng, 261))
+        mask = BitfieldMask.from_words(FAMILIES[family](rng, 137))
         _assert_exact(mask, window)
-        _assert_exact(permuted(mask, rng, 130), window)
+        _assert_exact(permuted(mask, rng, 70), window)
 
 
 @pytest.mark.usefixtures("through_kernel")
@@ -97,7 +97,7 @@ def _packed_spans(length: int) -> Tensor:
     return encode_words(segment, torch.where(segment > 0, span, 0))
 
 
-@pytest.mark.parametrize("kernel, most", [(False, 128), (True, 94)])
+@pytest.mark.parametrize("kernel, most", [(False, 128), pytest.param(True, 94, marks=pytest.mark.deep)])
 def test_launches_and_waits_of_a_packed_row(monkeypatch: pytest.MonkeyPatch, kernel: bool, most: int):
     """On a GPU it is they that take the time. With as many more as the limit allows, change the limit knowingly."""
     mask = BitfieldMask.from_words(_packed_spans(8192))
