@@ -26,10 +26,7 @@ DEEP_PARTS = 10
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option that leaves out deep tests."""
     choices = ("all", "none", *map(str, range(DEEP_PARTS)))
-    text = (
-        f"deep tests to run, and property tests to run with all of their examples: all (default), none, or one of "
-        f"{DEEP_PARTS} parts, which take turns in CI"
-    )
+    text = f"deep tests and all examples of property tests: all (default), none, or one of {DEEP_PARTS} parts, for CI"
     parser.addoption("--deep", choices=choices, default="all", help=text)
 
 

@@ -22,6 +22,7 @@ from hf_mmparallel.kernels.bitfield_attention.context_parallel import (
     context_parallel_attention,
     shard_sequence,
 )
+from tests.deep_cases import deep
 
 from ...distributed import run_distributed
 from .cut_rows import BLOCK, FAMILIES, METHODS, Inputs, cut, needed_blocks, one_rank, packed_words
@@ -197,8 +198,8 @@ def test_rounding_is_that_of_one_rank(monkeypatch, dtype):
 @pytest.mark.parametrize(
     "mode, block",
     [
-        pytest.param("row", 128, marks=pytest.mark.deep),
-        pytest.param("row", BLOCK, marks=pytest.mark.deep),
+        deep("row", 128),
+        deep("row", BLOCK),
         ("segments", BLOCK),
     ],
 )

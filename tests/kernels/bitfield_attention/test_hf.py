@@ -19,6 +19,7 @@ from transformers import (
 from hf_mmparallel import MultimodalModel, _registration
 from hf_mmparallel.kernels.bitfield_attention import attention, encode_words, hf
 from tests import tiny
+from tests.deep_cases import deep
 from tests.kernels.bitfield_attention.hf_models import (
     assert_same,
     build,
@@ -125,9 +126,7 @@ def test_low_precision(dtype):
     assert (found - exact).norm() <= 1.5 * (eager - exact).norm()
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma2", *(pytest.param(f, marks=pytest.mark.deep) for f in ("gpt_oss", "gemma3"))]
-)
+@pytest.mark.parametrize("family", ["gemma2", deep("gpt_oss"), deep("gemma3")])
 def test_the_kernels_under_a_model(family, monkeypatch):
     model = build(family)
     batch = multimodal_batch(family) if family == "gemma3" else text_batch()

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, intervals
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import compile_mask
+from tests.deep_cases import deep
 from tests.kernels.bitfield_attention.mask_families import FAMILIES, permuted
 
 interval_kernels = pytest.importorskip("hf_mmparallel.kernels.bitfield_attention.interval_kernels")
@@ -97,7 +98,7 @@ def _packed_spans(length: int) -> Tensor:
     return encode_words(segment, torch.where(segment > 0, span, 0))
 
 
-@pytest.mark.parametrize("kernel, most", [(False, 128), pytest.param(True, 94, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("kernel, most", [(False, 128), deep(True, 94)])
 def test_launches_and_waits_of_a_packed_row(monkeypatch: pytest.MonkeyPatch, kernel: bool, most: int):
     """On a GPU it is they that take the time. With as many more as the limit allows, change the limit knowingly."""
     mask = BitfieldMask.from_words(_packed_spans(8192))

@@ -15,6 +15,7 @@ from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words,
 from hf_mmparallel.kernels.bitfield_attention import triton as kernels
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import compile_mask
 from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning, choose_tuning, plan_blocks
+from tests.deep_cases import deep
 from tests.kernels.bitfield_attention.mask_families import FAMILIES, HOLES, permuted
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -143,7 +144,7 @@ def packed(length: int, batch: int = 1, seed: int = 0) -> BitfieldMask:
     ("family", "window", "length"),
     [
         *((family, 19 * (index % 2), 45) for index, family in enumerate(FAMILIES)),
-        *(pytest.param(family, window, 87, marks=pytest.mark.deep) for family in FAMILIES for window in (0, 19)),
+        *(deep(family, window, 87) for family in FAMILIES for window in (0, 19)),
     ],
 )
 def test_families(family, window, length):
@@ -168,7 +169,7 @@ FEATURES = {
     ("feature", "general", "length"),
     [
         *((feature, index % 2 == 0, 41) for index, feature in enumerate(FEATURES)),
-        *(pytest.param(feature, general, 75, marks=pytest.mark.deep) for feature in FEATURES for general in (0, 1)),
+        *(deep(feature, general, 75) for feature in FEATURES for general in (0, 1)),
     ],
 )
 def test_features(feature, general, length):
@@ -190,8 +191,8 @@ def test_bfloat16(head_dim):
     ("head_dim", "general"),
     [
         *[(64, False), (72, True), (96, False), (128, True)],
-        *(pytest.param(size, general, marks=pytest.mark.deep) for size in (80, 256) for general in (False, True)),
-        *(pytest.param(size, size in (64, 96), marks=pytest.mark.deep) for size in (64, 72, 96, 128)),
+        *(deep(size, general) for size in (80, 256) for general in (False, True)),
+        *(deep(size, size in (64, 96)) for size in (64, 72, 96, 128)),
     ],
 )
 def test_head_dims(head_dim, general):
@@ -207,13 +208,11 @@ def test_parts_of_head_dims(head_dim, parts):
     assert kernels.head_parts(head_dim) == {"D": head_dim, "PART_0": parts[0], "PART_1": parts[1]}
 
 
-@pytest.mark.parametrize(
-    "features", [{}, pytest.param({"sinks": True, "softcap": 3.0}, marks=pytest.mark.deep, id="sinks and softcap")]
-)
+@pytest.mark.parametrize("features", [{}, deep({"sinks": True, "softcap": 3.0}, id="sinks and softcap")])
 def test_queries_cut_over_programs(features):
-    words = encode_words(torch.ones(1, 297, dtype=torch.int64))
-    words[:, 290:] = 0
-    few = slice(270, 293)  # the last of them are padding
+    words = encode_words(torch.ones(1, 169, dtype=torch.int64))
+    words[:, 162:] = 0
+    few = slice(142, 165)  # the last of them are padding
     whole = BitfieldMask.from_words(words)
     mask = BitfieldMask(words[:, few], whole.query_positions[:, few], words, whole.key_positions)
     tuning = Tuning(16, 16, *[Tile(16, 16, 4, 1)] * 3)
