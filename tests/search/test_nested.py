@@ -30,7 +30,7 @@ def step_ms(problem) -> float:
 
 
 @pytest.mark.deep
-@settings(max_examples=10)
+@settings(max_examples=2)
 @given(
     st.sampled_from([2, 3]),
     st.sampled_from([2, 4]),
