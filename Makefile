@@ -78,7 +78,7 @@ update-constraints: ## constraints/*.txt anew, from the newest releases within t
 	rm -rf .venv-update .venv-bounds constraints/update.txt constraints/bounds.txt
 
 quick: $(INSTALLED) ## the tests that start no ranks
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not distributed and not slow and not deep and not gpu and not multi_gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --deep none -m "not distributed and not slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff, codespell, pyright
 	$(BIN)/ruff check .

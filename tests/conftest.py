@@ -2,9 +2,11 @@
 
 import gc
 import os
+from typing import Any
+from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests import folders
 
@@ -24,7 +26,7 @@ DEEP_PARTS = 10
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option that leaves out deep tests."""
     choices = ("all", "none", *map(str, range(DEEP_PARTS)))
-    text = f"deep tests to run: all (default), none, or one of {DEEP_PARTS} parts, which take turns in CI"
+    text = f"deep tests and all examples of property tests: all (default), none, or one of {DEEP_PARTS} parts, for CI"
     parser.addoption("--deep", choices=choices, default="all", help=text)
 
 
@@ -36,6 +38,7 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs the cheapest tier first, leaves out deep tests of other parts, and skips what has no device here."""
     _leave_out_deep(config, items)
+    _leave_out_examples(config.getoption("--deep"), items)
     items.sort(key=_tier)
     if any(_tier(item) >= TIERS.index("gpu") + 1 for item in items):
         _skip_without_devices(items)
@@ -68,6 +71,23 @@ def _leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = set(deep) - set(deep[chosen])
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def _leave_out_examples(part: str, items: list[pytest.Item]) -> None:
+    """
+    Leaves a fifth of the examples of property tests, but at least 5. A tenth of the files, by the checksums of their
+    paths, is a part, in which all examples run.
+    """
+    tests: dict[Any, str] = {}
+    for item in items:
+        test = getattr(item, "obj", None)
+        if is_hypothesis_test(test):
+            tests[getattr(test, "__func__", test)] = item.nodeid.partition("::")[0]
+    for test, path in tests.items():
+        if part not in ("all", str(crc32(path.encode()) % DEEP_PARTS)):
+            own = test._hypothesis_internal_use_settings  # `settings` itself can decorate a test only once
+            fewer = min(own.max_examples, max(5, own.max_examples // 5))
+            test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)
 
 
 def _tier(item: pytest.Item) -> int:

@@ -35,6 +35,7 @@ def test_every_run_is_complete_and_every_study_judges():
         assert sum(not run.is_fitted for run in study.runs) >= len(study.runs) / 2
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("key", [key for key, study in STUDIES.items() if "mfu" in study.data["columns"]])
 def test_sizes_and_times_give_the_mfu_that_is_published(key):
     """A wrong size of a model, number of GPUs, batch or time would show."""
@@ -64,6 +65,7 @@ def assert_reached(key: str, found: dict[str, dict[str, Any]]) -> None:
     assert own["mfu"] >= 0.94 * own["measured_mfu"], key
 
 
+@pytest.mark.deep
 def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
     kept = json.loads(KEPT.read_text())["studies"]
     assert kept.keys() == STUDIES.keys()

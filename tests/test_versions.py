@@ -41,8 +41,39 @@ def test_other_demands_on_peft_stay(monkeypatch):
         assert accepted == peft.MIN_PEFT_VERSION
 
 
-@pytest.mark.parametrize("order", ["hf_mmparallel, transformers", "transformers, hf_mmparallel"])
-def test_the_installed_peft_is_accepted_in_either_order_of_imports(order):
-    code = f"import {order}; transformers.PreTrainedModel; print(transformers.integrations.peft.MIN_PEFT_VERSION)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()[-1]
-    assert tuple(map(int, said.split("."))) <= tuple(map(int, version("peft").split(".")))
+def _said(code: str) -> str:
+    """The last word that a process of its own prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+@pytest.mark.deep
+def test_the_installed_peft_is_accepted_if_transformers_is_imported_first():
+    code = (
+        "import transformers, hf_mmparallel; from transformers.integrations import peft; print(peft.MIN_PEFT_VERSION)"
+    )
+    assert _numbers(_said(code)) <= _numbers(version("peft"))
+
+
+def test_what_importing_the_package_first_does():
+    """Attention is registered, the installed peft accepted, and no kernel imported on a CPU, all in one process."""
+    code = """
+import sys, hf_mmparallel
+assert not {"torch", "transformers"} & set(sys.modules)
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+assert "bitfield" in AttentionInterface() and "bitfield" in AttentionMaskInterface()
+from hf_mmparallel.kernels.bitfield_attention import bitfield_attention, encode_words
+x = torch.ones(1, 1, 4, 8)
+bitfield_attention(x, x, x, encode_words(torch.ones(1, 4)))
+kernels = [name for name in sys.modules if name.startswith("hf_mmparallel") and ".triton" in name]
+assert not torch.cuda.is_initialized() and kernels == [], kernels
+from transformers.integrations import peft
+print(peft.MIN_PEFT_VERSION)
+"""
+    assert _numbers(_said(code)) <= _numbers(version("peft"))

@@ -28,7 +28,8 @@ def device_table() -> Mapping[str, Hardware]:
     import yaml
 
     table: dict[str, Hardware] = {}
-    for name, entry in yaml.safe_load(_TABLE.read_text(encoding="utf-8")).items():
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where PyYAML has libyaml
+    for name, entry in yaml.load(_TABLE.read_text(encoding="utf-8"), loader).items():
         table[name] = device_of(name, entry, table.__getitem__, f"`{_TABLE.name}`, `{name}`")
     return table
 

@@ -25,19 +25,9 @@ def found(model, tmp_path_factory):
     """What one command prints and writes that asks for everything."""
     folder = tmp_path_factory.mktemp("everything")
     files = [flag for name in FILES for flag in (f"--{name}", str(folder / FILES[name]))]
-    asked = ["--explain", "--compare", "--what-if", "gpus=4,frozen=vision", "--freeze", "vision=tower"]
-    arguments = [
-        "plan",
-        "--model",
-        str(model),
-        "--gpus",
-        "2",
-        *map(str, SHORT),
-        "--dataset",
-        "chartqa",
-        *asked,
-        *files,
-    ]
+    asked = ["--explain", "--compare", "--what-if", "gpus=1,frozen=vision", "--freeze", "vision=tower"]
+    sizes = ["--gpus", "2", *map(str, SHORT), "--dataset", "chartqa"]
+    arguments = ["plan", "--model", str(model), *sizes, *asked, *files]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main(arguments) == 0
@@ -77,9 +67,8 @@ def test_figures(found):
     names = [own["name"] for own in data["comparison"]]
     others = ["frozen-unaware", "single layout", "FSDP-like", "DistTrain", "ratio-based", "encoders replicated"]
     assert names == others
-    change = data["what_if"]["gpus=4,frozen=vision"]
-    assert change["num_ranks"] == 4 and change["global_batch_size"] == 8
-    assert change["samples_per_second"] > data["samples_per_second"]
+    change = data["what_if"]["gpus=1,frozen=vision"]
+    assert change["num_ranks"] == 1 and change["global_batch_size"] == 8
 
 
 def test_what_is_printed(found):
@@ -88,7 +77,7 @@ def test_what_is_printed(found):
     assert "mean tokens: vision 5 (5 to 5)" in out  # four patches of 28 x 28 pixels and a class token
     assert "Plan for 2 ranks" in out and "│ vision │" in out and "digits: forward of microbatch" in out
     assert "Next best plans" in out and ("% slower: " in out or "As fast: " in out) and "Not simulated" in out
-    assert "What if" in out and f"{data['what_if']['gpus=4,frozen=vision']['tokens_per_second']:,.0f}" in out
+    assert "What if" in out and f"{data['what_if']['gpus=1,frozen=vision']['tokens_per_second']:,.0f}" in out
     assert "Beside other methods" in out and "DistTrain" in out
     assert "frozen-unaware" in out and "nothing is frozen" not in out
     assert "without the optimizer's step, bubble" in out
@@ -98,7 +87,7 @@ def test_what_is_printed(found):
 def test_without_frozen_parameters_only_the_order_of_samples_is_left(model, run, tmp_path):
     """What ignores freezing then has our costs, and is not called by that."""
     files = ["--json", tmp_path / "figures.json", "--html", tmp_path / "page.html"]
-    out = run("plan", "--model", model, "--gpus", 2, "--effort", 1, "--compare", *files)
+    out = run("plan", "--model", model, "--gpus", 2, *SHORT, "--compare", *files)
     assert "│ sampler's order │" in out and "nothing is frozen: our search and costs" in out and "unaware" not in out
     assert json.loads((tmp_path / "figures.json").read_text())["comparison"][0]["name"] == "frozen-unaware"
     assert "frozen-unaware" not in (tmp_path / "page.html").read_text()
@@ -111,7 +100,7 @@ def test_published_sizes_need_one_encoder_of_images(text_model, fail):
 
 def test_the_page(found):
     page = found.read("html")
-    for part in ("Runners-up", "what if gpus=4,frozen=vision", "DistTrain", "before, contiguous", "--gpus 2", "<svg"):
+    for part in ("Runners-up", "what if gpus=1,frozen=vision", "DistTrain", "before, contiguous", "--gpus 2", "<svg"):
         assert part in page, part
     assert (found.folder / FILES["picture"]).read_bytes().startswith(b"\x89PNG")
 
@@ -177,7 +166,9 @@ def test_what_if_keeps_sizes_that_are_given(model, figures):
 
 def test_generators_are_planned_but_not_trained(model, tmp_path, run, figures, fail):
     files = [tmp_path / name for name in ("plan.yaml", "schedule.png")]
-    arguments = ["plan", "--model", model, "--gpus", 3, "--generator", GENERATOR, *SHORT]
+    sizes = [word for name in ("vision", "language_model") for word in ("--module", f"{name}:dp=1,tp=1")]
+    sizes += ["--microbatch-size", 1]
+    arguments = ["plan", "--model", model, "--gpus", 3, "--generator", GENERATOR, *sizes, *SHORT]
     found = figures(*arguments, "--output", files[0], "--picture", files[1])
     assert list(found["layouts"]) == ["vision", "language_model", "image"] and found["num_ranks"] == 3
     assert files[1].read_bytes().startswith(b"\x89PNG") and "No Trainer runs it" in files[0].read_text()
@@ -199,9 +190,9 @@ def test_text_models_are_planned_too(text_model, figures):
     assert list(found["layouts"]) == ["language_model"]
 
 
-def test_measured_costs(model, text_model, tmp_path, run, fail):
+def test_measured_costs(model, text_model, tmp_path, constants, run, fail):
     path = tmp_path / "profile.json"
-    timed = ["--lengths", 16, "--device", "cpu", "--dtype", "float32", "--max-seconds", 1]
+    timed = ["--lengths", 16, "--device", "cpu", "--dtype", "float32", "--max-seconds", 0.1]
     run("profile", "--model", text_model, *timed, "--output", path)
     arguments = ["plan", "--model", text_model, "--gpus", 2, *SHORT, "--gpu-type", "cpu", "--profile", path]
     out = run(*arguments)

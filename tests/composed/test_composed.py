@@ -139,7 +139,7 @@ def test_logits_are_those_of_the_parts(kind):
     torch.testing.assert_close(model(**batch, num_items_in_batch=2 * targets).loss, shifted / 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["clip_llama", "dinov2_gpt2"])
 def test_composing_keeps_the_weights(kind):
     vision = CLIPVisionModel(CLIPVisionConfig(**VISION))
     language_model = gpt2() if kind == "dinov2_gpt2" else Qwen2ForCausalLM(Qwen2Config(**TEXT))
@@ -259,8 +259,7 @@ def _left_padded(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_reach_every_module(kind, checkpointing):
+def test_gradients_reach_every_module_and_checkpointing_changes_none(kind):
     model, rows = compose(kind)
     batch = make_batch(kind, rows)
     model(**batch).loss.backward()
@@ -269,18 +268,17 @@ def test_gradients_reach_every_module(kind, checkpointing):
         assert any(name.startswith(prefix) and grad.abs().max() > 0 for name, grad in expected.items())
     if "audio" in model.model.encoders:
         assert expected["model.encoders.audio.conv1.weight"].abs().max() > 0
-    if checkpointing:
-        model.zero_grad()
-        model.train()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        model.config.text_config.attention_dropout = 0.0
-        model.gradient_checkpointing_enable()
-        assert model.is_gradient_checkpointing
-        model(**batch, use_cache=False).loss.backward()
-        for name, grad in expected.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, grad, msg=name)
+    model.zero_grad()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.config.text_config.attention_dropout = 0.0
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    model(**batch, use_cache=False).loss.backward()
+    for name, grad in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, grad, msg=name)
 
 
 def test_text_only_batch_runs_no_encoder():

@@ -26,6 +26,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
 from hf_mmparallel.search.comparison import StepComparer
 from tests.cost import models
 from tests.cost.test_profile import profile_of
+from tests.deep_cases import deep
 
 from ..search.measured_steps import (
     CPU,
@@ -45,9 +46,17 @@ def windows_of(path: Path) -> list[LoggedWindow]:
     return [window for run in read_run_log(path) for window in run.windows]
 
 
+@pytest.fixture(scope="module")
+def log_text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("log") / "trainer_log.jsonl"
+    return write_log(path, counted(), corrected(counted(), SCALES)).read_text()
+
+
 @pytest.fixture
-def log(tmp_path):
-    return write_log(tmp_path / "trainer_log.jsonl", counted(), corrected(counted(), SCALES))
+def log(tmp_path, log_text):
+    path = tmp_path / "trainer_log.jsonl"
+    path.write_text(log_text)
+    return path
 
 
 def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(log):
@@ -119,7 +128,7 @@ def launching(device: Hardware = LAUNCHING) -> CostModel:
     return analytic_costs(SPEC, device)
 
 
-@pytest.mark.parametrize(("launch", "forward", "backward"), [(1.6, 2.0, 1.0), (0.5, 1.0, 0.5)])
+@pytest.mark.parametrize(("launch", "forward", "backward"), [(1.6, 2.0, 1.0), deep(0.5, 1.0, 0.5)])
 def test_launches_have_a_factor_of_their_own(tmp_path, launch, forward, backward):
     scales: dict[str, dict[Any, TimeScale]] = {
         "vision": {

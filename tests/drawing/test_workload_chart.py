@@ -9,6 +9,7 @@ from matplotlib.patches import Rectangle
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.drawing import workload_chart as draw
 from hf_mmparallel.plan import LANGUAGE_MODEL
+from tests.deep_cases import deep
 
 
 def balance(num_replicas: int, num_microbatches: int, deferred: float = 0.0, scale: float = 1.0) -> Balance:
@@ -35,7 +36,7 @@ def heights(axis) -> list[float]:
     return [patch.get_height() for patch in axis.patches if isinstance(patch, Rectangle)]
 
 
-@pytest.mark.parametrize(("num_replicas", "num_microbatches"), [(1, 4), (4, 32), (120, 16)])
+@pytest.mark.parametrize(("num_replicas", "num_microbatches"), [(1, 4), (4, 32), deep(120, 16)])
 def test_each_replica_has_a_strip_with_a_bar_for_each_microbatch(figures, tmp_path, num_replicas, num_microbatches):
     before, after = balance(num_replicas, num_microbatches), balance(num_replicas, num_microbatches, deferred=0.25)
     draw.balance_png({"before": before, "after": after}, tmp_path / "out.png")

@@ -60,9 +60,10 @@ def check_rank(model, owned: set[str], full: dict[str, torch.Tensor]) -> None:
             assert is_unowned(parameter), name
 
 
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize(
+    ("rank", "tie", "original"),
+    [(0, False, True), (1, True, False), (2, True, True), (0, True, False), (2, False, False)],
+)
 def test_owned_parameters_are_read(tmp_path, rank, tie, original):
     reference = tiny_llava(tie)
     reference.save_pretrained(tmp_path, save_original_format=original, max_shard_size="40KB")

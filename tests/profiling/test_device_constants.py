@@ -1,13 +1,20 @@
 """Constants of a device as they are measured."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from hf_mmparallel.cost import Hardware
+from hf_mmparallel.profiling import device_constants
 from hf_mmparallel.profiling.device_constants import measured_constants
+from hf_mmparallel.profiling.device_detection import measure_device
 
 
-def test_constants_of_the_cpu_are_fields_of_a_device_and_shares():
+def test_constants_of_the_cpu_are_fields_of_a_device_and_shares(monkeypatch):
+    monkeypatch.setattr(device_constants, "measure_device", partial(measure_device, budget_s=0.1))
+    for sizes in ("_SIDES", "_TOKENS"):
+        monkeypatch.setitem(getattr(device_constants, sizes), "cpu", 128)
     found = measured_constants(torch.device("cpu"), torch.float32, budget_s=0.05)
     assert set(found) <= set(Hardware.__dataclass_fields__) and "link_latency_us" not in found
     for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):

@@ -288,7 +288,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
     for folder in (last, new):
         with FolderSave(last, World()) as writes:
             (writes.folder / "state").write_text("complete")
-        process = multiprocessing.get_context("forkserver").Process(target=_killed_while_saving, args=(str(folder),))
+        process = multiprocessing.get_context("fork").Process(target=_killed_while_saving, args=(str(folder),))
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL

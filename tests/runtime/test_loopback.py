@@ -25,6 +25,7 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.schedules import SCHEDULES, Schedule
 from tests import tiny
+from tests.deep_cases import deep
 from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, assert_close, reference, run_loopback
 
 torch.set_num_threads(1)
@@ -249,8 +250,8 @@ TWO_ENCODERS = (
     ("schedule", "freeze"),
     [
         ("1f1b", "nothing"),
-        ("1f1b", "language model"),
-        ("gpipe", "vision"),
+        deep("1f1b", "language model"),
+        deep("gpipe", "vision"),
         ("eager", "tower"),
         ("encoders_first", "encoders"),
     ],

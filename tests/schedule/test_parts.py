@@ -30,6 +30,7 @@ from hf_mmparallel.schedule import (
 from hf_mmparallel.schedule import lowering as lowering_module
 from hf_mmparallel.schedule.in_flight import may_alternate
 from hf_mmparallel.schedule.program_checks import verify
+from tests.deep_cases import deep
 from tests.plan.specs import model_spec
 from tests.schedule.builders import cases, make_plan, make_step
 
@@ -133,21 +134,29 @@ def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
     assert ends == sorted(ends, reverse=True)
 
 
-@pytest.mark.parametrize("arrangement", sorted(ARRANGEMENTS))
-@pytest.mark.parametrize("schedule", SCHEDULES)
+LAYOUTS = {
+    "two encoders each": {"vision": ModulePlugin(dp_size=4), LM: ModulePlugin(dp_size=2, pp_size=2, tp_size=2)},
+    "shared encoders": {"vision": ModulePlugin(dp_size=2, pp_size=2), LM: ModulePlugin(dp_size=4, tp_size=2)},
+    "unlike numbers": {"vision": ModulePlugin(dp_size=3), LM: ModulePlugin(dp_size=2, cp_size=2)},
+    "colocated": {
+        "vision": ModulePlugin(dp_size=2, tp_size=2),
+        LM: ModulePlugin(dp_size=2, tp_size=2, colocate_with="vision"),
+    },
+}
+
+
 @pytest.mark.parametrize(
-    "layouts",
+    ("arrangement", "schedule", "layout"),
     [
-        {"vision": ModulePlugin(dp_size=4), LM: ModulePlugin(dp_size=2, pp_size=2, tp_size=2)},
-        {"vision": ModulePlugin(dp_size=2, pp_size=2), LM: ModulePlugin(dp_size=4, tp_size=2)},
-        {"vision": ModulePlugin(dp_size=3), LM: ModulePlugin(dp_size=2, cp_size=2)},
-        {"vision": ModulePlugin(dp_size=2, tp_size=2), LM: ModulePlugin(dp_size=2, tp_size=2, colocate_with="vision")},
+        deep(arrangement, schedule, layout, unless=(i + j + k) % len(SCHEDULES) == 0)
+        for i, arrangement in enumerate(sorted(ARRANGEMENTS))
+        for j, schedule in enumerate(SCHEDULES)
+        for k, layout in enumerate(LAYOUTS)
     ],
-    ids=["two encoders each", "shared encoders", "unlike numbers", "colocated"],
 )
-def test_real_arrangements_with_deferral(arrangement, schedule, layouts):
+def test_real_arrangements_with_deferral(arrangement, schedule, layout):
     spec = model_spec()
-    plan = replace(resolve_plan(spec, layouts), schedule=schedule)
+    plan = replace(resolve_plan(spec, LAYOUTS[layout]), schedule=schedule)
     random = np.random.default_rng(0)
     times = {name: random.lognormal(0, 1, 64) for name in plan.modules}
     times["vision"][random.random(64) < 0.2] = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import nested_problems, search_plans
 from tests.cost.models import PLAIN
+from tests.deep_cases import deep
 
 from .test_search import problem_of
 
@@ -27,6 +29,7 @@ def step_ms(problem) -> float:
         return float("inf")
 
 
+@pytest.mark.deep
 @settings(max_examples=2)
 @given(
     st.sampled_from([2, 3]),
@@ -42,9 +45,10 @@ def test_more_zero_stages_are_never_slower(ranks, batch, frozen, seed, memory_by
     assert more <= AS_FAST * fewer
 
 
-def test_layouts_that_divide_nothing_are_fastest_where_latency_counts():
-    """A search among both stages that looks at the closed form of ZeRO-1 alone is 31 % slower here."""
-    asked = problem_of(6, 24, ("vision",), 1, device=SLOW, effort=32)
+@pytest.mark.parametrize(("ranks", "batch", "effort"), [(2, 4, 2), deep(6, 24, 32)])
+def test_layouts_that_divide_nothing_are_fastest_where_latency_counts(ranks, batch, effort):
+    """A search among both stages that looks at the closed form of ZeRO-1 alone is 31 % slower on six ranks."""
+    asked = problem_of(ranks, batch, ("vision",), 1, device=SLOW, effort=effort)
     fewer, more = (step_ms(replace(asked, zero_stages=stages)) for stages in CHOICES[:2])
     assert more <= AS_FAST * fewer
 

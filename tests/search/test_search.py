@@ -25,6 +25,7 @@ from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.steps.representatives import on_all_ranks, predict_batch
 from tests.cost.models import LAYERS, PLAIN, model, module
+from tests.deep_cases import deep
 
 FROZEN = [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)]
 
@@ -148,7 +149,7 @@ def test_the_best_estimate_is_that_of_exhaustive_search(ranks, batch, frozen, se
 def test_two_encoders_are_divided_as_exhaustive_search_does():
     spec = model(("audio",))
     spec = replace(spec, modules={"audio": module("audio", True), **spec.modules})
-    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), arrangement="contiguous")
+    problem = problem_of(3, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), arrangement="contiguous")
     exhaustive = Exhaustive(problem)
     whole = exhaustive.module
     exhaustive.module = lambda name, dp, pp, tp, again, count: (
@@ -207,7 +208,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
 
 
-@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("frozen", [deep(own, unless=own == ("vision",)) for own in FROZEN])
 def test_answers_keep_to_the_rules_of_the_engine(frozen):
     problem = problem_of(6, 6, frozen, memory_bytes=2e9)
     result = search_plans(problem)
@@ -249,7 +250,7 @@ def test_plans_that_are_as_fast_differ_in_memory():
             assert plan.prediction.peak_memory_bytes >= result.best.prediction.peak_memory_bytes
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, deep(1), deep(2)])
 def test_plans_fit_each_of_their_batches(seed):
     roomy = search_plans(problem_of(2, 4, seed=seed)).best
     peaks = sorted(own.peak_memory_bytes for own in roomy.predictions)
@@ -259,7 +260,7 @@ def test_plans_fit_each_of_their_batches(seed):
 
 
 def test_a_device_that_is_twice_as_slow_gets_the_same_plan():
-    problem = problem_of(4, 8)
+    problem = problem_of(2, 8)
     device = problem.costs.device
     slow = replace(
         device,

@@ -19,6 +19,7 @@ from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
 from tests.cost.models import LAYERS, PLAIN
+from tests.deep_cases import deep
 from tests.papers.test_compare import problem
 
 from .test_search import problem_of
@@ -67,17 +68,17 @@ class TestSearch:
         assert best.peak_memory_bytes <= 0.75 * state_bytes[1]
 
     @pytest.mark.parametrize(
-        "sharding", [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3, "shard_size": 2}, {"zero_stage": 1}]
+        "sharding", [{"zero_stage": 3, "shard_size": 2}, *(deep({"zero_stage": stage}) for stage in (0, 1, 2))]
     )
     def test_what_the_user_names_is_kept(self, sharding):
-        result = search_plans(question(fixed={LANGUAGE_MODEL: {**sharding, "dp_size": 4}}))
+        result = search_plans(question(4, 8, effort=2, fixed={LANGUAGE_MODEL: {**sharding, "dp_size": 4}}))
         for own in (result.best, *result.runners_up):
             layout = own.candidate.layouts[LANGUAGE_MODEL]
             assert all(getattr(layout, name) == value for name, value in sharding.items())
 
     def test_a_single_copy_divides_nothing(self):
         fixed = {name: {"dp_size": 1, "cp_size": 1} for name in ("vision", LANGUAGE_MODEL)}
-        best = search_plans(question(num_ranks=4, fixed=fixed)).best
+        best = search_plans(question(num_ranks=2, batch=4, fixed=fixed)).best
         assert {layout.sharding for layout in best.candidate.layouts.values()} == {ShardingSettings()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from hf_mmparallel.plan.schedules import SCHEDULES
 from hf_mmparallel.schedule import check_program
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import h100, module
+from tests.deep_cases import deep
 
 LM = LANGUAGE_MODEL
 SPEC = ModelSpec({name: module(name) for name in ("vision", "audio", LM)})
@@ -27,27 +29,27 @@ def sizes_of(num_samples: int, share: float) -> SampleSizes:
     return SampleSizes.of_sequences({name: [[length] for length in own.tolist()] for name, own in lengths.items()})
 
 
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.8])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+LAYOUTS = {
+    "apart": {
+        "vision": ModulePlugin(dp_size=4),
+        "audio": ModulePlugin(dp_size=2),
+        LM: ModulePlugin(dp_size=4, pp_size=2, tp_size=2),
+    },
+    "encoders together": {
+        "vision": ModulePlugin(dp_size=4, pp_size=2),
+        "audio": ModulePlugin(dp_size=4, pp_size=2, colocate_with="vision"),
+        LM: ModulePlugin(dp_size=2, cp_size=2, tp_size=2),
+    },
+}
+PRODUCT = list(itertools.product(SCHEDULES, LAYOUTS, (0.0, 0.05, 0.8), (True, False)))
+
+
 @pytest.mark.parametrize(
-    "layouts",
-    [
-        {
-            "vision": ModulePlugin(dp_size=4),
-            "audio": ModulePlugin(dp_size=2),
-            LM: ModulePlugin(dp_size=4, pp_size=2, tp_size=2),
-        },
-        {
-            "vision": ModulePlugin(dp_size=4, pp_size=2),
-            "audio": ModulePlugin(dp_size=4, pp_size=2, colocate_with="vision"),
-            LM: ModulePlugin(dp_size=2, cp_size=2, tp_size=2),
-        },
-    ],
-    ids=["apart", "encoders together"],
+    ("schedule", "layouts", "share", "training"),
+    [deep(*own, unless=place % 7 == 0) for place, own in enumerate(PRODUCT)],
 )
-@pytest.mark.parametrize("training", [True, False])
 def test_a_rank_plans_what_the_plan_of_all_ranks_says(layouts, schedule, share, training):
-    plan = replace(resolve_plan(SPEC, layouts), schedule=schedule)
+    plan = replace(resolve_plan(SPEC, LAYOUTS[layouts]), schedule=schedule)
     sizes = sizes_of(64, share)
     planner = StepPlanner(
         h100(SPEC),

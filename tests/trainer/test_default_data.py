@@ -28,6 +28,7 @@ from hf_mmparallel.trainer import agreement, evaluation
 from tests import tiny
 from tests.data.conversations import conversation
 from tests.data.processors import PROCESSORS, tokenizer
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -101,7 +102,10 @@ def _trained(cls: Any, args_cls: Any, name: str, as_rows: bool, resume: bool = F
     return trainer
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [deep(name, unless=name not in ("classes", "numbers", "several classes")) for name in CASES],
+)
 def test_without_a_collator_size_1_is_the_stock_trainer(name: str):
     """Also when it is resumed in the middle of an epoch, which draws the same batches."""
     for as_rows, resume in ((True, False), (False, True)):

@@ -16,6 +16,7 @@ from hf_mmparallel.runtime.held_state import exchange
 from hf_mmparallel.trainer import build, engine_state
 from hf_mmparallel.trainer.recovery import MembershipChange
 from hf_mmparallel.trainer.recovery_plan import state_transfers
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 from tests.trainer import runs
 from tests.trainer.test_unlike_copies import copies
@@ -85,15 +86,27 @@ def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **argum
     return runs.run_of(changes.trainer)
 
 
-@pytest.mark.parametrize("weight_decay", [0.1, 0.0], ids=["decay", "groups with the same settings"])
+CHANGES = {
+    "copies, a pipeline, copies": (COPIES, {1: PIPELINE, 3: COPIES}),
+    "tensor parallel, other modules on each rank": (OWN, {2: SHARED}),
+    "tensor parallel, there and back": (SHARED, {1: OWN, 3: SHARED}),
+    "copies with unlike numbers of ranks": (UNLIKE, {1: OTHERWISE, 3: UNLIKE}),
+    "tp groups of all sizes": (OWN, {1: UNLIKE, 2: PIPELINE, 3: SHARED}),
+}
+ALWAYS = {
+    ("copies, a pipeline, copies", "decay"),
+    ("copies with unlike numbers of ranks", "groups with the same settings"),
+    ("tp groups of all sizes", "decay"),
+}
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("start", "layouts"),
+    ("start", "layouts", "weight_decay"),
     [
-        pytest.param(COPIES, {1: PIPELINE, 3: COPIES}, id="copies, a pipeline, copies"),
-        pytest.param(OWN, {2: SHARED}, id="tensor parallel, other modules on each rank"),
-        pytest.param(SHARED, {1: OWN, 3: SHARED}, id="tensor parallel, there and back"),
-        pytest.param(UNLIKE, {1: OTHERWISE, 3: UNLIKE}, id="copies with unlike numbers of ranks"),
-        pytest.param(OWN, {1: UNLIKE, 2: PIPELINE, 3: SHARED}, id="tp groups of all sizes"),
+        deep(*change, decay, id=f"{name}-{groups}", unless=(name, groups) in ALWAYS)
+        for name, change in CHANGES.items()
+        for groups, decay in (("decay", 0.1), ("groups with the same settings", 0.0))
     ],
 )
 def test_a_run_whose_plan_changes_equals_the_stock_run(start, layouts, weight_decay):

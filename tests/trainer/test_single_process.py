@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from hf_mmparallel import ModulePlugin, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
 from tests import tiny
+from tests.deep_cases import deep
 
 from . import runs
 
@@ -31,28 +33,15 @@ def train(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def stock_trainer(model: Any = None, **arguments: Any) -> Trainer:
-    args = TrainingArguments(output_dir=arguments.pop("output_dir", "unused"), **{**COMMON, **arguments})
+def trainer_of(cls: Any, args_cls: Any, model: Any = None, **arguments: Any) -> Any:
+    args = args_cls(output_dir=arguments.pop("output_dir", "unused"), **{**COMMON, **arguments})
     data = tiny.make_dataset("llava", runs.SAMPLES)
-    return Trainer(
-        model=model or tiny.FAMILIES["llava"](),
-        args=args,
-        train_dataset=data,
-        eval_dataset=data[:5],
-        data_collator=tiny.collate("llava"),
-    )
+    model = model or tiny.FAMILIES["llava"]()
+    return cls(model, args, train_dataset=data, eval_dataset=data[:5], data_collator=tiny.collate("llava"))
 
 
-def our_trainer(model: Any = None, **arguments: Any) -> MultimodalParallelTrainer:
-    args = MultimodalTrainingArguments(output_dir=arguments.pop("output_dir", "unused"), **{**COMMON, **arguments})
-    data = tiny.make_dataset("llava", runs.SAMPLES)
-    return MultimodalParallelTrainer(
-        model=model or tiny.FAMILIES["llava"](),
-        args=args,
-        train_dataset=data,
-        eval_dataset=data[:5],
-        data_collator=tiny.collate("llava"),
-    )
+stock_trainer = partial(trainer_of, Trainer, TrainingArguments)
+our_trainer = partial(trainer_of, MultimodalParallelTrainer, MultimodalTrainingArguments)
 
 
 def assert_identical(ours: Trainer, stock: Trainer) -> None:
@@ -66,8 +55,12 @@ def assert_identical(ours: Trainer, stock: Trainer) -> None:
 
 @pytest.mark.parametrize(
     "parallel",
-    [None, {}, {VISION: ModulePlugin()}, {VISION: {}, LM: {"dp_size": 1, "tp_size": 1, "pp_size": 1}}],
-    ids=["none", "empty", "a default plugin", "sizes of one"],
+    [
+        pytest.param(None, id="none"),
+        deep({}, id="empty"),
+        deep({VISION: ModulePlugin()}, id="a default plugin"),
+        pytest.param({VISION: {}, LM: {"dp_size": 1, "tp_size": 1, "pp_size": 1}}, id="sizes of one"),
+    ],
 )
 def test_without_sizes_the_run_is_the_stock_trainers(parallel: Any):
     ours = train(our_trainer(parallel=parallel, per_device_train_batch_size=4))
@@ -79,11 +72,7 @@ def test_without_sizes_the_run_is_the_stock_trainers(parallel: Any):
 
 
 def test_plain_training_arguments_work_too():
-    args = TrainingArguments(output_dir="unused", **COMMON)
-    data = tiny.make_dataset("llava", runs.SAMPLES)
-    ours = MultimodalParallelTrainer(
-        model=tiny.FAMILIES["llava"](), args=args, train_dataset=data, data_collator=tiny.collate("llava")
-    )
+    ours = trainer_of(MultimodalParallelTrainer, TrainingArguments)
     assert_identical(train(ours), train(stock_trainer()))
 
 
@@ -151,8 +140,14 @@ def test_a_missing_checkpoint_is_not_looked_for_on_the_hub(
     [
         (True, lambda name: False),
         ("tower", lambda name: "multi_modal_projector" in name),
-        (r"layers\.[01]\.", lambda name: ".layers.0." not in name and ".layers.1." not in name),
-        (["projector", "embeddings"], lambda name: "projector" not in name and "embeddings" not in name),
+        deep(
+            r"layers\.[01]\.",
+            lambda name: ".layers.0." not in name and ".layers.1." not in name,
+        ),
+        deep(
+            ["projector", "embeddings"],
+            lambda name: "projector" not in name and "embeddings" not in name,
+        ),
     ],
 )
 def test_frozen_parts_stay_what_they_are(freeze: Any, trained: Any):

@@ -198,8 +198,9 @@ def test_collectives_are_ended_once_another_rank_has_failed(clock: Clock):
 
 
 @pytest.mark.parametrize("error", [None, ValueError("Default process group has not been initialized"), RuntimeError()])
-def test_whatever_ended_collectives_raise_is_the_failure_of_the_other_rank(error: Exception | None):
+def test_whatever_ended_collectives_raise_is_the_failure_of_the_other_rank(error: Exception | None, monkeypatch):
     ended = Watcher(CountingStore(), 0, 2)
+    monkeypatch.setattr(ended, "linger", lambda: None)
     ended.failure, ended.aborted = Failure(1, "rank 1 failed"), True
     with pytest.raises(RemoteRankError, match="^rank 1 failed$"), failure._report_to_ranks(ended):
         if error is not None:

@@ -22,6 +22,7 @@ from hf_mmparallel.kernels.bitfield_attention.context_parallel import (
     context_parallel_attention,
     shard_sequence,
 )
+from tests.deep_cases import deep
 
 from ...distributed import run_distributed
 from .cut_rows import BLOCK, FAMILIES, METHODS, Inputs, cut, needed_blocks, one_rank, packed_words
@@ -194,7 +195,14 @@ def test_rounding_is_that_of_one_rank(monkeypatch, dtype):
         assert error <= 1.5 * allowed, name
 
 
-@pytest.mark.parametrize("mode, block", [("row", 128), ("row", BLOCK), ("segments", BLOCK)])
+@pytest.mark.parametrize(
+    "mode, block",
+    [
+        deep("row", 128),
+        deep("row", BLOCK),
+        ("segments", BLOCK),
+    ],
+)
 def test_triton_kernels_take_rows_and_keys_as_they_lie(monkeypatch, mode, block):
     install(monkeypatch)
     turn = threading.Lock()  # the interpreter of kernels has one state for all threads

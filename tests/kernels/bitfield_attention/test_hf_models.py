@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_mmparallel.kernels.bitfield_attention import encode_words
+from tests.deep_cases import deep
 from tests.kernels.bitfield_attention.hf_models import (
     MULTIMODAL,
     TEXT,
@@ -18,8 +19,6 @@ from tests.kernels.bitfield_attention.hf_models import (
     words_of,
 )
 
-families = pytest.mark.parametrize("family", [*TEXT, *MULTIMODAL])
-
 
 @pytest.fixture(autouse=True)
 def _seeded():
@@ -31,34 +30,29 @@ def _batch(family: str, **settings: int) -> dict[str, torch.Tensor]:
     return text_batch(**settings) if family in TEXT else multimodal_batch(family)
 
 
-@families
-def test_words_train_as_eager_attention_does(family):
+@pytest.mark.parametrize("family", [*TEXT, *MULTIMODAL])
+def test_trains_and_evaluates_as_under_eager_attention(family):
     model, batch = build(family), _batch(family)
     expected = run(model, batch, "eager")
     assert_same(run(model, batch, "bitfield", attention_words=words_of(family, batch)), expected)
-
-
-@families
-def test_a_padding_mask_trains_as_eager_attention_does(family):
-    model, batch = build(family), _batch(family)
-    expected = run(model, batch, "eager")
     assert_same(run(model, batch, "bitfield"), expected)
-
-
-@families
-@torch.no_grad()
-def test_evaluation_without_a_mask(family):
-    model, batch = build(family), _batch(family)
-    batch = {name: value for name, value in batch.items() if name not in ("attention_mask", "labels")}
+    unmasked = {name: value for name, value in batch.items() if name not in ("attention_mask", "labels")}
     logits = {}
     for attention in ("eager", "bitfield"):
         model.set_attn_implementation(attention)
-        logits[attention] = model(**batch).logits
+        with torch.no_grad():
+            logits[attention] = model(**unmasked).logits
     torch.testing.assert_close(logits["bitfield"], logits["eager"], rtol=0, atol=1e-5)
 
 
-@families
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("family", "cache"),
+    [
+        deep(family, cache, unless=index % 2 == (cache == "dynamic"))
+        for index, family in enumerate((*TEXT, *MULTIMODAL))
+        for cache in ("dynamic", "static")
+    ],
+)
 def test_generation_with_a_cache(family, cache):
     model, batch = build(family), padded_left(_batch(family))
     batch.pop("labels")

@@ -15,6 +15,7 @@ from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words,
 from hf_mmparallel.kernels.bitfield_attention import triton as kernels
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import compile_mask
 from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning, choose_tuning, plan_blocks
+from tests.deep_cases import deep
 from tests.kernels.bitfield_attention.mask_families import FAMILIES, HOLES, permuted
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -139,10 +140,15 @@ def packed(length: int, batch: int = 1, seed: int = 0) -> BitfieldMask:
     return BitfieldMask.from_words(torch.cat(rows))
 
 
-@pytest.mark.parametrize("window", [0, 19])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, window):
-    words = FAMILIES[family](Random(f"{family} {window}"), 87)
+@pytest.mark.parametrize(
+    ("family", "window", "length"),
+    [
+        *((family, 19 * (index % 2), 45) for index, family in enumerate(FAMILIES)),
+        *(deep(family, window, 87) for family in FAMILIES for window in (0, 19)),
+    ],
+)
+def test_families(family, window, length):
+    words = FAMILIES[family](Random(f"{family} {window}"), length)
     check(BitfieldMask.from_words(words), window=window)
 
 
@@ -159,13 +165,18 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("general", [False, True], ids=["interval", "general"])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features(feature, general):
-    mask = packed(75, batch=2)
+@pytest.mark.parametrize(
+    ("feature", "general", "length"),
+    [
+        *((feature, index % 2 == 0, 41) for index, feature in enumerate(FEATURES)),
+        *(deep(feature, general, 75) for feature in FEATURES for general in (0, 1)),
+    ],
+)
+def test_features(feature, general, length):
+    mask = packed(length, batch=2)
     if general:  # half of the tokens look away from some of the others
-        words = FAMILIES[HOLES[0]](Random(5), 75)
-        mask = BitfieldMask.from_words(torch.cat([words, packed(75).query_words]))
+        words = FAMILIES[HOLES[0]](Random(5), length)
+        mask = BitfieldMask.from_words(torch.cat([words, packed(length).query_words]))
     check(mask, **FEATURES[feature])
 
 
@@ -176,8 +187,14 @@ def test_bfloat16(head_dim):
     check(packed(300, batch=2), Shape(heads=4, kv_heads=2, head_dim=head_dim), torch.bfloat16, sinks=True)
 
 
-@pytest.mark.parametrize("general", [False, True], ids=["interval", "general"])
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "general"),
+    [
+        *[(64, False), (72, True), (96, False), (128, True)],
+        *(deep(size, general) for size in (80, 256) for general in (False, True)),
+        *(deep(size, size in (64, 96)) for size in (64, 72, 96, 128)),
+    ],
+)
 def test_head_dims(head_dim, general):
     mask = BitfieldMask.from_words(FAMILIES["noised" if general else "image_spans"](Random(head_dim), 41))
     check(mask, Shape(head_dim=head_dim), sinks=True)
@@ -191,11 +208,11 @@ def test_parts_of_head_dims(head_dim, parts):
     assert kernels.head_parts(head_dim) == {"D": head_dim, "PART_0": parts[0], "PART_1": parts[1]}
 
 
-@pytest.mark.parametrize("features", [{}, {"sinks": True, "softcap": 3.0}], ids=["plain", "sinks and softcap"])
+@pytest.mark.parametrize("features", [{}, deep({"sinks": True, "softcap": 3.0}, id="sinks and softcap")])
 def test_queries_cut_over_programs(features):
-    words = encode_words(torch.ones(1, 297, dtype=torch.int64))
-    words[:, 290:] = 0
-    few = slice(270, 293)  # the last of them are padding
+    words = encode_words(torch.ones(1, 169, dtype=torch.int64))
+    words[:, 162:] = 0
+    few = slice(142, 165)  # the last of them are padding
     whole = BitfieldMask.from_words(words)
     mask = BitfieldMask(words[:, few], whole.query_positions[:, few], words, whole.key_positions)
     tuning = Tuning(16, 16, *[Tile(16, 16, 4, 1)] * 3)
@@ -205,7 +222,7 @@ def test_queries_cut_over_programs(features):
 @pytest.mark.parametrize("family", ["image_spans", "noised"])
 def test_rows_in_any_order(family):
     rng = Random(f"order {family}")
-    check(permuted(BitfieldMask.from_words(FAMILIES[family](rng, 90)), rng, 50), window=0)
+    check(permuted(BitfieldMask.from_words(FAMILIES[family](rng, 60)), rng, 35), window=0)
 
 
 TUNINGS = {
@@ -216,14 +233,13 @@ TUNINGS = {
 
 @pytest.mark.parametrize("tiles", TUNINGS.values(), ids=TUNINGS)
 def test_tiles_narrower_than_blocks(tiles):
-    shape = Shape(heads=4, kv_heads=2, block_q=32, block_k=32)
-    check(packed(71), shape, tuning=Tuning(32, 32, *tiles))
+    shape = Shape(heads=2, kv_heads=1, block_q=32, block_k=32)
+    check(packed(45), shape, tuning=Tuning(32, 32, *tiles))
 
 
 def test_gradients_are_the_same_bits_each_time():
-    mask = packed(70)
-    mask = mask.to(DEVICE)
-    (query, key, value, sinks), grad = inputs_of(mask, Shape(heads=4, kv_heads=2), torch.float32, sinks=True)
+    mask = packed(45).to(DEVICE)
+    (query, key, value, sinks), grad = inputs_of(mask, Shape(), torch.float32, sinks=True)
     plan = compile_mask(mask, 0, *_blocks(Shape(), torch.float32, None))
     runs = []
     for _ in range(2):
@@ -234,7 +250,7 @@ def test_gradients_are_the_same_bits_each_time():
 
 def test_heads_run_inside_of_tiles_or_tiles_inside_of_heads(monkeypatch):
     monkeypatch.setattr(kernels, "L2_BYTES", 0)
-    check(packed(75, batch=2), Shape(heads=4, kv_heads=2))
+    check(packed(45, batch=2), Shape(heads=4, kv_heads=2))
 
 
 def test_nothing_is_visible():
@@ -242,8 +258,7 @@ def test_nothing_is_visible():
 
 
 def test_a_scale_that_turns_the_order_is_refused():
-    mask = packed(20, seed=1)
-    mask = mask.to(DEVICE)
+    mask = packed(20, seed=1).to(DEVICE)
     (query, key, value), _ = inputs_of(mask, Shape(), torch.float32, sinks=False)
     with pytest.raises(ValueError, match="scale=-1.0"):
         kernels.forward(query, key, value, compile_mask(mask, 0, 16, 16), scale=-1.0)
