@@ -25,6 +25,7 @@ from hf_mmparallel.runtime.optimizer_loading import load_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.runtime.writes import Writes
 from hf_mmparallel.world import World
+from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
 
 LAYOUTS = {
@@ -100,7 +101,7 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [deep(name, unless=name in ("dp1+pp2", "dp2+tp2")) for name in LAYOUTS])
 def test_layouts_save_and_read(tmp_path, layout):
     tie = layout in ("dp1+pp2", "tp2+dp2", "shared")
     stock, saved = tmp_path / "stock", tmp_path / "out" / "checkpoint-1"
@@ -144,7 +145,7 @@ def test_checkpoint_of_another_model_stops_all_ranks(tmp_path):
     other = tiny_llava()
     other.model.language_model.layers = other.model.language_model.layers[:1]  # the last stage alone misses something
     other.save_pretrained(tmp_path)
-    messages = assert_ranks_raise(_load_other, 3, str(tmp_path), match="another model: none of its files has")
+    messages = assert_ranks_raise(_load_other, 3, str(tmp_path), match="another model")
     assert messages[0].startswith("rank 2: ") and messages[0].endswith(messages[2])
 
 
@@ -241,10 +242,10 @@ def _load_state(name: str, layout: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "others"),
     [
-        ("adamw", "tp2pp2", ["tp2pp2", "dp1+pp2", "whole"]),
         ("adamw", "shared", ["dp2+tp2"]),
-        ("sgd", "dp2+tp2", ["tp2+dp2"]),
-        ("adafactor", "dp1+pp2", ["shared"]),
+        deep("adamw", "tp2pp2", ["tp2pp2", "dp1+pp2", "whole"]),
+        deep("sgd", "dp2+tp2", ["tp2+dp2"]),
+        deep("adafactor", "dp1+pp2", ["shared"]),
     ],
 )
 def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
@@ -256,13 +257,13 @@ def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
 def test_optimizer_of_another_model(tmp_path):
     model = tiny_llava()
     optimizer = _optimizer(model, "adamw")
-    with pytest.raises(ValueError, match="is incomplete: it has no `optimizer.pt`. Resume from"):
+    with pytest.raises(ValueError, match="no `optimizer.pt`"):
         load_optimizer(optimizer, model, tmp_path, _groups(), World())
     _step(model, optimizer, 0)
     sharded = lay_out(model, "whole")
     save_optimizer(optimizer, sharded, Writes(tmp_path), _groups())
     other = tiny_llava(hidden_size=16)
-    with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
+    with pytest.raises(ValueError, match=r"another model: .*\(.*32.*\) .*\(.*16"):
         load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups(), World())
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict(saved)  # as the stock Trainer does
