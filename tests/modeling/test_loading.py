@@ -22,14 +22,16 @@ from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
 
-def tiny_llava(tie: bool = False, seed: int = 0, hidden_size: int = 32) -> LlavaForConditionalGeneration:
+def tiny_llava(
+    tie: bool = False, seed: int = 0, hidden_size: int = 32, num_layers: int = 4
+) -> LlavaForConditionalGeneration:
     torch.manual_seed(seed)
     sizes = {"intermediate_size": 48, "num_attention_heads": 4}
     return LlavaForConditionalGeneration(
         LlavaConfig(
             vision_config=CLIPVisionConfig(hidden_size=32, num_hidden_layers=2, image_size=16, patch_size=8, **sizes),
             text_config=LlamaConfig(
-                hidden_size=hidden_size, num_hidden_layers=4, num_key_value_heads=2, vocab_size=54,
+                hidden_size=hidden_size, num_hidden_layers=num_layers, num_key_value_heads=2, vocab_size=54,
                 pad_token_id=0, tie_word_embeddings=tie, **sizes,
             ),
             image_token_id=52, vision_feature_layer=-1, tie_word_embeddings=tie,

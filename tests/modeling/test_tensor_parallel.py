@@ -119,7 +119,6 @@ def _llava():
 FAMILIES = {
     "llama": (lambda: _text("LlamaConfig", "LlamaForCausalLM"), "k_proj.weight", "up_proj.weight"),
     "qwen2": (lambda: _text("Qwen2Config", "Qwen2ForCausalLM"), "k_proj.bias", "down_proj.weight"),
-    "mistral": (lambda: _text("MistralConfig", "MistralForCausalLM"), "o_proj.weight", "gate_proj.weight"),
     "gemma3": (
         lambda: _text("Gemma3TextConfig", "Gemma3ForCausalLM", query_pre_attn_scalar=8),
         "q_proj.weight",
@@ -139,33 +138,6 @@ FAMILIES = {
         lambda: _text("Qwen3VLMoeTextConfig", "Qwen3VLMoeTextModel", moe_intermediate_size=24, num_experts=4,
                       num_experts_per_tok=2),
         "q_proj.weight",
-        "experts.gate_up_proj",
-    ),
-    "qwen3_omni_moe_text": (
-        lambda: _text(
-            "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel", moe_intermediate_size=24, num_experts=4,
-            num_experts_per_tok=2,
-        ),
-        "q_proj.weight",
-        "experts.gate_up_proj",
-    ),
-    "apertus": (lambda: _text("ApertusConfig", "ApertusForCausalLM"), "q_proj.weight", "up_proj.weight"),
-    "longcat_flash": (
-        lambda: _text(
-            "LongcatFlashConfig", "LongcatFlashForCausalLM", num_layers=2, ffn_hidden_size=48,
-            expert_ffn_hidden_size=24, n_routed_experts=4, zero_expert_num=4, moe_topk=4, kv_lora_rank=8,
-            num_key_value_heads=4, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
-        ),
-        "q_b_proj.weight",
-        "experts.gate_up_proj",
-    ),
-    "inkling2": (
-        lambda: _text(
-            "Inkling2TextConfig", "Inkling2ForCausalLM", unpadded_vocab_size=53, swa_num_attention_heads=4,
-            swa_num_key_value_heads=2, swa_head_dim=8, d_rel=4, rel_extent=16, moe_intermediate_size=24,
-            eos_token_id=1, n_routed_experts=4, num_experts_per_tok=2, n_layers_per_attn_res_block=1,
-        ),
-        None,
         "experts.gate_up_proj",
     ),
     "clip": (lambda: _vision("CLIPVisionConfig", "CLIPVisionModel", "encoder.layers"), "q_proj.bias", "fc1.bias"),

@@ -18,12 +18,10 @@ from hf_mmparallel.profiling.device_detection import (
     device_of_ranks,
     known_device,
     measure_device,
-    measured_links,
     power_limits,
     products_in,
     reported_name,
     slowest,
-    summary,
     tf32_is_on,
 )
 from hf_mmparallel.world import World
@@ -106,10 +104,6 @@ class TestMeasuring:
             assert tf32_is_on()
         assert torch.backends.cuda.matmul.fp32_precision == before and not tf32_is_on()
 
-    def test_on_one_rank_links_stay(self):
-        h100 = find_device("h100")
-        assert measured_links(h100, World()) is h100
-
 
 def test_of_unlike_devices_each_number_is_the_slowest():
     a40, l4 = find_device("a40"), find_device("l4")
@@ -148,13 +142,6 @@ def test_an_order_of_ranks_changes_no_number():
     assert replace(slowest([pcie, h100]), name="", aliases=(), source="", multiprocessors=0) == replace(
         slowest([h100, pcie]), name="", aliases=(), source="", multiprocessors=0
     )
-
-
-def test_a_summary_has_every_unit():
-    text = summary(find_device("h100"))
-    for value in ("bfloat16 989", "float16 989", "tf32 495", "float32 66.9", "79.1 GiB", "3.35e+03 GB/s", "450 GB/s"):
-        assert value in text
-    assert "node of 8" in text and "50 GB/s for each device" in text
 
 
 class TestPowerLimits:

@@ -1,5 +1,6 @@
 """Checkpoints of layouts: plain folders, read back by `from_pretrained` and by any other layout."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration
 
 from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import build_model_spec
@@ -27,6 +28,7 @@ from hf_mmparallel.runtime.writes import Writes
 from hf_mmparallel.world import World
 from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
+from tests.modeling import test_loading as loading
 
 LAYOUTS = {
     "whole": (1, {"vision": {}, "language_model": {"colocate_with": "vision"}}),
@@ -38,19 +40,7 @@ LAYOUTS = {
 }
 
 
-def tiny_llava(tie: bool = False, seed: int = 0, hidden_size: int = 32) -> LlavaForConditionalGeneration:
-    torch.manual_seed(seed)
-    sizes = {"intermediate_size": 48, "num_attention_heads": 4}
-    return LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=CLIPVisionConfig(hidden_size=32, num_hidden_layers=2, image_size=16, patch_size=8, **sizes),
-            text_config=LlamaConfig(
-                hidden_size=hidden_size, num_hidden_layers=2, num_key_value_heads=2, vocab_size=54,
-                pad_token_id=0, tie_word_embeddings=tie, **sizes,
-            ),
-            image_token_id=52, vision_feature_layer=-1, tie_word_embeddings=tie,
-        )
-    )  # fmt: skip
+tiny_llava = functools.partial(loading.tiny_llava, num_layers=2)
 
 
 def lay_out(model, layout: str):

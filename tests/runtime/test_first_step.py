@@ -71,17 +71,22 @@ def test_frozen_copies_that_differ_are_named(layout):
     assert len(set(assert_ranks_raise(unequal_frozen_weights, 3, layout, match=match))) == 1
 
 
+def claim_share(name: str) -> None:
+    """The plan says of a gradient that it is a share, which it is not."""
+    found = tensor_parallel._find_styles
+
+    def find(*args):
+        styles = found(*args)
+        styles.partial.add(name)
+        return styles
+
+    tensor_parallel._find_styles = find
+
+
 def silent_plan(partial: bool) -> None:
     """A plan that does not say which gradients are shares, or that says it of one that is none."""
     if partial:
-        found = tensor_parallel._find_styles
-
-        def find(*args):
-            styles = found(*args)
-            styles.partial.add(NORM)
-            return styles
-
-        tensor_parallel._find_styles = find
+        claim_share(NORM)
     else:
         tensor_parallel._between = lambda *args: set()
     runs.make_trainer("llava" if partial else "qwen3_vl_moe", {LM: {"tp_size": 2}}).train()
@@ -97,14 +102,7 @@ def test_gradients_that_are_shares_without_a_word_are_named(partial, name):
 
 def silent_plan_of_an_encoder() -> None:
     """The same of the vision tower, which has no image in the first step."""
-    found = tensor_parallel._find_styles
-
-    def find(*args):
-        styles = found(*args)
-        styles.partial.add("model.multi_modal_projector.linear_2.bias")
-        return styles
-
-    tensor_parallel._find_styles = find
+    claim_share("model.multi_modal_projector.linear_2.bias")
     shapes = [tiny.Shape(int(index >= runs.GLOBAL_BATCH), 0, 6) for index in range(2 * runs.GLOBAL_BATCH)]
     data = tiny.make_dataset("llava", len(shapes), shapes=shapes)
     trainer = runs.make_trainer("llava", {"vision": {"tp_size": 2}}, data=data, train_sampling_strategy="sequential")

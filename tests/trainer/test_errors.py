@@ -28,12 +28,6 @@ VISION, LM = "vision", "language_model"
 PIPELINE = {LM: {"pp_size": 2}}
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
-
-
 UNLIKE = {"replicas": [[{"layers": [0, 4], "ranks": [[rank]]}] for rank in (0, 1)]}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "other microbatches than the batch has": (

@@ -168,7 +168,7 @@ def test_state_that_is_damaged_of_another_model_or_executes_code_is_refused(tmp_
     assert first == second and first.keys() == folders.keys()
     assert "another model: it has" in first.pop("other frozen parts")
     of_schedules = {name: first.pop(name) for name in ("a schedule, cut", "a schedule that calls")}
-    assert all("scheduler.pt" in said and "another checkpoint" in said for said in of_schedules.values()), of_schedules
+    assert all("scheduler.pt" in said for said in of_schedules.values()), of_schedules
     for found in (first, *run_distributed(_refusals, 1, {name: folders[name] for name in first}, None)):
         assert found.keys() == first.keys() and all("optimizer.pt` is no" in said for said in found.values()), found
     assert not (tmp_path / "executed").exists()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
@@ -21,7 +22,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.world import World, watcher
-from hf_mmparallel.world.failure import RemoteRankError, shared_failure
+from hf_mmparallel.world.failure import shared_failure
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import (
@@ -48,35 +49,26 @@ def read(engine: ParallelEngine, step: StepPlan, dataset: Any) -> StepBatch:
     return with_program(engine, StepDataset(Reader(dataset, tiny.collate("llava")), engine.inputs, 0).read(step))
 
 
-def fail_at(modules: dict, rank: int, action: int) -> None:
-    """A step in which one rank raises at its n-th task."""
+def run_step(modules: dict, index: int, stumble: Callable[[int, Any, int], None]) -> None:
+    """A step, in which `stumble` is called with the rank, the task and the number of tasks so far."""
     engine = make_engine(modules)
-    done = []
-
-    def stumble(task) -> None:
-        done.append(task)
-        if engine.rank == rank and len(done) == action + 1:
-            raise KeyError(f"no pixels for {task}")
-
-    engine.executor.functions = replace(engine.executor.functions, before_forward=stumble)
-    dataset = tiny.make_dataset("llava", 12)
+    numbers = itertools.count(1)
+    engine.executor.functions = replace(
+        engine.executor.functions, before_forward=lambda task: stumble(engine.rank, task, next(numbers))
+    )
     step = contiguous_step(engine.plan, range(12), 2)
     with shared_failure("a block"):
-        engine.train_step(read(engine, step, dataset), 0)
+        engine.train_step(read(engine, step, tiny.make_dataset("llava", 12)), index)
 
 
-def fail_before_a_sum(rank: int) -> str:
-    """Catches what the block raises: the type and the sentence."""
-    try:
-        with shared_failure("a block"):
-            if dist.get_rank() == rank:
-                raise ValueError("a broken sample")
-            dist.all_reduce(torch.ones(1))
-    except ValueError:
-        return "own"
-    except RemoteRankError as error:
-        return str(error)
-    return "nothing"
+def fail_at(modules: dict, rank: int, action: int) -> None:
+    """A step in which one rank raises at its n-th task."""
+
+    def stumble(own_rank: int, task: Any, number: int) -> None:
+        if own_rank == rank and number == action + 1:
+            raise KeyError(f"no pixels for {task}")
+
+    run_step(modules, 0, stumble)
 
 
 def several_blocks() -> list[str]:
@@ -123,22 +115,15 @@ def end_in_a_step(rank: int, own_store: bool, kill: bool) -> None:
     if own_store:
         meet_at_rank_zero()
     hurry()
-    engine = make_engine(PIPELINE)
-    tasks = []
 
-    def stumble(task) -> None:
-        tasks.append(task)
-        if engine.rank == rank and len(tasks) == 2:
+    def stumble(own_rank: int, task: Any, number: int) -> None:
+        if own_rank == rank and number == 2:
             time.sleep(0.2)  # it has been there for a moment
             if kill:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError(f"no pixels for {task}")
 
-    engine.executor.functions = replace(engine.executor.functions, before_forward=stumble)
-    dataset = tiny.make_dataset("llava", 12)
-    step = contiguous_step(engine.plan, range(12), 2)
-    with shared_failure("a block"):
-        engine.train_step(read(engine, step, dataset), 6)
+    run_step(PIPELINE, 6, stumble)
 
 
 def other_order(modules: dict, first_step: bool) -> None:
