@@ -163,7 +163,7 @@ def test_checkpoint_of_another_model(tmp_path):
     other = tiny_llava(hidden_size=16)
     other.save_pretrained(tmp_path / "shape")
     model = build_on_meta(tiny_llava().config)
-    with pytest.raises(ValueError, match=r"another model: `.*` in `model.safetensors` has shape \(.*16.*"):
+    with pytest.raises(ValueError, match=r"another model: .*`model.safetensors` .*\(.*16"):
         load_owned(model, tmp_path / "shape")
     tiny_llava().save_pretrained(tmp_path / "key")
     file = tmp_path / "key" / "model.safetensors"
@@ -171,7 +171,7 @@ def test_checkpoint_of_another_model(tmp_path):
     removed = next(key for key in state if "layers.1.mlp.up_proj" in key)
     state.pop(removed)
     save_file(state, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"none of its files has `model.language_model.layers.1.mlp.up_proj.weight`"):
+    with pytest.raises(ValueError, match="`model.language_model.layers.1.mlp.up_proj.weight`"):
         load_owned(build_on_meta(tmp_path / "key"), tmp_path / "key")
     with pytest.raises(ValueError, match="has neither"):
         load_owned(build_on_meta(tmp_path / "key"), tmp_path)

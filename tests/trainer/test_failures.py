@@ -160,7 +160,7 @@ def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_stays(tmp_path: Path)
     last = re.escape(str(tmp_path / "checkpoint-2"))
     match = rf"/checkpoint-4`.*File too large.* `{last}`"
     zero, one = assert_ranks_raise(disk_is_full, 2, str(tmp_path), match=match)
-    assert zero == f"Another rank failed first: rank 1: SaveError: {one}"
+    assert zero.endswith(f"rank 1: SaveError: {one}")
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert run_distributed(goes_on, 2, str(tmp_path)) == [4, 4]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2", "checkpoint-4"]
@@ -205,7 +205,7 @@ def test_what_goes_wrong_at_the_start_and_losses_that_are_not_finite(tmp_path: P
     assert zero["folder"] == one["folder"]
     assert re.match(r"ValueError: `output_dir=.*file0/out'`", zero["folder"])
     assert zero["exception"] == "KeyError: 'tokens'"
-    assert one["exception"] == "RemoteRankError: Another rank failed first: rank 0: KeyError: 'tokens'"
+    assert re.fullmatch("RemoteRankError: .*rank 0: KeyError: 'tokens'", one["exception"])
     assert one["warnings"] == []
     picture, first, tenth = zero["warnings"]
     assert "KeyError: 'a picture that fails'" in picture
