@@ -123,7 +123,7 @@ def test_losses_norms_and_weights_are_those_without_failures(
     [
         deep("own ranks", [], [Join(3, 2)], [((), (4, 5))], [], id="without a loss"),
         pytest.param("pipelines", ["1:2:forward:kill"], [Join(4)], [((1,), ()), ((), (6,))], [], id="after a loss"),
-        pytest.param(
+        deep(
             "two copies",
             ["1:7:norm:kill"],
             [Join(5), Join(10)],
