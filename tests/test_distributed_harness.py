@@ -3,6 +3,7 @@
 import os
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ def _raise_on(rank: int) -> None:
     dist.barrier()
 
 
-def _raise_everywhere(different: bool) -> None:
-    raise ValueError(f"`size=3` does not divide 4 on {dist.get_rank() if different else 'every rank'}")
+def _raise_everywhere() -> None:
+    raise ValueError(f"on {dist.get_rank()}")
 
 
 def _raise_first_only() -> None:
@@ -47,10 +48,6 @@ def _exit_on(rank: int) -> None:
     dist.barrier()
 
 
-def _environment(name: str) -> str | None:
-    return os.environ.get(name)
-
-
 def _training_arguments(folder: str) -> tuple[int, int, str]:
     from transformers import TrainingArguments
 
@@ -58,10 +55,20 @@ def _training_arguments(folder: str) -> tuple[int, int, str]:
     return args.world_size, args.process_index, str(args.device)
 
 
-def test_results_come_back_by_rank():
-    results = run_distributed(_reduce, 3, 2.0, offset=0.5)
-    assert [(rank, value) for rank, value, _ in results] == [(0, 12.5), (1, 12.5), (2, 12.5)]
+def _look(folder: str) -> tuple[Any, list[str | None], Any]:
+    return _reduce(2.0, offset=0.5), [os.environ.get(name) for name in ENVIRONMENT], _training_arguments(folder)
+
+
+ENVIRONMENT = ("A_VARIABLE_OF_THIS_TEST", "LOCAL_RANK")
+
+
+def test_results_come_back_by_rank_and_ranks_see_their_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("A_VARIABLE_OF_THIS_TEST", "yes")
+    results, environments, arguments = zip(*run_distributed(_look, 2, str(tmp_path)), strict=True)
+    assert [(rank, value) for rank, value, _ in results] == [(0, 6.5), (1, 6.5)]
     assert all(big.shape == (100_000,) for _, _, big in results)
+    assert environments == (["yes", "0"], ["yes", "1"])
+    assert arguments == ((2, 0, "cpu:0"), (2, 1, "cpu:0"))
 
 
 def test_an_exception_arrives_with_its_traceback_and_output():
@@ -88,12 +95,6 @@ def test_a_dead_rank_is_named():
     assert caught.value.rank == 2
 
 
-def test_ranks_see_the_environment_of_the_caller(monkeypatch):
-    monkeypatch.setenv("A_VARIABLE_OF_THIS_TEST", "yes")
-    assert run_distributed(_environment, 2, "A_VARIABLE_OF_THIS_TEST") == ["yes", "yes"]
-    assert run_distributed(_environment, 2, "LOCAL_RANK") == ["0", "1"]
-
-
 def _warn() -> None:
     warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module="torch.somewhere")
     warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module="hf_mmparallel.runtime.engine")
@@ -103,15 +104,8 @@ def test_a_warning_of_the_package_is_an_error_in_a_rank():
     assert assert_ranks_raise(_warn, 2, match="^old$") == ["old", "old"]
 
 
-def test_training_arguments_find_the_ranks(tmp_path):
-    results = run_distributed(_training_arguments, 2, str(tmp_path))
-    assert results == [(2, 0, "cpu:0"), (2, 1, "cpu:0")]
-
-
 def test_assert_ranks_raise():
-    messages = assert_ranks_raise(_raise_everywhere, 2, different=False, match="`size=3` does not divide")
-    assert messages[0] == messages[1]
     with pytest.raises(RankFailure, match="every rank was to raise"):
-        assert_ranks_raise(_raise_everywhere, 2, different=True, match="on 0")
+        assert_ranks_raise(_raise_everywhere, 2, match="on 0")
     with pytest.raises(RankFailure, match="rank 1 returned"):
         assert_ranks_raise(_raise_first_only, 2, match="only here")

@@ -41,6 +41,7 @@ def test_the_hosts_see_each_other_and_have_a_loopback_each():
         assert "refused" in over_loopback[1].output
 
 
+@pytest.mark.deep
 def test_a_cut_cable_loses_what_is_sent():
     python = [sys.executable, "-c"]
     with TwoHosts() as hosts:
@@ -50,6 +51,7 @@ def test_a_cut_cable_loses_what_is_sent():
         assert "reached" not in done[1].output
 
 
+@pytest.mark.deep
 def test_what_runs_too_long_is_killed_with_its_children():
     with TwoHosts() as hosts:
         start = time.monotonic()

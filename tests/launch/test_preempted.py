@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.deep_cases import deep
+
 from .test_launch import CONFIGS, ENVIRONMENT, ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-DEEP = pytest.mark.deep
 SCRIPT = str(Path(__file__).with_name("preempted_script.py"))
 FLAGS = ["--config_file", str(CONFIGS / "one_host_4cpu.yaml"), "--num_processes", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", *FLAGS]
@@ -30,11 +31,11 @@ OURS = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", *FLAGS]
 @pytest.mark.parametrize(
     ("launcher", "number", "to_all"),
     [
-        pytest.param(ACCELERATE, signal.SIGTERM, False, id="accelerate", marks=DEEP),
-        pytest.param(ACCELERATE, signal.SIGTERM, True, id="accelerate and its processes", marks=DEEP),
-        pytest.param(TORCHRUN, signal.SIGUSR1, False, id="torchrun, SIGUSR1", marks=DEEP),
+        deep(ACCELERATE, signal.SIGTERM, False, id="accelerate"),
+        deep(ACCELERATE, signal.SIGTERM, True, id="accelerate and its processes"),
+        deep(TORCHRUN, signal.SIGUSR1, False, id="torchrun, SIGUSR1"),
         pytest.param(OURS, signal.SIGTERM, False, id="hf-mmparallel launch"),
-        pytest.param(OURS, signal.SIGUSR1, True, id="hf-mmparallel launch and its processes, SIGUSR1", marks=DEEP),
+        deep(OURS, signal.SIGUSR1, True, id="hf-mmparallel launch and its processes, SIGUSR1"),
     ],
 )
 def test_a_signal_to_a_launcher_leaves_a_checkpoint(

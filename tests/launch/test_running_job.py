@@ -34,7 +34,7 @@ def test_addresses(text, address):
 
 @pytest.mark.parametrize("text", ["", "29500", "host", "host:", "host:port", ":29500"])
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(ValueError, match="is no HOST:PORT. The launcher of machine 0 prints it"):
+    with pytest.raises(ValueError, match="HOST:PORT"):
         parse_address(text)
 
 
@@ -57,7 +57,7 @@ def test_launchers_that_join_get_numbers_that_nobody_has(store):
 
 def test_only_whole_nodes_join_a_job_of_several_hosts(store):
     address = _publish(store, num_nodes=2, num_members=8)
-    with pytest.raises(ValueError, match="has 4 processes on each host, and this launcher would add 2.*`--num_proc"):
+    with pytest.raises(ValueError, match="4 processes .* 2.*`--num_processes"):
         take_place(address, 2)
 
 
@@ -69,13 +69,13 @@ def test_any_number_of_processes_joins_a_job_of_one_host(store):
 
 def test_an_address_without_a_job_is_named(store, monkeypatch):
     monkeypatch.setattr(running_job, "_REACH_TIMEOUT", timedelta(seconds=1))
-    with pytest.raises(ValueError, match=f"No running job was found at 127.0.0.1:{store.port} within 1 s"):
+    with pytest.raises(ValueError, match=f"127.0.0.1:{store.port} within 1 s"):
         take_place(("127.0.0.1", store.port), 1)
 
 
 def test_how_to_join_says_so_when_the_address_is_of_this_host_only():
-    assert how_to_join(("10.0.0.1", 29500)) == "more nodes join with `--join 10.0.0.1:29500`"
-    assert "from other hosts with the name of this one" in how_to_join(("127.0.0.1", 29500))
+    assert "`--join 10.0.0.1:29500`" in how_to_join(("10.0.0.1", 29500))
+    assert "from other hosts" in how_to_join(("127.0.0.1", 29500))
 
 
 def test_data_of_any_size_goes_through_the_store(store, monkeypatch):

@@ -18,12 +18,10 @@ from hf_mmparallel.profiling.device_detection import (
     device_of_ranks,
     known_device,
     measure_device,
-    measured_links,
     power_limits,
     products_in,
     reported_name,
     slowest,
-    summary,
     tf32_is_on,
 )
 from hf_mmparallel.world import World
@@ -100,15 +98,11 @@ class TestMeasuring:
         found = measure_device(CPU, budget_s=0.2)
         assert found.fp16_tflops == found.fp32_tflops
 
-    def testproducts_in_tf32_are_for_a_while(self):
+    def test_products_in_tf32_are_for_a_while(self):
         before = torch.backends.cuda.matmul.fp32_precision
         with products_in("tf32"):
             assert tf32_is_on()
         assert torch.backends.cuda.matmul.fp32_precision == before and not tf32_is_on()
-
-    def test_on_one_rank_links_stay(self):
-        h100 = find_device("h100")
-        assert measured_links(h100, World()) is h100
 
 
 def test_of_unlike_devices_each_number_is_the_slowest():
@@ -150,14 +144,6 @@ def test_an_order_of_ranks_changes_no_number():
     )
 
 
-def test_a_summary_has_every_unit():
-    text = summary(find_device("h100"))
-    assert text == (
-        "bfloat16 989, float16 989, tf32 495, float32 66.9 TFLOP/s; 79.1 GiB of memory, 3.35e+03 GB/s; links 450 GB/s "
-        "in a node of 8, 50 GB/s for each device between nodes"
-    )
-
-
 class TestPowerLimits:
     @pytest.fixture(autouse=True)
     def _gpu(self, monkeypatch):
@@ -193,18 +179,6 @@ def _measured_by_all(unknown_rank: int) -> tuple[Hardware, list[str]]:
     return device_of_ranks(World()), said
 
 
-@pytest.mark.distributed
-def test_ranks_agree_on_what_they_measured():
-    (first, said), *others = run_distributed(_measured_by_all, 2, 1)
-    assert all(other == first for other, _ in others)
-    assert first.name == "NVIDIA Something" and first.source.startswith("measured")
-    assert first.node_size == 2 and first.network_cards == 2
-    assert 1e-4 < first.link_gb_per_s < 1e3 and first.link_gb_per_s != find_device("cpu").link_gb_per_s
-    (line,) = said
-    assert line.startswith("`NVIDIA Something` is not in the table of devices. Measured: bfloat16 ")
-    assert "`gpu_spec`" in line
-
-
 def _unlike() -> tuple[Hardware, list[str]]:
     name = ["h100", "h100-pcie"][dist.get_rank() % 2]
     limits = [None, (300.0, 350.0)][dist.get_rank() % 2]
@@ -215,12 +189,20 @@ def _unlike() -> tuple[Hardware, list[str]]:
     return device_of_ranks(World()), said
 
 
+def _on_a_rank() -> tuple[tuple[Hardware, list[str]], tuple[Hardware, list[str]]]:
+    return _measured_by_all(1), _unlike()
+
+
 @pytest.mark.distributed
-def test_unlike_devices_and_low_power_limits_are_said():
-    (first, said), (second, _) = run_distributed(_unlike, 2)
-    assert first == second == replace(slowest([find_device("h100"), find_device("h100-pcie")]))
-    assert "1 of 2 devices is below the default (rank 1: 300 of 350 W)" in said[0]
-    assert "unlike devices (1 x h100, 1 x h100-pcie)" in said[1]
+def test_ranks_agree_on_what_they_measured_and_on_unlike_devices_with_low_power_limits():
+    ((first, said), (slow, of_unlike)), ((second, _), (other, _)) = run_distributed(_on_a_rank, 2)
+    assert first == second and first.name == "NVIDIA Something" and first.source.startswith("measured")
+    assert first.node_size == 2 and first.network_cards == 2
+    assert 1e-4 < first.link_gb_per_s < 1e3 and first.link_gb_per_s != find_device("cpu").link_gb_per_s
+    (line,) = said
+    assert "`NVIDIA Something`" in line and "bfloat16 " in line and "`gpu_spec`" in line
+    assert slow == other == slowest([find_device("h100"), find_device("h100-pcie")])
+    assert "rank 1: 300 of 350 W" in of_unlike[0] and "1 x h100, 1 x h100-pcie" in of_unlike[1]
 
 
 @pytest.mark.gpu

@@ -51,39 +51,6 @@ def _measured(hosts: list[str], slow: bool = False) -> dict[str, float]:
     return link_constants(World())
 
 
-@pytest.mark.distributed
-def test_links_in_a_node_are_told_apart_from_those_between_nodes():
-    found, *others = run_distributed(_measured, 4, ["a", "b", "a", "b"], slow=True)
-    assert all(own == found for own in others)
-    assert found["node_size"] == found["network_cards"] == 2
-    assert found["node_link_latency_us"] >= 1e6 * SLOW_S > found["link_latency_us"]
-    assert found["node_collective_latency_us"] >= 1e6 * SLOW_S > found["collective_latency_us"]
-    # 2 x 3/4 of the bytes in the time of all of them, shared by the two ranks of a node
-    assert found["node_link_gb_per_s"] < 1.5 / PER_BYTE_S / 1e9 / 2 < found["link_gb_per_s"]
-    assert found["node_message_gb_per_s"] < 1 / PER_BYTE_S / 1e9 < found["message_gb_per_s"]
-
-
-@pytest.mark.distributed
-def test_of_one_node_nothing_is_said_about_others():
-    found, other = run_distributed(_measured, 2, ["a", "a"])
-    assert found == other and set(found) == set(links._INSIDE)
-    assert all(0 < value < 1e6 for value in found.values())
-
-
-@pytest.mark.distributed
-def test_of_nodes_with_one_rank_nothing_is_said_about_their_inside():
-    found, other = run_distributed(_measured, 2, ["a", "b"])
-    assert found == other and set(found) == {*links._BETWEEN, "node_size", "network_cards"}
-    assert found["node_size"] == 1
-
-
-@pytest.mark.distributed
-def test_ranks_without_a_partner_on_the_other_node_wait():
-    found, *others = run_distributed(_measured, 3, ["a", "a", "b"])
-    assert all(own == found for own in others)
-    assert set(found) == {*links._INSIDE, *links._BETWEEN, "node_size", "network_cards"} and found["node_size"] == 1
-
-
 def _as_told(hosts: list[str]) -> Hardware:
     pretend_hosts(hosts)
     rates = {2: 8.0, 4: 3.0}  # ranks of a sum -> GB/s
@@ -92,16 +59,47 @@ def _as_told(hosts: list[str]) -> Hardware:
     return measured_links(find_device("h100"), World())
 
 
+def _of_four() -> tuple[dict[str, float], Hardware]:
+    return _measured(["a", "b", "a", "b"], slow=True), _as_told(["a", "a", "b", "b"])
+
+
 @pytest.mark.distributed
-def test_a_device_has_the_links_of_its_slowest_ranks():
-    found, *others = run_distributed(_as_told, 4, ["a", "a", "b", "b"])
+def test_links_in_a_node_are_told_apart_from_those_between_nodes_and_are_of_the_slowest_ranks():
+    (found, device), *others = run_distributed(_of_four, 4)
+    assert all(own == (found, device) for own in others)
+    assert found["node_size"] == found["network_cards"] == 2
+    assert found["node_link_latency_us"] >= 1e6 * SLOW_S > found["link_latency_us"]
+    assert found["node_collective_latency_us"] >= 1e6 * SLOW_S > found["collective_latency_us"]
+    # 2 x 3/4 of the bytes in the time of all of them, shared by the two ranks of a node
+    assert found["node_link_gb_per_s"] < 1.5 / PER_BYTE_S / 1e9 / 2 < found["link_gb_per_s"]
+    assert found["node_message_gb_per_s"] < 1 / PER_BYTE_S / 1e9 < found["message_gb_per_s"]
+    assert device.node_size == 2 and device.link_gb_per_s == 8.0
+    assert device.link_bytes_per_ms(range(4)) == pytest.approx(3.0e6)  # the slowest rank's
+    assert device.network_gb_per_s == pytest.approx(1.5)
+    assert device.message_bytes_per_ms([1, 2]) == device.message_bytes_per_ms([0, 1]) == 5e6
+    assert device.latency_us([0, 1]) == device.latency_us([1, 2]) == 10.0
+    assert (device.step_latency_us([0, 1]), device.step_latency_us(range(4))) == (20.0, 40.0)
+
+
+def _of_two() -> list[dict[str, float]]:
+    return [_measured(["a", "a"]), _measured(["a", "b"])]
+
+
+@pytest.mark.distributed
+def test_what_nodes_have_not_is_not_measured():
+    first, second = run_distributed(_of_two, 2)
+    assert first == second
+    one_node, single_ranks = first
+    assert set(one_node) == set(links._INSIDE) and all(0 < value < 1e6 for value in one_node.values())
+    assert set(single_ranks) == {*links._BETWEEN, "node_size", "network_cards"} and single_ranks["node_size"] == 1
+
+
+@pytest.mark.deep
+@pytest.mark.distributed
+def test_ranks_without_a_partner_on_the_other_node_wait():
+    found, *others = run_distributed(_measured, 3, ["a", "a", "b"])
     assert all(own == found for own in others)
-    assert found.node_size == 2 and found.link_gb_per_s == 8.0
-    assert found.link_bytes_per_ms(range(4)) == pytest.approx(3.0e6)  # the slowest rank's
-    assert found.network_gb_per_s == pytest.approx(1.5)
-    assert found.message_bytes_per_ms([1, 2]) == found.message_bytes_per_ms([0, 1]) == 5e6
-    assert found.latency_us([0, 1]) == found.latency_us([1, 2]) == 10.0
-    assert (found.step_latency_us([0, 1]), found.step_latency_us(range(4))) == (20.0, 40.0)
+    assert set(found) == {*links._INSIDE, *links._BETWEEN, "node_size", "network_cards"} and found["node_size"] == 1
 
 
 def test_on_one_rank_nothing_is_measured():

@@ -1,5 +1,6 @@
 """Checkpoints of layouts: plain folders, read back by `from_pretrained` and by any other layout."""
 
+import functools
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlavaForConditionalGeneration
 
 from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import build_model_spec
@@ -25,7 +26,9 @@ from hf_mmparallel.runtime.optimizer_loading import load_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.runtime.writes import Writes
 from hf_mmparallel.world import World
+from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
+from tests.modeling import test_loading as loading
 
 LAYOUTS = {
     "whole": (1, {"vision": {}, "language_model": {"colocate_with": "vision"}}),
@@ -37,19 +40,7 @@ LAYOUTS = {
 }
 
 
-def tiny_llava(tie: bool = False, seed: int = 0, hidden_size: int = 32) -> LlavaForConditionalGeneration:
-    torch.manual_seed(seed)
-    sizes = {"intermediate_size": 48, "num_attention_heads": 4}
-    return LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=CLIPVisionConfig(hidden_size=32, num_hidden_layers=2, image_size=16, patch_size=8, **sizes),
-            text_config=LlamaConfig(
-                hidden_size=hidden_size, num_hidden_layers=2, num_key_value_heads=2, vocab_size=54,
-                pad_token_id=0, tie_word_embeddings=tie, **sizes,
-            ),
-            image_token_id=52, vision_feature_layer=-1, tie_word_embeddings=tie,
-        )
-    )  # fmt: skip
+tiny_llava = functools.partial(loading.tiny_llava, num_layers=2)
 
 
 def lay_out(model, layout: str):
@@ -100,7 +91,7 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [deep(name, unless=name in ("dp1+pp2", "dp2+tp2")) for name in LAYOUTS])
 def test_layouts_save_and_read(tmp_path, layout):
     tie = layout in ("dp1+pp2", "tp2+dp2", "shared")
     stock, saved = tmp_path / "stock", tmp_path / "out" / "checkpoint-1"
@@ -144,7 +135,7 @@ def test_checkpoint_of_another_model_stops_all_ranks(tmp_path):
     other = tiny_llava()
     other.model.language_model.layers = other.model.language_model.layers[:1]  # the last stage alone misses something
     other.save_pretrained(tmp_path)
-    messages = assert_ranks_raise(_load_other, 3, str(tmp_path), match="another model: none of its files has")
+    messages = assert_ranks_raise(_load_other, 3, str(tmp_path), match="another model")
     assert messages[0].startswith("rank 2: ") and messages[0].endswith(messages[2])
 
 
@@ -241,10 +232,10 @@ def _load_state(name: str, layout: str, folder: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "others"),
     [
-        ("adamw", "tp2pp2", ["tp2pp2", "dp1+pp2", "whole"]),
         ("adamw", "shared", ["dp2+tp2"]),
-        ("sgd", "dp2+tp2", ["tp2+dp2"]),
-        ("adafactor", "dp1+pp2", ["shared"]),
+        deep("adamw", "tp2pp2", ["tp2pp2", "dp1+pp2", "whole"]),
+        deep("sgd", "dp2+tp2", ["tp2+dp2"]),
+        deep("adafactor", "dp1+pp2", ["shared"]),
     ],
 )
 def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
@@ -256,13 +247,13 @@ def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
 def test_optimizer_of_another_model(tmp_path):
     model = tiny_llava()
     optimizer = _optimizer(model, "adamw")
-    with pytest.raises(ValueError, match="is incomplete: it has no `optimizer.pt`. Resume from"):
+    with pytest.raises(ValueError, match="no `optimizer.pt`"):
         load_optimizer(optimizer, model, tmp_path, _groups(), World())
     _step(model, optimizer, 0)
     sharded = lay_out(model, "whole")
     save_optimizer(optimizer, sharded, Writes(tmp_path), _groups())
     other = tiny_llava(hidden_size=16)
-    with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
+    with pytest.raises(ValueError, match=r"another model: .*\(.*32.*\) .*\(.*16"):
         load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups(), World())
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict(saved)  # as the stock Trainer does

@@ -29,6 +29,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, Paralle
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.world import World
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 from tests.planned_batch import with_program
 from tests.runtime.loopback import assert_close, reference
@@ -162,7 +163,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+CORE = ("tp 2 and pp 2", "vision pp 2, decoder dp 2", "deepstack")
+
+
+@pytest.mark.parametrize("name", [deep(name, unless=name in CORE) for name in LAYOUTS])
 def test_a_layout_equals_one_process(name):
     modules, options = LAYOUTS[name]
     ranks = check(modules, **options)
@@ -178,7 +182,7 @@ ENCODERS = {
 }
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", [deep("apart"), "shared"])
 def test_two_encoders_equal_one_process(name):
     check(ENCODERS[name], "two encoders")
 
@@ -193,11 +197,13 @@ def test_a_frozen_encoder_gets_no_gradient_and_runs_no_backward():
     assert not [m for m in messages if m.startswith("grad") and "vision" in m]
 
 
+@pytest.mark.deep
 def test_a_trained_projector_before_a_frozen_language_model():
     ranks = check({"vision": {"pp_size": 2}, LM: {"tp_size": 2}}, freeze=("vision_tower", "language_model", "lm_head"))
     assert [bool(found["backwards"]) for found in ranks] == [False, True, True, True]
 
 
+@pytest.mark.deep
 def test_parameters_that_no_rank_used_keep_no_gradient():
     ranks = check({"vision": {"dp_size": 2}, LM: {"dp_size": 2}}, max_items=0)
     for found in ranks[:2]:

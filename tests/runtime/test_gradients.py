@@ -69,18 +69,22 @@ def norm_rank() -> float:
     return float(gradient_norm(counted, World()))
 
 
+def of_three() -> tuple[Any, float, list[Any]]:
+    return sum_rank(), norm_rank(), unlike_rank()
+
+
 @pytest.mark.distributed
-def test_gradients_are_summed_and_unused_parameters_keep_none():
-    (alone, _), *members = run_distributed(sum_rank, 3)
+def test_gradients_are_summed_unused_parameters_keep_none_and_norms_are_over_all_ranks():
+    sums, norms, (first, second, both) = zip(*run_distributed(of_three, 3), strict=True)
+    (alone, _), *members = sums
+    assert norms == (pytest.approx(5.0),) * 3
+    # a rank sums each of its shards with the ranks that have it
+    assert second == [[2.0] * 4, None]
+    assert first == [None, None] and both == [[0.0] * 4 + [2.0] * 4, None]
     assert alone == {"a": pytest.approx([0.1] * 6), "half": None, "unused": None, "b": None}
     for mine, again in members:
         assert mine == {"a": [11.0] * 6, "half": [1.0, 2.0], "unused": None, "b": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
         assert again == [-value for value in mine["a"]]
-
-
-@pytest.mark.distributed
-def test_the_norm_is_over_all_ranks():
-    assert run_distributed(norm_rank, 3) == [pytest.approx(5.0)] * 3
 
 
 def test_the_norm_is_that_of_torch():
@@ -109,6 +113,10 @@ def test_every_element_is_in_one_slice(numel, num_slices):
     for row, values in zip(rows, slices, strict=True):
         for column in row.split(length):
             assert torch.equal(column[: len(values)], values) and not column[len(values) :].any()
+
+
+def of_four() -> list[Any]:
+    return [sharded_rank(shard_size) for shard_size in (2, 4)]
 
 
 def sharded_rank(shard_size: int) -> tuple[dict[str, Any], dict[str, Any], float]:
@@ -141,18 +149,18 @@ def sharded_rank(shard_size: int) -> tuple[dict[str, Any], dict[str, Any], float
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("shard_size", [2, 4])
-def test_sums_end_in_slices_and_weights_are_gathered_from_them(shard_size):
+def test_sums_end_in_slices_and_weights_are_gathered_from_them():
     sums = {"a": [0, 1111, 2222, 3333, 4444, 5555], "half": [0, 1, 2, 3, 4], "unused": None, "b": [2] * 6}
     norm = sum(value * value for values in sums.values() for value in values or ()) ** 0.5
-    for rank, (mine, weights, found) in enumerate(run_distributed(sharded_rank, 4, shard_size)):
-        index = rank % shard_size
-        for name, values in sums.items():
-            length = -(-len(weights[name]) // shard_size)
-            cut = slice(index * length, (index + 1) * length)
-            assert mine[name] == (None if values is None else values[cut])
-            assert weights[name] == [1 + place // length for place in range(len(weights[name]))]
-        assert found == pytest.approx(norm)
+    for rank, of_rank in enumerate(run_distributed(of_four, 4)):
+        for shard_size, (mine, weights, found) in zip((2, 4), of_rank, strict=True):
+            index = rank % shard_size
+            for name, values in sums.items():
+                length = -(-len(weights[name]) // shard_size)
+                cut = slice(index * length, (index + 1) * length)
+                assert mine[name] == (None if values is None else values[cut])
+                assert weights[name] == [1 + place // length for place in range(len(weights[name]))]
+            assert found == pytest.approx(norm)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9])
@@ -221,12 +229,6 @@ def buckets_rank() -> list[list[float] | None]:
     return [None if p.grad is None else sorted(set(p.grad.flatten().tolist())) for p in own.values()]
 
 
-@pytest.mark.distributed
-def test_buckets_have_the_sums():
-    for mine in run_distributed(buckets_rank, 2):
-        assert mine == [[5.0], [1.0], [16.5], [22.0], [27.5], None]
-
-
 def unlike_rank() -> list[Any]:
     """
     Ranks 0 and 1 have halves of the columns of `a`, in two blocks, of `b` and of `c`, rank 2 has all of them. Only
@@ -254,13 +256,6 @@ def unlike_rank() -> list[Any]:
     wanted = [101 * half for half in halves] + [101 * whole]
     assert own["a"].grad is not None and torch.equal(own["a"].grad, wanted[rank])
     return [None if parameter.grad is None else parameter.grad.sum(0).tolist() for parameter in own.values()][1:]
-
-
-@pytest.mark.distributed
-def test_a_rank_sums_each_of_its_shards_with_the_ranks_that_have_it():
-    first, second, both = run_distributed(unlike_rank, 3)
-    assert second == [[2.0] * 4, None]
-    assert first == [None, None] and both == [[0.0] * 4 + [2.0] * 4, None]
 
 
 def early_sums(reaches: list[int]) -> list[list[str]]:
@@ -296,25 +291,18 @@ def early_sums(reaches: list[int]) -> list[list[str]]:
     return started
 
 
+def of_two() -> tuple[list[list[float] | None], list[list[str]]]:
+    """The sums of buckets, and [`early_sums`] with a bucket for each parameter."""
+    sums = buckets_rank()
+    optimizer_slices.GRADIENT_BUCKET_BYTES = 1
+    return sums, early_sums([2, 1, 0])
+
+
 @pytest.mark.distributed
-def test_sums_of_complete_layers_start_in_the_last_backward_in_one_order():
-    first, second = run_distributed(with_tiny_buckets, 2)
-    assert first == [
-        ["reached 2"],
-        ["layer2"],
-        ["norm2"],
-        ["reached 1"],
-        ["layer1"],
-        ["norm1"],
-        ["reached 0"],
-        ["layer0"],
-        ["norm0"],
-        ["head"],
+def test_buckets_have_the_sums_and_start_in_the_last_backward_in_one_order():
+    (sums, first), (other, second) = run_distributed(of_two, 2)
+    assert sums == other == [[5.0], [1.0], [16.5], [22.0], [27.5], None]
+    assert [names for (names,) in first] == [
+        *("reached 2", "layer2", "norm2", "reached 1", "layer1", "norm1", "reached 0", "layer0", "norm0", "head")
     ]
     assert second == [names for names in first if not names[0].startswith("reached")]
-
-
-def with_tiny_buckets() -> list[list[str]]:
-    """[`early_sums`] with a bucket for each parameter."""
-    optimizer_slices.GRADIENT_BUCKET_BYTES = 1
-    return early_sums([2, 1, 0])

@@ -13,9 +13,10 @@ from torch import nn
 from hf_mmparallel.plan import SyncGroup
 from hf_mmparallel.runtime.joint_passes import GradientSums, StagePasses
 from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
-from tests.distributed import assert_ranks_raise, run_distributed
+from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.distributed
+STAGES = (("m", 0, 0), ("m", 1, 0))
 
 
 class Stack(nn.Module):
@@ -33,18 +34,24 @@ class Stack(nn.Module):
         return hidden
 
 
-def make(zero_stage: int) -> tuple[Stack, StagePasses, GradientSums, OptimizerSlices]:
-    """The stack on this rank, the same on both, with its parameters divided."""
-    torch.manual_seed(0)
-    model = Stack()
+def passes_of(
+    model: Stack, groups: list[SyncGroup], sums: GradientSums | None = None, **settings: Any
+) -> tuple[StagePasses, OptimizerSlices]:
+    """The passes of a stage that is the stack, with its parameters divided."""
     named = dict(model.named_parameters())
-    groups = [SyncGroup((0, 1), tuple(named), (("m", 0, 0), ("m", 1, 0)), 2, zero_stage)]
     slices = OptimizerSlices(groups, named, dist.get_rank(), {(0, 1): dist.group.WORLD})
     stage: Any = SimpleNamespace(
         parameters=model.named_parameters, own_layers=dict(enumerate(model.layers)), module_name="m", modality=None
     )
-    sums = GradientSums()
-    return model, StagePasses(stage, slices, sums), sums, slices
+    return StagePasses(stage, slices, sums or GradientSums(), **settings), slices
+
+
+def make(zero_stage: int) -> tuple[Stack, StagePasses, OptimizerSlices, GradientSums]:
+    """The stack on this rank, the same on both."""
+    torch.manual_seed(0)
+    model, sums = Stack(), GradientSums()
+    names = tuple(name for name, _ in model.named_parameters())
+    return model, *passes_of(model, [SyncGroup((0, 1), names, STAGES, 2, zero_stage)], sums), sums
 
 
 def with_memory(model: Stack) -> list[int]:
@@ -57,7 +64,7 @@ def run_step(zero_stage: int) -> tuple[dict[str, torch.Tensor], list[list[int]],
     Rank 0 has two microbatches, rank 1 one. The sums of gradients of rank 0's and rank 1's slices by name, the layers
     with memory at each forward of a layer, those after the step, and the number of elements that are updated here.
     """
-    model, passes, sums, slices = make(zero_stage)
+    model, passes, slices, sums = make(zero_stage)
     seen: list[list[int]] = []
     for layer in model.layers:
         layer.register_forward_hook(lambda *_: seen.append(with_memory(model)))
@@ -92,35 +99,13 @@ def run_step(zero_stage: int) -> tuple[dict[str, torch.Tensor], list[list[int]],
     return result, seen, with_memory(model), updated
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_gradients_are_those_of_all_microbatches(zero_stage: int):
-    torch.manual_seed(0)
-    model = Stack()
-    for value in (1.0, 2.0, 2.0):
-        model(torch.full((2, 4), value)).sum().backward()
-    for result, seen, left, updated in run_distributed(run_step, 2, zero_stage):
-        assert result.keys() == dict(model.named_parameters()).keys()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(result[name], parameter.grad)
-        if zero_stage == 3:
-            assert all(layers in ([0], [0, 1], [1], [1, 2], [2]) for layers in seen) and not left
-        else:
-            assert left == [0, 1, 2]
-        assert updated < 0.6 * sum(parameter.numel() for parameter in model.parameters())
-
-
 def run_frozen() -> tuple[list[int], list[int]]:
     """Layers with memory while the last of three layers runs backwards, the only one with a backward; and after it."""
     model = Stack()
     model.requires_grad_(False)
     model.layers[2].requires_grad_(True)
-    named = dict(model.named_parameters())
-    groups = [SyncGroup((0, 1), (name,), (("m", 0, 0), ("m", 1, 0)), 2, 3) for name in named]
-    slices = OptimizerSlices(groups, named, dist.get_rank(), {(0, 1): dist.group.WORLD})
-    stage: Any = SimpleNamespace(
-        parameters=model.named_parameters, own_layers=dict(enumerate(model.layers)), module_name="m", modality=None
-    )
-    passes = StagePasses(stage, slices, GradientSums(), first_backward=2)
+    groups = [SyncGroup((0, 1), (name,), STAGES, 2, 3) for name, _ in model.named_parameters()]
+    passes, _ = passes_of(model, groups, first_backward=2)
     passes.start_step(["fwd", "bwd"], (None,))
     passes.begin(False)
     passes.compute()
@@ -135,37 +120,67 @@ def run_frozen() -> tuple[list[int], list[int]]:
     return seen, with_memory(model)
 
 
-def test_layers_without_a_backward_are_not_gathered_for_it():
-    assert run_distributed(run_frozen, 2) == [([2], [])] * 2
-
-
-def run_backwards() -> None:
-    """Runs the layers from the last to the first."""
+def run_backwards() -> str:
+    """What is said when the layers run from the last to the first."""
     model, passes, _, _ = make(3)
     passes.start_step(["fwd"], (None,))
     passes.begin(False)
     passes.compute()
     model.layers[2](model.layers[1](torch.ones(1, 4)))
-    model.layers[0](torch.ones(1, 4))
-
-
-def test_layers_that_run_in_another_order_are_an_error():
-    assert_ranks_raise(run_backwards, 2, match="Layer 0 of a stage of `m` runs after layers that follow it")
-
-
-def test_a_parameter_of_two_layers_is_gathered_with_what_is_in_no_layer():
-    assert run_distributed(shared_parameter, 2) == [(0, 2)] * 2
+    with pytest.raises(Exception) as raised:
+        model.layers[0](torch.ones(1, 4))
+    return str(raised.value)
 
 
 def shared_parameter() -> tuple[int, int]:
     """The number of parameters gathered with layer 1, and of those that are in no layer, when two layers share one."""
     model = Stack()
     model.layers[1].weight = model.layers[0].weight
-    named = dict(model.named_parameters())
-    groups = [SyncGroup((0, 1), tuple(n for n in named if "bias" not in n), (("m", 0, 0),), 2, 3)]
-    slices = OptimizerSlices(groups, named, dist.get_rank(), {(0, 1): dist.group.WORLD})
-    stage: Any = SimpleNamespace(
-        parameters=model.named_parameters, own_layers=dict(enumerate(model.layers)), module_name="m", modality=None
-    )
-    units = StagePasses(stage, slices, GradientSums()).units
+    names = tuple(name for name, _ in model.named_parameters() if "bias" not in name)
+    units = passes_of(model, [SyncGroup((0, 1), names, STAGES[:1], 2, 3)])[0].units
     return tuple(sum(len(group.members) for group in units[index].groups) for index in (1, -1))
+
+
+def on_a_rank() -> dict[Any, Any]:
+    """All that this rank has to show."""
+    return {
+        2: run_step(2),
+        3: run_step(3),
+        "frozen": run_frozen(),
+        "shared": shared_parameter(),
+        "backwards": run_backwards(),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[Any, Any]]:
+    return run_distributed(on_a_rank, 2)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_gradients_are_those_of_all_microbatches(ranks: list[dict[Any, Any]], zero_stage: int):
+    torch.manual_seed(0)
+    model = Stack()
+    for value in (1.0, 2.0, 2.0):
+        model(torch.full((2, 4), value)).sum().backward()
+    for result, seen, left, updated in (rank[zero_stage] for rank in ranks):
+        assert result.keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(result[name], parameter.grad)
+        if zero_stage == 3:
+            assert all(layers in ([0], [0, 1], [1], [1, 2], [2]) for layers in seen) and not left
+        else:
+            assert left == [0, 1, 2]
+        assert updated < 0.6 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_layers_without_a_backward_are_not_gathered_for_it(ranks: list[dict[Any, Any]]):
+    assert [rank["frozen"] for rank in ranks] == [([2], [])] * 2
+
+
+def test_layers_that_run_in_another_order_are_an_error(ranks: list[dict[Any, Any]]):
+    assert all("Layer 0 of a stage of `m`" in rank["backwards"] for rank in ranks)
+
+
+def test_a_parameter_of_two_layers_is_gathered_with_what_is_in_no_layer(ranks: list[dict[Any, Any]]):
+    assert [rank["shared"] for rank in ranks] == [(0, 2)] * 2

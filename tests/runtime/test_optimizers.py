@@ -120,15 +120,9 @@ def run_classes(folder: str) -> dict[str, Any]:
     """What becomes of each optimizer under tensor parallelism, and of runs that go on from its state."""
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
-    for cls, settings in (
-        (torch.optim.AdamW, {}),
-        (torch.optim.Adagrad, {}),
-        (Plain, {}),
-        (ByNorm, {}),
-        (Adafactor, {}),
-    ):
+    for cls in (torch.optim.AdamW, torch.optim.Adagrad, Plain, ByNorm, Adafactor):
         model = model_of(torch.bfloat16, mesh)
-        optimizer = cls(model.parameters(), **settings)
+        optimizer = cls(model.parameters())
         try:
             prepare_optimizer(optimizer, holds_all=True, world=World())
         except ValueError as error:
@@ -146,7 +140,7 @@ def run_classes(folder: str) -> dict[str, Any]:
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
             parameter.data.copy_(value)
-        resumed = cls(again.parameters(), **settings)
+        resumed = cls(again.parameters())
         prepare_optimizer(resumed, holds_all=True, world=World())
         load_optimizer(resumed, again, f"{folder}/{cls.__name__}", [NAMES], World())
         steps(again, resumed, range(3, 5))
@@ -169,9 +163,8 @@ def test_optimizers_run_on_shards_as_on_the_whole_or_are_refused(tmp_path):
             for name, want in full(model).items():
                 assert torch.equal(straight[name], want), (cls, name)
                 assert torch.equal(resumed[name], want), (cls, name)
-        assert "`tests.ByNorm` can't be used with `tp_size` above 1" in found["ByNorm"]
-        assert "NotImplementedError: no sharding strategy registered" in found["ByNorm"]
-        assert "`transformers.Adafactor` can't be used with `tp_size` above 1" in found["Adafactor"]
+        assert "`tests.ByNorm`" in found["ByNorm"] and "no sharding strategy registered" in found["ByNorm"]
+        assert "`transformers.Adafactor`" in found["Adafactor"] and "`tp_size`" in found["Adafactor"]
     # One process goes on from what shards have left.
     model = model_of(torch.bfloat16, None)
     optimizer = Plain(model.parameters())
@@ -183,7 +176,7 @@ def test_optimizers_run_on_shards_as_on_the_whole_or_are_refused(tmp_path):
 def test_optimizers_that_need_all_parameters_are_refused_on_parts(cls):
     model = model_of(torch.float32, None)
     prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=True, world=World())
-    with pytest.raises(ValueError, match=f"`tests.{cls.__name__}` updates a parameter by its place among all parame"):
+    with pytest.raises(ValueError, match=f"`tests.{cls.__name__}`"):
         prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=False, world=World())
 
 
@@ -248,9 +241,9 @@ def slices_of(model: nn.Module, rank: int) -> OptimizerSlices:
 @pytest.mark.parametrize(
     ("cls", "cause"),
     [
-        (ChangesWithMode, "it changes the weights in `train\\(\\)` and `eval\\(\\)`"),
-        (Adafactor, "its update of a slice is not that slice of its update"),
-        (ByPlace, "each rank of this plan updates only slices of them.*or `zero_stage=0`"),
+        (ChangesWithMode, "`train\\(\\)` and `eval\\(\\)`"),
+        (Adafactor, "update of a slice"),
+        (ByPlace, "`zero_stage=0`"),
     ],
 )
 def test_optimizers_that_can_not_update_slices_are_refused(cls, cause):

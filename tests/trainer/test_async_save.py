@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from pathlib import Path
@@ -14,16 +13,17 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_mmparallel.runtime import folder_save, writes
+from hf_mmparallel import MultimodalTrainingArguments
+from hf_mmparallel.runtime import folder_save, optimizer_checkpoint, writes
 from hf_mmparallel.trainer import checkpoint_saves
+from hf_mmparallel.trainer.argument_table import settings_without_plan
+from tests.deep_cases import deep
 from tests.distributed import RankFailure, assert_ranks_raise, run_distributed
 
 from . import runs
-from .test_checkpoints import PLAN, SAVING
+from .test_checkpoints import PAIR, PLAN, SAVING
 
 pytestmark = pytest.mark.distributed
-
-PAIR: dict[str, Any] = {"vision": {}, "language_model": {}}
 
 
 def divided(zero_stage: int) -> dict[str, Any]:
@@ -84,12 +84,17 @@ def save_at_once(folder: Path, parallel: dict[str, Any]) -> None:
     runs.make_trainer("llava", parallel, str(folder), **SAVING).train()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+def both_saves(folder: Path, parallel: dict[str, Any]) -> list[tuple[int, list[str]]]:
+    """Saves at once first, so that nothing is held up."""
+    save_at_once(folder / "at_once", parallel)
+    return held_up(folder / "out", parallel)
+
+
+@pytest.mark.parametrize("layout", [deep(name, unless=name == "ZeRO-3") for name in LAYOUTS])
 def test_training_goes_on_and_the_files_are_those_of_a_save_that_it_waits_for(tmp_path: Path, layout: str):
     size, parallel = LAYOUTS[layout]
-    for seen in run_distributed(held_up, size, tmp_path / "out", parallel):
+    for seen in run_distributed(both_saves, size, tmp_path, parallel):
         assert seen[:3] == [(1, []), (2, []), (3, ["_saving-checkpoint-2"])]
-    run_distributed(save_at_once, size, tmp_path / "at_once", parallel)
     for name in ("checkpoint-2", "checkpoint-4"):
         ours, theirs = tmp_path / "out" / name, tmp_path / "at_once" / name
         files = sorted(path.name for path in theirs.iterdir())
@@ -103,8 +108,6 @@ def test_training_goes_on_and_the_files_are_those_of_a_save_that_it_waits_for(tm
 def killed_while_writing(folder: Path) -> None:
     """Rank 1 is killed in the third step, while checkpoint-2 is there and its own checkpoint-3 half written."""
     trainer = runs.make_trainer("llava", PAIR, str(folder), async_save=True, **{**SAVING, "save_steps": 1})
-    from hf_mmparallel.runtime import optimizer_checkpoint
-
     close = optimizer_checkpoint._Values.close
 
     def dies(values: Any) -> None:
@@ -116,11 +119,15 @@ def killed_while_writing(folder: Path) -> None:
     trainer.train()
 
 
-def resumed(folder: Path, parallel: dict[str, Any], checkpoint: str | None) -> dict[str, torch.Tensor] | None:
-    trainer = runs.make_trainer("llava", parallel, str(folder), async_save=True, **SAVING)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    whole = trainer.gather_model()
-    return None if whole is None else dict(whole.state_dict())
+def straight_and_again(folder: Path) -> list[dict[str, torch.Tensor] | None]:
+    """The weights of a run, and of one that goes on from a checkpoint."""
+    found = []
+    for name, checkpoint in (("straight", None), ("out", str(folder / "out" / "checkpoint-2"))):
+        trainer = runs.make_trainer("llava", PAIR, str(folder / name), async_save=True, **SAVING)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        whole = trainer.gather_model()
+        found.append(None if whole is None else {key: value.clone() for key, value in whole.state_dict().items()})
+    return found
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path):
@@ -129,8 +136,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Pa
     whole = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
     assert whole == ["checkpoint-1", "checkpoint-2"]
     assert (tmp_path / "out" / "_saving-checkpoint-3").is_dir()
-    straight = run_distributed(resumed, 2, tmp_path / "straight", PAIR, None)[0]
-    again = run_distributed(resumed, 2, tmp_path / "out", PAIR, str(tmp_path / "out" / "checkpoint-2"))[0]
+    straight, again = run_distributed(straight_and_again, 2, tmp_path)[0]
     assert straight is not None and again is not None
     assert all(torch.equal(again[name], straight[name]) for name in straight)
     assert not list((tmp_path / "out").glob("_saving-*"))
@@ -138,8 +144,6 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Pa
 
 def cant_write(folder: Path, rank: int, step: int) -> None:
     """A rank can't write the values of the optimizer at a step."""
-    from hf_mmparallel.runtime import optimizer_checkpoint
-
     write = optimizer_checkpoint._Values.write
 
     def fails(values: Any, offset: int, tensor: torch.Tensor) -> None:
@@ -158,48 +162,16 @@ def cant_write(folder: Path, rank: int, step: int) -> None:
         (folder / f"steps-{dist.get_rank()}").write_text(str(steps[-1]))
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 2), (1, 2), (1, 6)])
+@pytest.mark.parametrize(("rank", "step"), [deep(0, 2), (1, 2), deep(1, 6)])
 def test_what_the_writer_could_not_do_is_raised_by_all_ranks_at_the_next_save_or_the_end(
     tmp_path: Path, rank: int, step: int
 ):
-    said = assert_ranks_raise(
-        cant_write, 2, tmp_path, rank, step, match=rf"checkpoint-{step}` could not be saved: No space left"
-    )
-    assert said[1 - rank] == f"Another rank failed first: rank {rank}: SaveError: {said[rank]}"
+    said = assert_ranks_raise(cant_write, 2, tmp_path, rank, step, match=rf"checkpoint-{step}`.*No space left")
+    assert said[1 - rank].endswith(f"rank {rank}: SaveError: {said[rank]}")
     last = {2: "4", 6: "6"}[step]  # the next save, or the end
     assert [(tmp_path / f"steps-{index}").read_text() for index in (0, 1)] == [last, last]
     whole = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert whole == ({"checkpoint-2", "checkpoint-4"} if step == 6 else set())
-
-
-def best_and_limit(folder: Path) -> dict[str, Any]:
-    trainer = runs.make_trainer(
-        "llava",
-        PAIR,
-        str(folder),
-        async_save=True,
-        max_steps=6,
-        save_strategy="steps",
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        save_total_limit=2,
-        learning_rate=2.0,
-    )
-    trainer.train()
-    return {
-        "best": trainer.state.best_model_checkpoint,
-        "metric": trainer.state.best_metric,
-        "loss": trainer.evaluate()["eval_loss"],
-    }
-
-
-def test_the_best_checkpoint_is_loaded_and_old_ones_go(tmp_path: Path):
-    for found in run_distributed(best_and_limit, 2, tmp_path):
-        assert found["loss"] == pytest.approx(found["metric"], rel=1e-5)
-        left = {path.name for path in tmp_path.glob("checkpoint-*")}
-        assert {Path(found["best"]).name, "checkpoint-6"} <= left and len(left) == 2
 
 
 def pushes(folder: Path) -> list[tuple[str, list[str]]]:
@@ -219,6 +191,7 @@ def pushes(folder: Path) -> list[tuple[str, list[str]]]:
     return pushed
 
 
+@pytest.mark.deep
 def test_a_checkpoint_is_pushed_when_it_is_there(tmp_path: Path):
     zero, one = run_distributed(pushes, 2, tmp_path)
     assert [message for message, _ in zero] == ["checkpoint-2 of step 2", "checkpoint-4 of step 4"]
@@ -228,6 +201,7 @@ def test_a_checkpoint_is_pushed_when_it_is_there(tmp_path: Path):
 
 def no_memory(folder: Path) -> tuple[int, int]:
     """Early and late writes where host memory has room for a small part of the copies."""
+    save_at_once(folder / "at_once", PAIR)
     checkpoint_saves.available_bytes_per_rank = lambda world: 100_000.0
     early: list[int] = []
     leave = folder_save.FolderSave.__exit__
@@ -238,14 +212,13 @@ def no_memory(folder: Path) -> tuple[int, int]:
         leave(save, *args)
 
     folder_save.FolderSave.__exit__ = noted
-    runs.make_trainer("llava", PAIR, str(folder), async_save=True, **SAVING).train()
+    runs.make_trainer("llava", PAIR, str(folder / "little"), async_save=True, **SAVING).train()
     return min(early), len(early)
 
 
 def test_what_does_not_fit_into_host_memory_is_written_at_once(tmp_path: Path):
-    for early, saves in run_distributed(no_memory, 2, tmp_path / "little"):
+    for early, saves in run_distributed(no_memory, 2, tmp_path):
         assert early > 0 and saves == 2
-    run_distributed(save_at_once, 2, tmp_path / "at_once", PAIR)
     for file in ("optimizer.pt", "model-00001-of-00002.safetensors"):
         little, at_once = (tmp_path / name / "checkpoint-4" / file for name in ("little", "at_once"))
         assert little.read_bytes() == at_once.read_bytes()
@@ -269,8 +242,5 @@ def test_a_training_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_
 
 
 def test_it_is_said_to_have_no_effect_without_a_plan():
-    from hf_mmparallel import MultimodalTrainingArguments
-    from hf_mmparallel.trainer.argument_table import settings_without_plan
-
     args = MultimodalTrainingArguments(output_dir="out", use_cpu=True, async_save=True, report_to=[])
-    assert re.search("No effect without a plan: `async_save=True`", "".join(settings_without_plan(args)))
+    assert "`async_save=True`" in "".join(settings_without_plan(args))

@@ -177,6 +177,26 @@ def test_the_bar_carries_the_loss_and_other_logs_stand_above(capsys: pytest.Capt
 # On ranks
 
 
+class _Draws(TrainerCallback):
+    """Draws a number after each step and each evaluation."""
+
+    def __init__(self):
+        self.drawn: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.drawn.append(torch.rand(1).item())
+
+    on_evaluate = on_step_end
+
+
+def _drawn_on_rank() -> list[float]:
+    """What callbacks draw, which is to be equal on all ranks."""
+    draws = _Draws()
+    trainer = runs.make_trainer("llava", PIPELINE, callbacks=[draws], eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    return draws.drawn
+
+
 def logs_and_timeline(folder: Path) -> dict[str, Any]:
     """What two steps leave in the log, with a timeline of the second one."""
     timeline = TimelineCallback(steps={2})
@@ -192,6 +212,7 @@ def logs_and_timeline(folder: Path) -> dict[str, Any]:
         "logs": [row for row in trainer.state.log_history if "loss" in row],
         "bare": [name for row in bare.state.log_history for name in row if name.startswith("parallel/")],
         "attached": timeline.engine is trainer.engine is not None,
+        "drawn": _drawn_on_rank(),
     }
 
 
@@ -203,10 +224,11 @@ class Late(TimelineCallback):
 
 
 @pytest.mark.distributed
-def test_efficiency_is_in_the_log_and_timelines_on_disk(tmp_path: Path):
+def test_efficiency_is_in_the_log_timelines_on_disk_and_draws_are_equal(tmp_path: Path):
     ranks = run_distributed(logs_and_timeline, 3, tmp_path / "out")
+    assert len(set(ranks[0]["drawn"])) == len(ranks[0]["drawn"]) == 6
     for rank in ranks:
-        assert rank["attached"] and rank["bare"] == []
+        assert rank["attached"] and rank["bare"] == [] and rank["drawn"] == ranks[0]["drawn"]
         for row, first in zip(rank["logs"], ranks[0]["logs"], strict=True):
             measured = {name: value for name, value in row.items() if name.startswith("parallel/")}
             assert measured == {name: value for name, value in first.items() if name.startswith("parallel/")}
@@ -247,32 +269,6 @@ def _check_timeline(stem: Path) -> None:
     assert per_rank["predicted"] == per_rank["measured"]
     vision, *language = per_rank["measured"]
     assert language == [8, 8] and 8 <= vision <= 16
-
-
-class _Draws(TrainerCallback):
-    """Draws a number after each step and each evaluation."""
-
-    def __init__(self):
-        self.drawn: list[float] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.drawn.append(torch.rand(1).item())
-
-    on_evaluate = on_step_end
-
-
-def _drawn_by_rank() -> list[float]:
-    draws = _Draws()
-    trainer = runs.make_trainer("llava", {LM: {"pp_size": 2}}, callbacks=[draws], eval_strategy="steps", eval_steps=2)
-    trainer.train()
-    return draws.drawn
-
-
-@pytest.mark.distributed
-def test_what_callbacks_draw_is_equal_on_all_ranks():
-    first, *others = run_distributed(_drawn_by_rank, 3)
-    assert len(set(first)) == len(first) == 6
-    assert all(drawn == first for drawn in others)
 
 
 def test_a_run_whose_ranks_changed_is_drawn_by_the_first_rank_at_its_end(tmp_path: Path):

@@ -22,11 +22,8 @@ def arguments(**values: Any) -> MultimodalTrainingArguments:
 
 def test_the_line_has_cost_interval_and_what_is_set():
     found = save_advice(2.0, 30.0, 4.0, arguments(save_steps=500))
-    assert found == (
-        "A checkpoint: training waited 2 s, the files were written in the 30 s after that. With a failure every 24 h "
-        "(`mean_time_between_failures_h`), a run is expected to end first if it saves every 147 steps of 4 s, and "
-        "then takes 0.68% longer than without failures and saves; this one has `save_steps=500`."
-    )
+    for value in (" 2 s", "30 s", "24 h", "147 steps of 4 s", "0.68%", "`save_steps=500`"):
+        assert value in found
 
 
 def test_saves_that_take_longer_than_a_step_or_than_the_interval():
@@ -35,12 +32,12 @@ def test_saves_that_take_longer_than_a_step_or_than_the_interval():
     assert "every 1 h" in found and "saves every step of 300 s" in found and "`save_strategy='epoch'`" in found
     assert "saves every 200 s" in save_advice(0.001, 200.0, None, hourly)
     assert "training waited 40 s. With" in save_advice(40.0, 0.0, 1.0, hourly)
-    with pytest.raises(ValueError, match="`mean_time_between_failures_h=0` must be above 0"):
+    with pytest.raises(ValueError, match="mean_time_between_failures_h=0"):
         arguments(mean_time_between_failures_h=0)
 
 
-def said(folder: Path, async_save: bool) -> list[tuple[float, float, float | None]]:
-    """The costs of which the line is made."""
+def said(folder: Path) -> list[tuple[float, float, float | None]]:
+    """The costs of which the line of a run is made, with and without `async_save`."""
     lines: list[tuple[float, float, float | None]] = []
 
     def note(blocked_s: float, write_s: float, step_s: float | None, args: Any) -> str:
@@ -49,14 +46,13 @@ def said(folder: Path, async_save: bool) -> list[tuple[float, float, float | Non
 
     checkpoint_saves.save_advice = note
     layout = {"vision": {}, "language_model": {}}
-    runs.make_trainer("llava", layout, str(folder), async_save=async_save, **SAVING).train()
+    for async_save in (False, True):
+        runs.make_trainer("llava", layout, str(folder / str(async_save)), async_save=async_save, **SAVING).train()
     return lines
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("async_save", [False, True])
-def test_it_is_said_once_by_the_first_rank(tmp_path: Path, async_save: bool):
-    zero, one = run_distributed(said, 2, tmp_path, async_save)
-    ((blocked_s, write_s, step_s),) = zero
-    assert one == [] and blocked_s > 0 and step_s is not None and step_s > 0
-    assert (write_s > 0) == async_save
+def test_it_is_said_once_by_the_first_rank(tmp_path: Path):
+    zero, one = run_distributed(said, 2, tmp_path)
+    assert one == [] and [write_s > 0 for _, write_s, _ in zero] == [False, True]
+    assert all(blocked_s > 0 and step_s is not None and step_s > 0 for blocked_s, _, step_s in zero)

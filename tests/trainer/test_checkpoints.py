@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from tests import tiny
-from tests.distributed import RankFailure, assert_ranks_raise, run_distributed
+from tests.deep_cases import deep
+from tests.distributed import RankFailure, run_distributed
 
 from . import runs
 
 pytestmark = pytest.mark.distributed
 
 PLAN = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
+PAIR: dict[str, Any] = {"vision": {}, "language_model": {}}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
 
 
@@ -46,10 +49,14 @@ def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], e
             torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def _train_twice(folder: Path, checkpoint: Path) -> list[dict[str, torch.Tensor] | None]:
+    """A straight run, and one from its second step on."""
+    return [_train(folder, PLAN), _train(folder / "again", PLAN, str(checkpoint))]
+
+
 def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path):
-    straight = run_distributed(_train, 4, tmp_path, PLAN)[0]
     checkpoint = tmp_path / "checkpoint-2"
-    resumed = run_distributed(_train, 4, tmp_path / "again", PLAN, str(checkpoint))[0]
+    straight, resumed = run_distributed(_train_twice, 4, tmp_path, checkpoint)[0]
     _assert_close(resumed, straight, exact=True)
     other = run_distributed(_train, 3, tmp_path / "other", {"language_model": {"tp_size": 2}}, str(checkpoint))[0]
     _assert_close(other, straight)
@@ -61,11 +68,12 @@ def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path):
     _assert_close(dict(loaded.state_dict()), straight, exact=True)
 
 
-def _best_and_limit(folder: Path) -> dict[str, Any]:
+def _best_and_limit(folder: Path, parallel: dict[str, Any], async_save: bool) -> dict[str, Any]:
     trainer = runs.make_trainer(
         "llava",
-        PLAN,
+        parallel,
         str(folder),
+        async_save=async_save,
         max_steps=6,
         save_strategy="steps",
         save_steps=2,
@@ -75,18 +83,21 @@ def _best_and_limit(folder: Path) -> dict[str, Any]:
         save_total_limit=2,
         learning_rate=2.0,  # diverges, so that the best checkpoint is not the last
     )
-    before = {}
     trainer.train()
     whole = trainer.gather_model()
-    before["best"] = trainer.state.best_model_checkpoint
-    before["loss"] = trainer.evaluate()["eval_loss"]
-    before["best_metric"] = trainer.state.best_metric
-    before["weights"] = None if whole is None else dict(whole.state_dict())
-    return before
+    return {
+        "best": trainer.state.best_model_checkpoint,
+        "loss": trainer.evaluate()["eval_loss"],
+        "best_metric": trainer.state.best_metric,
+        "weights": None if whole is None else dict(whole.state_dict()),
+    }
 
 
-def test_the_best_checkpoint_is_loaded_and_old_ones_go(tmp_path: Path):
-    ranks = run_distributed(_best_and_limit, 4, tmp_path)
+@pytest.mark.parametrize(("parallel", "size", "async_save"), [(PAIR, 2, True), deep(PLAN, 4, False)])
+def test_the_best_checkpoint_is_loaded_and_old_ones_go(
+    tmp_path: Path, parallel: dict[str, Any], size: int, async_save: bool
+):
+    ranks = run_distributed(_best_and_limit, size, tmp_path, parallel, async_save)
     best = Path(ranks[0]["best"])
     left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert best.name in left and "checkpoint-6" in left and len(left) <= 2
@@ -112,6 +123,7 @@ def _killed_while_saving(folder: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.deep
 def test_a_killed_save_leaves_the_last_checkpoint_loadable(tmp_path: Path):
     with pytest.raises(RankFailure):
         run_distributed(_killed_while_saving, 4, tmp_path)
@@ -121,95 +133,53 @@ def test_a_killed_save_leaves_the_last_checkpoint_loadable(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2", "checkpoint-4"]
 
 
-def _resume(folder: Path, family: str) -> None:
-    runs.make_trainer(family, PLAN, str(folder / "new"), **SAVING).train(
-        resume_from_checkpoint=str(folder / "checkpoint-2")
-    )
+def _refusals(folders: dict[str, Path], source: Path, out: Path) -> dict[str, str]:
+    """
+    What of the checkpoints is damaged or missing -> what is said when a run goes on from it; "model" of another model,
+    "source" of a damaged folder to start from.
+    """
+    said = {}
+    for name, folder in folders.items():
+        family = "qwen2_vl" if name == "model" else "llava"
+        with pytest.raises(Exception) as raised:
+            trainer = runs.make_trainer(family, PAIR, str(out), model=str(source) if name == "source" else None)
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+        said[name] = str(raised.value)
+    return said
 
 
-def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path):
-    run_distributed(_train, 4, tmp_path, PLAN, family="llava", max_steps=2)
-    assert_ranks_raise(_resume, 4, tmp_path, "qwen2_vl", match="another model")
+DAMAGED = ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "trainer_state.json"]
+DAMAGED += ["data_position.json", "rng_state_1.pth"]
 
 
-PAIR: dict[str, Any] = {"vision": {}, "language_model": {}}
-
-
-def _save_pair(folder: Path) -> None:
-    runs.make_trainer("llava", PAIR, str(folder), **SAVING).train()
-
-
-def _resume_pair(folder: Path) -> None:
-    runs.make_trainer("llava", PAIR, str(folder / "new"), **SAVING).train(
-        resume_from_checkpoint=str(folder / "checkpoint-4")
-    )
-
-
-def test_damaged_files_are_named_on_every_rank_with_the_checkpoint_before(tmp_path: Path):
-    """They were a bare `SafetensorError`, `JSONDecodeError` or `OSError`, or torch's advice to execute them."""
-    run_distributed(_save_pair, 2, tmp_path)
-    checkpoint = tmp_path / "checkpoint-4"
-    names = ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "trainer_state.json"]
-    for name in [*names, "data_position.json", "rng_state_1.pth"]:
-        whole = (checkpoint / name).read_bytes()
-        (checkpoint / name).write_bytes(whole[: len(whole) // 2])
-        said = rf"checkpoint-4/{name}` can't be read \(it is .* Resume from the checkpoint before, `.*checkpoint-2`"
-        for error in assert_ranks_raise(_resume_pair, 2, tmp_path, match=said):
-            assert "weights_only" not in error
-        (checkpoint / name).write_bytes(whole)
-    (checkpoint / "trainer_state.json").unlink()
-    said = "checkpoint-4` is incomplete: it has no `trainer_state.json`. Resume from the checkpoint before, .*-2`"
-    assert_ranks_raise(_resume_pair, 2, tmp_path, match=said)
-
-
-def _start_from(source: Path, folder: Path) -> None:
-    runs.make_trainer("llava", PAIR, str(folder), model=str(source))
-
-
-def test_a_damaged_folder_to_start_from_is_named_on_every_rank(tmp_path: Path):
+def test_what_cannot_be_gone_on_from_is_named_on_every_rank(tmp_path: Path):
     tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "source")
     weights = tmp_path / "source" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    said = r"source/model.safetensors` can't be read \(it is damaged or cut short: .*Copy or download it again"
-    assert_ranks_raise(_start_from, 2, tmp_path / "source", tmp_path / "out", match=said)
+    run_distributed(_train, 2, tmp_path / "saved", PAIR, family="llava")
+    folders = {name: tmp_path / "copies" / name for name in ("source", "model", "none", *DAMAGED)}
+    for name, folder in folders.items():
+        shutil.copytree(tmp_path / "saved", folder)
+        if name in DAMAGED:
+            file = folder / "checkpoint-4" / name
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    (folders["none"] / "checkpoint-4" / "trainer_state.json").unlink()
+    for said in run_distributed(_refusals, 2, folders, tmp_path / "source", tmp_path / "out"):
+        assert "another model" in said["model"] and "source/model.safetensors" in said["source"]
+        assert "no `trainer_state.json`" in said["none"] and "checkpoint-2`" in said["none"]
+        for name in DAMAGED:
+            assert f"checkpoint-4/{name}`" in said[name] and "checkpoint-2`" in said[name], said[name]
+            assert "weights_only" not in said[name]
 
 
-def _from_folder(source: Path, folder: Path) -> dict[str, torch.Tensor] | None:
-    return _train(folder, PLAN, family="llava", model=str(source))
+def _from_folder(source: Path, folder: Path) -> list[dict[str, torch.Tensor] | None]:
+    return [_train(folder, PLAN, family="llava", **model) for model in ({}, {"model": str(source)})]
 
 
 def test_a_model_given_as_a_folder_trains_like_a_live_one(tmp_path: Path):
     tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "source")
-    live = run_distributed(_train, 4, tmp_path / "live", PLAN, family="llava")[0]
-    read = run_distributed(_from_folder, 4, tmp_path / "source", tmp_path / "read")[0]
+    live, read = run_distributed(_from_folder, 4, tmp_path / "source", tmp_path / "out")[0]
     _assert_close(read, live, exact=True)
-
-
-def _save_and_card(folder: Path) -> dict[str, Any]:
-    trainer = runs.make_trainer("llava", PLAN, str(folder), pictures=True)
-    trainer.train()
-    trainer.save_model()
-    trainer.create_model_card(model_name="tiny", tags="test")
-    trainer.create_model_card(model_name="tiny", tags="test")
-    dist.barrier()
-    return trainer.evaluate()
-
-
-def test_the_final_folder_has_model_card_plan_and_picture(tmp_path: Path):
-    metrics = run_distributed(_save_and_card, 4, tmp_path)[0]
-    card = (tmp_path / "README.md").read_text()
-    assert card.count("### Parallel plan") == 1 and "schedule.png" in card and "hf_mmparallel" in card
-    assert "total_train_batch_size: 8" in card and "tokens per second" in card
-    assert (tmp_path / "schedule.png").stat().st_size > 1000
-    plan = json.loads((tmp_path / "parallel_plan.json").read_text())
-    assert set(plan["modules"]) == {"vision", "language_model"}
-    model = type(tiny.FAMILIES["llava"]()).from_pretrained(tmp_path)
-    from transformers import Trainer, TrainingArguments
-
-    args = TrainingArguments(output_dir=str(tmp_path / "x"), use_cpu=True, report_to=[], disable_tqdm=True)
-    data = tiny.make_dataset("llava", 7)
-    stock = Trainer(model=model, args=args, eval_dataset=data, data_collator=tiny.collate("llava")).evaluate()
-    assert metrics["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-4)
 
 
 class _Hub:
@@ -223,7 +193,8 @@ class _Hub:
         self.uploads.append({**request, "files": sorted(path.name for path in folder.iterdir())})
 
 
-def _push(folder: Path) -> list[dict[str, Any]]:
+def _save_card_and_push(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Metrics of a run that is saved and pushed, and what is uploaded."""
     import transformers.trainer
 
     hub = _Hub()
@@ -231,17 +202,31 @@ def _push(folder: Path) -> list[dict[str, Any]]:
     trainer = runs.make_trainer("llava", PLAN, str(folder), pictures=True, hub_model_id="me/tiny")
     trainer.hub_model_id = "me/tiny"
     trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(model_name="tiny", tags="test")
     trainer.push_to_hub(tags="test")
     dist.barrier()
-    return hub.uploads
+    return trainer.evaluate(), hub.uploads
 
 
-def test_push_to_hub_uploads_weights_card_plan_and_picture_once(tmp_path: Path):
-    uploads = run_distributed(_push, 4, tmp_path)
-    assert [len(of_rank) for of_rank in uploads] == [1, 0, 0, 0]
-    (upload,) = uploads[0]
+def test_the_final_folder_has_model_card_plan_and_picture_and_is_pushed_once(tmp_path: Path):
+    ranks = run_distributed(_save_card_and_push, 4, tmp_path)
+    assert [len(uploads) for _, uploads in ranks] == [1, 0, 0, 0]
+    metrics, (upload,) = ranks[0]
     assert upload["repo_id"] == "me/tiny"
     assert {"README.md", "config.json", "model.safetensors.index.json", "parallel_plan.json", "schedule.png"} <= set(
         upload["files"]
     )
-    assert "### Parallel plan" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert card.count("### Parallel plan") == 1 and "schedule.png" in card and "hf_mmparallel" in card
+    assert "total_train_batch_size: 8" in card and "tokens per second" in card
+    assert (tmp_path / "schedule.png").stat().st_size > 1000
+    plan = json.loads((tmp_path / "parallel_plan.json").read_text())
+    assert set(plan["modules"]) == {"vision", "language_model"}
+    model = type(tiny.FAMILIES["llava"]()).from_pretrained(tmp_path)
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path / "x"), use_cpu=True, report_to=[], disable_tqdm=True)
+    data = tiny.make_dataset("llava", 7)
+    stock = Trainer(model=model, args=args, eval_dataset=data, data_collator=tiny.collate("llava")).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-4)

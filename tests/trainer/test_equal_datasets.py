@@ -133,10 +133,9 @@ def test_ranks_with_different_datasets_say_so():
     first, *others = run_distributed(_all_said, 2, timeout=100)
     assert others == [first]
     for name in DIFFERENT:
-        differs = r"Sample \d of the training dataset differs between rank 0 and rank 1"
-        assert re.match(differs, first[name]), first[name]
-        assert "`shuffle` and `random_split` without a seed draw" in first[name]
-    assert first["evaluation"].startswith("Sample 0 of the evaluation dataset differs between rank 0 and rank 1")
+        assert re.match(r"Sample \d of the training dataset .* rank 0 .*rank 1", first[name]), first[name]
+        assert "`shuffle` and `random_split`" in first[name]
+    assert re.match("Sample 0 of the evaluation dataset .* rank 0 .*rank 1", first["evaluation"])
     assert {first[name] for name in EQUAL} == {"trained"}
-    assert first["augmented pixels, shared"].startswith("The inputs of microbatch 0 of `vision`")
-    assert re.match(r"Sample \d differs between ranks that share it", first["replaced later"]), first["replaced later"]
+    assert "microbatch 0 of `vision`" in first["augmented pixels, shared"]
+    assert re.match(r"Sample \d .*ranks that share it", first["replaced later"]), first["replaced later"]

@@ -59,10 +59,6 @@ def sizes_of_a_table() -> list[int]:
     return source([3, 0]).tokens["language_model"].tolist()
 
 
-def test_all_ranks_have_the_table_of_the_first():
-    assert run_distributed(sizes_of_a_table, 2) == [[13, 10], [13, 10]]
-
-
 def sizes_that_differ_later() -> list[list[int]]:
     samples = [{**sample, "number": number} for number, sample in enumerate(tiny.make_dataset("llava", runs.SAMPLES))]
     trainer = make_trainer(runs.GLOBAL_BATCH, samples)
@@ -73,7 +69,12 @@ def sizes_that_differ_later() -> list[list[int]]:
     return [batch.sizes.tokens["language_model"].tolist() for _, batch, *_ in steps]
 
 
+def both() -> tuple[list[int], list[list[int]]]:
+    return sizes_of_a_table(), sizes_that_differ_later()
+
+
 def test_a_function_that_gives_other_sizes_on_each_rank_is_asked_once_for_a_sample():
-    """Ranks measure parts of a draw, and all arrange it by the same sizes."""
-    first, second = run_distributed(sizes_that_differ_later, 2)
+    """All ranks have the table of the first; of a draw, they measure parts, and all arrange it by the same sizes."""
+    (table, first), (other_table, second) = run_distributed(both, 2)
+    assert table == other_table == [13, 10]
     assert first == second and len(first) == runs.COMMON["max_steps"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 from tests.trainer import runs
 
@@ -43,6 +45,7 @@ FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "adapter of a model with more tokens": ("llava", {}, "default"),
     "adapter of tied embeddings": ("gemma3", {"target_modules": ["embed_tokens", "lm_head"]}, "default"),
 }
+CORE = ("whole, tied", "adapter with a projector", "adapter by module")
 
 
 BY_MODULE: dict[str, Any] = {VISION: {"freeze": "tower"}, LM: {"peft_config": LORA}}
@@ -115,13 +118,16 @@ def wild_arguments(folder: str) -> dict[str, Any]:
     return {"model": model_of(WILD_FORM, folder).double(), "data": data, **WILD, "max_steps": 4}
 
 
-def planned(folder: str) -> dict[str, Any]:
-    """Form -> logs of its run, and the logits of the model that is saved; "float64" -> [`wild_run`]."""
-    result: dict[str, Any] = {}
+def planned_wild(folder: str) -> tuple[str, dict[str, torch.Tensor] | None]:
     with in_float64():
-        family = FORMS[WILD_FORM][0]
-        result["float64"] = wild_run(runs.make_trainer(family, PLAN, f"{folder}/wild", **wild_arguments(folder)))
-    for form, (family, _, _) in FORMS.items():
+        return wild_run(runs.make_trainer("llava", PLAN, f"{folder}/wild", **wild_arguments(folder)))
+
+
+def planned(folder: str, forms: tuple[str, ...]) -> dict[str, Any]:
+    """Form -> logs of its run, and the logits of the model that is saved."""
+    result: dict[str, Any] = {}
+    for form in forms:
+        family = FORMS[form][0]
         out = f"{folder}/planned/{form}"
         plan = PLAN
         if "by module" in form:
@@ -152,17 +158,23 @@ def stock_trainer(form: str, folder: str, cls: type[Trainer] = Trainer, **given:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """A folder with what the runs of all forms have saved, and the results of those under a plan."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the models that are trained."""
     folder = str(tmp_path_factory.mktemp("saved"))
     for family in {family for family, _, _ in FORMS.values()}:
         tiny.FAMILIES[family]().save_pretrained(f"{folder}/{family}")
-    return folder, run_distributed(planned, 3, folder, timeout=200)[0]
+    return folder
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(saved, form: str):
-    folder, results = saved
+@pytest.fixture(scope="module")
+def saved(folder: str) -> Callable[[tuple[str, ...]], dict[str, Any]]:
+    """Forms -> the results of runs under a plan, whose folders lie in `folder`."""
+    return cache(lambda forms: run_distributed(planned, 3, folder, forms, timeout=200)[0])
+
+
+@pytest.mark.parametrize("form", [deep(form, unless=form in CORE) for form in FORMS])
+def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(folder: str, saved, form: str):
+    results = saved(CORE if form in CORE else (form,))
     family, settings, name = FORMS[form]
     logs, logits = results[form]
     stock = stock_trainer(form, folder)
@@ -190,12 +202,12 @@ def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(saved, f
         assert runs.step_logs(resumed) == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
 
 
-def test_the_best_model_of_a_run_in_float64_is_that_of_the_stock_trainer(saved):
+@pytest.mark.deep
+def test_the_best_model_of_a_run_in_float64_is_that_of_the_stock_trainer(folder: str):
     """A model in float64 ended in `linalg.vector_norm: the dtype of the input (Double) should be convertible`."""
-    folder, results = saved
-    best, weights = results["float64"]
+    best, weights = run_distributed(planned_wild, 3, folder)[0]
     with in_float64():
-        expected, want = wild_run(stock_trainer(WILD_FORM, f"{folder}", **wild_arguments(folder)))
+        expected, want = wild_run(stock_trainer(WILD_FORM, folder, **wild_arguments(folder)))
     assert best == expected and weights is not None and want is not None and weights.keys() == want.keys()
     for name, tensor in want.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")

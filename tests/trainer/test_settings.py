@@ -16,7 +16,7 @@ from hf_mmparallel.modeling import checkpointing
 from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.trainer import trainer as trainer_module
 from tests import tiny
-from tests.distributed import assert_ranks_raise, run_distributed
+from tests.distributed import run_distributed
 
 from . import runs
 
@@ -116,11 +116,7 @@ def half_evaluation(cls: type, parallel: dict[str, Any] | None, setting: str) ->
 
 def half_on_a_rank(parallel: dict[str, Any], setting: str) -> dict[str, Any]:
     trainer, loss, before = half_evaluation(MultimodalParallelTrainer, parallel, setting)
-    again = ""
-    try:
-        trainer.train()
-    except ValueError as error:
-        again = str(error)
+    again = refused(trainer.train)
     unowned = [p.untyped_storage().nbytes() for p in trainer.model.parameters() if is_unowned(p)]
     after = {parameter.dtype for parameter in trainer.model.parameters()}
     return {"loss": loss, "before": before, "after": after, "unowned": max(unowned, default=0), "again": again}
@@ -138,6 +134,26 @@ class AskOnOneRank(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs and args.process_index == 1:
             control.should_training_stop = True
+
+
+class OtherLoaders(MultimodalParallelTrainer):
+    """Overrides that call the inherited method and hand over something else."""
+
+    def get_train_dataloader(self) -> Any:
+        super().get_train_dataloader()
+        return torch.utils.data.DataLoader(self.train_dataset, collate_fn=self.data_collator)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return list(super().get_eval_dataloader(eval_dataset))
+
+
+def refused(call: Any) -> str:
+    """Why a call is refused."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
 
 
 def on_a_rank(folder: Path) -> dict[str, Any]:
@@ -184,10 +200,8 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
         [(row["step"], "eval_loss" in row) for row in trainer.state.log_history if "train_loss" not in row],
     )
     found["timeout"], found["checkpoints"] = trainer.world.timeout, [path.name for path in folder.glob("checkpoint-*")]
-    try:
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7"))
-    except ValueError as error:
-        found["missing"] = str(error)
+    found["missing"] = refused(lambda: trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7")))
+    found["loaders"] = [refused(make(OtherLoaders, APART).train), refused(make(OtherLoaders, APART).evaluate)]
     return found
 
 
@@ -224,7 +238,7 @@ def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: s
         assert found["loss"] == pytest.approx(loss, rel=2e-6 if dtype == torch.bfloat16 else 1e-4)
         assert (found["before"], found["after"]) == ({torch.float32}, {dtype})
         assert found["unowned"] <= 4
-        assert found["again"].startswith(f"`{setting}=True` has cast the weights to `{dtype}` in an evaluation")
+        assert f"`{setting}=True`" in found["again"] and f"`{dtype}`" in found["again"]
 
 
 def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> Any:
@@ -234,6 +248,7 @@ def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: 
     return None if logits is None else torch.from_numpy(logits).float()
 
 
+@pytest.mark.deep
 def test_a_bfloat16_model_is_evaluated_in_float16():
     wanted, rounded = bfloat16_logits(Trainer, fp16_full_eval=True), bfloat16_logits(Trainer)
     logits = run_distributed(bfloat16_logits, 3, MultimodalParallelTrainer, STAGES, fp16_full_eval=True)[0]
@@ -291,33 +306,13 @@ def test_losses_that_are_no_number_are_left_out_of_an_evaluation(ranks: list[dic
 
 
 def test_a_checkpoint_that_is_not_there(ranks: list[dict[str, Any]], tmp_path: Path):
-    with pytest.raises(ValueError, match="Can't find a valid checkpoint at .*checkpoint-7"):
+    with pytest.raises(ValueError, match="checkpoint-7"):
         make(MultimodalParallelTrainer).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert all(rank["missing"].startswith("Can't find a valid checkpoint at ") for rank in ranks)
+    assert all("checkpoint-7" in rank["missing"] for rank in ranks)
 
 
-class OtherLoaders(MultimodalParallelTrainer):
-    """Overrides that call the inherited method and hand over something else."""
-
-    def get_train_dataloader(self) -> Any:
-        super().get_train_dataloader()
-        return torch.utils.data.DataLoader(self.train_dataset, collate_fn=self.data_collator)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return list(super().get_eval_dataloader(eval_dataset))
-
-
-def other_loaders(training: bool) -> None:
-    trainer = make(OtherLoaders, APART)
-    trainer.train() if training else trainer.evaluate()
-
-
-@pytest.mark.parametrize(
-    ("training", "sentence"),
-    [
-        (True, r"`get_train_dataloader` returned a `DataLoader` of batches, .* Return what the inherited method"),
-        (False, r"`get_eval_dataloader` returned a `list` of batches, .* Return what the inherited method"),
-    ],
-)
-def test_loaders_that_are_not_arranged_are_refused(training: bool, sentence: str):
-    assert_ranks_raise(other_loaders, 2, training, match=sentence)
+def test_loaders_that_are_not_arranged_are_refused(ranks: list[dict[str, Any]]):
+    for rank in ranks:
+        training, evaluation = rank["loaders"]
+        assert "`get_train_dataloader`" in training and "`DataLoader`" in training
+        assert "`get_eval_dataloader`" in evaluation and "`list`" in evaluation

@@ -39,12 +39,18 @@ def scattered(ranks: tuple[int, ...], is_gloo: bool) -> tuple[torch.Tensor, torc
     return sums, expected, sum(counter.sent_bytes.values()), set(counter.num_calls)
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (1, 3), (2,)])
-@pytest.mark.parametrize("is_gloo", [True, False])
-def test_each_rank_gets_the_sum_of_its_row(ranks: tuple[int, ...], is_gloo: bool):
-    results = run_distributed(scattered, 4, ranks, is_gloo)
-    for rank in ranks:
-        sums, expected, sent_bytes, collectives = results[rank]
-        torch.testing.assert_close(sums, expected)
-        assert sent_bytes == pytest.approx(4 * sum(WIDTHS) * (len(ranks) - 1))
-        assert collectives == {"alltoall_base_" if is_gloo else "_reduce_scatter_base_"}
+CASES = [(ranks, is_gloo) for is_gloo in (True, False) for ranks in ((0, 1, 2, 3), (1, 3), (2,))]
+
+
+def all_scattered() -> list[tuple[torch.Tensor, torch.Tensor, float, set[str]]]:
+    return [scattered(*case) for case in CASES]
+
+
+def test_each_rank_gets_the_sum_of_its_row():
+    results = run_distributed(all_scattered, 4)
+    for number, (ranks, is_gloo) in enumerate(CASES):
+        for rank in ranks:
+            sums, expected, sent_bytes, collectives = results[rank][number]
+            torch.testing.assert_close(sums, expected)
+            assert sent_bytes == pytest.approx(4 * sum(WIDTHS) * (len(ranks) - 1))
+            assert collectives == {"alltoall_base_" if is_gloo else "_reduce_scatter_base_"}

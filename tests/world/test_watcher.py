@@ -72,8 +72,8 @@ def test_the_lowest_rank_that_lives_speaks_for_all(clock: Clock):
     rounds(clock, living, 10)
     assert {each.failure.rank for each in living} == {21}
     sentence = living[3].failure.sentence
-    assert sentence.startswith("21 ranks ended without an error message: rank 0 has given no sign of life for ")
-    assert "rank 15 has given" in sentence and "; and 5 more. A process that is killed" in sentence
+    assert sentence.startswith("21 ranks ended ") and "rank 0 has " in sentence
+    assert "rank 15 has " in sentence and "rank 16" not in sentence and " 5 more" in sentence
 
 
 def test_ranks_that_do_the_same_are_one_line(clock: Clock):
@@ -82,11 +82,12 @@ def test_ranks_that_do_the_same_are_one_line(clock: Clock):
         rounds(clock, [*others, zero], 1)
         ACTIVITY.now("sums of gradients", waits=True)
         rounds(clock, [*others[:3], zero], 124)
-        assert zero._stall_sentence(62) == (
-            "Nothing has moved on any rank for 62 s. They wait for ranks 4-5, without a sign of life:\n"
-            "  ranks 0-3: `sums of gradients, waiting for other ranks`, for 62 s\n"
-            "  ranks 4-5: no sign of life, last at `reading samples`, for 31 s"  # since it was first looked for
-        )
+        sentence, *rows = str(zero._stall_sentence(62)).splitlines()
+        assert "62 s" in sentence and "wait for ranks 4-5" in sentence and "without a sign of life" in sentence
+        assert rows == [
+            "  ranks 0-3: `sums of gradients, waiting for other ranks`, for 62 s",
+            "  ranks 4-5: no sign of life, last at `reading samples`, for 31 s",  # since it was first looked for
+        ]
         assert all(other._stall_sentence(62) is None for other in others)
         zero.peers[1] = Peer(Sign(200, "training step", False, 3.0), clock.now)
         assert zero._stall_sentence(62) is None  # rank 1 moves
@@ -98,14 +99,13 @@ def test_ranks_that_are_all_at_work_wait_for_nobody(clock: Clock):
     zero, one = world(2)
     with doing("preparing the model"):
         rounds(clock, [one, zero], 141)
-        assert zero._stall_sentence(70) == (
-            "Nothing has moved on any rank for 70 s. None of them is known to wait for another:\n"
-            "  ranks 0-1: `preparing the model`, for 70 s"
-        )
+        sentence = str(zero._stall_sentence(70))
+        assert "None of them is known to wait" in sentence
+        assert sentence.endswith("\n  ranks 0-1: `preparing the model`, for 70 s")
         zero.peers[1] = Peer(Sign(141, "the metrics", True, 70.0), clock.now)
-        assert "They wait for rank 0:\n" in str(zero._stall_sentence(70))
+        assert "wait for rank 0:\n" in str(zero._stall_sentence(70))
         ACTIVITY.now("the metrics", waits=True)
-        assert zero._waiting_sentence() == "They wait for each other"
+        assert "wait for each other" in zero._waiting_sentence()
 
 
 def test_a_failure_that_its_rank_takes_back_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch):

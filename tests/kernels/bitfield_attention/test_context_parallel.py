@@ -24,6 +24,7 @@ from hf_mmparallel.kernels.bitfield_attention.context_parallel import (
 )
 from tests.deep_cases import deep
 
+from ...deep_cases import deep
 from ...distributed import run_distributed
 from .cut_rows import BLOCK, FAMILIES, METHODS, Inputs, cut, needed_blocks, one_rank, packed_words
 from .simulated_ranks import SimulatedGroup, install, record, run_simulated
@@ -410,7 +411,7 @@ def _on_real_ranks() -> dict[str, float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, deep(4), deep(8)])
 def test_real_ranks_equal_one(num_ranks):
     for worst in run_distributed(_on_real_ranks, num_ranks, timeout=90):
         assert max(worst.values()) < 1e-10, worst
