@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
@@ -55,6 +57,12 @@ class Run:
     weights: dict[str, torch.Tensor] | None
     metrics: dict[str, float] = field(default_factory=dict)
     predictions: Any = None
+
+
+def deep_but(cases: Iterable[str], *core: str) -> list[Any]:
+    """The names of cases for `parametrize`; all but `core` are deep."""
+    assert {*core} <= {*cases}
+    return [name if name in core else pytest.param(name, marks=pytest.mark.deep) for name in cases]
 
 
 def step_logs(trainer: Trainer) -> list[dict[str, float]]:
