@@ -20,7 +20,7 @@ from tests.distributed import run_distributed
 
 from . import runs
 from .test_checkpoints import _assert_close, _train
-from .test_features import composed, evaluations, finished, our_trainer, stock_trainer
+from .test_features import adapted, adapted_alone, composed, evaluations, finished, our_trainer, stock_trainer
 
 VISION, LM = "vision", "language_model"
 CP = {"cp_size": 2, "cp_block": 16}
@@ -53,16 +53,15 @@ LAYOUTS = {
         {},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
+CORE = (
+    "llava, tp and checkpointing",
+    "gemma3, stages, at random",
+    "llava, on the ranks of vision, one of padding only",
+)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, *CORE))
 def test_a_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel, arguments = LAYOUTS[name]
     reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **arguments)
@@ -78,11 +77,6 @@ def test_a_layout_equals_the_stock_trainer(name: str):
 # What else a run has: adapters, predictions, a model of several encoders, checkpoints
 
 DATA = tiny.make_dataset("llava", 9, seed=4)  # that `evaluations` predicts
-ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
-
-
-def adapted(**settings: Any) -> dict[str, Any]:
-    return {VISION: ModulePlugin(freeze="tower"), LM: ModulePlugin(peft_config=ADAPTERS, **settings)}
 
 
 def on_three_ranks() -> dict[str, Any]:
@@ -112,18 +106,13 @@ def test_predictions_adapters_and_composed_models_are_those_of_one_process():
     real = logits != -100  # the stock Trainer's padding has values too
     assert real.sum() == logits.shape[2] * sum(len(sample["input_ids"]) for sample in DATA[:5])
     torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-5)
-    alone = run_distributed(adapters_alone, 1)[0]
+    alone = runs.step_logs(adapted_alone())
     assert ranks[0]["adapters"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in alone]
     runs.assert_same_run(ranks[0]["composed"], finished(stock_trainer(**composed())))
 
 
-def adapters_alone() -> list[dict[str, float]]:
-    trainer = our_trainer(adapted(), per_device_train_batch_size=runs.GLOBAL_BATCH)
-    trainer.train()
-    return runs.step_logs(trainer)
-
-
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_a_run_resumes_with_another_number_of_ranks_that_share_tokens(tmp_path: Path):
     straight = run_distributed(_train, 5, tmp_path, {LM: {**CP, "tp_size": 2}})[0]
     other = {LM: {**CP, "cp_size": 3}}
@@ -143,7 +132,7 @@ def test_a_language_model_gets_the_attention_that_ranks_share():
 
 def test_another_attention_function_is_refused():
     model = tiny.FAMILIES["llava"]()
-    with pytest.raises(ValueError, match="`attn_implementation='eager'` .* Use `attn_implementation=.bitfield.`"):
+    with pytest.raises(ValueError, match="`attn_implementation='eager'`"):
         prepare_context(model, build_model_spec(model), ModulePlugin(attn_implementation="eager"))
 
 
@@ -151,17 +140,17 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
 REFUSED = {
     "layers with an attention of their own": (
         transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50),
-        "the layers of `BloomModel` have their own attention code",
+        "`BloomModel`",
     ),
     "a state-space model": (
         transformers.MambaConfig(**SMALL, state_size=4),
-        "`MambaModel` have their own attention code",
+        "`MambaModel`",
     ),
     "a mask that words can't say": (
         transformers.Gemma3TextConfig(
             **SMALL, intermediate_size=32, num_attention_heads=4, head_dim=8, use_bidirectional_attention=True
         ),
-        "`cp_size` above 1 splits packed samples. .*looks ahead everywhere.* Use `cp_size=1`",
+        "`cp_size=1`",
     ),
 }
 

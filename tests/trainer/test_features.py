@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import pickle
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from hf_mmparallel import ModulePlugin, MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.modeling.dtensors import local
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.folders import run_folder
 
 from . import runs
 
@@ -22,20 +27,13 @@ pytestmark = pytest.mark.distributed
 
 VISION, LM = "vision", "language_model"
 PIPELINE = {LM: {"pp_size": 2}}
-COPIES = {VISION: {"dp_size": 2}, LM: {"dp_size": 2}}
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
 
 
 def stock_trainer(family: str = "llava", **given: Any) -> Trainer:
     """The stock Trainer with the arguments that [`runs.make_trainer`] takes."""
     words = {name: given.pop(name) for name in WORDS if name in given}
     given = {"per_device_train_batch_size": runs.GLOBAL_BATCH, **given}
-    args = TrainingArguments(output_dir=given.pop("output_dir", "unused"), **{**runs.COMMON, **given})
+    args = TrainingArguments(output_dir=given.pop("output_dir", None) or run_folder(), **{**runs.COMMON, **given})
     return Trainer(args=args, **_data(family, words))
 
 
@@ -46,7 +44,10 @@ def our_trainer(parallel: dict[str, Any], family: str = "llava", **given: Any) -
     words = {name: given.pop(name) for name in WORDS if name in given}
     given = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2, **given}
     args = MultimodalTrainingArguments(
-        output_dir=given.pop("output_dir", "unused"), parallel=parallel, ddp_backend="gloo", **{**runs.COMMON, **given}
+        output_dir=given.pop("output_dir", None) or run_folder(),
+        parallel=parallel,
+        ddp_backend="gloo",
+        **{**runs.COMMON, **given},
     )
     return MultimodalParallelTrainer(args=args, **_data(family, words))
 
@@ -141,50 +142,42 @@ def test_evaluation_and_prediction_equal_the_stock_trainers():
 
 # Adapters
 
-ADAPTED = {
-    VISION: ModulePlugin(freeze="tower"),
-    LM: ModulePlugin(
-        dp_size=2, peft_config={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
-    ),
-}
+
+def adapted(**sizes: Any) -> dict[str, Any]:
+    """A projector and adapters of the language model that are trained."""
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+    return {VISION: ModulePlugin(freeze="tower"), LM: ModulePlugin(peft_config=lora, **sizes)}
+
+
+def adapted_alone() -> MultimodalParallelTrainer:
+    """Our Trainer on one process, with adapters trained."""
+    arguments = {**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    args = MultimodalTrainingArguments(output_dir=run_folder(), parallel=adapted(), **arguments)
+    trainer = MultimodalParallelTrainer(args=args, **_data("llava", {}))
+    trainer.train()
+    return trainer
 
 
 def adapters(folder: Path) -> tuple[list[dict[str, float]], float]:
     """Losses of training adapters and a projector, and of the evaluation after it."""
     torch.rand(dist.get_rank())  # scripts draw numbers of their own before
-    trainer = our_trainer(ADAPTED)
+    trainer = our_trainer(adapted(dp_size=2))
     trainer.train()
     trainer.save_model(str(folder))
     return runs.step_logs(trainer), trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.deep
 def test_adapters_train_as_on_one_process_and_peft_reads_them(tmp_path: Path):
-    from peft import PeftModel
-
-    ranks = run_distributed(adapters, 3, tmp_path / "adapter")
-    alone = MultimodalParallelTrainer(
-        args=MultimodalTrainingArguments(
-            output_dir="unused",
-            parallel={VISION: {"freeze": "tower"}, LM: {"peft_config": ADAPTED[LM].peft_config}},
-            **{**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH},
-        ),
-        **_data("llava", {}),
-    )
-    alone.train()
+    ranks, alone = run_distributed(adapters, 3, tmp_path / "adapter"), adapted_alone()
     for logs, eval_loss in ranks:
         assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(alone)]
         assert eval_loss == pytest.approx(alone.evaluate()["eval_loss"], rel=2e-5)
     loaded = PeftModel.from_pretrained(tiny.FAMILIES["llava"](), str(tmp_path / "adapter"))
     assert stock_trainer(model=loaded).evaluate()["eval_loss"] == pytest.approx(ranks[0][1], rel=2e-5)
     alone.save_model(str(tmp_path / "alone"))
-    assert _keys(tmp_path / "adapter") == _keys(tmp_path / "alone")
-
-
-def _keys(folder: Path) -> set[str]:
-    from safetensors import safe_open
-
-    with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
-        return set(file.keys())
+    ours, alones = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "alone"))
+    assert ours.keys() == alones.keys()
 
 
 # Data and the training loop
@@ -231,27 +224,28 @@ CASES: dict[str, Any] = {
 }
 
 
-def all_cases() -> dict[str, runs.Run]:
+CORE = ("images at times", "early stopping", "a lower rate on a plateau", "a last batch that is not full")
+
+
+def run_cases(names: list[str]) -> dict[str, runs.Run]:
     multiprocessing.set_start_method("fork", force=True)  # what a loader uses outside of the tests' own server
-    return {name: finished(our_trainer({LM: {"dp_size": 2}}, **case())) for name, case in CASES.items()}
+    return {name: finished(our_trainer({LM: {"dp_size": 2}}, **CASES[name]())) for name in names}
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, runs.Run]:
-    """Every case on three ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("cases"))
-        return run_distributed(all_cases, 3)[0]
+@functools.cache
+def cases(is_core: bool) -> dict[str, runs.Run]:
+    """The cases of one tier on three ranks."""
+    return run_distributed(run_cases, 3, [name for name in CASES if (name in CORE) == is_core])[0]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_run_equals_the_stock_trainers(cases: dict[str, runs.Run], name: str):
-    stock = finished(stock_trainer(**CASES[name]()))
-    runs.assert_same_run(cases[name], stock)
+@pytest.mark.parametrize("name", runs.deep_but(CASES, *CORE))
+def test_a_run_equals_the_stock_trainers(name: str):
+    run, stock = cases(name in CORE)[name], finished(stock_trainer(**CASES[name]()))
+    runs.assert_same_run(run, stock)
     if name == "text only":
         before = tiny.FAMILIES["llava"]().state_dict()
         untouched = [key for key in before if "vision_tower" in key or "projector" in key]
-        assert untouched and all(torch.equal(cases[name].weights[key], before[key]) for key in untouched)
+        assert untouched and run.weights and all(torch.equal(run.weights[key], before[key]) for key in untouched)
     if name == "early stopping":
         assert len(stock.logs) == 2
     if name == "a lower rate on a plateau":
@@ -362,75 +356,45 @@ APART = {VISION: {}, "audio": {}, LM: {"pp_size": 2}}
 TOGETHER = {VISION: {"dp_size": 2}, "audio": ModulePlugin(colocate_with=VISION), LM: {}}
 
 
-def several(what: Any, layouts: list[dict[str, Any]]) -> list[tuple[runs.Run, float]]:
-    """The run of each layout that fits the number of ranks, with the loss of the evaluation after it."""
-    result = []
-    for parallel in layouts:
-        trainer = our_trainer(parallel, **what())
-        result.append((finished(trainer), trainer.evaluate()["eval_loss"]))
-    return result
+TWO_ENCODERS: dict[str, tuple[Any, dict[str, Any], int]] = {
+    "omni, each on its own": (omni, APART, 4),
+    "composed, each on its own": (composed, APART, 4),
+    "merging": (merging, APART, 4),
+    "omni, encoders together": (omni, TOGETHER, 3),
+    "composed, together": (composed, TOGETHER, 3),
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "layouts", "world_size"),
-    [
-        (omni, [APART], 4),
-        (composed, [APART], 4),
-        (merging, [APART], 4),
-        (omni, [TOGETHER], 3),
-        (composed, [TOGETHER], 3),
-    ],
-    ids=[
-        "omni, each on its own",
-        "composed, each on its own",
-        "merging",
-        "omni, encoders together",
-        "composed, together",
-    ],
-)
-def test_two_encoders_equal_the_stock_trainer(what: Any, layouts: list[dict[str, Any]], world_size: int):
+def evaluated(what: Any, parallel: dict[str, Any]) -> tuple[runs.Run, float]:
+    """A run, with the loss of the evaluation after it."""
+    trainer = our_trainer(parallel, **what())
+    return finished(trainer), trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("name", runs.deep_but(TWO_ENCODERS, "composed, each on its own", "omni, encoders together"))
+def test_two_encoders_equal_the_stock_trainer(name: str):
+    what, parallel, world_size = TWO_ENCODERS[name]
     trainer = stock_trainer(**what())
     stock = finished(trainer)
-    for run, eval_loss in run_distributed(several, world_size, what, layouts)[0]:
-        runs.assert_same_run(run, stock)
-        # samples are in microbatches of two on ranks and of eight here, and the loss is a mean of means
-        assert eval_loss == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-4)
+    run, eval_loss = run_distributed(evaluated, world_size, what, parallel)[0]
+    runs.assert_same_run(run, stock)
+    # samples are in microbatches of two on ranks and of eight here, and the loss is a mean of means
+    assert eval_loss == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-4)
 
 
 # The model
 
 
-def whole_and_parts(folder: Path) -> tuple[int, list[int] | None, bool]:
-    """Bytes that this rank holds of a model in a folder, and what the gathered model generates."""
+def bytes_held(folder: Path) -> int:
+    """Bytes that this rank holds of a model in a folder."""
     trainer = our_trainer({VISION: {"tp_size": 2}, LM: {"pp_size": 2}}, model=str(folder))
-    held = {}
-    for parameter in trainer.model.parameters():
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        held[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    whole = trainer.gather_model()
-    tokens = None
-    if whole is not None:
-        tokens = generated(whole)
-    dist.barrier()
-    return sum(held.values()), tokens, whole is None
+    storages = [local(parameter).untyped_storage() for parameter in trainer.model.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def generated(model: Any) -> list[int]:
-    """Greedy tokens after a prompt with an image."""
-    sample = tiny.make_dataset("llava", 1)[0]
-    inputs = {name: sample[name][None] for name in ("input_ids", "attention_mask")}
-    with torch.no_grad():
-        tokens = model.generate(
-            **inputs, pixel_values=sample["pixel_values"], max_new_tokens=4, do_sample=False, pad_token_id=0
-        )
-    return tokens[0].tolist()
-
-
-def test_a_rank_holds_its_share_and_the_gathered_model_generates(tmp_path: Path):
+def test_a_rank_holds_its_share(tmp_path: Path):
     model = tiny.FAMILIES["llava"]()
-    model.save_pretrained(tmp_path / "model")
-    ranks = run_distributed(whole_and_parts, 4, tmp_path / "model")
+    model.save_pretrained(tmp_path)
+    held = run_distributed(bytes_held, 4, tmp_path)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    held = [held for held, _, _ in ranks]
     assert max(held) < 0.4 * total and total <= sum(held) < 1.2 * total  # the projector is on both tp ranks
-    assert ranks[0][1] == generated(model.eval()) and [empty for _, _, empty in ranks] == [False, True, True, True]

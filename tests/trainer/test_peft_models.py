@@ -15,6 +15,8 @@ from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.peft_models import is_peft_model, unwrap_peft_model
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
+from hf_mmparallel.trainer.build import adapter_configs
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.folders import run_folder
@@ -91,13 +93,10 @@ def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(t
         assert got_logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in logs], layout
         assert_close(got, weights)
         folder = tmp_path / layout / ("mine" if layout == "pipeline" else "")
-        mine, theirs = (
-            load_file(folder / "adapter_model.safetensors"),
-            load_file(tmp_path / "stock" / "adapter_model.safetensors"),
+        assert_close(*(load_file(own / "adapter_model.safetensors") for own in (folder, tmp_path / "stock")))
+        config, expected = (
+            json.loads((own / "adapter_config.json").read_text()) for own in (folder, tmp_path / "stock")
         )
-        assert_close(mine, theirs)
-        config = json.loads((folder / "adapter_config.json").read_text())
-        expected = json.loads((tmp_path / "stock" / "adapter_config.json").read_text())
         for setting in set(expected) - {"modules_to_save", "target_modules"}:
             assert config[setting] == expected[setting], setting
         assert set(config["target_modules"]) == set(expected["target_modules"])
@@ -122,6 +121,7 @@ def train_on(folder: str, sizes: dict[str, Any], **arguments: Any) -> Any:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_an_adapter_that_was_trained_before_is_trained_on(tmp_path: Path):
     first = stock_trainer(adapted(use_dora=True), max_steps=2)
     first.train()
@@ -131,7 +131,6 @@ def test_an_adapter_that_was_trained_before_is_trained_on(tmp_path: Path):
     logs, weights = run_distributed(train_on, 3, str(tmp_path), LAYOUTS["pipeline"])[0]
     assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
     assert_close(weights, trained(stock.model))
-    assert_ranks_raise(train_on, 3, str(tmp_path), LAYOUTS["tensor"], match="DoRA adapter, .* Use `use_dora=False`")
 
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
@@ -193,30 +192,20 @@ def with_adapter(kind: str) -> Any:
     return model
 
 
+KINDS = ("AdaLora", "IA3", "Vera", "OFT", "LoHa", "PrefixTuning", "PromptTuning")
 REFUSED = {
-    **{
-        name: f"`{name}`.*only LoRA .*Use a `LoraConfig`, or train without `parallel`"
-        for name in (
-            "AdaLoraConfig",
-            "IA3Config",
-            "VeraConfig",
-            "OFTConfig",
-            "LoHaConfig",
-            "PrefixTuningConfig",
-            "PromptTuningConfig",
-        )
-    },
-    "PeftMixedModel": "`PeftMixedModel` has several kinds",
-    "several": r"several adapters, \['default', 'second'\].*delete_adapter\('second'\)",
-    "bias": "`bias='lora_only'` of the adapter `default`.*Use `bias='none'`",
-    "token rows": "`trainable_token_indices=.*Use `modules_to_save`",
-    "parameters": "`target_parameters=.*Name layers in `target_modules`",
-    "aLoRA": "`ALoraLinearVariant`, a LoRA variant",
-    "tied": "has `lm_head`, whose `lm_head.weight` is tied",
-    "tied adapters": "`target_modules_to_tie=.*the adapters of two layers are one. Use `ensure_weight_tying=False`",
-    "merged": "is merged or disabled. Call `model.unmerge_adapter",
-    "base weights": "q_proj.base_layer.weight` is trainable in addition to its adapter",
-    "for inference": "Nothing is trained .*is_trainable=True",
+    **{f"{name}Config": f"`{name}Config`.*`LoraConfig`" for name in KINDS},
+    "PeftMixedModel": "`PeftMixedModel`",
+    "several": r"delete_adapter\('second'\)",
+    "bias": "`bias='none'`",
+    "token rows": "`trainable_token_indices=",
+    "parameters": "`target_parameters=",
+    "aLoRA": "`ALoraLinearVariant`",
+    "tied": "`lm_head.weight`",
+    "tied adapters": "`ensure_weight_tying=False`",
+    "merged": "`model.unmerge_adapter",
+    "base weights": "q_proj.base_layer.weight`",
+    "for inference": "is_trainable=True",
 }
 
 
@@ -238,15 +227,19 @@ def test_adapters_that_transformers_added_are_taken_too():
     assert base is model and adapter.name == "own" and adapter.config.r == 8
 
 
-def lay_out(kind: str, sizes: dict[str, Any]) -> None:
-    runs.make_trainer("llama", {LM: sizes}, model=with_adapter(kind))
+def lay_out(kind: str) -> None:
+    runs.make_trainer("llama", {LM: {"pp_size": 2}}, model=with_adapter(kind))
 
 
 @pytest.mark.distributed
 def test_every_rank_refuses_before_anything_is_built():
-    assert_ranks_raise(lay_out, 2, "PrefixTuningConfig", {"pp_size": 2}, match="adapter `default` is a `PrefixTun")
-    given = {"pp_size": 2, "peft_config": {"r": 2}}
-    assert_ranks_raise(lay_out, 2, "plain", given, match="has adapters already, and `peft_config` of module")
+    assert_ranks_raise(lay_out, 2, "PrefixTuningConfig", match="`PrefixTuningConfig`")
+
+
+def test_a_model_with_adapters_gets_no_more():
+    more = MultimodalParallelPlugin({LM: ModulePlugin(peft_config={"r": 2})})
+    with pytest.raises(ValueError, match=f"`peft_config` of module `{LM}`"):
+        adapter_configs(with_adapter("plain"), more)
 
 
 def test_all_sizes_one_is_the_stock_trainer_for_every_kind():
@@ -284,6 +277,7 @@ BIASED: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1}
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_biases_of_adapters_follow_the_layers_that_they_adapt():
     """They were whole tensors beside shards: `aten.addmm.default got mixed torch.Tensor and DTensor`."""
     logs, weights = run_distributed(train_with_biases, 4, timeout=120)[0]

@@ -52,7 +52,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    runs.deep_but(
+        LAYOUTS,
+        "a copy of the LM on two ranks, one on a single rank",
+        "experts and norms of heads, on shared ranks",
+    ),
+)
 def test_unlike_copies_equal_the_stock_trainer(name: str):
     family, world_size, modules, arguments = LAYOUTS[name]
     reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **arguments)
@@ -82,6 +89,7 @@ def _train(folder: Path, parallel: dict[str, Any] | None, resume: Path | None = 
     return runs.run_of(trainer, checkpoint=None if resume is None else str(resume))
 
 
+@pytest.mark.deep
 def test_checkpoints_of_unlike_copies_are_read_under_any_layout(tmp_path: Path):
     reference = runs.stock("llava", **ADAM)
     straight = run_distributed(_train, 6, tmp_path, CHECKPOINTED, timeout=240)[0]
