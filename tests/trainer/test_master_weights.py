@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from hf_mmparallel.modeling.dtensors import local
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, StorageSettings
@@ -213,14 +213,7 @@ def test_the_stock_trainer_goes_on_from_copies_and_a_plan_from_there(tmp_path: P
             state = saved["state"].get(names[name])  # none of a parameter that no rank uses
             assert state is None or torch.equal(value, state["master"])
     model = half()
-    arguments = {**runs.COMMON, **SAVING, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    data: Any = tiny.make_dataset("llava", runs.SAMPLES)
-    stock: Any = Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=str(tmp_path / "stock"), **arguments),
-        train_dataset=data,
-        data_collator=tiny.collate("llava"),
-    )
+    stock: Any = runs.stock_trainer(model=model, output_dir=str(tmp_path / "stock"), **SAVING)
     stock.train(resume_from_checkpoint=str(checkpoint))
     state = next(iter(stock.optimizer.state_dict()["state"].values()))
     assert float(state["step"]) == 4 and state["exp_avg"].dtype == torch.bfloat16

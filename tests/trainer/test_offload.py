@@ -78,7 +78,6 @@ def test_a_step_of_deepspeed_equals_the_stock_trainer():
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
 
 
-SAVING = {"save_strategy": "steps", "save_steps": 2, **ADAMW}
 SAVED: dict[str, tuple[int, Any]] = {
     "host": (3, {VISION: HOST, LM: {"tp_size": 2, **HOST}}),
     "slices": (3, {LM: {"dp_size": 2, "zero_stage": 1}}),
@@ -90,16 +89,12 @@ MOVES = {
 }
 
 
-def saving(folder: Path, parallel: Any, checkpoint: Path | None = None) -> runs.Run:
-    trainer = runs.make_trainer("llava", parallel, str(folder), **SAVING)
-    return runs.run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
-
-
 @pytest.mark.parametrize("move", runs.deep_but(MOVES, "host to slices"))
 def test_state_in_host_memory_moves_to_any_layout_and_back(move: str, tmp_path: Path):
     (number, source), (other_number, target) = (SAVED[name] for name in MOVES[move])
-    run_distributed(saving, number, tmp_path / "from", source)
-    run = run_distributed(saving, other_number, tmp_path / "to", target, tmp_path / "from" / "checkpoint-2")[0]
+    run_distributed(runs.saving_run, number, "llava", tmp_path / "from", source, **ADAMW)
+    checkpoint = tmp_path / "from" / "checkpoint-2"
+    run = run_distributed(runs.saving_run, other_number, "llava", tmp_path / "to", target, checkpoint, **ADAMW)[0]
     runs.assert_same_run(run, runs.stock("llava", **ADAMW), rtol=1e-4, atol=2e-5)
 
 
@@ -190,13 +185,7 @@ def test_adapters_train_on_streamed_weights():
 
 
 class RefusingHostMemory(TorchDispatchMode):
-    """
-    Process groups that take tensors of a device only, as those of NCCL do, where weights in host memory are not on the
-    device: moving them there copies them.
-
-    Args:
-        weights (`Sequence[torch.Tensor]`): What is in host memory.
-    """
+    """Groups that take tensors of a device only, as those of NCCL do; moving a weight from host memory copies it."""
 
     def __init__(self, weights: Sequence[torch.Tensor]):
         super().__init__()

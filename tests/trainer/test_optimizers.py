@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests import tiny
 from tests.distributed import run_distributed
@@ -62,12 +61,7 @@ def test_8_bit_adam_runs_on_shards_and_goes_on(tmp_path: Path):
     for name, want in straight.weights.items():
         assert torch.equal(resumed.weights[name], want), name
     assert all("Resume with the same `tp_size`" in text for *_, said in ranks for text in said.values())
-    trainer = transformers.Trainer(
-        model=tiny.FAMILIES["llama"](),
-        args=transformers.TrainingArguments(str(tmp_path / "s"), **{**runs.COMMON, **ADAM_8BIT}),
-        train_dataset=tiny.make_dataset("llama", runs.SAMPLES),  # type: ignore[arg-type]
-        data_collator=tiny.collate("llama"),
-    )
+    trainer = runs.stock_trainer("llama", **ADAM_8BIT)
     with pytest.raises(ValueError, match="parameter groups"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
     for got, want in zip(moved.logs, stock.logs, strict=True):
@@ -83,6 +77,7 @@ def _train_each(parallel: dict[str, Any]) -> dict[str, runs.Run]:
     return {name: runs.parallel_run("llama", parallel, optim=name, **TWO_STEPS) for name in BITSANDBYTES}
 
 
+@pytest.mark.deep
 def test_optimizers_of_bitsandbytes_move_weights_as_on_one_process():
     pytest.importorskip("bitsandbytes", reason="bitsandbytes has these optimizers")
     start = tiny.FAMILIES["llama"]().state_dict()

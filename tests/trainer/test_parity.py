@@ -85,23 +85,13 @@ SELDOM = {
 @pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, *(LAYOUTS.keys() - SELDOM)))
 def test_a_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel, arguments = LAYOUTS[name]
-    reference = runs.stock(
-        family, freeze=runs.frozen(parallel), evaluate=True, per_device_eval_batch_size=2, **arguments
-    )
-    ranks = run_distributed(
-        runs.parallel_run, world_size, family, parallel, evaluate=True, per_device_eval_batch_size=2, **arguments
-    )
-    runs.assert_same_run(ranks[0], reference)
-    for rank in ranks:
-        assert rank.logs == ranks[0].logs
-        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+    runs.assert_a_layout_equals_the_stock_trainer(family, world_size, parallel, **arguments)
 
 
 @pytest.mark.deep
 def test_rows_of_ranks_in_any_order_equal_the_stock_trainer():
     modules = {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (2, 1))], [(0, 4, (3, 4))])}
-    ranks = run_distributed(runs.parallel_run, 5, "llava", {"modules": modules})
-    runs.assert_same_run(ranks[0], runs.stock("llava"))
+    runs.assert_a_layout_equals_the_stock_trainer("llava", 5, {"modules": modules})
 
 
 def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from transformers import TrainerCallback
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.callbacks import PredictionCallback
 from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.calibrate import calibrate_logs
@@ -214,18 +212,9 @@ def tokens_of(sample: Any) -> dict[str, int]:
 
 def run_of_drawn_sizes(folder: str, streams: bool) -> tuple[list[dict[str, float]], list[int]]:
     """The logged numbers of a run, and the vision tokens of each of its steps."""
-    torch.set_num_threads(1)
-    runs.draw_nothing()
-    samples = tiny.make_dataset("llava", runs.SAMPLES)
-    given = {**runs.COMMON, "global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2, "max_steps": 3}
-    drawn: list[int] = []
-    trainer = MultimodalParallelTrainer(
-        tiny.FAMILIES["llava"](),
-        MultimodalTrainingArguments(output_dir=folder, parallel=PIPELINE, ddp_backend="gloo", **given),
-        train_dataset=Rows(samples) if streams else Drawn(samples),
-        data_collator=tiny.collate("llava"),
-        sample_tokens=tokens_of,
-    )
+    samples, drawn = tiny.make_dataset("llava", runs.SAMPLES), []
+    given: dict[str, Any] = {"data": Rows(samples) if streams else Drawn(samples), "eval_dataset": samples[:7]}
+    trainer = runs.make_trainer("llava", PIPELINE, folder, sample_tokens=tokens_of, max_steps=3, **given)
     trainer.add_callback(Noting(trainer.engine, drawn))
     trainer.train()
     dist.barrier()

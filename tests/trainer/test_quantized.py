@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_mmparallel.data.randomness import seeded
 from hf_mmparallel.modeling import build_model_spec
@@ -16,7 +16,6 @@ from hf_mmparallel.plan import ModulePlugin, resolve_plan
 from hf_mmparallel.planner.possible_sizes import check_matrices
 from tests import tiny
 from tests.distributed import run_distributed
-from tests.folders import run_folder
 from tests.trainer import runs
 
 pytest.importorskip("bitsandbytes")
@@ -51,7 +50,7 @@ def train_layouts(folder: str, bits: int) -> list[list[dict[str, float]]]:
     return [runs.step_logs(first), runs.step_logs(second)]
 
 
-DIVIDED: dict[int, tuple[dict[str, int], str]] = {
+DIVIDED: dict[int, tuple[dict[str, Any], str]] = {
     4: ({"tp_size": 2}, f"`tp_size=2` of `{LM}`: .* uint8"),
     8: ({"dp_size": 2, "zero_stage": 3}, f"`zero_stage=3` of `{LM}`: .* int8"),
 }
@@ -63,16 +62,12 @@ def test_adapters_of_quantized_weights_train_as_with_the_stock_trainer(tmp_path:
     folder = str(tmp_path)
     tiny.FAMILIES["llama"]().save_pretrained(folder)
     model = by_hand(folder, bits)
-    args = TrainingArguments(
-        output_dir=run_folder(), **{**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    )
-    data: Any = tiny.make_dataset("llama", runs.SAMPLES)
-    stock = Trainer(model=model, args=args, train_dataset=data, data_collator=tiny.collate("llama"))
+    stock = runs.stock_trainer("llama", model=model)
     stock.train()
     for logs in run_distributed(train_layouts, 2, folder, bits, timeout=120)[0]:
         assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
     loaded = PeftModel.from_pretrained(quantized(folder, bits), f"{folder}/adapter").eval()
-    batch = tiny.collate("llama")(data[:2])
+    batch = tiny.collate("llama")(tiny.make_dataset("llama", 2))
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-5)
     spec, (sizes, said) = build_model_spec(quantized(folder, bits)), DIVIDED[bits]

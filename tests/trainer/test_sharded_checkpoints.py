@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 from torch import Tensor
 
 from hf_mmparallel.runtime.sharded_files import sharded_files
@@ -52,13 +51,9 @@ def _stock(folder: Path, engine: str, state_dict_type: str) -> tuple[list[dict[s
     if engine == "zero3":  # its default, with which no file has whole weights
         zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
         chosen["deepspeed"] = {**chosen["deepspeed"], "zero_optimization": zero}
-    arguments = {**runs.COMMON, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **chosen, **SAVING}
-    trainer = transformers.Trainer(
-        model=tiny.FAMILIES[FAMILY](),
-        args=transformers.TrainingArguments(output_dir=str(folder), ddp_backend="gloo", **arguments),
-        train_dataset=tiny.make_dataset(FAMILY, SAMPLES),
-        data_collator=tiny.collate(FAMILY),
-    )
+    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **chosen, **SAVING}
+    data = tiny.make_dataset(FAMILY, SAMPLES)
+    trainer = runs.stock_trainer(FAMILY, str(folder), data=data, ddp_backend="gloo", **arguments)
     trainer.train()
     if engine != "zero3":
         return runs.step_logs(trainer), engines.whole_weights(trainer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,12 @@ import pytest
 import torch
 
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ShardingSettings, check_plan, resolve_plan
+from hf_mmparallel.plan import MultimodalParallelPlugin, plan_for_model
 from tests import tiny
 from tests.distributed import run_distributed
 
 from . import runs
+from .test_unlike_copies import copies
 
 pytestmark = pytest.mark.distributed
 
@@ -25,15 +25,10 @@ RECOMPUTED = {"zero_stage": 2, "activation_checkpointing": True}
 KEPT = {"zero_stage": 3, "reshard_after_forward": False}
 
 
-def _uneven() -> MultimodalParallelPlugin:
+def uneven(zero_stage: int) -> dict[str, Any]:
     """Llava with one copy of the language model in one stage on rank 1, and one in two stages on ranks 2 and 3."""
-    spec = build_model_spec(tiny.FAMILIES["llava"]())
-    plan = resolve_plan(spec, {VISION: ModulePlugin(), LM: ModulePlugin(dp_size=2)})
-    (whole,), (other,) = plan.modules[LM].replicas
-    middle = whole.layers[1] // 2
-    halves = (replace(other, layers=(0, middle)), replace(other, layers=(middle, whole.layers[1]), mesh=((3,),)))
-    module = replace(plan.modules[LM], replicas=((whole,), halves), sharding=ShardingSettings(1))
-    return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: module}))
+    module = copies([(0, 4, (1,))], [(0, 2, (2,)), (2, 4, (3,))])
+    return {"modules": {VISION: copies([(0, 4, (0,))]), LM: {**module, "sharding": {"zero_stage": zero_stage}}}}
 
 
 LAYOUTS: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
@@ -48,7 +43,7 @@ LAYOUTS: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
     "tied, dp and pp": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2, **ONE}}, ADAMW),
     "tied, dp and pp, in groups": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2, **ONE, "shard_size": 2}}, ADAMW),
     "norms of heads and experts": ("qwen3_vl_moe", 5, {LM: {"dp_size": 2, "tp_size": 2, **ONE}}, {}),
-    "uneven stages": ("llava", 4, _uneven, ADAMW),
+    "uneven stages": ("llava", 4, uneven(1), ADAMW),
     "momentum": ("llava", 3, {LM: {"dp_size": 2, **ONE}}, {"optim_args": "momentum=0.9"}),
     "recomputed": (
         "llava",
@@ -95,9 +90,8 @@ CORE = (
 def test_a_sharded_layout_equals_the_stock_trainer(case: str):
     name, zero_stage = CASES[case]
     family, world_size, parallel, arguments = LAYOUTS[name]
-    parallel = parallel() if callable(parallel) else in_stage(parallel, zero_stage)
-    freeze = runs.frozen(parallel) if isinstance(parallel, dict) else {}
-    reference = runs.stock(family, freeze=freeze, **arguments)
+    parallel = in_stage(parallel, zero_stage)
+    reference = runs.stock(family, freeze=runs.frozen(parallel), **arguments)
     ranks = run_distributed(runs.parallel_run, world_size, family, parallel, **arguments)
     runs.assert_same_run(ranks[0], reference)
     for rank in ranks:
@@ -106,11 +100,9 @@ def test_a_sharded_layout_equals_the_stock_trainer(case: str):
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_replicas_with_stages_of_other_layers_can_not_run_jointly(zero_stage: int):
-    plan = _uneven().plan
-    assert plan is not None
-    module = replace(plan.modules[LM], sharding=ShardingSettings(zero_stage))
+    plugin = MultimodalParallelPlugin.from_any(uneven(zero_stage))
     with pytest.raises(ValueError, match=f"`zero_stage={zero_stage}` of `{LM}`"):
-        check_plan(replace(plan, modules={**plan.modules, LM: module}), build_model_spec(tiny.FAMILIES["llava"]()))
+        plan_for_model(plugin, build_model_spec(tiny.FAMILIES["llava"]()), 4)
 
 
 STAGE_OF_COPIES = [pytest.param(1, marks=pytest.mark.deep), pytest.param(2, marks=pytest.mark.deep), 3]
@@ -130,10 +122,11 @@ def with_and_without(what: str, zero_stage: int) -> list[runs.Run]:
     layout, _ = UNSHARDED[what]
     dtype = torch.bfloat16 if what == "weights in bfloat16" else torch.float32
     sharded = {name: {**module, "zero_stage": zero_stage} for name, module in layout.items()}
-    return [
-        runs.parallel_run("llava", parallel, model=tiny.FAMILIES["llava"]().to(dtype), **ADAMW)
-        for parallel in (sharded, layout)
-    ]
+    result = []
+    for parallel in (sharded, layout):
+        model: Any = tiny.FAMILIES["llava"]()
+        result.append(runs.parallel_run("llava", parallel, model=model.to(dtype), **ADAMW))
+    return result
 
 
 @pytest.mark.parametrize("zero_stage", STAGE_OF_COPIES)
@@ -176,15 +169,6 @@ def test_state_is_divided_by_the_number_of_copies_and_weights_can_be_cast():
         assert sum(own["state"] for own in found) == 2 * found[0]["weights"]
 
 
-SAVING = {"save_strategy": "steps", "save_steps": 2, **ADAMW}
-
-
-def trained(folder: Path, parallel: dict[str, Any] | None, checkpoint: Path | None = None) -> runs.Run:
-    """A run on this rank that saves every two steps."""
-    trainer = runs.make_trainer("qwen2_vl", parallel, str(folder), **SAVING)
-    return runs.run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
-
-
 BOTH = {VISION: {"dp_size": 2, **ONE}, LM: {"dp_size": 2, "tp_size": 2, **ONE}}
 OTHERS: dict[str, tuple[int, Any]] = {
     "grouped": (5, {LM: {"dp_size": 4, "tp_size": 1, "zero_stage": 2, "shard_size": 2}}),
@@ -197,12 +181,12 @@ OTHERS: dict[str, tuple[int, Any]] = {
 def straight(request, tmp_path_factory) -> tuple[dict[str, Any], Path, runs.Run]:
     """A sharded layout, the folder of its run of four steps, with a checkpoint of the second, and the run."""
     both, folder = in_stage(BOTH, request.param), tmp_path_factory.mktemp(f"stage{request.param}")
-    return both, folder, run_distributed(trained, 6, folder, both)[0]
+    return both, folder, run_distributed(runs.saving_run, 6, "qwen2_vl", folder, both, **ADAMW)[0]
 
 
 def test_a_sharded_run_goes_on_as_it_was(straight: tuple[dict[str, Any], Path, runs.Run], tmp_path: Path):
     both, folder, run = straight
-    again = run_distributed(trained, 6, tmp_path, both, folder / "checkpoint-2")[0]
+    again = run_distributed(runs.saving_run, 6, "qwen2_vl", tmp_path, both, folder / "checkpoint-2", **ADAMW)[0]
     assert again.logs == run.logs and run.weights and again.weights
     assert all(torch.equal(again.weights[name], weight) for name, weight in run.weights.items())
 
@@ -213,7 +197,9 @@ def test_a_sharded_run_goes_on_under_any_layout(
 ):
     _, folder, run = straight
     world_size, parallel = OTHERS[other]
-    elsewhere = run_distributed(trained, world_size, tmp_path, parallel, folder / "checkpoint-2")[0]
+    elsewhere = run_distributed(
+        runs.saving_run, world_size, "qwen2_vl", tmp_path, parallel, folder / "checkpoint-2", **ADAMW
+    )[0]
     runs.assert_same_run(elsewhere, run, rtol=1e-4, atol=2e-5)
 
 
@@ -224,8 +210,9 @@ def test_any_run_goes_on_under_a_sharded_layout(
     both, _, run = straight
     # `max_steps` shapes the schedule, so that a run to be continued is one of four steps as well.
     world_size, parallel = OTHERS[other]
-    run_distributed(trained, world_size, tmp_path / "from", parallel)
-    back = run_distributed(trained, 6, tmp_path / "back", both, tmp_path / "from" / "checkpoint-2")[0]
+    run_distributed(runs.saving_run, world_size, "qwen2_vl", tmp_path / "from", parallel, **ADAMW)
+    checkpoint = tmp_path / "from" / "checkpoint-2"
+    back = run_distributed(runs.saving_run, 6, "qwen2_vl", tmp_path / "back", both, checkpoint, **ADAMW)[0]
     runs.assert_same_run(back, run, rtol=1e-4, atol=2e-5)
 
 
