@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
@@ -18,6 +21,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.runtime import offload
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
+from tests.distributed import run_distributed
 from tests.folders import run_folder, session_folder
 
 SAMPLES = 22
@@ -57,6 +61,12 @@ class Run:
     predictions: Any = None
 
 
+def deep_but(cases: Iterable[str], *core: str) -> list[Any]:
+    """The names of cases for `parametrize`; all but `core` are deep."""
+    assert {*core} <= {*cases}
+    return [name if name in core else pytest.param(name, marks=pytest.mark.deep) for name in cases]
+
+
 def step_logs(trainer: Trainer) -> list[dict[str, float]]:
     """Loss, gradient norm and learning rate of each step."""
     kept = ("loss", "grad_norm", "learning_rate", "num_input_tokens_seen")
@@ -87,16 +97,31 @@ def _stock(family: str, freeze: dict[str, Any] | None, arguments: dict[str, Any]
         trained = build_model_spec(model).modules[name].with_frozen(what).parameters
         for parameter in trained:
             model.get_parameter(parameter.name).requires_grad_(parameter.trainable)
-    arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
     evaluate = arguments.pop("evaluate", False)
-    data: Any = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
-    args = TrainingArguments(output_dir=arguments.pop("output_dir", None) or run_folder(), **arguments)
-    trainer = Trainer(
-        model=model, args=args, train_dataset=data, eval_dataset=data[:7], data_collator=tiny.collate(family)
-    )
+    trainer = stock_trainer(family, model=model, **arguments)
     trainer.train()
     metrics = trainer.evaluate() if evaluate else {}
     return Run(step_logs(trainer), {k: v.detach().clone() for k, v in model.state_dict().items()}, metrics)
+
+
+def stock_trainer(family: str = "llava", output_dir: str | None = None, **arguments: Any) -> Any:
+    """The stock Trainer, whose batch is the global batch where nothing else is said."""
+    words = words_of(family, arguments)
+    arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
+    return Trainer(args=TrainingArguments(output_dir=output_dir or run_folder(), **arguments), **words)
+
+
+def words_of(family: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the constructor of a Trainer is given besides arguments, taken out of them, or the usual."""
+    data = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
+    optional = ("callbacks", "compute_metrics", "preprocess_logits_for_metrics", "sample_tokens")
+    return {
+        "model": arguments.pop("model", None) or tiny.FAMILIES[family](),
+        "train_dataset": data,
+        "eval_dataset": arguments.pop("eval_dataset", None) or data[:7],
+        "data_collator": tiny.collate(family),
+        **{name: arguments.pop(name) for name in optional if name in arguments},
+    }
 
 
 def draw_nothing() -> None:
@@ -118,19 +143,11 @@ def make_trainer(
         offload._deepspeed_adam = lambda optimizer: None
     if not pictures:
         draw_nothing()
+    words = words_of(family, arguments)
     arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
-    extra = {name: arguments.pop(name) for name in ("callbacks", "compute_metrics", "model") if name in arguments}
-    data: Any = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
     output_dir = output_dir or run_folder()
     args = MultimodalTrainingArguments(output_dir=output_dir, parallel=parallel, ddp_backend="gloo", **arguments)
-    return MultimodalParallelTrainer(
-        model=extra.pop("model", None) or tiny.FAMILIES[family](),
-        args=args,
-        train_dataset=data,
-        eval_dataset=data[:7],
-        data_collator=tiny.collate(family),
-        **extra,
-    )
+    return MultimodalParallelTrainer(args=args, **words)
 
 
 def parallel_run(family: str, parallel: dict[str, Any], evaluate: bool = False, **arguments: Any) -> Run:
@@ -146,6 +163,25 @@ def run_of(trainer: Any, evaluate: bool = False, checkpoint: str | None = None) 
     weights = None if whole is None else {k: v.detach().clone() for k, v in whole.state_dict().items()}
     dist.barrier()
     return Run(step_logs(trainer), weights, metrics)
+
+
+def saving_run(
+    family: str, folder: Path, parallel: dict[str, Any] | None, checkpoint: Path | None = None, **arguments: Any
+) -> Run:
+    """A run on this rank that saves every two steps, from a checkpoint on if one is given."""
+    trainer = make_trainer(family, parallel, str(folder), save_strategy="steps", save_steps=2, **arguments)
+    return run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
+
+
+def assert_a_layout_equals_the_stock_trainer(family: str, world_size: int, parallel: Any, **arguments: Any) -> None:
+    """Compares logs, final weights and the loss of an evaluation, and the logs of all ranks."""
+    arguments = {"evaluate": True, "per_device_eval_batch_size": 2, **arguments}
+    reference = stock(family, freeze=frozen(parallel) if isinstance(parallel, dict) else {}, **arguments)
+    ranks = run_distributed(parallel_run, world_size, family, parallel, timeout=240, **arguments)
+    assert_same_run(ranks[0], reference)
+    for rank in ranks:
+        assert rank.logs == ranks[0].logs
+        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
 
 
 def assert_same_run(run: Run, reference: Run, rtol: float = 2e-5, atol: float = 2e-6) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import set_seed
 
 from tests import tiny
 from tests.distributed import run_distributed
-from tests.folders import run_folder
 from tests.trainer import runs
 
 pytestmark = pytest.mark.distributed
@@ -26,37 +25,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 STEPS = {"optim": "adamw_torch", "learning_rate": 1e-4, "weight_decay": 0.0, "max_steps": 3, "warmup_steps": 0}
 
 
-def _cast(model: Any, dtype: torch.dtype, *widened: str) -> Any:
-    """A model in one dtype, but for the parameters with one of these words in their names."""
-    model.to(dtype)
+WIDE = ("norm", "projector")
+MIXES: dict[str, tuple[torch.dtype, tuple[str, ...], bool, bool]] = {
+    "bfloat16": (torch.bfloat16, (), False, True),
+    "float16": (torch.float16, (), False, False),  # the stock Trainer makes NaN of a projector in float16
+    "float32 norms and projector": (torch.bfloat16, WIDE, True, True),
+    "float32 but for the layers": (torch.bfloat16, (*WIDE, "embed_tokens", "lm_head"), True, True),
+    "float32": (torch.float32, (), True, True),
+}
+"""Mix -> dtype, words in the names of what is in float32, autocast to bfloat16, whether the projector is trained."""
+
+
+def model_of(mix: str) -> Any:
+    """A model whose weights have the dtypes of a mix."""
+    dtype, widened, _, _ = MIXES[mix]
+    model: Any = tiny.FAMILIES["llava"]().to(dtype)
     for name, parameter in model.named_parameters():
         if any(word in name for word in widened):
             parameter.data = parameter.data.float()
     return model
-
-
-def model_of(mix: str) -> Any:
-    """A model whose weights have the dtypes of a mix; its vision tower is frozen, its projector is trained."""
-    model = tiny.FAMILIES["llava"]()
-    if mix == "bfloat16":
-        _cast(model, torch.bfloat16)
-    elif mix == "float16":
-        _cast(model, torch.float16)
-    elif mix == "float32 norms and projector":
-        _cast(model, torch.bfloat16, "norm", "projector")
-    elif mix == "float32 but for the layers":
-        _cast(model, torch.bfloat16, "norm", "projector", "embed_tokens", "lm_head")
-    return model
-
-
-# Mix -> (autocast to bfloat16, whether the projector is trained). The stock Trainer makes NaN of one in float16.
-MIXES = {
-    "bfloat16": (False, True),
-    "float16": (False, False),
-    "float32 norms and projector": (True, True),
-    "float32 but for the layers": (True, True),
-    "float32": (True, True),
-}
 
 
 def _trained(model: Any) -> dict[str, torch.Tensor]:
@@ -71,7 +58,7 @@ def _trained(model: Any) -> dict[str, torch.Tensor]:
 def _by_hand(mix: str) -> Any:
     """What a user of `peft` makes."""
     set_seed(runs.COMMON["seed"])
-    parts = ["model.multi_modal_projector"] if MIXES[mix][1] else None
+    parts = ["model.multi_modal_projector"] if MIXES[mix][3] else None
     targets = r".*language_model.*\.(q_proj|v_proj|down_proj)"
     return get_peft_model(model_of(mix), LoraConfig(**{**LORA, "target_modules": targets}, modules_to_save=parts))
 
@@ -82,13 +69,7 @@ Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 def stock_run(mix: str) -> Result:
     """Logs and trained weights of the stock Trainer with a `PeftModel`."""
     model = _by_hand(mix)
-    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH, "bf16": MIXES[mix][0]}
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=run_folder(), **arguments),
-        train_dataset=tiny.make_dataset("llava", runs.SAMPLES),
-        data_collator=tiny.collate("llava"),
-    )
+    trainer = runs.stock_trainer(model=model, bf16=MIXES[mix][2], **STEPS)
     trainer.train()
     return runs.step_logs(trainer), _trained(model)
 
@@ -96,7 +77,7 @@ def stock_run(mix: str) -> Result:
 def ranks_run(mix: str) -> dict[str, Result]:
     """The same of our Trainer on every layout; weights on rank 0."""
     result = {}
-    bf16, train_projector = MIXES[mix]
+    _, _, bf16, train_projector = MIXES[mix]
     freeze = "tower" if train_projector else True
     for layout, sizes in LAYOUTS.items():
         parallel = {VISION: {**sizes[VISION], "freeze": freeze}, LM: {**sizes[LM], "peft_config": LORA}}
@@ -111,7 +92,7 @@ def _flat(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([weights[name].flatten().double() for name in sorted(weights) if ".lora_" in name])
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", runs.deep_but(MIXES, "bfloat16", "float32 norms and projector"))
 def test_adapters_train_as_those_of_peft_on_weights_of_any_dtype(mix: str):
     logs, weights = stock_run(mix)
     start = _flat(_trained(_by_hand(mix)))

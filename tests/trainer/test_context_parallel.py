@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,23 @@ import pytest
 import torch
 import transformers
 
-from hf_mmparallel import ModulePlugin, MultimodalParallelPlugin
+from hf_mmparallel import (
+    ModulePlugin,
+    MultimodalParallelPlugin,
+    MultimodalParallelTrainer,
+    MultimodalTrainingArguments,
+)
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import resolve_plan
 from hf_mmparallel.planner.possible_sizes import check_context
 from hf_mmparallel.trainer.build import prepare_context
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.folders import run_folder
 
 from . import runs
 from .test_checkpoints import _assert_close, _train
-from .test_features import composed, evaluations, finished, our_trainer, stock_trainer
+from .test_features import composed, evaluations, finished
 
 VISION, LM = "vision", "language_model"
 CP = {"cp_size": 2, "cp_block": 16}
@@ -53,47 +60,49 @@ LAYOUTS = {
         {},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
+CORE = (
+    "llava, tp and checkpointing",
+    "gemma3, stages, at random",
+    "llava, on the ranks of vision, one of padding only",
+)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, *CORE))
 def test_a_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel, arguments = LAYOUTS[name]
-    reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **arguments)
-    ranks = run_distributed(
-        runs.parallel_run, world_size, family, parallel, evaluate=True, per_device_eval_batch_size=2, **arguments
-    )
-    runs.assert_same_run(ranks[0], reference)
-    for rank in ranks:
-        assert rank.logs == ranks[0].logs
-        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+    runs.assert_a_layout_equals_the_stock_trainer(family, world_size, parallel, **arguments)
 
 
 # What else a run has: adapters, predictions, a model of several encoders, checkpoints
 
 DATA = tiny.make_dataset("llava", 9, seed=4)  # that `evaluations` predicts
-ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
 
 
-def adapted(**settings: Any) -> dict[str, Any]:
-    return {VISION: ModulePlugin(freeze="tower"), LM: ModulePlugin(peft_config=ADAPTERS, **settings)}
+def adapted(**sizes: Any) -> dict[str, Any]:
+    """A projector and adapters of the language model that are trained."""
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+    return {VISION: ModulePlugin(freeze="tower"), LM: ModulePlugin(peft_config=lora, **sizes)}
+
+
+def adapted_alone() -> list[dict[str, float]]:
+    """Logs of our Trainer on one process."""
+    arguments = {**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    args = MultimodalTrainingArguments(output_dir=run_folder(), parallel=adapted(), **arguments)
+    trainer = MultimodalParallelTrainer(args=args, **runs.words_of("llava", {}))
+    trainer.train()
+    return runs.step_logs(trainer)
 
 
 def on_three_ranks() -> dict[str, Any]:
     """Evaluations and predictions, the logs of training adapters, the run of a composed model."""
-    trainer = our_trainer(adapted(**CP))
+    trainer = runs.make_trainer("llava", adapted(**CP))
     trainer.train()
     return {
-        "evaluations": evaluations(lambda **given: our_trainer({LM: ModulePlugin(**CP)}, **given)),
+        "evaluations": evaluations(functools.partial(runs.make_trainer, "llava", {LM: CP})),
         "adapters": runs.step_logs(trainer),
         "composed": finished(
-            our_trainer({VISION: {}, "audio": ModulePlugin(colocate_with=VISION), LM: CP}, **composed())
+            runs.make_trainer("llava", {VISION: {}, "audio": ModulePlugin(colocate_with=VISION), LM: CP}, **composed())
         ),
     }
 
@@ -101,7 +110,7 @@ def on_three_ranks() -> dict[str, Any]:
 @pytest.mark.distributed
 def test_predictions_adapters_and_composed_models_are_those_of_one_process():
     ranks = run_distributed(on_three_ranks, 3)
-    stock, first = evaluations(stock_trainer), ranks[0]["evaluations"]
+    stock, first = evaluations(runs.stock_trainer), ranks[0]["evaluations"]
     for rank in ranks:
         assert [pytest.approx(row, rel=2e-5) for row in stock["history"]] == rank["evaluations"]["history"]
         assert rank["evaluations"]["metrics"] == pytest.approx(stock["metrics"], rel=2e-5)
@@ -112,18 +121,12 @@ def test_predictions_adapters_and_composed_models_are_those_of_one_process():
     real = logits != -100  # the stock Trainer's padding has values too
     assert real.sum() == logits.shape[2] * sum(len(sample["input_ids"]) for sample in DATA[:5])
     torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-5)
-    alone = run_distributed(adapters_alone, 1)[0]
-    assert ranks[0]["adapters"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in alone]
-    runs.assert_same_run(ranks[0]["composed"], finished(stock_trainer(**composed())))
-
-
-def adapters_alone() -> list[dict[str, float]]:
-    trainer = our_trainer(adapted(), per_device_train_batch_size=runs.GLOBAL_BATCH)
-    trainer.train()
-    return runs.step_logs(trainer)
+    assert ranks[0]["adapters"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in adapted_alone()]
+    runs.assert_same_run(ranks[0]["composed"], finished(runs.stock_trainer(**composed())))
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_a_run_resumes_with_another_number_of_ranks_that_share_tokens(tmp_path: Path):
     straight = run_distributed(_train, 5, tmp_path, {LM: {**CP, "tp_size": 2}})[0]
     other = {LM: {**CP, "cp_size": 3}}
@@ -143,7 +146,7 @@ def test_a_language_model_gets_the_attention_that_ranks_share():
 
 def test_another_attention_function_is_refused():
     model = tiny.FAMILIES["llava"]()
-    with pytest.raises(ValueError, match="`attn_implementation='eager'` .* Use `attn_implementation=.bitfield.`"):
+    with pytest.raises(ValueError, match="`attn_implementation='eager'`"):
         prepare_context(model, build_model_spec(model), ModulePlugin(attn_implementation="eager"))
 
 
@@ -151,17 +154,17 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
 REFUSED = {
     "layers with an attention of their own": (
         transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50),
-        "the layers of `BloomModel` have their own attention code",
+        "`BloomModel`",
     ),
     "a state-space model": (
         transformers.MambaConfig(**SMALL, state_size=4),
-        "`MambaModel` have their own attention code",
+        "`MambaModel`",
     ),
     "a mask that words can't say": (
         transformers.Gemma3TextConfig(
             **SMALL, intermediate_size=32, num_attention_heads=4, head_dim=8, use_bidirectional_attention=True
         ),
-        "`cp_size` above 1 splits packed samples. .*looks ahead everywhere.* Use `cp_size=1`",
+        "`cp_size=1`",
     ),
 }
 

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from hf_mmparallel.modeling.dtensors import local
-from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, StorageSettings
+from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.updated_copies import copied_from, entries_of
+from hf_mmparallel.world import World
 from tests import tiny
-from tests.distributed import assert_ranks_raise, run_distributed
+from tests.distributed import run_distributed
 
 from . import runs
 
@@ -48,10 +50,14 @@ class _Gradients(TrainerCallback):
         self.lrs.append(kwargs["lr_scheduler"].get_last_lr()[0])
 
 
-def replayed(optim: dict[str, Any]) -> bool:
+OPTIMIZERS = {"adamw_torch": ADAMW, "sgd": {"optim": "sgd", "optim_args": "momentum=0.9"}, "adafactor": {}}
+
+
+def replayed(optim: str) -> bool:
     """Whether a loop with float32 copies makes the same weights of the gradients of a run, to the last bit."""
     callback = _Gradients()
-    trainer = trainer_of({LM: {"pp_size": 2}}, callbacks=[callback], weight_decay=0.0, **optim)
+    arguments = {"optim": optim, **OPTIMIZERS[optim]}
+    trainer = trainer_of({LM: {"pp_size": 2}}, callbacks=[callback], weight_decay=0.0, **arguments)
     trainable = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     masters = {name: torch.nn.Parameter(local(p).detach().float()) for name, p in trainable.items()}
     trainer.train()
@@ -70,8 +76,8 @@ def replayed(optim: dict[str, Any]) -> bool:
     return not changed
 
 
-@pytest.mark.parametrize("optim", [ADAMW, {"optim": "sgd", "optim_args": "momentum=0.9"}, {"optim": "adafactor"}])
-def test_steps_are_those_of_a_loop_with_float32_copies(optim):
+@pytest.mark.parametrize("optim", runs.deep_but(OPTIMIZERS, "adamw_torch"))
+def test_steps_are_those_of_a_loop_with_float32_copies(optim: str):
     assert run_distributed(replayed, 3, optim) == [True] * 3
 
 
@@ -117,7 +123,7 @@ def full_precision(family: str, parallel: dict[str, Any], **arguments: Any) -> t
     return start, run.weights
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "zero and tp", "tied over stages, frozen tower", "on the CPU"))
 def test_the_copies_follow_the_stock_trainer_with_float32_weights(name: str, tmp_path: Path):
     family, world_size, parallel = LAYOUTS[name]
     optim = {"optim": "adamw_torch", "learning_rate": 5e-6, "adam_epsilon": 1e-2}  # updates below the weights' digits
@@ -141,10 +147,13 @@ def test_without_copies_16_bit_weights_train_as_in_the_stock_trainer():
     runs.assert_same_run(run, reference, rtol=2e-2, atol=2e-3)
 
 
+def adapters_runs() -> list[runs.Run]:
+    sizes = {"pp_size": 2, **LORA}
+    return [ends({VISION: {"freeze": True}, LM: {**sizes, **settings}}, **ADAMW) for settings in ({}, WITHOUT)]
+
+
 def test_adapters_have_no_copies():
-    parallel = {VISION: {"freeze": True}, LM: {"pp_size": 2, **LORA}}
-    with_copies = run_distributed(ends, 3, parallel, **ADAMW)[0]
-    without = run_distributed(ends, 3, {VISION: {"freeze": True}, LM: {**parallel[LM], **WITHOUT}}, **ADAMW)[0]
+    with_copies, without = run_distributed(adapters_runs, 3)[0]
     assert with_copies.logs == without.logs
 
 
@@ -183,8 +192,11 @@ class _Start(TrainerCallback):
         self.masters = masters_of(self.trainer)
 
 
-def starts(checkpoint: Path, parallel: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The copies of this rank with which a run goes on from a checkpoint."""
+def starts(checkpoint: Path, folder: Path | None = None) -> dict[str, torch.Tensor]:
+    """The copies of this rank with which a run goes on from a checkpoint, which a run in a folder has to leave."""
+    parallel = {LM: {"pp_size": 2}}
+    if folder is not None:
+        continued(folder, parallel)
     callback = _Start()
     callback.trainer = trainer_of(parallel, callbacks=[callback], **ADAMW)
     callback.trainer.train(resume_from_checkpoint=str(checkpoint))
@@ -192,29 +204,22 @@ def starts(checkpoint: Path, parallel: dict[str, Any]) -> dict[str, torch.Tensor
 
 
 def test_the_stock_trainer_goes_on_from_copies_and_a_plan_from_there(tmp_path: Path):
-    run_distributed(continued, 3, tmp_path / "plan", {LM: {"pp_size": 2}})
     checkpoint = tmp_path / "plan" / "checkpoint-2"
+    ranks = run_distributed(starts, 3, checkpoint, tmp_path / "plan")
     saved = torch.load(checkpoint / "optimizer.pt", weights_only=True)
     names = {n: i for g in saved["param_groups"] for i, n in zip(g["params"], g["param_names"], strict=True)}
-    for found in run_distributed(starts, 3, checkpoint, {LM: {"pp_size": 2}}):
+    for found in ranks:
         for name, value in found.items():
             state = saved["state"].get(names[name])  # none of a parameter that no rank uses
             assert state is None or torch.equal(value, state["master"])
     model = half()
-    arguments = {**runs.COMMON, **SAVING, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    data: Any = tiny.make_dataset("llava", runs.SAMPLES)
-    stock: Any = Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=str(tmp_path / "stock"), **arguments),
-        train_dataset=data,
-        data_collator=tiny.collate("llava"),
-    )
+    stock: Any = runs.stock_trainer(model=model, output_dir=str(tmp_path / "stock"), **SAVING)
     stock.train(resume_from_checkpoint=str(checkpoint))
     state = next(iter(stock.optimizer.state_dict()["state"].values()))
     assert float(state["step"]) == 4 and state["exp_avg"].dtype == torch.bfloat16
     # The stock Trainer has changed the weights, and saves copies that it has not: they must not come back.
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for found in run_distributed(starts, 3, tmp_path / "stock" / "checkpoint-4", {LM: {"pp_size": 2}}):
+    for found in run_distributed(starts, 3, tmp_path / "stock" / "checkpoint-4"):
         assert found and all(torch.equal(value.bfloat16(), weights[name]) for name, value in found.items())
 
 
@@ -239,23 +244,18 @@ def test_copies_follow_weights_that_are_loaded(tmp_path: Path):
     assert all(run_distributed(best_loaded, 3, tmp_path))
 
 
-def schedule_free() -> None:
-    """Asks for master weights with an optimizer that changes weights in `eval()`."""
+class ScheduleFree(torch.optim.SGD):
+    """Changes weights in `eval()`."""
 
-    class ScheduleFree(torch.optim.SGD):
-        def eval(self) -> None:
-            pass
-
-        def train(self) -> None:
-            pass
-
-    trainer = trainer_of({LM: {"dp_size": 2, "master_weights": True}})
-    trainer.optimizer_cls_and_kwargs = (ScheduleFree, {"lr": 0.1})
-    trainer.train()
+    def eval(self) -> None:
+        pass
 
 
 def test_an_optimizer_that_changes_weights_outside_of_steps_is_refused():
-    assert_ranks_raise(schedule_free, 3, match="ScheduleFree` can't be used with `master_weights=True`")
+    weight = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
+    storage = {weight: StorageSettings(master_weights=True)}
+    with pytest.raises(ValueError, match="ScheduleFree`.*`master_weights=True`"):
+        prepare_optimizer(ScheduleFree([weight], lr=0.1), holds_all=True, world=World(), storage=storage)
 
 
 def test_settings_are_part_of_a_plan():

@@ -57,7 +57,7 @@ def test_limits_follow_the_largest_ratio_of_a_few_steps(said: list[str]):
         assert ratio.limits_of(GlobalBatch((0,), 0, position)) is None
         ratio.saw_step(engine_of(100.0))  # the first step is not measured
     assert ratio.learned == (1.5, 0, 32)
-    assert len(said) == 1 and said[0].startswith("Ranks need 1.50 times the memory that is predicted")
+    assert len(said) == 1 and "1.50 times" in said[0]
     ratio.saw_step(engine_of(100.0))
     limits = ratio.limits_of(GlobalBatch((0,), 0, 40))
     assert limits is not None and own.token_limits is not None

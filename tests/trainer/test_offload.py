@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,11 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
+from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.dtensors import local
-from hf_mmparallel.runtime import offload
+from hf_mmparallel.plan import ModulePlugin, resolve_plan
+from hf_mmparallel.runtime import host_memory, offload
 from hf_mmparallel.runtime.updated_copies import entries_of, is_offloaded
 from tests import tiny
-from tests.distributed import assert_ranks_raise, run_distributed
+from tests.distributed import run_distributed
 
 from . import runs
 
@@ -53,7 +57,7 @@ def host_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[r
     return run, keys, len(entries)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "slices", "frozen tower, tied"))
 def test_a_step_on_the_cpu_equals_the_stock_trainer(name: str):
     family, world_size, parallel = LAYOUTS[name]
     reference = runs.stock(family, freeze=runs.frozen(parallel), **ADAMW)
@@ -63,68 +67,52 @@ def test_a_step_on_the_cpu_equals_the_stock_trainer(name: str):
     assert offloaded and all(keys == {"step", "exp_avg", "exp_avg_sq"} for keys in offloaded)
 
 
-@pytest.fixture(scope="module")
-def cpu_adam() -> None:
-    """DeepSpeed's kernel, built in this process, as that takes longer than ranks wait for each other."""
-    builders: Any = pytest.importorskip("deepspeed.ops.op_builder")
-    builders.CPUAdamBuilder().load()
-
-
 @pytest.mark.deep
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("cpu_adam")
 def test_a_step_of_deepspeed_equals_the_stock_trainer():
+    builders: Any = pytest.importorskip("deepspeed.ops.op_builder")
+    builders.CPUAdamBuilder().load()  # built in this process, as that takes longer than ranks wait for each other
     family, world_size, parallel = LAYOUTS["slices"]
     run, keys, _ = run_distributed(host_run, world_size, family, parallel, deepspeed=True, **ADAMW, timeout=100)[0]
     runs.assert_same_run(run, runs.stock(family, **ADAMW))
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def refused(parallel: dict[str, Any], **arguments: Any) -> None:
-    runs.make_trainer("llama", parallel, **arguments).train()
+SAVED: dict[str, tuple[int, Any]] = {
+    "host": (3, {VISION: HOST, LM: {"tp_size": 2, **HOST}}),
+    "slices": (3, {LM: {"dp_size": 2, "zero_stage": 1}}),
+    "one": (1, None),
+}
+MOVES = {
+    f"{source} to {target}": (source, target)
+    for source, target in (("host", "slices"), ("slices", "host"), ("host", "one"), ("host", "host"))
+}
 
 
-def test_other_optimizers_are_refused():
-    match = "`torch.SGD` can't be used with `offload_optimizer=True`"
-    assert_ranks_raise(refused, 2, {LM: {"dp_size": 2, **HOST}}, optim="sgd", match=match)
+@pytest.mark.parametrize("move", runs.deep_but(MOVES, "host to slices"))
+def test_state_in_host_memory_moves_to_any_layout_and_back(move: str, tmp_path: Path):
+    (number, source), (other_number, target) = (SAVED[name] for name in MOVES[move])
+    run_distributed(runs.saving_run, number, "llava", tmp_path / "from", source, **ADAMW)
+    checkpoint = tmp_path / "from" / "checkpoint-2"
+    run = run_distributed(runs.saving_run, other_number, "llava", tmp_path / "to", target, checkpoint, **ADAMW)[0]
+    runs.assert_same_run(run, runs.stock("llava", **ADAMW), rtol=1e-4, atol=2e-5)
 
 
-SAVING = {"save_strategy": "steps", "save_steps": 2, **ADAMW}
+def test_what_host_memory_can_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch):
+    spec = build_model_spec(tiny.FAMILIES["llama"]())
+    costs, world = analytic_costs(spec, find_device("cpu"), 4), SimpleNamespace(all_gather=lambda own, what: [own] * 2)
 
+    def check(**settings: Any) -> None:
+        plan = resolve_plan(spec, {LM: ModulePlugin(dp_size=2, **settings)})
+        host_memory.check_storage(spec, plan)
+        host_memory.check_host_memory(costs, plan, world)  # type: ignore[arg-type]
 
-def saving(folder: Path, parallel: Any, checkpoint: Path | None = None) -> runs.Run:
-    trainer = runs.make_trainer("llava", parallel, str(folder), **SAVING)
-    return runs.run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
-
-
-def test_state_in_host_memory_moves_to_any_layout_and_back(tmp_path: Path):
-    layouts = {
-        "host": (3, {VISION: HOST, LM: {"tp_size": 2, **HOST}}),
-        "slices": (3, {LM: {"dp_size": 2, "zero_stage": 1}}),
-        "one": (1, None),
-    }
-    straight = {name: run_distributed(saving, n, tmp_path / name, p)[0] for name, (n, p) in layouts.items()}
-    for source, target in (("host", "slices"), ("slices", "host"), ("host", "one"), ("host", "host")):
-        world_size, parallel = layouts[target]
-        checkpoint = tmp_path / source / "checkpoint-2"
-        run = run_distributed(saving, world_size, tmp_path / f"{source} {target}", parallel, checkpoint)[0]
-        runs.assert_same_run(run, straight["host"], rtol=1e-4, atol=2e-5)
-
-
-def no_memory(parallel: dict[str, Any]) -> None:
-    """Lays out a model on a node without memory."""
-    from hf_mmparallel.runtime import host_memory
-
-    host_memory.available_bytes = lambda: 1000
-    runs.make_trainer("llama", parallel, **ADAMW)
-
-
-def test_too_little_host_memory_is_refused():
-    match = (
-        r"The plan needs [0-9.e-]+ GiB of host memory on `.*` for its ranks \[0, 1\], and 9.31e-07 GiB are available: "
-        r"[0-9.e-]+ GiB are missing. Use `zero_stage=1`, or leave `offload_optimizer` or `offload_params` out"
-    )
-    assert_ranks_raise(no_memory, 2, {LM: {"dp_size": 2, **HOST}}, match=match)
+    with pytest.raises(ValueError, match=f"`offload_params=True` of `{LM}`"):
+        check(offload_params=True)
+    check(**HOST)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\], and 9.31e-07 GiB are available"):
+        check(**HOST)
 
 
 # Frozen weights
@@ -163,7 +151,10 @@ def streamed_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tup
     return run, found
 
 
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize(
+    "name",
+    runs.deep_but(STREAMED, "encoder without a backward", "language model behind a trained encoder"),
+)
 def test_streamed_weights_equal_the_stock_trainer(name: str):
     family, world_size, parallel = STREAMED[name]
     reference = runs.stock(family, freeze=runs.frozen(parallel), evaluate=True, **ADAMW)
@@ -176,41 +167,25 @@ def test_streamed_weights_equal_the_stock_trainer(name: str):
         assert len(sizes) < 3 or peak < sum(sizes)
 
 
-def test_adapters_train_on_streamed_weights():
+def adapters_run(streams: bool) -> runs.Run:
+    """A run of adapters on frozen weights."""
     lora = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
-    sizes = {VISION: {"freeze": True}, LM: {"pp_size": 2, **lora}}
-    streamed = {VISION: {**STREAM}, LM: {**sizes[LM], "offload_params": True}}
-    want = run_distributed(runs.parallel_run, 3, "llava", sizes, **ADAMW)[0]
-    got, _ = run_distributed(streamed_run, 3, "llava", streamed, **ADAMW)[0]
-    runs.assert_same_run(runs.Run(got.logs, got.weights), want)
+    where = {"offload_params": streams}
+    return runs.parallel_run(
+        "llava", {VISION: {"freeze": True, **where}, LM: {"pp_size": 2, **lora, **where}}, **ADAMW
+    )
 
 
-def test_trained_layers_are_not_streamed():
-    match = "`offload_params=True` of `language_model`, whose layers are trained"
-    assert_ranks_raise(refused, 2, {LM: {"dp_size": 2, "offload_params": True}}, match=match)
+def both_adapters_runs() -> list[runs.Run]:
+    return [adapters_run(streams) for streams in (True, False)]
 
 
-def saved(folder: Path, parallel: dict[str, Any]) -> None:
-    trainer = runs.make_trainer("llava", parallel, str(folder))
-    trainer.save_model(str(folder))
-
-
-def test_streamed_weights_are_saved(tmp_path: Path):
-    run_distributed(saved, 3, tmp_path, {VISION: {}, LM: {"tp_size": 2, **STREAM}})
-    want = tiny.FAMILIES["llava"]()
-    got = type(want).from_pretrained(tmp_path)
-    for name, value in want.state_dict().items():
-        assert torch.equal(got.state_dict()[name], value), name
+def test_adapters_train_on_streamed_weights():
+    runs.assert_same_run(*run_distributed(both_adapters_runs, 3)[0])
 
 
 class RefusingHostMemory(TorchDispatchMode):
-    """
-    Process groups that take tensors of a device only, as those of NCCL do, where weights in host memory are not on the
-    device: moving them there copies them.
-
-    Args:
-        weights (`Sequence[torch.Tensor]`): What is in host memory.
-    """
+    """Groups that take tensors of a device only, as those of NCCL do; moving a weight from host memory copies it."""
 
     def __init__(self, weights: Sequence[torch.Tensor]):
         super().__init__()
@@ -236,9 +211,10 @@ class RefusingHostMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gathered_from_host(parallel: dict[str, Any]) -> tuple[dict[str, torch.Tensor] | None, int]:
+def saved_and_gathered(folder: Path) -> tuple[dict[str, torch.Tensor] | None, int]:
     """The weights that rank 0 gathers, and how many weights this rank has moved to its device for it."""
-    trainer = runs.make_trainer("llava", parallel)
+    trainer = runs.make_trainer("llava", {VISION: {}, LM: {"tp_size": 2, **STREAM}})
+    trainer.save_model(str(folder))
     hosts = [host for streamed in trainer.engine.streamed.values() for host in streamed._host.values()]
     refusing = RefusingHostMemory(hosts)
     with refusing, mock.patch.object(torch.Tensor, "to", lambda *args, **kwargs: refusing.moved(*args, **kwargs)):
@@ -246,9 +222,11 @@ def gathered_from_host(parallel: dict[str, Any]) -> tuple[dict[str, torch.Tensor
     return weights, refusing.num_moved
 
 
-def test_shards_in_host_memory_are_gathered_on_the_device():
-    ranks = run_distributed(gathered_from_host, 3, {VISION: {}, LM: {"tp_size": 2, **STREAM}})
-    want, got = tiny.FAMILIES["llava"]().state_dict(), ranks[0][0]
-    assert got is not None and got.keys() == want.keys()
-    assert all(torch.equal(got[name], value) for name, value in want.items())
+def test_shards_in_host_memory_are_saved_and_gathered_on_the_device(tmp_path: Path):
+    ranks = run_distributed(saved_and_gathered, 3, tmp_path)
+    model = tiny.FAMILIES["llava"]()
+    want = model.state_dict()
+    for got in (ranks[0][0], type(model).from_pretrained(tmp_path).state_dict()):
+        assert got is not None and got.keys() == want.keys()
+        assert all(torch.equal(got[name], value) for name, value in want.items())
     assert [moved > 0 for _, moved in ranks] == [False, True, True]

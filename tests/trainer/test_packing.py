@@ -180,7 +180,9 @@ LAYOUTS = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", runs.deep_but(LAYOUTS, "gemma3, tied, stages", "qwen3_vl, DeepStack, copies and stages")
+)
 def test_a_packed_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel = LAYOUTS[name]
     arguments: dict[str, Any] = {"per_device_eval_batch_size": 2, "evaluate": True, **SHORT}
@@ -194,24 +196,26 @@ def test_a_packed_layout_equals_the_stock_trainer(name: str):
     assert ranks[0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
 
 
-def rows_by_default(family: str, **arguments: Any) -> tuple[bool, str, runs.Run]:
-    """Whether a run packs that does not say so, why, and what it leaves."""
+def rows_by_default(family: str) -> list[tuple[bool, str, runs.Run]]:
+    """Whether a run packs that does not say so, and one that is not to, why, and what they leave."""
     bitfield = {LM: {"pp_size": 2, "attn_implementation": "bitfield"}}
-    trainer = runs.make_trainer(family, bitfield, per_device_train_batch_size=3, **SHORT, **arguments)
-    assert trainer.engine.costs.packs_rows == trainer.rows.packed == isinstance(trainer.data_collator, PackingCollator)
-    return trainer.rows.packed, trainer.rows.reason, runs.run_of(trainer)
+    found = []
+    for packing in (None, False):
+        trainer = runs.make_trainer(family, bitfield, per_device_train_batch_size=3, packing=packing, **SHORT)
+        packs = isinstance(trainer.data_collator, PackingCollator)
+        assert trainer.engine.costs.packs_rows == trainer.rows.packed == packs
+        found.append((packs, trainer.rows.reason, runs.run_of(trainer)))
+    return found
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_vl", marks=pytest.mark.deep)])
 def test_a_language_model_that_can_pack_does_so_by_default(family: str):
-    reference = runs.stock(family, **SHORT)
     ranks = run_distributed(rows_by_default, 3, family)
-    assert all(packed and "`bitfield` attention" in reason for packed, reason, _ in ranks)
-    runs.assert_same_run(ranks[0][2], reference)
-    ranks = run_distributed(rows_by_default, 3, family, packing=False)
-    assert not any(packed for packed, _, _ in ranks)
-    runs.assert_same_run(ranks[0][2], reference)
+    for (packs, reason, _), (other_packs, _, _) in ranks:
+        assert packs and "`bitfield` attention" in reason and not other_packs
+    for _, _, run in ranks[0]:
+        runs.assert_same_run(run, runs.stock(family, **SHORT))
 
 
 def test_rows_are_padded_by_default_where_samples_could_not_be_told_apart():
@@ -234,8 +238,8 @@ def test_a_model_whose_masks_are_no_words_is_padded_by_default(monkeypatch: pyte
     assert not choice.packed and choice.reason == "Its masks are drawn in its forward"
 
 
-def predictions(family: str, packing: bool) -> Any:
-    trainer = runs.make_trainer(family, {LM: {"pp_size": 2}}, packing=packing, per_device_eval_batch_size=3)
+def predictions(packing: bool) -> Any:
+    trainer = runs.make_trainer("llava", {LM: {"pp_size": 2}}, packing=packing, per_device_eval_batch_size=3)
     given = []
     trainer.compute_metrics = lambda p: given.append(p) or {}
     trainer.args.include_for_metrics = ["inputs"]
@@ -243,10 +247,14 @@ def predictions(family: str, packing: bool) -> Any:
     return output.predictions, output.label_ids, [p.inputs for p in given]
 
 
+def plain_and_packed_predictions() -> list[Any]:
+    return [predictions(packing) for packing in (False, True)]
+
+
 @pytest.mark.distributed
 def test_predictions_are_given_by_sample():
-    plain, labels, inputs = run_distributed(predictions, 3, "llava", False)[0]
-    packed, packed_labels, packed_inputs = run_distributed(predictions, 3, "llava", True)[0]
+    ranks = run_distributed(plain_and_packed_predictions, 3)
+    (plain, labels, inputs), (packed, packed_labels, packed_inputs) = ranks[0]
     assert packed.shape == plain.shape and len(packed) == 7
     assert np.array_equal(packed_labels, labels)
     real = labels != -100

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, resolve_plan
-from tests import tiny
 from tests.distributed import run_distributed
 
 from . import runs
+from .test_unlike_copies import copies
 
 pytestmark = pytest.mark.distributed
 
@@ -70,36 +67,31 @@ LAYOUTS = {
         },
     ),
 }
+SELDOM = {
+    "llava, copies of vision, stages of the LM",
+    "llava, stages of vision, three copies of the LM",
+    "llava, eight ranks",
+    "paligemma, tied, copies and stages",
+    "qwen2_vl, copies and stages",
+    "qwen3_vl, cut inside DeepStack",
+    "qwen3_vl_moe, experts and norms of heads in tp 2",
+    "llava, frozen tower",
+    "llava, frozen vision",
+    "qwen2_vl, activation checkpointing",
+    "llava, AdamW, linear schedule, tokens counted",
+}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, *(LAYOUTS.keys() - SELDOM)))
 def test_a_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel, arguments = LAYOUTS[name]
-    reference = runs.stock(
-        family, freeze=runs.frozen(parallel), evaluate=True, per_device_eval_batch_size=2, **arguments
-    )
-    ranks = run_distributed(
-        runs.parallel_run, world_size, family, parallel, evaluate=True, per_device_eval_batch_size=2, **arguments
-    )
-    runs.assert_same_run(ranks[0], reference)
-    for rank in ranks:
-        assert rank.logs == ranks[0].logs
-        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+    runs.assert_a_layout_equals_the_stock_trainer(family, world_size, parallel, **arguments)
 
 
-def _llava_plan(rows: tuple[tuple[int, ...], ...]) -> MultimodalParallelPlugin:
-    """Llava with vision on rank 0 and a copy of the language model on each row of tensor-parallel ranks."""
-    sizes = {VISION: ModulePlugin(), LM: ModulePlugin(dp_size=len(rows), tp_size=len(rows[0]))}
-    plan = resolve_plan(build_model_spec(tiny.FAMILIES["llava"]()), sizes)
-    copies = zip(plan.modules[LM].replicas, rows, strict=True)
-    module = replace(plan.modules[LM], replicas=tuple((replace(stage, mesh=(row,)),) for (stage,), row in copies))
-    return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: module}))
-
-
+@pytest.mark.deep
 def test_rows_of_ranks_in_any_order_equal_the_stock_trainer():
-    reference = runs.stock("llava")
-    ranks = run_distributed(runs.parallel_run, 5, "llava", _llava_plan(((2, 1), (3, 4))))
-    runs.assert_same_run(ranks[0], reference)
+    modules = {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (2, 1))], [(0, 4, (3, 4))])}
+    runs.assert_a_layout_equals_the_stock_trainer("llava", 5, {"modules": modules})
 
 
 def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
@@ -147,6 +139,7 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, dict[str, Any], int]:
     return family, sum(ranks.values()), sizes, draw(st.integers(1, 5))
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @seed(20260)
 @settings(

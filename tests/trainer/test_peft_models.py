@@ -15,6 +15,8 @@ from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.peft_models import is_peft_model, unwrap_peft_model
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
+from hf_mmparallel.trainer.build import adapter_configs
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.folders import run_folder
@@ -40,22 +42,18 @@ def adapted(name: str = "default", base: str | None = None, **settings: Any) -> 
     return get_peft_model(model, LoraConfig(**{**LORA, "modules_to_save": PARTS, **settings}), adapter_name=name)
 
 
-def stock_trainer(model: Any, **arguments: Any) -> Trainer:
-    data = tiny.make_dataset("llava", runs.SAMPLES)
-    arguments = {**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH, **arguments}
-    output_dir = arguments.pop("output_dir", None) or run_folder()
-    return Trainer(
-        model=model,
-        args=TrainingArguments(output_dir=output_dir, **arguments),
-        train_dataset=data,
-        data_collator=tiny.collate("llava"),
-    )
-
-
 def trained(model: Any) -> dict[str, torch.Tensor]:
     """What is trained in a `PeftModel`, by the keys of its file."""
+    assert isinstance(model, PeftModel)
     (name,) = model.peft_config
     return {k: v.detach().clone() for k, v in peft.get_peft_model_state_dict(model, adapter_name=name).items()}
+
+
+def trained_run(trainer: Any, checkpoint: str | None = None) -> tuple[list[dict[str, float]], Any]:
+    """Logs and trained weights, these on rank 0."""
+    trainer.train(resume_from_checkpoint=checkpoint)
+    whole = trainer.gather_model()
+    return runs.step_logs(trainer), None if whole is None else trained(whole)
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 2e-5) -> None:
@@ -70,11 +68,7 @@ def train_layouts(folder: str, base: str) -> dict[str, Any]:
     for layout, sizes in LAYOUTS.items():
         model = adapted("mine" if layout == "pipeline" else "default", base)
         trainer = runs.make_trainer("llava", sizes, model=model)
-        trainer.train()
-        whole = trainer.gather_model()
-        if whole is not None:
-            assert isinstance(whole, PeftModel)
-        result[layout] = runs.step_logs(trainer), None if whole is None else trained(whole)
+        result[layout] = trained_run(trainer)
         trainer.save_model(f"{folder}/{layout}")
     return result
 
@@ -83,7 +77,7 @@ def train_layouts(folder: str, base: str) -> dict[str, Any]:
 def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(tmp_path: Path):
     base = str(tmp_path / "base")
     tiny.FAMILIES["llava"]().save_pretrained(base)
-    stock = stock_trainer(adapted(base=base))
+    stock = runs.stock_trainer(model=adapted(base=base))
     stock.train()
     logs, weights = runs.step_logs(stock), trained(stock.model)
     stock.save_model(str(tmp_path / "stock"))
@@ -91,13 +85,10 @@ def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(t
         assert got_logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in logs], layout
         assert_close(got, weights)
         folder = tmp_path / layout / ("mine" if layout == "pipeline" else "")
-        mine, theirs = (
-            load_file(folder / "adapter_model.safetensors"),
-            load_file(tmp_path / "stock" / "adapter_model.safetensors"),
+        assert_close(*(load_file(own / "adapter_model.safetensors") for own in (folder, tmp_path / "stock")))
+        config, expected = (
+            json.loads((own / "adapter_config.json").read_text()) for own in (folder, tmp_path / "stock")
         )
-        assert_close(mine, theirs)
-        config = json.loads((folder / "adapter_config.json").read_text())
-        expected = json.loads((tmp_path / "stock" / "adapter_config.json").read_text())
         for setting in set(expected) - {"modules_to_save", "target_modules"}:
             assert config[setting] == expected[setting], setting
         assert set(config["target_modules"]) == set(expected["target_modules"])
@@ -112,26 +103,25 @@ def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(t
             torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
 
 
-def train_on(folder: str, sizes: dict[str, Any], **arguments: Any) -> Any:
+def train_on(folder: str) -> Any:
     """Goes on with the adapter in a folder."""
     model = PeftModel.from_pretrained(tiny.FAMILIES["llava"](), folder, is_trainable=True)
-    trainer = runs.make_trainer("llava", sizes, model=model, **arguments)
-    trainer.train()
-    whole = trainer.gather_model()
-    return runs.step_logs(trainer), None if whole is None else trained(whole)
+    return trained_run(runs.make_trainer("llava", LAYOUTS["pipeline"], model=model))
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_an_adapter_that_was_trained_before_is_trained_on(tmp_path: Path):
-    first = stock_trainer(adapted(use_dora=True), max_steps=2)
+    first = runs.stock_trainer(model=adapted(use_dora=True), max_steps=2)
     first.train()
     first.save_model(str(tmp_path))
-    stock = stock_trainer(PeftModel.from_pretrained(tiny.FAMILIES["llava"](), str(tmp_path), is_trainable=True))
+    stock = runs.stock_trainer(
+        model=PeftModel.from_pretrained(tiny.FAMILIES["llava"](), str(tmp_path), is_trainable=True)
+    )
     stock.train()
-    logs, weights = run_distributed(train_on, 3, str(tmp_path), LAYOUTS["pipeline"])[0]
+    logs, weights = run_distributed(train_on, 3, str(tmp_path))[0]
     assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
     assert_close(weights, trained(stock.model))
-    assert_ranks_raise(train_on, 3, str(tmp_path), LAYOUTS["tensor"], match="DoRA adapter, .* Use `use_dora=False`")
 
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
@@ -139,19 +129,18 @@ CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"
 
 def interrupted(folder: str) -> Any:
     """A run whose first half has a pipeline, and whose second half has tensor parallelism."""
-    trainer = runs.make_trainer("llava", LAYOUTS["pipeline"], folder, model=adapted("mine"), **CHECKPOINTS)
-    trainer.train()
-    again = runs.make_trainer("llava", LAYOUTS["tensor"], folder, model=adapted("mine"), **CHECKPOINTS)
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    whole = again.gather_model()
-    return runs.step_logs(trainer), runs.step_logs(again), None if whole is None else trained(whole)
+
+    def made(layout: str) -> Any:
+        return runs.make_trainer("llava", LAYOUTS[layout], folder, model=adapted("mine"), **CHECKPOINTS)
+
+    return trained_run(made("pipeline")), trained_run(made("tensor"), f"{folder}/checkpoint-2")
 
 
 @pytest.mark.distributed
 def test_a_run_is_resumed_under_another_layout_and_on_one_process(tmp_path: Path):
-    stock = stock_trainer(adapted("mine"), **CHECKPOINTS)
+    stock = runs.stock_trainer(model=adapted("mine"), **CHECKPOINTS)
     stock.train()
-    first, second, weights = run_distributed(interrupted, 3, str(tmp_path), timeout=120)[0]
+    (first, _), (second, weights) = run_distributed(interrupted, 3, str(tmp_path), timeout=120)[0]
     expected = [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
     assert first == expected and second == expected
     assert_close(weights, trained(stock.model), rtol=1e-3)
@@ -193,30 +182,20 @@ def with_adapter(kind: str) -> Any:
     return model
 
 
+KINDS = ("AdaLora", "IA3", "Vera", "OFT", "LoHa", "PrefixTuning", "PromptTuning")
 REFUSED = {
-    **{
-        name: f"`{name}`.*only LoRA .*Use a `LoraConfig`, or train without `parallel`"
-        for name in (
-            "AdaLoraConfig",
-            "IA3Config",
-            "VeraConfig",
-            "OFTConfig",
-            "LoHaConfig",
-            "PrefixTuningConfig",
-            "PromptTuningConfig",
-        )
-    },
-    "PeftMixedModel": "`PeftMixedModel` has several kinds",
-    "several": r"several adapters, \['default', 'second'\].*delete_adapter\('second'\)",
-    "bias": "`bias='lora_only'` of the adapter `default`.*Use `bias='none'`",
-    "token rows": "`trainable_token_indices=.*Use `modules_to_save`",
-    "parameters": "`target_parameters=.*Name layers in `target_modules`",
-    "aLoRA": "`ALoraLinearVariant`, a LoRA variant",
-    "tied": "has `lm_head`, whose `lm_head.weight` is tied",
-    "tied adapters": "`target_modules_to_tie=.*the adapters of two layers are one. Use `ensure_weight_tying=False`",
-    "merged": "is merged or disabled. Call `model.unmerge_adapter",
-    "base weights": "q_proj.base_layer.weight` is trainable in addition to its adapter",
-    "for inference": "Nothing is trained .*is_trainable=True",
+    **{f"{name}Config": f"`{name}Config`.*`LoraConfig`" for name in KINDS},
+    "PeftMixedModel": "`PeftMixedModel`",
+    "several": r"delete_adapter\('second'\)",
+    "bias": "`bias='none'`",
+    "token rows": "`trainable_token_indices=",
+    "parameters": "`target_parameters=",
+    "aLoRA": "`ALoraLinearVariant`",
+    "tied": "`lm_head.weight`",
+    "tied adapters": "`ensure_weight_tying=False`",
+    "merged": "`model.unmerge_adapter",
+    "base weights": "q_proj.base_layer.weight`",
+    "for inference": "is_trainable=True",
 }
 
 
@@ -238,15 +217,19 @@ def test_adapters_that_transformers_added_are_taken_too():
     assert base is model and adapter.name == "own" and adapter.config.r == 8
 
 
-def lay_out(kind: str, sizes: dict[str, Any]) -> None:
-    runs.make_trainer("llama", {LM: sizes}, model=with_adapter(kind))
+def lay_out(kind: str) -> None:
+    runs.make_trainer("llama", {LM: {"pp_size": 2}}, model=with_adapter(kind))
 
 
 @pytest.mark.distributed
 def test_every_rank_refuses_before_anything_is_built():
-    assert_ranks_raise(lay_out, 2, "PrefixTuningConfig", {"pp_size": 2}, match="adapter `default` is a `PrefixTun")
-    given = {"pp_size": 2, "peft_config": {"r": 2}}
-    assert_ranks_raise(lay_out, 2, "plain", given, match="has adapters already, and `peft_config` of module")
+    assert_ranks_raise(lay_out, 2, "PrefixTuningConfig", match="`PrefixTuningConfig`")
+
+
+def test_a_model_with_adapters_gets_no_more():
+    more = MultimodalParallelPlugin({LM: ModulePlugin(peft_config={"r": 2})})
+    with pytest.raises(ValueError, match=f"`peft_config` of module `{LM}`"):
+        adapter_configs(with_adapter("plain"), more)
 
 
 def test_all_sizes_one_is_the_stock_trainer_for_every_kind():
@@ -273,21 +256,20 @@ def test_all_sizes_one_is_the_stock_trainer_for_every_kind():
 
 def train_with_biases() -> Any:
     """Logs and weights of biased adapters of column-parallel and row-parallel layers; SGD, which hides no scale."""
-    model = adapted(target_modules=["q_proj", "o_proj", "fc1"], lora_bias=True)
-    trainer = runs.make_trainer("llava", {VISION: {"tp_size": 2}, LM: {"tp_size": 2}}, model=model, **BIASED)
-    trainer.train()
-    whole = trainer.gather_model()
-    return runs.step_logs(trainer), None if whole is None else trained(whole)
+    sizes = {VISION: {"tp_size": 2}, LM: {"tp_size": 2}}
+    return trained_run(runs.make_trainer("llava", sizes, model=biased(), learning_rate=0.1))
 
 
-BIASED: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1}
+def biased() -> Any:
+    return adapted(target_modules=["q_proj", "o_proj", "fc1"], lora_bias=True)
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_biases_of_adapters_follow_the_layers_that_they_adapt():
     """They were whole tensors beside shards: `aten.addmm.default got mixed torch.Tensor and DTensor`."""
     logs, weights = run_distributed(train_with_biases, 4, timeout=120)[0]
-    stock = stock_trainer(adapted(target_modules=["q_proj", "o_proj", "fc1"], lora_bias=True), **BIASED)
+    stock = runs.stock_trainer(model=biased(), learning_rate=0.1)
     stock.train()
     want = trained(stock.model)
     assert any(name.endswith("lora_B.bias") and tensor.abs().max() > 1e-4 for name, tensor in want.items())

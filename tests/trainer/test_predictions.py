@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 from transformers import TrainerCallback
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.callbacks import PredictionCallback
 from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.calibrate import calibrate_logs
@@ -32,12 +30,6 @@ VISION, LM = "vision", "language_model"
 PIPELINE = {LM: {"pp_size": 2}}
 FACTORS = {(VISION, "fwd"): 300.0, (VISION, "bwd"): 160.0, (LM, "fwd"): 90.0, (LM, "bwd"): 60.0}
 TOLD = "from batch to batch, where"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
 
 
 def sleep_in_tasks(trainer: Any) -> None:
@@ -90,10 +82,6 @@ def run(folder: str, sleeps: bool, parallel: dict[str, Any], family: str = "llav
     }
 
 
-def parallel_numbers(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name.startswith("parallel/")}
-
-
 @pytest.mark.distributed
 @pytest.mark.deep
 def test_a_run_is_compared_written_down_and_calibrated_by(tmp_path: Path):
@@ -102,7 +90,8 @@ def test_a_run_is_compared_written_down_and_calibrated_by(tmp_path: Path):
     first, *rows = ranks[0]["logs"]
     assert not any("predicted" in name for name in first)  # the first step is left out
     for rank in ranks[1:]:
-        assert [parallel_numbers(row) for row in rank["logs"][1:]] == [parallel_numbers(row) for row in rows]
+        for row, own in zip(rows, rank["logs"][1:], strict=True):
+            assert all(own[name] == value for name, value in row.items() if name.startswith("parallel/"))
         assert rank["told"] == []
     for row in rows[:8]:
         assert row["parallel/wall_ms"] > row["parallel/step_ms"] > row["parallel/predicted_step_ms"] > 0
@@ -164,37 +153,46 @@ class SlowSamples(list):
         return super().__getitem__(index)
 
 
-def run_of_slow_samples(folder: str) -> dict:
-    data = SlowSamples(tiny.make_dataset("llama", 16))
-    return run(folder, False, {LM: {"pp_size": 2}}, "llama", max_steps=5, data=data)
+def runs_of_llama(folder: Path) -> dict[str, dict]:
+    """Runs of two stages: samples that are slow to read, windows of eight steps, one that writes nothing."""
+    slow = SlowSamples(tiny.make_dataset("llama", 16))
+    settings: dict[str, dict[str, Any]] = {
+        "slow": {"max_steps": 5, "data": slow},
+        "windows": {"max_steps": 17, "logging_steps": 8},
+        "quiet": {"max_steps": 3, "log_predictions": False},
+    }
+    return {name: run(str(folder / name), False, PIPELINE, "llama", **given) for name, given in settings.items()}
+
+
+@pytest.fixture(scope="module")
+def of_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, dict]]]:
+    """The folder of three runs, and what they leave on each rank."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, run_distributed(runs_of_llama, 2, folder)
 
 
 @pytest.mark.distributed
-def test_a_slow_loader_is_named(tmp_path: Path):
-    first, _ = run_distributed(run_of_slow_samples, 2, str(tmp_path / "out"))
+def test_a_slow_loader_is_named(of_llama: tuple[Path, list[dict[str, dict]]]):
+    first = of_llama[1][0]["slow"]
     assert first["cause"] == DATA and "`dataloader_num_workers`" in first["told"][-1]
     assert all(row["parallel/data_ms"] > 8 * 80 for row in first["logs"][1:])
 
 
-def run_in_windows(folder: str) -> dict:
-    found = run(folder, False, {LM: {"pp_size": 2}}, "llama", max_steps=17, logging_steps=8)
-    found["quiet"] = run(f"{folder}/quiet", False, {LM: {"pp_size": 2}}, "llama", max_steps=3, log_predictions=False)
-    return found
-
-
 @pytest.mark.distributed
-def test_windows_are_means_and_nothing_is_written_where_it_is_not_wanted(tmp_path: Path):
-    first, second = run_distributed(run_in_windows, 2, str(tmp_path / "out"))
-    (log,) = read_run_log(tmp_path / "out" / RUN_LOG)
+def test_windows_are_means_and_nothing_is_written_where_it_is_not_wanted(
+    of_llama: tuple[Path, list[dict[str, dict]]],
+):
+    folder, ranks = of_llama
+    (log,) = read_run_log(folder / "windows" / RUN_LOG)
     assert [(window.step, window.steps) for window in log.windows] == [(8, 7), (16, 8)]
     assert all(1 <= window.compared <= 4 for window in log.windows)
-    assert second["told"] == [] and first["told"]
-    lines = (tmp_path / "out" / RUN_LOG).read_text().splitlines()
+    assert [bool(rank["windows"]["told"]) for rank in ranks] == [True, False]
+    lines = (folder / "windows" / RUN_LOG).read_text().splitlines()
     assert [json.loads(line)["type"] for line in lines] == ["run", "window", "window"]
-    for rank in (first, second):
+    for rank in ranks:
         quiet = rank["quiet"]
         assert quiet["told"] == [] and not any("predicted" in name for row in quiet["logs"] for name in row)
-    assert not (tmp_path / "out" / "quiet" / RUN_LOG).exists()
+    assert not (folder / "quiet" / RUN_LOG).exists()
 
 
 class Rows(IterableDataset):
@@ -214,18 +212,9 @@ def tokens_of(sample: Any) -> dict[str, int]:
 
 def run_of_drawn_sizes(folder: str, streams: bool) -> tuple[list[dict[str, float]], list[int]]:
     """The logged numbers of a run, and the vision tokens of each of its steps."""
-    torch.set_num_threads(1)
-    runs.draw_nothing()
-    samples = tiny.make_dataset("llava", runs.SAMPLES)
-    given = {**runs.COMMON, "global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2, "max_steps": 3}
-    drawn: list[int] = []
-    trainer = MultimodalParallelTrainer(
-        tiny.FAMILIES["llava"](),
-        MultimodalTrainingArguments(output_dir=folder, parallel=PIPELINE, ddp_backend="gloo", **given),
-        train_dataset=Rows(samples) if streams else Drawn(samples),
-        data_collator=tiny.collate("llava"),
-        sample_tokens=tokens_of,
-    )
+    samples, drawn = tiny.make_dataset("llava", runs.SAMPLES), []
+    given: dict[str, Any] = {"data": Rows(samples) if streams else Drawn(samples), "eval_dataset": samples[:7]}
+    trainer = runs.make_trainer("llava", PIPELINE, folder, sample_tokens=tokens_of, max_steps=3, **given)
     trainer.add_callback(Noting(trainer.engine, drawn))
     trainer.train()
     dist.barrier()
@@ -256,7 +245,7 @@ class Noting(TrainerCallback):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("streams", [pytest.param(False, marks=pytest.mark.deep), True])
 def test_sizes_that_are_known_when_samples_are_drawn_are_predicted_by(tmp_path: Path, streams: bool):
     (logged, drawn), *others = run_distributed(run_of_drawn_sizes, 3, str(tmp_path / "out"), streams)
     samples = tiny.make_dataset("llava", runs.SAMPLES)

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_mmparallel.data.randomness import seeded
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan import ModulePlugin, resolve_plan
+from hf_mmparallel.planner.possible_sizes import check_matrices
 from tests import tiny
-from tests.distributed import assert_ranks_raise, run_distributed
-from tests.folders import run_folder
+from tests.distributed import run_distributed
 from tests.trainer import runs
 
 pytest.importorskip("bitsandbytes")
@@ -41,39 +43,33 @@ def train_layouts(folder: str, bits: int) -> list[list[dict[str, float]]]:
     first = runs.make_trainer("llama", {LM: {"pp_size": 2, "peft_config": LORA}}, model=quantized(folder, bits))
     first.train()
     first.save_model(f"{folder}/adapter")
-    with pytest.raises(ValueError, match=r"are quantized.*PeftModel.from_pretrained\(base, folder\)"):
+    with pytest.raises(ValueError, match=r"PeftModel.from_pretrained\(base, folder\)"):
         first.gather_model()
     second = runs.make_trainer("llama", {LM: {"dp_size": 2}}, model=by_hand(folder, bits))
     second.train()
     return [runs.step_logs(first), runs.step_logs(second)]
 
 
-DIVIDED = {
-    4: ({"tp_size": 2}, "`tp_size=2` of `language_model`: .*is quantized to uint8"),
-    8: ({"dp_size": 2, "zero_stage": 3}, "`zero_stage=3` of `language_model`: .*is quantized to int8.*`zero_stage=2`"),
+DIVIDED: dict[int, tuple[dict[str, Any], str]] = {
+    4: ({"tp_size": 2}, f"`tp_size=2` of `{LM}`: .* uint8"),
+    8: ({"dp_size": 2, "zero_stage": 3}, f"`zero_stage=3` of `{LM}`: .* int8"),
 }
 """Bits -> sizes that divide weights which can't be divided, and what is said."""
 
 
-def divide(folder: str, bits: int) -> None:
-    runs.make_trainer("llama", {LM: {**DIVIDED[bits][0], "peft_config": LORA}}, model=quantized(folder, bits))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.deep)])
 def test_adapters_of_quantized_weights_train_as_with_the_stock_trainer(tmp_path: Path, bits: int):
     folder = str(tmp_path)
     tiny.FAMILIES["llama"]().save_pretrained(folder)
     model = by_hand(folder, bits)
-    args = TrainingArguments(
-        output_dir=run_folder(), **{**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    )
-    data: Any = tiny.make_dataset("llama", runs.SAMPLES)
-    stock = Trainer(model=model, args=args, train_dataset=data, data_collator=tiny.collate("llama"))
+    stock = runs.stock_trainer("llama", model=model)
     stock.train()
     for logs in run_distributed(train_layouts, 2, folder, bits, timeout=120)[0]:
         assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
     loaded = PeftModel.from_pretrained(quantized(folder, bits), f"{folder}/adapter").eval()
-    batch = tiny.collate("llama")(data[:2])
+    batch = tiny.collate("llama")(tiny.make_dataset("llama", 2))
     with torch.no_grad():
         torch.testing.assert_close(loaded(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-5)
-    assert_ranks_raise(divide, 2, folder, bits, match=DIVIDED[bits][1])
+    spec, (sizes, said) = build_model_spec(quantized(folder, bits)), DIVIDED[bits]
+    with pytest.raises(ValueError, match=said):
+        check_matrices(spec, resolve_plan(spec, {LM: ModulePlugin(**sizes)}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,26 @@ import pytest
 import torch
 
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ShardingSettings, check_plan, resolve_plan
+from hf_mmparallel.plan import MultimodalParallelPlugin, plan_for_model
 from tests import tiny
-from tests.distributed import assert_ranks_raise, run_distributed
+from tests.distributed import run_distributed
 
 from . import runs
+from .test_unlike_copies import copies
 
 pytestmark = pytest.mark.distributed
 
 VISION, LM = "vision", "language_model"
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
 ONE = {"zero_stage": 1}
+RECOMPUTED = {"zero_stage": 2, "activation_checkpointing": True}
+KEPT = {"zero_stage": 3, "reshard_after_forward": False}
 
 
-def _uneven() -> MultimodalParallelPlugin:
+def uneven(zero_stage: int) -> dict[str, Any]:
     """Llava with one copy of the language model in one stage on rank 1, and one in two stages on ranks 2 and 3."""
-    spec = build_model_spec(tiny.FAMILIES["llava"]())
-    plan = resolve_plan(spec, {VISION: ModulePlugin(), LM: ModulePlugin(dp_size=2)})
-    (whole,), (other,) = plan.modules[LM].replicas
-    middle = whole.layers[1] // 2
-    halves = (replace(other, layers=(0, middle)), replace(other, layers=(middle, whole.layers[1]), mesh=((3,),)))
-    module = replace(plan.modules[LM], replicas=((whole,), halves), sharding=ShardingSettings(1))
-    return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: module}))
+    module = copies([(0, 4, (1,))], [(0, 2, (2,)), (2, 4, (3,))])
+    return {"modules": {VISION: copies([(0, 4, (0,))]), LM: {**module, "sharding": {"zero_stage": zero_stage}}}}
 
 
 LAYOUTS: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
@@ -46,18 +43,23 @@ LAYOUTS: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
     "tied, dp and pp": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2, **ONE}}, ADAMW),
     "tied, dp and pp, in groups": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2, **ONE, "shard_size": 2}}, ADAMW),
     "norms of heads and experts": ("qwen3_vl_moe", 5, {LM: {"dp_size": 2, "tp_size": 2, **ONE}}, {}),
-    "uneven stages": ("llava", 4, _uneven, ADAMW),
+    "uneven stages": ("llava", 4, uneven(1), ADAMW),
     "momentum": ("llava", 3, {LM: {"dp_size": 2, **ONE}}, {"optim_args": "momentum=0.9"}),
+    "recomputed": (
+        "llava",
+        6,
+        {VISION: {"dp_size": 2, **RECOMPUTED}, LM: {"dp_size": 2, "pp_size": 2, **RECOMPUTED}},
+        ADAMW,
+    ),
+    "gathered through a step": (
+        "llava",
+        6,
+        {VISION: {"dp_size": 2, **KEPT}, LM: {"dp_size": 2, "pp_size": 2, **KEPT}},
+        ADAMW,
+    ),
 }
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_replicas_with_stages_of_other_layers_can_not_run_jointly(zero_stage: int):
-    plan = _uneven().plan
-    assert plan is not None
-    module = replace(plan.modules[LM], sharding=ShardingSettings(zero_stage))
-    with pytest.raises(ValueError, match="its replicas, which exchange gradients layer by layer, have stages of"):
-        check_plan(replace(plan, modules={**plan.modules, LM: module}), build_model_spec(tiny.FAMILIES["llava"]()))
+STAGES = {"uneven stages": (1,), "recomputed": (2, 3), "gathered through a step": (3,)}
+"""The ZeRO stages of a layout that doesn't have all three."""
 
 
 def in_stage(parallel: dict[str, Any], zero_stage: int) -> dict[str, Any]:
@@ -68,130 +70,149 @@ def in_stage(parallel: dict[str, Any], zero_stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "zero_stage"),
-    [(name, stage) for name in LAYOUTS for stage in (1, 2, 3) if stage == 1 or name != "uneven stages"],
+CASES = {f"{name}, stage {stage}": (name, stage) for name in LAYOUTS for stage in STAGES.get(name, (1, 2, 3))}
+CORE = (
+    "dp in groups, stage 2",
+    "dp and tp, stage 3",
+    "dp and cp, stage 3",
+    "shared ranks, stage 2",
+    "frozen tower, stage 3",
+    "tied, dp and pp, in groups, stage 1",
+    "norms of heads and experts, stage 2",
+    "uneven stages, stage 1",
+    "momentum, stage 1",
+    "recomputed, stage 3",
+    "gathered through a step, stage 3",
 )
-def test_a_sharded_layout_equals_the_stock_trainer(name: str, zero_stage: int):
+
+
+@pytest.mark.parametrize("case", runs.deep_but(CASES, *CORE))
+def test_a_sharded_layout_equals_the_stock_trainer(case: str):
+    name, zero_stage = CASES[case]
     family, world_size, parallel, arguments = LAYOUTS[name]
-    parallel = parallel() if callable(parallel) else in_stage(parallel, zero_stage)
-    freeze = runs.frozen(parallel) if isinstance(parallel, dict) else {}
-    reference = runs.stock(family, freeze=freeze, **arguments)
+    parallel = in_stage(parallel, zero_stage)
+    reference = runs.stock(family, freeze=runs.frozen(parallel), **arguments)
     ranks = run_distributed(runs.parallel_run, world_size, family, parallel, **arguments)
     runs.assert_same_run(ranks[0], reference)
     for rank in ranks:
         assert rank.logs == ranks[0].logs
 
 
-def in_bfloat16(parallel: dict[str, Any], **arguments: Any) -> runs.Run:
-    """A run of weights in bfloat16."""
-    return runs.parallel_run("llava", parallel, model=tiny.FAMILIES["llava"]().bfloat16(), **arguments)
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_replicas_with_stages_of_other_layers_can_not_run_jointly(zero_stage: int):
+    plugin = MultimodalParallelPlugin.from_any(uneven(zero_stage))
+    with pytest.raises(ValueError, match=f"`zero_stage={zero_stage}` of `{LM}`"):
+        plan_for_model(plugin, build_model_spec(tiny.FAMILIES["llava"]()), 4)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_weights_in_bfloat16_train_as_without_sharding(zero_stage: int):
-    sizes = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "tp_size": 2}}
-    sharded = {name: {**module, "zero_stage": zero_stage} for name, module in sizes.items()}
-    want = run_distributed(in_bfloat16, 6, sizes, **ADAMW)[0]
-    got = run_distributed(in_bfloat16, 6, sharded, **ADAMW)[0]
-    runs.assert_same_run(got, want, rtol=1e-2, atol=1e-3)
+STAGE_OF_COPIES = [pytest.param(1, marks=pytest.mark.deep), pytest.param(2, marks=pytest.mark.deep), 3]
+LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
+UNSHARDED: dict[str, tuple[dict[str, Any], tuple[float, float]]] = {
+    "weights in bfloat16": ({VISION: {"dp_size": 2}, LM: {"dp_size": 2, "tp_size": 2}}, (1e-2, 1e-3)),
+    "adapters": (
+        {VISION: {"dp_size": 2, "freeze": True}, LM: {"dp_size": 2, "pp_size": 2, **LORA}},
+        (2e-5, 2e-6),
+    ),
+}
+"""What -> a layout on six ranks, relative and absolute tolerance."""
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_adapters_train_as_without_sharding(zero_stage: int):
-    lora = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
-    sizes = {VISION: {"dp_size": 2, "freeze": True}, LM: {"dp_size": 2, "pp_size": 2, **lora}}
-    sharded = {name: {**module, "zero_stage": zero_stage} for name, module in sizes.items()}
-    want = run_distributed(runs.parallel_run, 6, "llava", sizes, **ADAMW)[0]
-    got = run_distributed(runs.parallel_run, 6, "llava", sharded, **ADAMW)[0]
-    runs.assert_same_run(got, want)
+def with_and_without(what: str, zero_stage: int) -> list[runs.Run]:
+    """Runs of a layout with a ZeRO stage and without."""
+    layout, _ = UNSHARDED[what]
+    dtype = torch.bfloat16 if what == "weights in bfloat16" else torch.float32
+    sharded = {name: {**module, "zero_stage": zero_stage} for name, module in layout.items()}
+    result = []
+    for parallel in (sharded, layout):
+        model: Any = tiny.FAMILIES["llava"]()
+        result.append(runs.parallel_run("llava", parallel, model=model.to(dtype), **ADAMW))
+    return result
 
 
-def refused(optim: str) -> None:
-    """Trains under ZeRO with an optimizer."""
-    runs.parallel_run("llama", {LM: {"dp_size": 2, **ONE}}, optim=optim)
+@pytest.mark.parametrize("zero_stage", STAGE_OF_COPIES)
+@pytest.mark.parametrize("what", UNSHARDED)
+def test_what_is_sharded_trains_as_without_sharding(what: str, zero_stage: int):
+    rtol, atol = UNSHARDED[what][1]
+    runs.assert_same_run(*run_distributed(with_and_without, 6, what, zero_stage)[0], rtol=rtol, atol=atol)
 
 
-def test_an_optimizer_whose_update_depends_on_the_shape_is_refused():
-    assert_ranks_raise(
-        refused, 2, "adafactor", match="`transformers.Adafactor` can't be used with `zero_stage` above 0"
-    )
-
-
-def state_bytes(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[int, int]:
-    """Bytes of optimizer state on this rank after a step, and of the trained parameters that it holds."""
-    trainer = runs.make_trainer(family, parallel, max_steps=1, **arguments)
+def bytes_and_casts(zero_stage: int) -> dict[str, Any]:
+    """Bytes on one of two ranks after a step, and losses of evaluations before and after the weights are cast."""
+    trainer = runs.make_trainer("llama", {LM: {"dp_size": 2, "zero_stage": zero_stage}}, max_steps=1, **ADAMW)
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    tensors = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
-    trained = [p for p in trainer.model.parameters() if p.requires_grad and p.untyped_storage().nbytes() > 4]
-    return sum(t.nbytes for t in tensors), sum(p.numel() * p.element_size() for p in trained)
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    before = trainer.evaluate()["eval_loss"]
+    trainer.args.bf16_full_eval = True
+    after = trainer.evaluate()["eval_loss"]
+    return {
+        "state": sum(t.nbytes for t in state),
+        "weights": 4 * trainer.engine.spec.num_parameters,
+        "losses": (before, after),
+        "held": sum(p.untyped_storage().nbytes() for p in trainer.model.parameters()),
+    }
 
 
-def test_state_is_divided_by_the_number_of_copies():
-    ranks = run_distributed(state_bytes, 4, "llama", {LM: {"dp_size": 4, **ONE}}, **ADAMW)
-    for state, weights in ranks:
-        assert state == pytest.approx(2 * weights / 4, rel=0.05)
-    assert sum(state for state, _ in ranks) == 2 * ranks[0][1]
+def bytes_and_casts_of_stages() -> dict[int, dict[str, Any]]:
+    return {zero_stage: bytes_and_casts(zero_stage) for zero_stage in (1, 3)}
 
 
-SAVING = {"save_strategy": "steps", "save_steps": 2, **ADAMW}
+def test_state_is_divided_by_the_number_of_copies_and_weights_can_be_cast():
+    ranks = run_distributed(bytes_and_casts_of_stages, 2)
+    for zero_stage in (1, 3):
+        found = [rank[zero_stage] for rank in ranks]
+        for own in found:
+            assert own["state"] == pytest.approx(2 * own["weights"] / 2, rel=0.05)
+            before, after = own["losses"]
+            assert after != before and after == pytest.approx(before, rel=1e-2)
+            assert (own["held"] == 0) == (zero_stage == 3)
+        assert sum(own["state"] for own in found) == 2 * found[0]["weights"]
 
 
-def trained(
-    folder: Path, parallel: dict[str, Any] | None, checkpoint: Path | None = None, **arguments: Any
-) -> tuple[runs.Run, dict[str, torch.Tensor]]:
-    """A run on this rank that saves every two steps, and the weights that it ends with."""
-    trainer = runs.make_trainer("qwen2_vl", parallel, str(folder), **{**SAVING, **arguments})
-    run = runs.run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
-    return run, run.weights or {}
-
-
-GROUPED = {LM: {"dp_size": 4, "tp_size": 1, "zero_stage": 2, "shard_size": 2}}
 BOTH = {VISION: {"dp_size": 2, **ONE}, LM: {"dp_size": 2, "tp_size": 2, **ONE}}
-
-
 OTHERS: dict[str, tuple[int, Any]] = {
-    "grouped": (5, GROUPED),
+    "grouped": (5, {LM: {"dp_size": 4, "tp_size": 1, "zero_stage": 2, "shard_size": 2}}),
     "unsharded": (3, {LM: {"tp_size": 2}}),
     "one": (1, None),
 }
 
 
-@pytest.fixture(scope="module", params=[1, 3])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.deep), 3])
 def straight(request, tmp_path_factory) -> tuple[dict[str, Any], Path, runs.Run]:
     """A sharded layout, the folder of its run of four steps, with a checkpoint of the second, and the run."""
     both, folder = in_stage(BOTH, request.param), tmp_path_factory.mktemp(f"stage{request.param}")
-    run, weights = run_distributed(trained, 6, folder, both)[0]
-    return both, folder, replace(run, weights=weights)
+    return both, folder, run_distributed(runs.saving_run, 6, "qwen2_vl", folder, both, **ADAMW)[0]
 
 
 def test_a_sharded_run_goes_on_as_it_was(straight: tuple[dict[str, Any], Path, runs.Run], tmp_path: Path):
     both, folder, run = straight
-    again, resumed = run_distributed(trained, 6, tmp_path, both, folder / "checkpoint-2")[0]
-    assert again.logs == run.logs and run.weights
-    assert all(torch.equal(resumed[name], weight) for name, weight in run.weights.items())
+    again = run_distributed(runs.saving_run, 6, "qwen2_vl", tmp_path, both, folder / "checkpoint-2", **ADAMW)[0]
+    assert again.logs == run.logs and run.weights and again.weights
+    assert all(torch.equal(again.weights[name], weight) for name, weight in run.weights.items())
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", runs.deep_but(OTHERS, "unsharded"))
 def test_a_sharded_run_goes_on_under_any_layout(
     straight: tuple[dict[str, Any], Path, runs.Run], other: str, tmp_path: Path
 ):
     _, folder, run = straight
     world_size, parallel = OTHERS[other]
-    elsewhere, _ = run_distributed(trained, world_size, tmp_path, parallel, folder / "checkpoint-2")[0]
+    elsewhere = run_distributed(
+        runs.saving_run, world_size, "qwen2_vl", tmp_path, parallel, folder / "checkpoint-2", **ADAMW
+    )[0]
     runs.assert_same_run(elsewhere, run, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", runs.deep_but(OTHERS, "grouped"))
 def test_any_run_goes_on_under_a_sharded_layout(
     straight: tuple[dict[str, Any], Path, runs.Run], other: str, tmp_path: Path
 ):
     both, _, run = straight
     # `max_steps` shapes the schedule, so that a run to be continued is one of four steps as well.
     world_size, parallel = OTHERS[other]
-    run_distributed(trained, world_size, tmp_path / "from", parallel)
-    back, _ = run_distributed(trained, 6, tmp_path / "back", both, tmp_path / "from" / "checkpoint-2")[0]
+    run_distributed(runs.saving_run, world_size, "qwen2_vl", tmp_path / "from", parallel, **ADAMW)
+    checkpoint = tmp_path / "from" / "checkpoint-2"
+    back = run_distributed(runs.saving_run, 6, "qwen2_vl", tmp_path / "back", both, checkpoint, **ADAMW)[0]
     runs.assert_same_run(back, run, rtol=1e-4, atol=2e-5)
 
 
@@ -225,19 +246,6 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-@pytest.mark.parametrize("name", DATA)
-def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(name: str, zero_stage: int):
-    parallel = {
-        VISION: {"dp_size": 2, "zero_stage": zero_stage},
-        LM: {"dp_size": 3, "zero_stage": zero_stage},
-    }
-    arguments = {**ADAMW, "data": DATA[name], "per_device_train_batch_size": 1, "max_steps": 2}
-    reference = runs.stock("qwen2_vl", **{**arguments, "per_device_train_batch_size": runs.GLOBAL_BATCH})
-    ranks = run_distributed(runs.parallel_run, 5, "qwen2_vl", parallel, **arguments)
-    runs.assert_same_run(ranks[0], reference)
-
-
 def half_frozen() -> Any:
     """A model that trains its encoder and its last layers: the first ones run backwards for images only."""
     model = tiny.FAMILIES["qwen2_vl"]()
@@ -247,52 +255,32 @@ def half_frozen() -> Any:
     return model
 
 
-def half_frozen_run(parallel: dict[str, Any], **arguments: Any) -> runs.Run:
-    return runs.parallel_run("qwen2_vl", parallel, model=half_frozen(), **arguments)
+ONLY_OTHERS = "a backward that only other replicas need"
+DATA[ONLY_OTHERS] = DATA["images on few replicas"]
+UNLIKE = {f"{name}, stage {stage}": (name, stage) for name in DATA for stage in (2, 3)}
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_a_backward_that_only_other_replicas_need_equals_the_stock_trainer(zero_stage: int):
-    one = {"dp_size": 2, "zero_stage": zero_stage}
-    arguments = {**ADAMW, "data": DATA["images on few replicas"], "per_device_train_batch_size": 1, "max_steps": 2}
-    whole = {**arguments, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    reference = runs.stock("qwen2_vl", model=half_frozen(), **whole)
-    ranks = run_distributed(half_frozen_run, 6, {VISION: one, LM: {**one, "pp_size": 2}}, **arguments)
-    runs.assert_same_run(ranks[0], reference)
+def given(name: str) -> dict[str, Any]:
+    """Arguments of two steps, with the model where it is not the usual one."""
+    model = {"model": half_frozen()} if name == ONLY_OTHERS else {}
+    return {**ADAMW, "data": DATA[name], "max_steps": 2, **model}
 
 
-def evaluated_in_half(parallel: dict[str, Any]) -> tuple[float, float, int]:
-    """Losses of evaluations before and after the weights are cast, and bytes of the weights afterwards."""
-    trainer = runs.make_trainer("llama", parallel)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.args.bf16_full_eval = True
-    after = trainer.evaluate()["eval_loss"]
-    return before, after, sum(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+def unlike_run(name: str, parallel: dict[str, Any]) -> runs.Run:
+    """A run in microbatches of one sample."""
+    return runs.parallel_run("qwen2_vl", parallel, per_device_train_batch_size=1, **given(name))
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_divided_weights_can_be_cast(zero_stage: int):
-    ranks = run_distributed(evaluated_in_half, 2, {LM: {"dp_size": 2, "zero_stage": zero_stage}})
-    for before, after, num_bytes in ranks:
-        assert after != before and after == pytest.approx(before, rel=1e-2)
-        assert (num_bytes == 0) == (zero_stage == 3)
-
-
-def test_weights_that_stay_gathered_through_a_step_are_those_of_the_step():
-    kept = {"zero_stage": 3, "reshard_after_forward": False}
-    parallel = {VISION: {"dp_size": 2, **kept}, LM: {"dp_size": 2, "pp_size": 2, **kept}}
-    reference = runs.stock("llava", **ADAMW)
-    ranks = run_distributed(runs.parallel_run, 6, "llava", parallel, **ADAMW)
-    runs.assert_same_run(ranks[0], reference)
-
-
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_recomputed_layers_are_gathered_for_their_backward(zero_stage: int):
-    one = {"zero_stage": zero_stage, "activation_checkpointing": True}
-    parallel = {VISION: {"dp_size": 2, **one}, LM: {"dp_size": 2, "pp_size": 2, **one}}
-    reference = runs.stock("llava", **ADAMW)
-    ranks = run_distributed(runs.parallel_run, 6, "llava", parallel, **ADAMW)
-    runs.assert_same_run(ranks[0], reference)
+@pytest.mark.parametrize(
+    "case",
+    runs.deep_but(UNLIKE, "a step without images, stage 3", "images and videos, stage 2", f"{ONLY_OTHERS}, stage 3"),
+)
+def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(case: str):
+    name, zero_stage = UNLIKE[case]
+    sizes, world_size = ({"dp_size": 2, "pp_size": 2}, 6) if name == ONLY_OTHERS else ({"dp_size": 3}, 5)
+    parallel = {VISION: {"dp_size": 2, "zero_stage": zero_stage}, LM: {**sizes, "zero_stage": zero_stage}}
+    ranks = run_distributed(unlike_run, world_size, name, parallel)
+    runs.assert_same_run(ranks[0], runs.stock("qwen2_vl", **given(name)))
 
 
 def evaluated(parallel: dict[str, Any]) -> tuple[runs.Run, int, int]:

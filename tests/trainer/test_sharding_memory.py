@@ -45,19 +45,12 @@ CASES = {
 
 
 class Meter(TrainerCallback):
-    """
-    Live bytes right before the optimizer's last step, and the smallest peak of a step after the first: gloo's threads
-    may hold what they have sent for a moment longer, which only adds.
-    """
+    """Live bytes right before the optimizer's last step, and the smallest peak of a step after the first."""
 
     def __init__(self, counter: LiveBytes):
         self.counter = counter
         self.state_bytes = 0
         self.peaks_bytes: list[int] = []
-
-    @property
-    def peak_bytes(self) -> int:
-        return min(self.peaks_bytes[1:])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gc.collect()
@@ -80,7 +73,8 @@ def measured(case: Case) -> dict[str, float]:
     engine = trainer.engine
     costs = replace(analytic_costs(engine.spec, engine.costs.device, 4), packing=engine.costs.packing)
     predicted, _ = memory_error.predict(trainer, costs)
-    return {"peak": meter.peak_bytes, "predicted": predicted[dist.get_rank()]}
+    # gloo's threads may hold what they have sent for a moment longer, which only adds
+    return {"peak": min(meter.peaks_bytes[1:]), "predicted": predicted[dist.get_rank()]}
 
 
 def _sharded(modules: dict[str, dict[str, Any]], stage: int) -> dict[str, dict[str, Any]]:
@@ -186,13 +180,7 @@ def test_a_rank_never_has_more_than_its_slices_and_one_layer(folder: Path, name:
 
 
 class SecondMemory(LiveBytes):
-    """
-    Counts what comes to a device from host memory, as if the CPU, the device of these tests, had memory of its
-    own: moving a parameter that is in host memory copies it.
-
-    Args:
-        model (`nn.Module`): What is in host memory.
-    """
+    """Counts what comes to a device from a model in host memory, as if the CPU had memory of its own as a device."""
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()

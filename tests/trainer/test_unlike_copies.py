@@ -52,24 +52,17 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    runs.deep_but(
+        LAYOUTS,
+        "a copy of the LM on two ranks, one on a single rank",
+        "experts and norms of heads, on shared ranks",
+    ),
+)
 def test_unlike_copies_equal_the_stock_trainer(name: str):
     family, world_size, modules, arguments = LAYOUTS[name]
-    reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **arguments)
-    ranks = run_distributed(
-        runs.parallel_run,
-        world_size,
-        family,
-        {"modules": modules},
-        evaluate=True,
-        per_device_eval_batch_size=2,
-        timeout=240,
-        **arguments,
-    )
-    runs.assert_same_run(ranks[0], reference)
-    for rank in ranks:
-        assert rank.logs == ranks[0].logs
-        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+    runs.assert_a_layout_equals_the_stock_trainer(family, world_size, {"modules": modules}, **arguments)
 
 
 CHECKPOINTED = {
@@ -77,16 +70,14 @@ CHECKPOINTED = {
 }
 
 
-def _train(folder: Path, parallel: dict[str, Any] | None, resume: Path | None = None) -> runs.Run:
-    trainer = runs.make_trainer("llava", parallel, str(folder), save_strategy="steps", save_steps=2, **ADAM)
-    return runs.run_of(trainer, checkpoint=None if resume is None else str(resume))
-
-
+@pytest.mark.deep
 def test_checkpoints_of_unlike_copies_are_read_under_any_layout(tmp_path: Path):
     reference = runs.stock("llava", **ADAM)
-    straight = run_distributed(_train, 6, tmp_path, CHECKPOINTED, timeout=240)[0]
+    straight = run_distributed(runs.saving_run, 6, "llava", tmp_path, CHECKPOINTED, **ADAM)[0]
     runs.assert_same_run(straight, reference)
     checkpoint = tmp_path / "checkpoint-2"
     for number, parallel in ((6, CHECKPOINTED), (3, {LM: {"tp_size": 2}}), (1, None)):
-        resumed = run_distributed(_train, number, tmp_path / str(number), parallel, checkpoint, timeout=240)[0]
-        runs.assert_same_run(runs.Run(resumed.logs, resumed.weights), reference)
+        resumed = run_distributed(
+            runs.saving_run, number, "llava", tmp_path / str(number), parallel, checkpoint, **ADAM
+        )[0]
+        runs.assert_same_run(resumed, reference)

@@ -24,7 +24,6 @@ from hf_mmparallel.kernels.bitfield_attention.context_parallel import (
 )
 from tests.deep_cases import deep
 
-from ...deep_cases import deep
 from ...distributed import run_distributed
 from .cut_rows import BLOCK, FAMILIES, METHODS, Inputs, cut, needed_blocks, one_rank, packed_words
 from .simulated_ranks import SimulatedGroup, install, record, run_simulated
