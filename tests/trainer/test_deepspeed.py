@@ -141,7 +141,7 @@ def test_what_has_no_effect_under_a_plan_is_told_of():
 
 def test_a_stage_without_copies_is_told_of_on_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     logger, texts = kept_warnings()
-    monkeypatch.setattr(engine_trainer, "logger", logger)
+    monkeypatch.setattr(engine_state, "logger", logger)
     args = MultimodalTrainingArguments(str(tmp_path), parallel={LM: {"zero_stage": 2}}, use_cpu=True, report_to=[])
     MultimodalParallelTrainer(model=tiny.FAMILIES["llava"](), args=args)
     (text,) = texts
