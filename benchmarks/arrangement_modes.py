@@ -21,8 +21,7 @@ from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES
-from hf_mmparallel.steps.arrangement_choice import choose_arrangement
-from hf_mmparallel.steps.representatives import predict_batch
+from hf_mmparallel.steps.representatives import choose_arrangement, predict_batch
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")

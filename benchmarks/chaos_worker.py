@@ -27,8 +27,8 @@ from hf_mmparallel._environment import joins_job, launch_settings
 from hf_mmparallel.modeling.stages import ModuleStage
 from hf_mmparallel.runtime import engine as engine_module
 from hf_mmparallel.runtime.gradients import GradientSync
+from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.runtime.sharded_model import ShardedModel
-from hf_mmparallel.runtime.transport import DistributedTransport
 from hf_mmparallel.trainer import recovery as recovery_module
 from hf_mmparallel.world import Membership
 

@@ -43,9 +43,9 @@ from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.arrange import Arrangement, arrange_step
+from hf_mmparallel.arrange.assigned_batch import assign_replicas
 from hf_mmparallel.arrange.balance import deferred_fraction, step_balance
 from hf_mmparallel.arrange.greedy import fill_bins
-from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset

@@ -16,7 +16,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 from hf_mmparallel import MultimodalModel
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.runtime.transport import DistributedTransport
+from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.schedule import Task
 from hf_mmparallel.world import World
 

@@ -7,7 +7,7 @@ from typing import Any
 from published_study import Run, Study, costs_of, planned, predicted_ms, published_flops, published_model, sizes_of
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device, usable_bytes
-from hf_mmparallel.cost.engine_traits import OURS
+from hf_mmparallel.cost.layers import OURS
 from hf_mmparallel.search.problem import SEARCHED_STAGES, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device, training_flops
-from hf_mmparallel.cost.engine_traits import Engine
+from hf_mmparallel.cost.layers import Engine
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import (

@@ -37,7 +37,7 @@ from hf_mmparallel.data.layer_tokens import measure_layers
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import SampleSizes, resolve_plan
-from hf_mmparallel.steps.rank_planner import RankPlanner
+from hf_mmparallel.steps.step_planner import RankPlanner
 
 
 @dataclass(frozen=True)

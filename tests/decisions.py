@@ -24,7 +24,7 @@ from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.papers.sample_presets import SAMPLE_PRESETS
 from hf_mmparallel.papers.stable_batch import StabilityTest, draw_from, minimum_stable_batch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.plan.schedules import SCHEDULES
+from hf_mmparallel.plan.methods import SCHEDULES
 from hf_mmparallel.resilience.model_chain import TypicalMicrobatches, model_chain
 from hf_mmparallel.resilience.pipelines import PipelinePlans
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner

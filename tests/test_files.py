@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_mmparallel._files import readable
-from hf_mmparallel.data.position import FILE, DataPosition
+from hf_mmparallel.data.global_batches import FILE, DataPosition
 
 
 class _Executed:

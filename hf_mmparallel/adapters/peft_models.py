@@ -11,8 +11,16 @@ import torch
 from torch import nn
 
 from ..plan import ModelSpec
-from .adapter import DEFAULT_NAME, Adapter, merge_configs
-from .adapter_files import adapter_file_key, adapter_names, modules_to_save, parameters_to_save, saved_config
+from .adapter import (
+    DEFAULT_NAME,
+    Adapter,
+    adapter_file_key,
+    adapter_names,
+    merge_configs,
+    modules_to_save,
+    parameters_to_save,
+    saved_config,
+)
 
 _ALONE = "or train without `parallel`"
 # Setting -> (why it can't be laid out, remedy).

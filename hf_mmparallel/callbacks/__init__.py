@@ -1,10 +1,9 @@
 """Callbacks that see the engine. They use the engine and the costs, and are imported by the Trainer and by users."""
 
 from .base import EngineCallback
-from .metrics import ParallelMetricsCallback
+from .metrics import LossProgressCallback, ParallelMetricsCallback
 from .prediction import PredictionCallback
 from .preemption import PreemptionCallback
-from .progress_bar import LossProgressCallback
 from .recoveries import RecoveryCallback
 from .step_timelines import TimelineCallback
 

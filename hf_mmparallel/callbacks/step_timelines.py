@@ -14,7 +14,7 @@ from ..drawing.workload_chart import BEFORE, MEASURED, balance_png
 from ..plan.methods import arrangement_name
 from ..schedule import Simulation, Span, Task, simulate
 from .base import EngineCallback, not_worth_a_run
-from .workload_balance import last_balances
+from .metrics import last_balances
 
 
 class TimelineCallback(EngineCallback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..plan.schedules import SCHEDULES
+from ..plan.methods import SCHEDULES
 from ..planner.argument_types import above_zero, not_negative, positive
 
 PLAN_EXAMPLES = """\

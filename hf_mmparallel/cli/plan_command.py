@@ -16,8 +16,16 @@ from ..planner.answer import Answer, Inputs, check_memory, solve
 from ..planner.files import WhatIfs, figures, page_of, plan_line, save_plan
 from ..planner.inputs import read_model
 from ..planner.settings import Settings, read_layout
-from ..planner.tables import layout_text
-from ..planner.text import ms_text, new_console, plural, print_gantt, print_labelled, print_runners_up, report
+from ..planner.text import (
+    layout_text,
+    ms_text,
+    new_console,
+    plural,
+    print_gantt,
+    print_labelled,
+    print_runners_up,
+    report,
+)
 from ..search.problem import ComparedPlan
 
 MOST_LOSSES = 24  # rows of losses one by one

@@ -11,8 +11,16 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
 from ..planner.answer import Inputs, batch_to_fill, predict_plan
 from ..planner.inputs import read_model
 from ..planner.settings import Settings, complete, read_plugin
-from ..planner.tables import plan_table
-from ..planner.text import groups_text, microbatches_text, ms_text, new_console, print_gantt, print_labelled, report
+from ..planner.text import (
+    groups_text,
+    microbatches_text,
+    ms_text,
+    new_console,
+    plan_table,
+    print_gantt,
+    print_labelled,
+    report,
+)
 from ..schedule import build_program, simulate
 from .plan_command import warn_of_memory, write_files
 

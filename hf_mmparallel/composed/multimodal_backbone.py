@@ -13,8 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutp
 from .._versions import CACHE, takes_cache
 from ..modeling.features import flat_features
 from ..modeling.forward_inputs import required_arguments
-from .encoder_outputs import named_output, select_features
-from .encoder_parts import EncoderInputs, build_encoder, build_projector, check_width
+from .encoder_parts import EncoderInputs, build_encoder, build_projector, check_width, named_output, select_features
 from .multimodal_config import MultimodalCallbacks, MultimodalConfig
 
 

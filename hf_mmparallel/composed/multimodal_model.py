@@ -23,8 +23,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOu
 
 from .._versions import CACHE, takes_cache
 from ..modeling.features import flat_features
+from ..modeling.loading import without_weights
 from ..modeling.spec import ModulePart
-from ..modeling.whole import without_weights
 from .encoder_parts import LanguageModelHead, cast_weights, keep_weights
 from .multimodal_backbone import MultimodalBackbone, MultimodalPreTrainedModel
 from .multimodal_config import MultimodalCallbacks, MultimodalConfig

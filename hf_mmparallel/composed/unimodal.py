@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .encoder_outputs import fitted_settings
-from .encoder_parts import keep_weights
+from .encoder_parts import fitted_settings, keep_weights
 from .multimodal_config import EncoderSettings, MultimodalConfig, check_encoder_names
 
 

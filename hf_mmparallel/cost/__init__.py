@@ -5,18 +5,22 @@ Uses `plan` only and no torch; imported by the search, the planner, and what pre
 """
 
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
-from .backwards import data_gradients
 from .device_table import device_from, device_table, find_device, recognize_device
 from .devices import Hardware
-from .flops import model_flops, module_model_flops, training_flops
-from .layers import CostModel, LayerCost, LayerCosts, Polynomial
-from .limits import MEMORY_SHARE, fitting_in_flight, fitting_tokens, usable_bytes
-from .memory import memory_per_rank
-from .peaks import activation_peaks, memory_timeline
+from .layers import CostModel, LayerCost, LayerCosts, Polynomial, data_gradients
+from .limits import MEMORY_SHARE, batch_workloads, fitting_in_flight, fitting_tokens, usable_bytes
+from .memory import activation_peaks, memory_per_rank, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, OFFLOAD_BUCKET_BYTES, RankMemory
-from .stage_times import LayerTable, StageCost, layer_table, stage_costs
+from .stage_times import (
+    LayerTable,
+    StageCost,
+    layer_table,
+    model_flops,
+    module_model_flops,
+    stage_costs,
+    training_flops,
+)
 from .step import StepCost
-from .workloads import batch_workloads
 
 __all__ = [
     "GRADIENT_BUCKET_BYTES",

@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..plan import ModelSpec
 from .devices import Hardware
-from .engine_traits import OURS, Engine
+
+# Traits of an engine that executes layers, where engines differ.
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How layers run. The defaults describe hf_mmparallel; others validate the cost model on published runs."""
+
+    # norms, rotary embeddings and activation functions are one kernel each (`torch.compile` or custom kernels), and
+    # matrix products accumulate gradients in place
+    fused: bool = False
+    fused_loss: bool = False
+    # matrices with the same input all-reduce its gradient once over the tp group, and the loss is computed on
+    # vocabulary shards
+    merged_sums: bool = False
+    hidden_sums: bool = False  # tensor-parallel all-reduces overlap with matrix products
+    split_norms: bool = False  # the tp group splits the tokens of norms and residuals (sequence parallelism)
+    blocking_messages: bool = False  # stages are idle while they send and receive
+    # point-to-point, inside a node and between nodes; by default that of the links
+    message_gb_per_s: tuple[float, float] | None = None
+    wide_sums: bool = True  # ZeRO 2 and 3 reduce gradients in float32 (`reduce_dtype`), not in the parameters' dtype
+    early_sums: bool = True  # sums of ZeRO 0 and 1 start bucket by bucket in the last backward, not after it
+
+    def message_bytes_per_ms(self, device: Hardware, ranks: Sequence[int]) -> float:
+        """Bandwidth between two stages on `ranks`, for each rank of the smaller stage."""
+        rate = device.message_bytes_per_ms(ranks)
+        if self.message_gb_per_s is None:
+            return rate
+        crosses = len({rank // device.node_size for rank in ranks}) > 1
+        return min(rate, 1e6 * self.message_gb_per_s[crosses])
+
+
+OURS = Engine()
+
 
 BYTES_PER_VALUE = 2
 
@@ -124,3 +157,36 @@ class CostModel:
     def with_spec(self, spec: ModelSpec) -> CostModel:
         """The same layer costs for the model with other frozen parameters."""
         return replace(self, spec=spec)
+
+
+# The layers of a model through which gradients flow.
+
+
+def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
+    """Module -> for each layer from -1 to `num_layers`, whether the gradient of its input is needed."""
+    needed: dict[str, tuple[bool, ...]] = {}
+    has_gradient: dict[str, bool] = {}
+    for name, module in spec.modules.items():
+        # the gradient is needed if anything before the layer is trainable, in its module or in a producer whose
+        # features enter at or before the layer (Cornstarch, section 4.3)
+        enters = [min(edge.layers) for edge in spec.edges if edge.target == name and has_gradient[edge.source]]
+        before, flags = False, []
+        for index in range(-1, module.num_layers + 1):
+            before = before or any(layer <= index for layer in enters)
+            flags.append(before)
+            before = before or any(use.parameter.trainable for use in spec.uses.get((name, index), ()))
+        needed[name], has_gradient[name] = tuple(flags), before
+    return needed
+
+
+def first_backward(spec: ModelSpec, module: str) -> int:
+    """The first layer of a module with a backward, which all layers after it have, too; `num_layers` if none has."""
+    num_layers, needed = spec.modules[module].num_layers, data_gradients(spec)[module]
+    return next(
+        (
+            layer
+            for layer in range(num_layers)
+            if needed[1 + layer] or any(use.parameter.trainable for use in spec.uses.get((module, layer), ()))
+        ),
+        num_layers,
+    )

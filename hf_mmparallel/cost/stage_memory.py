@@ -32,9 +32,8 @@ from .activations import (
     transient_memory,
     with_trainable,
 )
-from .backwards import data_gradients
-from .host_step import HostStep
-from .layers import CostModel, Polynomial
+from .devices import HostStep
+from .layers import CostModel, Polynomial, data_gradients
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 
 GIB = 2**30

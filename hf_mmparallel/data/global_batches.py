@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._files import readable
 from ..plan import SampleSizes
-from .bad_samples import BadSample
+from .bad_samples import BadSample, BadSampleError
 
 
 @dataclass(frozen=True)
@@ -135,3 +139,140 @@ class LengthGroups:
         self.sampler.batch_size = self.global_batch_sizes.get(self.epoch, self.global_batch_size)
         self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return iter(self.sampler)
+
+
+# The batches of one data-parallel rank under DDP, FSDP or DeepSpeed, from arranged global batches.
+
+
+class EvenOrder:
+    """The samples of an epoch, as many for each rank, as accelerate's `BatchSamplerShard` gives them to ranks."""
+
+    def __init__(
+        self,
+        sampler: Any,  # dataset indices of an epoch, the same on all ranks
+        multiple: int,  # samples of a batch of all ranks
+        # leave out the samples of an incomplete batch; otherwise the first ones of the epoch fill it up
+        drop_last: bool,
+        fills: bool = True,  # whether they do so: one process alone has a smaller last batch
+    ):
+        self.sampler = sampler
+        self.multiple = multiple
+        self.drop_last = drop_last
+        self.fills = fills
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        count = len(self.sampler)
+        if self.drop_last:
+            return count // self.multiple * self.multiple
+        return -(-count // self.multiple) * self.multiple if self.fills else count
+
+    def __iter__(self) -> Iterator[int]:
+        first: list[int] = []
+        count = 0
+        for index in itertools.islice(self.sampler, len(self) if self.drop_last else None):
+            if len(first) < self.multiple:
+                first.append(index)
+            count += 1
+            yield index
+        missing = len(self) - count if first else 0
+        yield from itertools.islice(itertools.cycle(first), missing)
+
+
+class RankBatchSampler:
+    """A batch sampler with the batches of one rank, which accelerate must not divide among ranks again."""
+
+    def __init__(
+        self,
+        global_batches: GlobalBatchSampler,  # over an `EvenOrder`
+        # global batch -> rank -> batch -> batch indices
+        arrange: Callable[[GlobalBatch], Sequence[Sequence[Sequence[int]]]],
+        rank: int,
+        batch_size: int,  # mean samples of a batch of one rank
+        num_ranks: int,
+    ):
+        self.global_batches = global_batches
+        self.arrange = arrange
+        self.rank = rank
+        self.batch_size = batch_size
+        self.num_ranks = num_ranks
+        self.drop_last = False  # read by accelerate: the order has dropped what is to be dropped
+
+    @property
+    def batch_sampler(self) -> RankBatchSampler:
+        """`self`, since `Trainer._run_epoch` calls `batch_sampler.set_epoch`."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.global_batches.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return -(-len(self.global_batches.sampler) // (self.batch_size * self.num_ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for global_batch in self.global_batches:
+            for bad in global_batch.bad.values():  # the same on every rank
+                raise BadSampleError(f"{bad} Remove it from the dataset.")
+            for batch_indices in self.arrange(global_batch)[self.rank]:
+                yield [global_batch.samples[batch_index] for batch_index in batch_indices]
+
+
+# The position of a run in its training set, in samples, so that it can resume with another batch size.
+
+FILE = "data_position.json"
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """The position of a run in its training set; the fields are those of the file in a checkpoint."""
+
+    epoch: int = 0
+    num_samples: int = 0  # of the epoch, drawn so far, including skipped ones
+    num_steps: int = 0  # that drew them
+    global_step: int = 0  # steps of the run
+    batch_size: int | None = None  # global batch size at the start of the epoch, on which the order may depend
+    num_skipped: int = 0  # samples of the run that could not be read
+    # what was learned of memory, and the last global batch that was planned without it
+    memory_ratio: list | None = None
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DataPosition | None:
+        """Reads the position from a checkpoint; `None` if it has none. Raises `ValueError` for a damaged file."""
+        path = Path(folder) / FILE
+        if not path.is_file():
+            return None
+        with readable(path):
+            return cls(**json.loads(path.read_text()))
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the position into a checkpoint."""
+        (Path(folder) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    def after(self, global_batch: GlobalBatch, global_batch_size: int) -> DataPosition:
+        """The position after one more step; `global_batch_size` is that of a full global batch."""
+        goes_on = global_batch.epoch == self.epoch and self.num_steps > 0
+        return dataclasses.replace(
+            self,
+            epoch=global_batch.epoch,
+            num_samples=global_batch.position,
+            num_steps=self.num_steps + 1 if goes_on else 1,
+            batch_size=self.batch_size if goes_on else global_batch_size,
+        )
+
+    def resume(
+        self,
+        global_batches: GlobalBatchSampler,
+        num_samples: int | None,  # per epoch, `None` for a stream of unknown length
+    ) -> tuple[int, int]:
+        """Continues global batches; returns the epoch and its number of finished steps at the current batch size."""
+        num_steps = self.num_steps
+        if num_samples is not None:
+            left = global_batches.num_batches(max(0, num_samples - self.num_samples))
+            if not left:
+                return self.epoch + 1, 0
+            num_steps = global_batches.num_batches(num_samples) - left
+        global_batches.resume(self.epoch, self.num_samples, num_steps, self.batch_size)
+        return self.epoch, num_steps

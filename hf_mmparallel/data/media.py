@@ -13,8 +13,8 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import ModelSpec
+from .bad_samples import MEDIA_FEATURES, undecoded
 from .step_dataset import Reader
-from .stored_rows import MEDIA_FEATURES, undecoded
 from .streams import StreamWindow
 
 logger = logging.get_logger(__name__)

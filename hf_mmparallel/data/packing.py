@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from ..kernels.bitfield_attention import decode_words
 from ..modeling.loss import IGNORE_INDEX
-from .mask_rules import MaskRule, config_and_class, real_tokens
-from .position_rules import PositionRule
+from .mask_rules import MaskRule, PositionRule, config_and_class, real_tokens
 from .token_collator import TOKEN_FIELDS
 
 ATTENTION = "bitfield"

@@ -13,8 +13,7 @@ from transformers.utils import logging
 
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from ..plan.plugin import reject_unknown_keys
-from .chat_batch import encode_together
-from .chat_collator import ChatCollator
+from .chat_collator import ChatCollator, encode_together
 from .image_sizes import UnknownSizeError
 from .randomness import seeded
 

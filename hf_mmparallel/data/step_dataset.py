@@ -14,7 +14,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan
 from ..steps.step_planner import StepPlanner
 from .bad_samples import BadSample, stored_row
 from .context_tokens import ChunkKey, ContextSharder
-from .digests import text_digest
+from .fingerprint import text_digest
 from .global_batches import GlobalBatch
 from .randomness import seeded, stable_seed
 from .step_batch import StepBatch, StepData, StreamRows, UnreadableBatch

@@ -16,12 +16,11 @@ from torch.utils.data._utils import worker as torch_worker
 from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import SampleSizes
-from .bad_samples import BadSampleError
-from .digests import row_digest
+from .bad_samples import BadSampleError, undecoded
+from .fingerprint import row_digest
 from .global_batches import GlobalBatch
 from .randomness import OwnGenerators, stable_seed
 from .size_sources import LayerTokens, Ragged, sizes_of
-from .stored_rows import undecoded
 
 
 class StreamWindow:

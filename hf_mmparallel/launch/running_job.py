@@ -10,7 +10,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from ..world import job_store as keys
+from ..world import generations as keys
 
 _REACH_TIMEOUT = timedelta(seconds=30)
 

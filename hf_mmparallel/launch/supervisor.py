@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..world import job_store as keys
+from ..world import generations as keys
 from ..world.generations import Generation
 from .coordinator import Coordinator, End, join_sentence, loss_sentence
 from .running_job import Joining, publish_job

@@ -19,8 +19,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .dtensors import whole_shape
 from .features import feature_specs
-from .forward_inputs import meta_inputs
-from .meta_forward import meta_forward
+from .forward_inputs import meta_forward, meta_inputs
 from .tensor_parallel import with_tp_dims
 
 ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}

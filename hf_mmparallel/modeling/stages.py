@@ -8,7 +8,10 @@ layers belong to the stage of the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,14 +20,202 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, stage_holds
-from .dtypes import hidden_dtype
-from .feature_injection import inject_features
+from ..adapters.adapter import adapter_names
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .features import count_feature_tokens, flat_features, merge_output
-from .layer_interceptor import LayerInterceptor, StageExit, StageRun
 from .loss import IGNORE_INDEX, token_loss
 from .spec import ModulePart, layers_of, module_parts
-from .unowned import is_unowned
+from .unowned import hidden_of, is_unowned, with_hidden
+
+# Hooks on the layers of a stack that let a forward of the model start and stop at any layer.
+
+
+class StageExit(Exception):
+    """Raised to leave a forward at the entry of a layer, with the hidden state at that point."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass
+class StageRun:
+    """The range of layers of one forward."""
+
+    first: int  # the received hidden state replaces its input
+    stop: int  # the layer at whose entry the forward stops
+    hidden: Tensor | None = None  # the received hidden state, `None` in a first stage
+    probe: bool = False  # stops at the entry of the first layer
+    entered: bool = False
+    dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
+
+
+class LayerInterceptor:
+    """Hooks on every layer of a stack, by which a forward uses a range of layers only."""
+
+    def __init__(self, layers: nn.ModuleList):
+        self.run: StageRun | None = None
+        self.checked = False
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
+            layer.register_forward_hook(self._after(index))
+
+    @classmethod
+    def of(cls, layers: nn.ModuleList) -> LayerInterceptor:
+        """Returns the interceptor of a stack, which is created on first use."""
+        if "interceptor" not in layers.__dict__:
+            layers.__dict__["interceptor"] = cls(layers)
+        return layers.__dict__["interceptor"]
+
+    def _before(self, index: int):
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+            run = self.run
+            if run is None:
+                return None
+            if index == run.stop:
+                raise StageExit(hidden_of(args, kwargs))
+            if index == run.first:
+                run.dtype = hidden_of(args, kwargs).dtype
+            if index != run.first or index == 0:
+                return None
+            arrived = hidden_of(args, kwargs)
+            if run.probe:
+                raise StageExit(arrived)
+            assert run.hidden is not None
+            # the input of the layer, since the stage before has also computed what is between the layers (DeepStack
+            # adds features)
+            args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
+            if not self.checked:
+                _check_arguments(layer, args[1:], kwargs, run.hidden)
+                self.checked = True
+            run.entered = True
+            return args, kwargs
+
+        return hook
+
+    def _after(self, index: int):
+        """
+        Gives the received hidden state also as the output of layer `first - 1`, for encoders that select outputs of
+        layers (`vision_feature_layer=-2`): transformers records them behind each layer, and would find that of an
+        identity layer.
+        """
+
+        def hook(layer: nn.Module, args: tuple[Any, ...], output: Any):
+            run = self.run
+            if run is None or run.hidden is None or index != run.first - 1:
+                return None
+            if isinstance(output, tuple):
+                return (run.hidden.to(output[0].dtype), *output[1:])
+            return run.hidden.to(output.dtype)
+
+        return hook
+
+    @contextmanager
+    def running(self, run: StageRun) -> Iterator[None]:
+        """Forwards in this context use the layers of `run`."""
+        outer, self.run = self.run, run
+        try:
+            yield
+        finally:
+            self.run = outer
+
+
+def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
+    """Raises `ValueError` if a layer's argument depends on parameters of other stages, whose values are NaN here."""
+    pending = [args, *((value,) for value in kwargs.values() if value is not hidden)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, (tuple, list)):
+            pending += value
+        elif isinstance(value, Tensor) and value.is_floating_point() and value is not hidden and value.isnan().any():
+            raise ValueError(
+                f"The layers of `{type(layer).__name__}` have an argument of shape {tuple(value.shape)} that depends "
+                f"on weights of an earlier stage, so the module can't be split. Use `pp_size=1` for it."
+            )
+
+
+# Forward of the language model with features that were computed elsewhere.
+
+
+def _merges_outputs(model: PreTrainedModel, modality: str) -> bool:
+    """
+    Returns whether the model's forward merges the entry of `mm_encoder_outputs` for a modality.
+
+    The argument does not say for which modalities it is read: Qwen2.5-Omni reads images and videos from it, and calls
+    `get_audio_features` nevertheless. A forward that reads an entry has the modality as a string constant.
+    `tests/modeling/test_stages.py` compares every family.
+    """
+    if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
+        return False
+    forward = inspect.unwrap(type(model.base_model).forward)
+    return hasattr(model, "multimodal_parts") or modality in forward.__code__.co_consts
+
+
+@contextmanager
+def inject_features(
+    model: PreTrainedModel, parts: Mapping[str, ModulePart], outputs: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Yields keyword arguments with which the model's forward merges these encoder outputs."""
+    direct = {modality: output for modality, output in outputs.items() if _merges_outputs(model, modality)}
+    kwargs: dict[str, Any] = {"mm_encoder_outputs": direct} if direct else {}
+    with ExitStack() as stack:
+        # A forward that does not read a modality from `mm_encoder_outputs` (Voxtral, audio of Qwen2.5-Omni) calls the
+        # model's feature method. That returns the output here, and an empty input tensor makes the forward call it.
+        for part in parts.values():
+            for modality in (outputs.keys() - direct.keys()) & part.features.keys():
+                method = part.features[modality]
+                stack.enter_context(_returning(method.__self__, method.__name__, outputs[modality]))
+                kwargs[part.input_names(modality)[0]] = torch.empty(0, device=model.device)
+        yield kwargs
+
+
+@contextmanager
+def _returning(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces a method of one object by one that returns `value`."""
+    # hides the method in this object only, so that other models of the class keep theirs
+    owner.__dict__[name] = lambda *args, **kwargs: value
+    try:
+        yield
+    finally:
+        del owner.__dict__[name]
+
+
+# Dtypes of weights and of the hidden states between layers.
+
+
+def is_activation_dtype(dtype: torch.dtype) -> bool:
+    """Returns whether layers compute in a dtype; weights of 8 bits and less are dequantized for computation."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> torch.dtype:
+    """Returns the widest dtype of hidden states that layers with these parameters can output."""
+    adapters = adapter_names(spec.parameters)
+    # adapters output the dtype of the layer that they wrap
+    dtypes = {getattr(torch, p.dtype) for p in parameters if p.name not in adapters}
+    candidates = [dtype for dtype in dtypes if is_activation_dtype(dtype)]
+    return functools.reduce(torch.promote_types, candidates) if candidates else torch.bfloat16
+
+
+def hidden_dtype(spec: ModelSpec, module: str) -> torch.dtype:
+    """Returns the widest dtype of the hidden states between the layers of a module."""
+    layers = spec.modules[module]
+    return activation_dtype(spec, [p for p in layers.parameters if p.layer < layers.num_layers])
+
+
+def cast_values(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point parameters and buffers in place; unowned ones still use no memory."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if is_unowned(tensor):
+            return torch.full((), torch.nan, dtype=dtype, device=tensor.device).expand(tensor.shape)
+        return tensor.to(dtype)
+
+    model._apply(cast)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..arrange.balance import Balance
 from ..cost.stage_memory import GIB
 from ..plan import layout_data
-from .content import MemoryCurves, PlanChoice, PlanPage, TextTable
-from .script_data import RankRow, module_colors, rank_rows, timeline_data
+from .script_data import (
+    MemoryCurves,
+    PlanChoice,
+    PlanPage,
+    RankRow,
+    TextTable,
+    module_colors,
+    rank_rows,
+    timeline_data,
+)
 
 MAX_REPLICAS = 8
 SCRIPTS = ("numbers.js", "picture.js", "page.js")  # one scope

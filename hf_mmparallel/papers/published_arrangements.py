@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrange.arrangements import contiguous, coupled, in_turns
+from ..arrange.assigned_batch import deal_samples
 from ..arrange.colocated_modules import colocated_encoders, cut
-from ..arrange.contiguous import contiguous, coupled, in_turns
-from ..arrange.deferral import possible_pairs
-from ..arrange.matching import bottleneck_matching
+from ..arrange.deferral import bottleneck_matching, possible_pairs
 from ..arrange.microbatch_counts import counts_of
-from ..arrange.replicas import deal_samples
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices, Replicas
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 # module of `hf_mmparallel.papers` and attribute of each published method
 PUBLISHED_ARRANGEMENTS: Mapping[str, str] = {
@@ -36,3 +37,48 @@ def published_method(name: str) -> Any:
 def arrangement_name(arrangement: str | Callable[..., Any]) -> str:
     """Return the name of an arrangement, for text: that of the function where it is one."""
     return arrangement if isinstance(arrangement, str) else getattr(arrangement, "__name__", repr(arrangement))
+
+
+# The schedules as data: other code reads the fields of a `SchedulePolicy` and never compares schedule names.
+
+Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first"]
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """
+    The properties of a schedule.
+
+    A step has phases: a rank starts no task of a phase before it has finished its tasks of earlier phases. The
+    dependencies of a task are never in a later phase, so phases can't deadlock. Within a phase the order comes from a
+    simulation that limits the number of microbatches in flight.
+    """
+
+    encoders: tuple[int, int] = (0, 0)  # phases of the encoders' forwards and backwards
+    others: tuple[int, int] = (0, 0)  # phases of the forwards and backwards of the language model and of generators
+    fills_memory: bool = False  # as many microbatches in flight as fit, not the fewest that keep all stages busy
+
+    def phases(self, is_encoder: bool) -> tuple[int, int]:
+        """Phases of a module's forwards and of its backwards."""
+        return self.encoders if is_encoder else self.others
+
+    def keeps_all(self, is_encoder: bool) -> bool:
+        """Whether a module runs all forwards of a step before its first backward, with all microbatches in flight."""
+        forward, backward = self.phases(is_encoder)
+        return forward < backward
+
+    @property
+    def is_one_phase(self) -> bool:
+        """Whether forwards and backwards are in one phase, so that a stage may alternate between them."""
+        return len({*self.encoders, *self.others}) == 1
+
+
+# Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2).
+POLICIES: Mapping[Schedule, SchedulePolicy] = {
+    "1f1b": SchedulePolicy(),
+    "gpipe": SchedulePolicy(encoders=(0, 1), others=(0, 1)),
+    "eager": SchedulePolicy(fills_memory=True),
+    "encoders_first": SchedulePolicy(encoders=(0, 2), others=(1, 1)),
+}
+
+SCHEDULES = tuple(POLICIES)

@@ -12,7 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from .methods import ARRANGEMENTS, arrangement_name
+from .methods import ARRANGEMENTS, POLICIES, SCHEDULES, Schedule, SchedulePolicy, arrangement_name
 from .model_spec import LANGUAGE_MODEL, Edge, sources_first
 from .reading import (
     read_count,
@@ -23,7 +23,6 @@ from .reading import (
     read_name,
     reject_unknown_keys,
 )
-from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
 
 StageKey = tuple[str, int, int]  # module, replica, stage
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")

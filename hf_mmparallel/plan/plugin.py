@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .deepspeed_config import deepspeed_settings, read_deepspeed
+from .methods import SCHEDULES, Schedule
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,
@@ -23,7 +24,6 @@ from .parallel_plan import (
 )
 from .planned_for import PlannedFor
 from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
-from .schedules import SCHEDULES, Schedule
 
 AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)

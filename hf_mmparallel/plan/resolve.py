@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from .methods import Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
 from .parallel_plan import ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
-from .schedules import Schedule
 
 
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:

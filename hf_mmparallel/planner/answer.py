@@ -27,9 +27,8 @@ from ..plan.methods import arrangement_name
 from ..schedule import Simulation, simulate
 from ..search.explain import bound_of
 from ..search.problem import PlanningProblem, SearchResult
-from ..steps.arrangement_choice import choose_arrangement
 from ..steps.communication import with_communication
-from ..steps.representatives import on_all_ranks, predict_batch
+from ..steps.representatives import choose_arrangement, on_all_ranks, predict_batch
 from ..steps.step_planner import Prediction, StepPlanner, most_memory
 from .inputs import ModelSource, Samples, read_samples
 from .settings import Settings, check_searchable, has_all_sizes

@@ -13,8 +13,7 @@ from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ParallelPlan, layout_data
 from ..search.problem import ComparedPlan, RankedPlan
 from .answer import Answer
-from .tables import layout_text, plan_cells
-from .text import batch_text, layouts_text, origins, samples_text, summary
+from .text import batch_text, layout_text, layouts_text, origins, plan_cells, samples_text, summary
 
 if TYPE_CHECKING:
     from ..page import PlanPage

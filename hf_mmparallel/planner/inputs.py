@@ -43,7 +43,7 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"`--model {source}` is a folder without a config.json. Give the folder of a saved model.")
     if not path.exists():
-        from ..data.hub import check_hub
+        from ..data.dataset_sizes import check_hub
 
         check_hub("model", source, f"`--model {source}`", "Give a folder or a config.json")
     from ..adapters.adapter import add_adapters

@@ -13,9 +13,8 @@ from ..cost.devices import PEAK_OF_DTYPE
 from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, PlannedFor
-from ..plan.methods import ARRANGEMENTS
+from ..plan.methods import ARRANGEMENTS, SCHEDULES, Schedule
 from ..plan.plugin import reject_unknown_keys
-from ..plan.schedules import SCHEDULES, Schedule
 from .argument_types import positive
 
 SHORT_NAMES = {

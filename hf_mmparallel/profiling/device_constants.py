@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..cost.devices import PEAK_OF_DTYPE
 from ..kernels.bitfield_attention import bitfield_attention, encode_words
 from .device_detection import known_device, measure_device
-from .timing import run_seconds, synchronize
+from .links import run_seconds, synchronize
 
 _LAUNCHES = 200
 _SIDES = {"cuda": 8192, "cpu": 1024}  # rows and columns of the product that is timed

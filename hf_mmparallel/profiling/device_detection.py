@@ -18,8 +18,7 @@ from accelerate.logging import get_logger
 from ..cost import Hardware, find_device, recognize_device
 from ..cost.devices import PEAK_OF_DTYPE
 from ..world import World
-from .links import measured_links
-from .timing import run_seconds
+from .links import measured_links, run_seconds
 
 logger = get_logger(__name__)
 

@@ -14,7 +14,33 @@ import torch.distributed as dist
 
 from ..cost import Hardware
 from ..world import World
-from .timing import synchronize
+
+# Times of what runs on a device.
+
+
+def run_seconds(
+    run: Callable[[], Any], device: torch.device, end: float = 0.0, least: int = 2, most: int | None = None
+) -> list[float]:
+    """
+    Returns seconds of consecutive runs, each until the device is done, without a first, which loads libraries.
+
+    No run beyond `least` begins after `end`, a time of `time.perf_counter`.
+    """
+    times: list[float] = []
+    while len(times) < 1 + least or (time.perf_counter() < end and (most is None or len(times) < 1 + most)):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has finished all queued work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
 
 _BYTES = {"cuda": 2**26, "cpu": 2**22}  # of a tensor by which a rate is measured
 _LARGE = 5  # timed runs of a large tensor

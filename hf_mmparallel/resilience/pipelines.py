@@ -8,8 +8,8 @@ from itertools import accumulate
 
 from ..arrange import fastest_counts
 from ..plan import ModulePlan, ModulePlugin, ParallelPlan, Stage, check_plan, check_world_size
+from ..plan.methods import Schedule
 from ..plan.resolve import as_trained, check_tp_sizes
-from ..plan.schedules import Schedule
 from .model_chain import ModelChain, mean_stage_ms, mesh_of, settings_of
 from .reconfiguration import Change
 from .state_copies import PlacedPlan

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from ..cost import Hardware, StepCost
-from ..cost.optimizer import optimizer_ms
+from ..cost.gradient_sums import optimizer_ms
 from ..plan import Stage, sync_groups
 from ..schedule import Task, simulate_parts
 from ..steps.step_planner import StepPlanner

@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 
 from ..adapters.adapter import Adapter
 from ..cost import CostModel, analytic_costs, find_device
-from ..cost.backwards import first_backward
+from ..cost.layers import first_backward
 from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
 from ..modeling import module_parts, prepare_stages, token_loss
-from ..modeling.checkpointing import Recomputation, inputs_require_gradients
-from ..modeling.dtypes import cast_values
+from ..modeling.loading import put_parts_of, without_weights
+from ..modeling.prepare import Recomputation, inputs_require_gradients
+from ..modeling.stages import cast_values
 from ..modeling.streamed_layers import StreamedLayers
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
-from ..modeling.whole import put_parts_of, without_weights
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -45,20 +45,18 @@ from ..schedule import Task
 from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, doing
 from .executor import Executor, LogitsFunction, StepFunctions
-from .first_step import FirstStepCheck
+from .first_step import EqualGradients, FirstStepCheck, ReplicatedParameters, replicated_parameters
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups
 from .joint_passes import GradientSums, LastBackward, StagePasses, TaskHooks
 from .local_shards import LocalShard
+from .message_queues import DistributedTransport
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
-from .replicated import EqualGradients, ReplicatedParameters, replicated_parameters
 from .sharded_model import ShardedModel
-from .step_check import StepCheck
-from .step_result import StepResult
-from .step_totals import SIGNS, StepTotals, add_up
-from .transport import DistributedTransport
+from .step_check import SIGNS, StepCheck, StepTotals, add_up
 from .weight_placement import LoadFunction, layers_of_rank, placed_weights, share_buffers
+from .work import StepResult
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,10 @@ from ..schedule.actions import Action, Message, Task
 from ..schedule.lowering import receive_ahead
 from ..world import ACTIVITY
 from .joint_passes import TaskHooks
-from .message_queues import Incoming, MessageQueues
-from .messages import StepMessages
-from .payloads import Payload, Payloads
-from .routes import num_tokens_of
+from .message_queues import Incoming, MessageQueues, StepMessages, Transport
+from .payloads import Payload, Payloads, num_tokens_of
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
-from .step_result import StepResult, TimedTask
-from .transport import Transport
-from .work import counting_work
+from .work import StepResult, TimedTask, counting_work
 
 LossFunction = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 LogitsFunction = Callable[[Task, Tensor, Mapping[str, Any]], None]

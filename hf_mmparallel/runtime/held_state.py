@@ -20,7 +20,7 @@ from ..modeling.dtensors import from_shard, local
 from ..world import World, doing
 from .local_shards import Region
 from .optimizer_loading import apply_state
-from .optimizer_names import named_groups, settings_of
+from .optimizer_slices import named_groups, settings_of
 from .updated_copies import MASTER, saved_master
 
 _IN_FLIGHT_BYTES = 256 * 2**20

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from ..adapters.adapter_files import adapter_names
+from ..adapters.adapter import adapter_names
 from ..cost import CostModel
 from ..cost.memory import state_per_rank
 from ..cost.stage_memory import GIB, stage_memories

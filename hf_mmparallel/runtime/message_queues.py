@@ -4,17 +4,177 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..plan import FeatureSpec
 from ..schedule.actions import Message, Task
-from .messages import IndexedRoute
-from .payloads import Payload
-from .routes import Route, Slice, select, slice_size
-from .transport import Handle, Transport
+from ..world import World
+from .payloads import (
+    Payload,
+    Payloads,
+    Route,
+    Slice,
+    compose,
+    ends_of,
+    feature_routes,
+    hidden_state_routes,
+    select,
+    slice_size,
+)
+from .step_inputs import StepInputs
+
+# Point-to-point messages between ranks.
+
+
+class Handle(Protocol):
+    """A started transfer."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """
+    Ordered channels between ranks: the n-th `recv` from a rank gets the n-th tensor that this rank sent here. Neither
+    call blocks; a received buffer is valid after `wait`, a sent tensor must not change before.
+    """
+
+    rank: int
+    # `recv` never blocks, even before the sender has run; otherwise the first one of a channel can block until the
+    # other rank starts its send
+    receives_ahead: bool
+
+    def send(self, tensor: torch.Tensor, target: int) -> Handle: ...
+
+    def recv(self, buffer: torch.Tensor, source: int) -> Handle: ...
+
+
+class DistributedTransport:
+    """Messages over `torch.distributed`."""
+
+    def __init__(self, world: World, groups: dict[tuple[int, int], dist.ProcessGroup] | None = None):
+        self.world = world
+        self.rank = world.rank
+        # One for each directed pair of ranks that talk, which backends that order all traffic of a group in one stream
+        # (NCCL) need. Without it the group of all ranks carries everything; gloo orders each pair on its own.
+        self.groups = groups or {}
+        self._through_host = not world.on_device
+        self.receives_ahead = self._through_host  # NCCL connects a channel in its first call, with both ranks in it
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self.groups.get((source, target), self.world.group)
+
+    def send(self, tensor: torch.Tensor, target: int) -> Handle:
+        if self._through_host:
+            tensor = tensor.cpu()
+        process, group = self.world.processes[target], self._group(self.rank, target)
+        return _Sent(_started(dist.isend(tensor, process, group)), tensor)
+
+    def recv(self, buffer: torch.Tensor, source: int) -> Handle:
+        group, process = self._group(source, self.rank), self.world.processes[source]
+        if self._through_host and buffer.device.type != "cpu":
+            host = torch.empty(buffer.shape, dtype=buffer.dtype)
+            return _Copied(_started(dist.irecv(host, process, group)), host, buffer)
+        return _started(dist.irecv(buffer, process, group))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """Returns the handle of a transfer; `torch` gives none to a rank outside of the group."""
+    assert work is not None
+    return work
+
+
+@dataclass
+class _Sent:
+    """A send whose tensor has to stay alive until it has left, which gloo reports only to `wait`."""
+
+    work: Handle
+    tensor: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+@dataclass
+class _Copied:
+    """A receive into host memory that is copied to the device when it is waited for."""
+
+    work: Handle
+    host: torch.Tensor
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer.copy_(self.host)
+
+    def is_completed(self) -> bool:
+        return False  # the copy is made in `wait`
+
+
+# The messages of one step: the tokens of a task that each exchanges between this rank and others.
+
+IndexedRoute = tuple[Route, torch.Tensor | None]
+
+
+class StepMessages:
+    """Layouts of the messages of one step on one rank, derived from the payloads and this rank's inputs."""
+
+    def __init__(self, payloads: Payloads, inputs: StepInputs):
+        self.payloads = payloads
+        self.inputs = inputs
+
+    def payload(self, message: Message) -> Payload:
+        return self.payloads.of(message)
+
+    def routes(self, message: Message, task: Task, num_tokens: int) -> list[IndexedRoute]:
+        """
+        Returns the routes of a message that begin or end on this rank, each with the indices of its tokens among the
+        `num_tokens` that the task of this rank has here, `None` for all of them in order.
+        """
+        payload, rank = self.payload(message), self.inputs.rank
+        is_producer = task.key == ends_of(message)[0].key
+        if payload.features is None:
+            indices, routes = None, hidden_state_routes(num_tokens, payload.producer_mesh, payload.consumer_mesh)
+        else:
+            indices, routes = self._feature_routes(message, payload.features, is_producer)
+        return [
+            (route, compose(indices, route.tokens))
+            for route in routes
+            if rank in (route.producers if is_producer else route.consumers)
+        ]
+
+    def _feature_routes(
+        self, message: Message, features: tuple[FeatureSpec, ...], is_producer: bool
+    ) -> tuple[torch.Tensor, list[Route]]:
+        """Returns the index of each token of a message at the end that this rank runs, and all of its routes."""
+        payload, (producer, consumer) = self.payload(message), ends_of(message)
+        here, there = (producer, consumer) if is_producer else (consumer, producer)
+        shared = set(self.inputs.samples(consumer))
+        samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
+        cp_ranks, indices = self.inputs.feature_owners(here, features).select(samples)
+        # The other end may be a task of other ranks only. With a single cp rank nothing about it is needed; otherwise
+        # this rank has the sharding of its tokens.
+        other_cp_ranks = None
+        if self.inputs.planned_stage(there).cp_size > 1:
+            other_cp_ranks, _ = self.inputs.feature_owners(there, features).select(samples)
+        ends = (cp_ranks, other_cp_ranks) if is_producer else (other_cp_ranks, cp_ranks)
+        meshes = payload.producer_mesh, payload.consumer_mesh
+        return indices, feature_routes(len(indices), *meshes, *ends)
+
+    def shapes(self, payload: Payload, task: Task) -> list[torch.Size]:
+        """Returns shapes of the tensors of a payload that enter a task on this rank."""
+        if payload.features is None:
+            return self.inputs.hidden_shapes(task)
+        owners = self.inputs.feature_owners(task, payload.features)
+        return [torch.Size((count, payload.width)) for count in owners.sizes[self.inputs.cp_rank(task)]]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ..cost import OFFLOAD_BUCKET_BYTES
 from ..modeling.dtensors import local
 from ..modeling.streamed_layers import aligned_bytes
 from ..world import doing
-from .optimizer_names import optimizer_name
+from .optimizer_slices import optimizer_name
 from .updated_copies import copied_from, entries_of, is_offloaded, mark_updated, source_of
 
 logger = get_logger(__name__)

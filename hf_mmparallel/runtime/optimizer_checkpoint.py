@@ -22,8 +22,16 @@ from torch.serialization import skip_data
 from torch.utils import serialization
 
 from ..modeling.dtensors import is_on_mesh
-from .optimizer_names import STATE, is_rank_local, named_groups, rank_local_suffix, settings_of
-from .optimizer_slices import join, slice_of, whole_parameter
+from .optimizer_slices import (
+    STATE,
+    is_rank_local,
+    join,
+    named_groups,
+    rank_local_suffix,
+    settings_of,
+    slice_of,
+    whole_parameter,
+)
 from .sharded_model import ShardedModel
 from .updated_copies import MASTER, saved_master
 from .writes import Writes

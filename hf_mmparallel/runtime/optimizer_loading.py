@@ -19,8 +19,15 @@ from torch.distributed.tensor import DTensor
 from .._files import check_complete, reason_of
 from ..modeling.dtensors import from_shard, shard_as
 from ..world import World
-from .optimizer_names import STATE, cant_be_cut, named_groups, rank_local_suffix, settings_of
-from .optimizer_slices import slice_of, whole_parameter
+from .optimizer_slices import (
+    STATE,
+    cant_be_cut,
+    named_groups,
+    rank_local_suffix,
+    settings_of,
+    slice_of,
+    whole_parameter,
+)
 from .sharded_files import FSDP_OPTIMIZER, ShardedFiles, sharded_files
 from .updated_copies import MASTER, copied_from, refresh_copies, restore_copy
 

@@ -22,8 +22,7 @@ from ..modeling.dtensors import local
 from ..plan import StorageSettings
 from ..world import World
 from .offload import OffloadedStep, check_offloaded
-from .optimizer_names import optimizer_name, settings_of
-from .optimizer_slices import OptimizerSlices, local_shard, slice_of, whole_parameter
+from .optimizer_slices import OptimizerSlices, local_shard, optimizer_name, settings_of, slice_of, whole_parameter
 from .updated_copies import (
     copy_for_update,
     drop_gradients,

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._files import readable
-from ..adapters.adapter import Adapter
-from ..adapters.adapter_files import (
+from ..adapters.adapter import (
     ADAPTER_WEIGHTS,
+    Adapter,
     adapter_file_key,
     adapter_folder,
     adapter_names,
@@ -40,15 +40,14 @@ from ..modeling.checkpoint_reader import (
     another_model,
 )
 from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
+from ..modeling.loading import blank_peft_model
 from ..modeling.tensor_parallel import base_name
-from ..modeling.whole import blank_peft_model
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
-from .atomic import sync_file
 from .local_shards import Regions, local_regions
 from .optimizer_slices import OptimizerSlices
 from .sharded_files import ShardedFiles, sharded_files
-from .writes import Writes
+from .writes import Writes, sync_file
 
 
 @dataclass

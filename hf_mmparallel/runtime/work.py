@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..kernels.bitfield_attention import decode_words
 from ..modeling.unowned import hidden_of
 from ..plan import LANGUAGE_MODEL
 from ..schedule.actions import Task
-from .routes import num_tokens_of
+from .payloads import num_tokens_of
 from .step_inputs import StepInputs
 
 
@@ -104,3 +105,28 @@ def _squares(hidden: Tensor, ends: Any) -> Tensor | float:
     if isinstance(ends, Tensor):
         return ends.diff().double().square().sum()
     return float(num_tokens_of(hidden.shape) * hidden.shape[-2])
+
+
+# The results of one step on a rank: losses, times, work.
+
+
+@dataclass(frozen=True)
+class TimedTask:
+    """A task as it ran: start and end in ms since the step's start on this rank."""
+
+    task: Task
+    start_ms: float
+    end_ms: float
+
+
+@dataclass
+class StepResult:
+    """The results of one step on this rank."""
+
+    # forward of the last stage -> (sum over target tokens, number of target tokens)
+    losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    timeline: list[TimedTask] = field(default_factory=list)
+    duration_ms: float = 0.0  # from the first action to the last
+    step_ms: float = 0.0  # from the first action to the end of the gradient sums
+    started_s: float = field(default_factory=time.time)  # by the host's clock
+    work: dict[str, ModuleWork] = field(default_factory=dict)  # by module, counted on one rank of those with the same

@@ -11,12 +11,11 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
-from .action_lists import PartActions, ProgramActions, TaskTimes
+from .action_lists import PartActions, Program, ProgramActions, TaskTimes
 from .actions import Action
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
 from .parts import Part, find_representatives
-from .program import Program
 from .program_checks import verify
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 

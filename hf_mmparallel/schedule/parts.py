@@ -17,8 +17,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ModulePlan, ParallelPlan, Stage, StageKey, StepPlan, SyncGroup
-from .action_lists import PartActions, ProgramActions
-from .program import Program
+from .action_lists import PartActions, Program, ProgramActions
 
 Member = tuple[str, int]
 

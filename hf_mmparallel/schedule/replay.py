@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .graph import TaskGraph, build_graph
-from .in_flight import in_flight_limits, may_alternate
-from .joint import JointTasks
+from .in_flight import JointTasks, in_flight_limits, may_alternate
 from .lowering import last_backwards
 from .parts import Representatives
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times

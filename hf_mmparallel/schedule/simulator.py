@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 
 from ..plan import ParallelPlan, StageKey
+from .action_lists import Program
 from .actions import Action, DeadlockError, Message, Task
-from .program import Program
 from .program_checks import waiting_table
 from .scheduler import Cost, default_cost
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
-from ..plan.schedules import POLICIES
+from ..plan.methods import POLICIES
 from .combinations import (
     Combinations,
     LayoutEstimate,

@@ -9,9 +9,8 @@ from ..cost import RankMemory
 from ..cost.stage_memory import GIB
 from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace
-from .large_samples import large_samples
 from .problem import PlanningProblem, RankedPlan
-from .ranking import shard_size
+from .simulations import large_samples, shard_size
 
 _FULL = 0.9  # share of the memory limit above which a plan is called full
 _SEEN = 0.005  # share that rounds to 1 %

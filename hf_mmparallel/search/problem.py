@@ -11,11 +11,10 @@ from ..arrange import Arrangement
 from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
-from ..plan.methods import ARRANGEMENT_CANDIDATES
+from ..plan.methods import ARRANGEMENT_CANDIDATES, SCHEDULES, Schedule
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE, ZERO_STAGES
-from ..plan.schedules import SCHEDULES, Schedule
 from ..steps.step_planner import Prediction
 
 SEARCHED_STAGES = ZERO_STAGES  # the ZeRO stages that a search chooses from

@@ -3,22 +3,314 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 
+from ..arrange import Arrangement
+from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES
+from ..plan import ModuleSpec
+from ..plan.methods import Schedule
+from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..steps.representatives import on_all_ranks
+from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace, diversify
 from .explain import bound_of, no_plan_error, reason_for
-from .finalists import finalists, with_large_samples
-from .offloading import offloaded_problems, try_host_memory
-from .options import ModuleOptions
-from .orders import try_orders
-from .problem import PlanningProblem, RankedPlan, SearchResult
-from .ranking import distinct_sizes, in_order
-from .shardings import try_shardings
-from .simulations import FEW_RANKS, Simulations, key_of
+from .options import ModuleOptions, ParallelConfig
+from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult
+from .simulations import (
+    AS_FAST,
+    FEW_RANKS,
+    SMALL_STEP,
+    Simulated,
+    Simulations,
+    distinct_sizes,
+    in_order,
+    key_of,
+    num_parts,
+    runs_large_samples_alone,
+    sizes_of,
+    state_fits,
+)
+
+_MAX_OFFLOADED, _MAX_SIMULATED_OFFLOADED = (
+    64,
+    4,
+)  # layouts above the memory limit that are looked at, and that are simulated
+
+
+# Plans that keep optimizer state and frozen weights in host memory, for layouts that do not fit otherwise.
+
+
+def offloaded_problems(problem: PlanningProblem) -> Iterator[PlanningProblem]:
+    """
+    The problem with what the user leaves open in host memory: frozen weights, which come back beside the computation,
+    then the optimizer, then both.
+    """
+    if problem.memory_bytes is None or problem.host_bytes is None or not problem.offloads:
+        return
+    possible = {name: _possible(problem, name, module) for name, module in problem.spec.modules.items()}
+    for keys in (("offload_params",), ("offload_optimizer",), ("offload_params", "offload_optimizer")):
+        chosen = {name: [key for key in keys if key in own] for name, own in possible.items()}
+        if all(any(key in own for own in chosen.values()) for key in keys):
+            added = {name: dict.fromkeys(own, True) for name, own in chosen.items()}
+            fixed = {name: {**problem.fixed.get(name, {}), **own} for name, own in added.items()}
+            yield replace(problem, fixed={name: own for name, own in fixed.items() if own})
+
+
+def _possible(problem: PlanningProblem, name: str, module: ModuleSpec) -> list[str]:
+    """What of a module can be put into host memory: frozen layers, and the optimizer of trained parameters."""
+    given = problem.fixed.get(name, {})
+    in_layers = [p for p in module.parameters if 0 <= p.layer < module.num_layers]
+    result = []
+    is_frozen = bool(in_layers) and not any(p.trainable for p in in_layers)
+    if is_frozen and "offload_params" not in given and given.get("zero_stage") != GATHERS_IN_PASSES:
+        result.append("offload_params")
+    if any(p.trainable for p in module.parameters) and "offload_optimizer" not in given:
+        result.append("offload_optimizer")
+    return result
+
+
+def try_host_memory(simulations: Simulations, share: float) -> None:
+    """
+    Tries host memory for the layouts above the memory limit that would be faster than the best step, within a share of
+    the effort: of each the variant that moves the least.
+    """
+    space, num_tasks, num_simulated = simulations.space, 0, 0
+    problems = list(offloaded_problems(simulations.problem))
+    above = islice(diversify(space.above_memory_limit()), _MAX_OFFLOADED if problems else 0)
+    for estimated in above:
+        is_far = max(estimated.step_ms, estimated.min_compute_ms) >= simulations.best_ms
+        if is_far or num_simulated >= _MAX_SIMULATED_OFFLOADED or num_tasks > share * simulations.effort:
+            return
+        candidate = space.candidate(estimated)
+        for problem in problems:
+            stored = _stored(candidate, problem)
+            if stored is None or key_of(stored) in simulations.known or not state_fits(problem, stored):
+                continue
+            num_simulated += 1
+            num_tasks += simulations.screen_one(stored, estimated)
+            found = simulations.known.get(key_of(stored))
+            if found is not None:
+                num_tasks += simulations.simulate_new(stored, estimated) if found.step_ms < simulations.best_ms else 0
+                break
+
+
+def _stored(candidate: Candidate, problem: PlanningProblem) -> Candidate | None:
+    """The candidate with a problem's storage; `None` if copies divide weights that would be in host memory."""
+    layouts = {}
+    for name, layout in candidate.layouts.items():
+        storage: StorageSettings = problem.storage_of(name)
+        if storage.offload_params and layout.zero_stage >= GATHERS_IN_PASSES:
+            return None
+        layouts[name] = replace(layout, storage=storage)
+    return replace(candidate, layouts=layouts)
+
+
+# Other schedules and arrangements for the fastest layouts.
+
+_MAX_REORDERED, _ORDERS = 4, 4
+_MUCH_SLOWER = 1.15  # ratio to the best step above which nothing is tried
+_PROMISING = 1.05  # ratio to the best step up to which an order is simulated with all replicas, by its slice
+_FEW_SHAPES = 2
+
+
+def try_orders(simulations: Simulations, share: float) -> None:
+    """
+    Tries other schedules and arrangements, if these are left open, within a share of the effort.
+
+    For the fastest layout of each shape (placement and numbers of stages), slices run with each schedule and
+    arrangement. The best of these are simulated with all replicas for this layout and the next ones of its shape, if
+    the slices say that they could be the fastest. Covers at least two shapes, but none that is much slower.
+    """
+    problem = simulations.problem
+    if len(problem.schedules) == len(problem.arrangements) == 1:
+        return
+    shapes: dict[tuple, list[Simulated]] = {}
+    for simulated in sorted(simulations.known.values(), key=lambda s: s.step_ms):
+        shapes.setdefault(_shape(simulated.candidate), []).append(simulated)
+    num_tasks = 0
+    for number, layouts in enumerate(shapes.values()):
+        first = layouts[0]
+        is_far = first.step_ms > _MUCH_SLOWER * simulations.best_ms
+        if is_far or (number >= _FEW_SHAPES and num_tasks > share * simulations.effort):
+            break
+        # no other schedules where the busiest rank computes about as long as the best step
+        waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
+        if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
+            continue
+        schedules = problem.schedules if waits else (first.candidate.schedule,)
+        orders, slice_tasks = _best_orders(simulations, first, schedules)
+        num_tasks += slice_tasks
+        for index, simulated in enumerate(layouts[:_MAX_REORDERED]):
+            for (schedule, arrangement), ratio in orders[: 1 if index else _ORDERS]:
+                if ratio * simulated.step_ms <= _PROMISING * simulations.best_ms:
+                    candidate = replace(simulated.candidate, schedule=schedule, arrangement=arrangement)
+                    num_tasks += simulations.simulate_new(candidate, simulated.estimated)
+
+
+def _best_orders(
+    simulations: Simulations, first: Simulated, schedules: Sequence[Schedule]
+) -> tuple[list[tuple[tuple[Schedule, str | Arrangement], float]], int]:
+    """
+    Other schedules and arrangements in the order of their slices' step times, each with the ratio of its time to that
+    of the candidate's order; and the number of tasks of all slices.
+    """
+    problem, candidate, times = simulations.problem, first.candidate, {}
+    parts = 1 if candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
+    known_ms = first.step_ms if parts == 1 and first.is_whole else first.slice_ms
+    for schedule, arrangement in itertools.product(schedules, problem.arrangements):
+        ordered = replace(candidate, schedule=schedule, arrangement=arrangement)
+        if ordered == candidate and known_ms is not None:
+            times[schedule, arrangement] = known_ms
+            continue
+        found = simulations.slice(ordered, first.estimated, parts)
+        if found is not None:
+            times[schedule, arrangement] = found.step_ms
+    num_tasks = len(times) * candidate.num_tasks // parts
+    first_ms = times.pop((candidate.schedule, candidate.arrangement), first.step_ms)
+    orders = sorted(times, key=times.__getitem__)
+    return [(order, times[order] / first_ms) for order in orders], num_tasks
+
+
+def _shape(candidate: Candidate) -> tuple:
+    """What schedules and arrangements depend on: placement, stages, and whether passes communicate."""
+    layouts = candidate.layouts.values()
+    return candidate.placement, tuple((own.pp_size, own.zero_stage >= REDUCES_IN_PASSES) for own in layouts)
+
+
+# The fastest candidates on several batches.
+
+_SPREAD = 1.05  # ratio to the best mean up to which plans run the next batch as well
+
+
+def finalists(simulations: Simulations, share: float, least: int) -> list[RankedPlan]:
+    """
+    The fastest candidates over all batches, within a share of the effort and at least `least` diverse ones. Step times
+    differ between batches, so that all candidates within [`_SPREAD`] of the best mean run the next batch.
+    """
+    num_tasks = 0
+    racing: list[tuple[Simulated, list[Prediction]]] = [(simulated, []) for simulated in simulations.whole()]
+    for number in range(1, len(simulations.batches)):
+        racing.sort(key=_mean_ms)
+        slowest_ms = _SPREAD * _mean_ms(racing[0]) if racing else 0.0
+        ahead: list[tuple[Simulated, list[Prediction]]] = []
+        for simulated, predictions in racing:
+            could_win = _mean_ms((simulated, predictions)) <= slowest_ms and num_tasks < share * simulations.effort
+            diverse = distinct_sizes(other for other, _ in ahead)
+            is_new = all(sizes_of(other.candidate) != sizes_of(simulated.candidate) for other in diverse)
+            if not could_win and len(diverse) >= least:
+                break
+            if could_win or is_new:
+                num_tasks += simulated.candidate.num_tasks
+                prediction = simulations.on_later_batch(simulated.candidate, number)
+                if prediction is None:
+                    simulations.drop(simulated.candidate)
+                else:
+                    ahead.append((simulated, [*predictions, prediction]))
+        racing = ahead
+    return in_order(_ranked(simulations, simulated, predictions) for simulated, predictions in racing)
+
+
+def _mean_ms(racer: tuple[Simulated, list[Prediction]]) -> float:
+    """Mean step time over the batches so far."""
+    simulated, others = racer
+    return (simulated.step_ms + sum(other.step_ms for other in others)) / (1 + len(others))
+
+
+def _ranked(simulations: Simulations, simulated: Simulated, others: list[Prediction]) -> RankedPlan:
+    """A candidate with the predictions of all batches."""
+    candidate, limit = simulated.candidate, simulations.problem.memory_bytes
+    first = simulated.prediction or simulations.predict(candidate, simulations.batches[0], limit)
+    return RankedPlan(candidate, first.plan, (first, *others), simulated.estimated.step_ms)
+
+
+def with_large_samples(simulations: Simulations, least: int) -> list[RankedPlan]:
+    """
+    Plans that exceed the memory only by samples larger than a microbatch may be, up to `least` diverse ones, smallest
+    memory first. Such a sample has a microbatch of its own, whose memory is an estimate.
+    """
+    result: list[RankedPlan] = []
+    limit = simulations.problem.memory_bytes
+    for _, candidate in sorted(simulations.over.values(), key=lambda entry: entry[0]):
+        if limit is None or len(distinct_sizes(result)) >= least:
+            break
+        try:
+            predictions = [simulations.predict(candidate, batch, limit) for batch in simulations.batches]
+        except ValueError:  # its state leaves no memory for one of the batches
+            continue
+        if all(p.peak_memory_bytes <= limit or runs_large_samples_alone(p) for p in predictions):
+            result.append(RankedPlan(candidate, predictions[0].plan, tuple(predictions), 0.0))
+    return sorted(result, key=lambda plan: plan.peak_memory_bytes)
+
+
+_MAX_RESHARDED = 3  # fastest layouts with which other shardings are tried
+# Other shardings for the fastest layouts: what else the copies of a module can divide among them.
+
+_AS_LONG = 1.01  # ratio of the closed form to that of the current sharding up to which another one is tried
+
+
+def try_shardings(simulations: Simulations, share: float) -> None:
+    """
+    Tries what else the copies of modules can divide, for the fastest layouts and within a share of the effort: module
+    by module, what is fastest so far with the other ZeRO stages, over all copies and over those of a node.
+    """
+    num_tasks = 0
+    for simulated in distinct_sizes(simulations.whole())[:_MAX_RESHARDED]:
+        communicates = any(own.zero_stage >= REDUCES_IN_PASSES for own in simulated.candidate.layouts.values())
+        # the computation alone takes longer than the best step
+        if not communicates and simulated.busy_ms >= simulations.best_ms:
+            continue
+        for name in simulated.candidate.layouts:
+            best = simulated
+            for sharding in _shardings(simulations, simulated.candidate, name):
+                candidate = with_sharding(simulated.candidate, name, sharding)
+                if num_tasks > share * simulations.effort:
+                    return
+                num_tasks += simulations.simulate_new(candidate, simulated.estimated)
+                found = simulations.known.get(key_of(candidate))
+                if found is not None and found.is_whole and found.step_ms < best.step_ms:
+                    best = found
+            simulated = best
+
+
+def with_sharding(candidate: Candidate, name: str, sharding: ShardingSettings) -> Candidate:
+    """The candidate with another sharding of a module."""
+    layout = replace(candidate.layouts[name], sharding=sharding)
+    return replace(candidate, layouts={**candidate.layouts, name: layout})
+
+
+def _shardings(simulations: Simulations, candidate: Candidate, name: str) -> list[ShardingSettings]:
+    """Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes."""
+    options, layout = simulations.space.options[name], candidate.layouts[name]
+    num_copies = layout.dp_size * layout.cp_size
+    if num_copies == 1:
+        return []
+    per_node = options.copies_per_node(layout.tp_size) // layout.pp_size
+    divides = 1 < per_node < num_copies and num_copies % per_node == 0
+    sizes = [None, per_node] if divides else [None]
+    given = simulations.problem.fixed.get(name, {})
+    sizes = [given["shard_size"]] if "shard_size" in given else sizes
+    limit_ms = _AS_LONG * _module_ms(simulations, candidate, name, layout.sharding)
+    every = [own for own in options.all_shardings(sizes) if own != layout.sharding]
+    times = {own: _module_ms(simulations, candidate, name, own) for own in every}
+    # slower sums are tried as well, since other tasks may hide them
+    chosen = [own for own in times if times[own] <= limit_ms or own.zero_stage < REDUCES_IN_PASSES]
+    return sorted(chosen, key=times.__getitem__)
+
+
+def _module_ms(simulations: Simulations, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
+    """Closed form of the time of a module in a step with another sharding."""
+    options, layout = simulations.space.options[name], candidate.layouts[name]
+    kind = ParallelConfig(layout.cp_size, layout.tp_size, layout.activation_checkpointing, sharding=sharding)
+    kind = kind.with_shards(layout.dp_size)
+    num_samples = simulations.problem.global_batch_size / layout.dp_size / candidate.num_microbatches
+    stage_ms = float(options.layer_ms(kind, num_samples).sum()) / layout.pp_size
+    return candidate.num_microbatches * stage_ms + options.sync_ms(kind, layout.dp_size, layout.pp_size)
+
 
 _RUNNERS_UP = 3
 

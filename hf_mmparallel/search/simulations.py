@@ -2,21 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from ..cost.memory import state_per_rank
+from ..cost.sharded_passes import REDUCES_IN_PASSES
+from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan, sync_groups
 from ..plan.parallel_plan import ShardingSettings
 from ..schedule import Program
 from ..steps.representatives import predict_arranged
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 from .candidates import CandidateSpace, EstimatedCandidate
-from .large_samples import runs_large_samples_alone
-from .problem import Candidate, PlanningProblem
-from .ranking import distinct_sizes
-from .slices import SMALL_STEP, num_parts, slice_of, state_bytes, state_fits
+from .problem import Candidate, PlanningProblem, RankedPlan
+
+# Samples larger than the predicted limit of a microbatch, which run in microbatches of their own.
+
+
+def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    """
+    Yields the microbatches of a step that exceed the predicted limit of tokens: module, batch indices of the samples,
+    their tokens, and the maximum tokens of a microbatch there.
+    """
+    workloads = prediction.planned.workloads
+    for name, limit in workloads.token_limits.items():
+        tokens = workloads.tokens[name]
+        for replica in prediction.planned.step.microbatches.get(name, ()):
+            for batch_indices in replica:
+                total = int(tokens[list(batch_indices)].sum())
+                if total > limit:
+                    yield name, tuple(batch_indices), total, limit
+
+
+def runs_large_samples_alone(prediction: Prediction) -> bool:
+    """
+    Checks that there are such microbatches, all with a single sample, which no arrangement can make smaller, and few
+    of them: less than half of the samples in the module with the fewest.
+    """
+    counts = dict.fromkeys(prediction.planned.workloads.token_limits, 0)
+    for name, batch_indices, _, _ in large_samples(prediction):
+        if len(batch_indices) > 1:
+            return False
+        counts[name] += 1
+    # Modules on the same ranks split the memory in proportion to their work, so that large samples of one module lower
+    # the limits of the others as well.
+    return any(counts.values()) and 2 * min(counts.values()) < prediction.sizes.num_samples
+
+
+# Slices of candidates, a part of their replicas that stands for all of them, and the state of their ranks.
+
+SMALL_STEP = 1024  # tasks up to which a step is simulated without a slice
+
+
+def num_parts(candidate: Candidate) -> int:
+    """Number of equal parts that the replicas of a candidate can be split into; one if their passes communicate."""
+    if any(layout.zero_stage >= REDUCES_IN_PASSES for layout in candidate.layouts.values()):
+        return 1
+    return math.gcd(*(layout.dp_size for layout in candidate.layouts.values()))
+
+
+def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Checks that weights, gradients and optimizer state fit into each rank's memory."""
+    if not host_fits(problem, candidate):
+        return False
+    if problem.memory_bytes is None:
+        return True
+    is_divided = any(layout.zero_stage for layout in candidate.layouts.values())
+    small = candidate if is_divided else slice_of(candidate, num_parts(candidate))
+    return state_bytes(problem, small) <= problem.memory_bytes
+
+
+def host_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Checks that each node has room for what is in host memory; on an unknown host only what the user asks for."""
+    storages = {name: layout.storage for name, layout in candidate.layouts.items()}
+    if not any(own.offload_optimizer or own.offload_params for own in storages.values()):
+        return True
+    if problem.host_bytes is None:
+        return all(own == problem.storage_of(name) for name, own in storages.items())
+    plan, nodes = candidate.plan(problem.spec), defaultdict[int, float](float)
+    for rank, state in state_per_rank(plan, stage_memories(problem.costs, plan)).items():
+        nodes[rank // problem.costs.device.node_size] += state.host
+    return max(nodes.values()) <= problem.host_bytes
+
+
+def state_bytes(problem: PlanningProblem, candidate: Candidate) -> float:
+    """Weights, gradients and optimizer state on the rank with most of them."""
+    plan = candidate.plan(problem.spec)
+    states = state_per_rank(plan, stage_memories(problem.costs, plan))
+    return max(state.total for state in states.values())
+
+
+def slice_of(candidate: Candidate, parts: int) -> Candidate:
+    """The candidate with 1/`parts` of its replicas."""
+    few = {name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()}
+    return replace(candidate, layouts=few)
+
+
+# The order of simulated plans, and which of them differ.
+
+AS_FAST = 1.005  # ratio to the fastest step up to which plans count as equally fast, so that something else decides
+
+
+def sizes_of(candidate: Candidate) -> tuple:
+    """All sizes but the number of microbatches and their order."""
+    return candidate.colocated_with, candidate.layouts
+
+
+def distinct_sizes(ranked: Iterable[Any]) -> list[Any]:
+    """Entries whose `candidate` differs from all before in more than the microbatches and their order."""
+    seen, result = [], []
+    for entry in ranked:
+        sizes = sizes_of(entry.candidate)
+        if sizes not in seen:
+            seen.append(sizes)
+            result.append(entry)
+    return result
+
+
+def in_order(plans: Iterable[RankedPlan]) -> list[RankedPlan]:
+    """
+    Plans in order of step time; among equally fast ones, see [`AS_FAST`], the one whose copies divide what they hold
+    among the fewest ranks comes first, and of these the one with the smallest peak memory.
+    """
+    result, left = [], sorted(plans, key=lambda plan: (plan.step_ms, plan.peak_memory_bytes))
+    while left:
+        as_fast = [plan for plan in left if plan.step_ms <= AS_FAST * left[0].step_ms]
+        left = left[len(as_fast) :]
+        # Fewer ranks wait for each other, and predictions of their collectives are surer.
+        result += sorted(as_fast, key=lambda p: (shard_size(p.candidate), p.peak_memory_bytes, p.step_ms))
+    return result
+
+
+def shard_size(candidate: Candidate) -> int:
+    """Most ranks over modules among which copies divide what they hold; all copies where they divide nothing."""
+    layouts = candidate.layouts.values()
+    return max(layout.shard_size or layout.dp_size * layout.cp_size for layout in layouts)
+
 
 _LEAST_RANKS = 128
 _FEW_CANDIDATES = 1024

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..cost import CostModel, StepCost
-from ..cost.optimizer import optimizer_times
+from ..cost.gradient_sums import optimizer_times
 from ..plan import StageKey, SyncGroup
 from ..schedule import Simulation, Span, SumSpan, TransferSpan
 from .step_planner import Prediction

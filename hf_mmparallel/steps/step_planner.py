@@ -7,12 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..arrange import Arrangement, arrange_step
+from ..arrange.rank_batches import arrange_for_ranks, unlike_turn, whole_model_workloads
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, fitting_in_flight, memory_per_rank, model_flops
-from ..cost.gradient_sums import GradientSumCosts
-from ..cost.optimizer import optimizer_ms
+from ..cost.gradient_sums import GradientSumCosts, optimizer_ms
 from ..cost.stage_times import StageCost, stage_costs
-from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads
+from ..plan import ModelSpec, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads, resolve_plan
+from ..plan.step_plan import BatchIndices
 from ..schedule import Program, Representatives, Simulation, find_representatives, program_of_parts, simulate
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
@@ -207,3 +211,61 @@ def most_memory(predictions: Sequence[Prediction]) -> dict[int, RankMemory]:
         rank: max((prediction.memory[rank] for prediction in predictions), key=lambda memory: memory.total)
         for rank in predictions[0].memory
     }
+
+
+# Plans the batches of ranks that each hold the whole model, as under DDP, FSDP and DeepSpeed.
+
+
+@dataclass(frozen=True)
+class RankPlanner:
+    """Arranges global batches for data-parallel ranks, with the same result on every rank."""
+
+    costs: CostModel
+    num_ranks: int
+    microbatch_size: int  # mean samples
+    arrangement: str | Arrangement  # a name in `RANK_ARRANGEMENTS`, or a function
+    sizes: SizeFunction | None = None  # dataset indices -> their sizes, where global batches have none
+    together: Sequence[str] = ()  # encoders that all ranks have to run in the same turn
+
+    def __call__(self, global_batch: SampleBatch) -> Sequence[Sequence[BatchIndices]]:
+        """
+        Returns rank -> microbatch -> its batch indices.
+
+        Raises `ValueError` on every rank if some ranks would run an encoder of `together` without the others.
+        """
+        sizes = global_batch.sizes
+        if sizes is None and self.sizes is not None:
+            sizes = self.sizes(global_batch.samples)
+        if sizes is None:
+            workloads, has_input = Workloads.alike(self.costs.spec.modules, len(global_batch.samples)), {}
+        else:
+            workloads, has_input = batch_workloads(self.costs, self._plan, sizes), inputs_of(self.costs.spec, sizes)
+        workloads = whole_model_workloads(workloads)
+        ranks = arrange_for_ranks(workloads, has_input, self.num_ranks, self.microbatch_size, self.arrangement)
+        unlike = unlike_turn(ranks, {name: has for name, has in has_input.items() if name in self.together})
+        if unlike is not None:
+            raise ValueError(self._refusal(*unlike, has_input[unlike[1]], len(ranks[0])))
+        return ranks
+
+    @cached_property
+    def _plan(self) -> ParallelPlan:
+        """Every module whole on a rank."""
+        return resolve_plan(self.costs.spec, {})
+
+    def _refusal(self, turn: int, encoder: str, has: NDArray, count: int) -> str:
+        """The error for a turn in which not all ranks would run an encoder."""
+        remedy = (
+            f"Use `microbatch_assignment='hierarchical'`, which gives the {self.num_ranks} ranks equal turns"
+            if self.arrangement == "contiguous" and has.sum() >= self.num_ranks
+            else "Use a larger `per_device_train_batch_size`, or a data collator that adds an empty input"
+        )
+        return (
+            f"{int(has.sum())} of the {len(has)} samples of a global batch have inputs for `{encoder}`, and in turn "
+            f"{turn + 1} of {count} only some ranks would run it, but sharded weights and gradients need all ranks "
+            f"together. {remedy}."
+        )
+
+
+def inputs_of(spec: ModelSpec, sizes: SampleSizes) -> Mapping[str, NDArray]:
+    """Encoder -> bool `[samples]`: whether a sample has an input for it."""
+    return {name: np.asarray(sizes.tokens[name]) > 0 for name in spec.encoders}

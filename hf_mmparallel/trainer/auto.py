@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate.logging import get_logger
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -18,7 +20,7 @@ from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..page import write_page
-from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
+from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
 from ..plan.methods import arrangement_name
 from ..plan.plugin import ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
@@ -34,10 +36,37 @@ from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
 from .oversized_samples import allowed_bytes
-from .saved_plan import SAVED_PLAN, check_same_settings
-from .start_prediction import mean_tokens
-from .start_report import size_origin, stderr_console
+from .start_report import mean_tokens, size_origin, stderr_console
 from .training_sizes import TrainingSizes, representative_batch
+
+# The plan in a checkpoint, and the settings of modules beside it.
+
+SAVED_PLAN = "parallel_plan.json"
+
+
+def check_same_settings(saved: Mapping[str, ModulePlugin], given: Mapping[str, ModulePlugin]) -> None:
+    """Raises `ValueError` if a saved run freezes or adapts a module in another way than this one."""
+    plain = ModulePlugin()
+    for name, before in saved.items():
+        now = given.get(name, plain)
+        for key in ("freeze", "peft_config"):
+            old, new = (module.beside_plan.get(key, getattr(plain, key)) for module in (before, now))
+            if old != new:
+                raise ValueError(f"It has `{key}={old!r}` of `{name}`, and this run `{key}={new!r}`.")
+
+
+def warn_of_other_settings(folder: str | Path, modules: Mapping[str, ModulePlugin]) -> None:
+    """Warns if the run that wrote a checkpoint froze or adapted a module in another way than this one."""
+    path = Path(folder) / SAVED_PLAN
+    if not path.is_file():
+        return
+    try:
+        check_same_settings(MultimodalParallelPlugin.from_any(path).modules, modules)
+    except ValueError as error:
+        logger.warning(f"The run that wrote `{path}` was another one: {str(error)[0].lower()}{str(error)[1:]}")
+    except (OSError, yaml.YAMLError) as error:
+        logger.warning(f"`{path}` can't be read, so that its settings are not compared: {error}")
+
 
 logger = get_logger(__name__)
 

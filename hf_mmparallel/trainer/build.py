@@ -16,20 +16,20 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
 
 from .._files import readable
-from ..adapters.adapter import Adapter, add_adapters
-from ..adapters.adapter_files import adapter_names
+from ..adapters.adapter import Adapter, adapter_names, add_adapters
 from ..adapters.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
 from ..arrange import plan_for_batch
 from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.calibration import Calibration, costs_from, read_costs
 from ..cost.profile import LayerProfile
-from ..data.packing import ATTENTION
+from ..data.mask_rules import MaskRule, PositionRule
+from ..data.packing import ATTENTION, PackingCollator
 from ..data.randomness import seeded
 from ..modeling import build_model_spec
 from ..modeling.checkpoint_reader import checkpoint_files
-from ..modeling.checkpointing import Recomputation
 from ..modeling.loading import build_on_meta, check_equal_models, load_layers
+from ..modeling.prepare import Recomputation
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -47,8 +47,7 @@ from ..runtime.engine import EngineOptions, ParallelEngine
 from ..runtime.host_memory import check_host_memory, check_storage
 from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
-from .arguments import MultimodalTrainingArguments
-from .deepspeed_arguments import check_global_batch
+from .arguments import MultimodalTrainingArguments, check_global_batch
 from .start_checks import check_model
 
 logger = get_logger(__name__)
@@ -400,3 +399,40 @@ def _check_same_plan(plan: ParallelPlan, world: World) -> None:
     if len(set(prints)) > 1:
         rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))
         raise ValueError(f"The ranks were given different plans ({rows}). Give all ranks the same `parallel`.")
+
+
+# The choice between packed and padded rows, with its reason.
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """The form of rows of the language model."""
+
+    packed: bool  # whether a microbatch is one row without padding
+    reason: str  # why, in words
+
+    def __str__(self) -> str:
+        form = "packed into one row" if self.packed else "padded to the longest of their microbatch"
+        return f"Samples are {form}: {self.reason}."
+
+
+def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any) -> RowChoice:
+    """
+    Decides how rows are made under a plan: packed by default wherever the model, with its attention set, allows it.
+    """
+    if isinstance(collator, PackingCollator):
+        return RowChoice(True, "the data collator does")
+    if packing is not None:
+        return RowChoice(packing, f"`packing={packing}`")
+    attention = spec.language_model.attention
+    if attention != ATTENTION:
+        return RowChoice(
+            False,
+            f"`{attention}` attention of `{LANGUAGE_MODEL}` can't keep samples of one row apart; `packing=True` packs "
+            f"them, with `{ATTENTION}` attention",
+        )
+    try:
+        _ = MaskRule(model), PositionRule(model)  # their checks
+    except ValueError as error:
+        return RowChoice(False, str(error).rstrip("."))
+    return RowChoice(True, f"`{LANGUAGE_MODEL}` has `{ATTENTION}` attention, which keeps them apart")

@@ -21,10 +21,8 @@ from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
 
 from ..drawing.workload_chart import number_text
 from ..resilience.save_interval import best_save_interval_s, expected_slowdown
-from ..runtime.atomic import save_errors
-from ..runtime.folder_save import FolderSave
 from ..runtime.host_memory import available_bytes_per_rank
-from ..runtime.writes import HostCopies, Writes
+from ..runtime.writes import FolderSave, HostCopies, Writes, save_errors
 from ..world import World
 from .start_report import stderr_console
 

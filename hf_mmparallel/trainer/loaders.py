@@ -14,23 +14,20 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from ..callbacks.preemption import leave_signals_to_rank
-from ..data.global_batches import GlobalBatchSampler, LengthGroups
+from ..data.global_batches import DataPosition, GlobalBatchSampler, LengthGroups
 from ..data.measured_batches import MeasuredBatchSampler, MeasuringRanks
 from ..data.media import readers
-from ..data.position import DataPosition
 from ..data.step_dataset import StepDataset, as_is
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.engine import ParallelEngine
-from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
+from ..steps.representatives import DEFAULT_ARRANGEMENT
 from ..steps.step_planner import SizeFunction, StepPlanner
 from ..world import World
 from .arguments import AUTO, MultimodalTrainingArguments
-from .memory_ratio import Mark, MemoryRatio, allocated_since
-from .oversized_samples import allowed_bytes
-from .run_context import RunContext
+from .oversized_samples import Mark, MemoryRatio, allocated_since, allowed_bytes
 from .start_checks import check_dataset
-from .training_sizes import SharedSizes, TrainingSizes
+from .training_sizes import RunContext, SharedSizes, TrainingSizes
 
 SamplerOf = Callable[[Any], Any]  # dataset -> its sampler, such as `Trainer._get_train_sampler`
 

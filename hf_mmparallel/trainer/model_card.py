@@ -13,7 +13,7 @@ from .. import __version__
 from ..callbacks.recoveries import RECOVERY
 from ..plan import ParallelPlan, save_layout
 from ..plan.methods import arrangement_name
-from ..planner.tables import range_text
+from ..planner.text import range_text
 from ..runtime.engine import ParallelEngine
 from ..search.comparison import RunComparison
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._files import readable
 from ..runtime.optimizer_loading import load_optimizer, read_state
-from ..runtime.optimizer_names import STATE
+from ..runtime.optimizer_slices import STATE
 from ..runtime.sharded_files import FSDP_OPTIMIZER
 from ..world import World
 

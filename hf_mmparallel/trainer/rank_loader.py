@@ -10,15 +10,13 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ..arrange.rank_batches import RANK_ARRANGEMENTS
 from ..cost import CostModel
-from ..data.arranged_batches import EvenOrder, RankBatchSampler
-from ..data.global_batches import GlobalBatchSampler
+from ..data.global_batches import EvenOrder, GlobalBatchSampler, RankBatchSampler
 from ..data.streams import is_stream
 from ..plan import ModelSpec
 from ..plan.methods import arrangement_name
-from ..steps.rank_planner import RankPlanner
+from ..steps.step_planner import RankPlanner
 from .loaders import with_sizes
-from .run_context import RunContext
-from .training_sizes import TrainingSizes
+from .training_sizes import RunContext, TrainingSizes
 
 _OWN_BATCHES = "ranks would not get the batches that samples are arranged in"
 

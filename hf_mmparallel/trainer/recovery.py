@@ -26,8 +26,7 @@ from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
 from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
-from ..world.generations import Loss
-from ..world.job_store import put, take
+from ..world.generations import Loss, put, take
 
 T = TypeVar("T")
 Held = dict[str, HeldParameter]

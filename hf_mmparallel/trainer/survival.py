@@ -21,16 +21,16 @@ from transformers.trainer_callback import ExportableState, ProgressCallback
 from ..callbacks.base import EngineCallback
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
-from ..runtime.optimizer_names import settings_of
+from ..runtime.optimizer_slices import settings_of
 from ..runtime.optimizers import prepare_optimizer
-from ..runtime.step_totals import StepTotals
+from ..runtime.step_check import StepTotals
 from ..runtime.weight_placement import load_held
 from ..world import Membership, doing, shared_failure
 from ..world.connections import end_collectives
-from .data_progress import save_trainer_state
+from .arguments import set_ranks
 from .engine_state import EngineState
-from .rank_numbers import set_ranks
 from .recovery import MembershipChange, NodeLayout, Recovery
+from .training_steps import save_trainer_state
 
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 

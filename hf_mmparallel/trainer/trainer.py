@@ -26,29 +26,26 @@ from .._files import readable
 from ..data.step_batch import StepBatch
 from ..plan import ModelSpec, MultimodalParallelPlugin, ParallelPlan, save_layout
 from ..runtime import optimizer_checkpoint
-from ..runtime.atomic import sync_file
 from ..runtime.engine import ParallelEngine
 from ..runtime.out_of_memory import told_in_optimizer
 from ..runtime.updated_copies import refresh_copies
+from ..runtime.writes import sync_file
 from ..world import World, shared_failure
 from . import build, optimizer_state
 from .agreement import check_output_folder, check_same_folder
 from .argument_table import check_arguments, check_launcher
-from .arguments import MultimodalTrainingArguments
-from .auto import AutoSearch
+from .arguments import MultimodalTrainingArguments, check_optimizer_class
+from .auto import SAVED_PLAN, AutoSearch, warn_of_other_settings
+from .build import RowChoice
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
-from .data_progress import check_trainer_state, save_trainer_state
-from .deepspeed_arguments import check_optimizer_class
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
 from .loaders import check_loader, follow_plan
 from .optimizer_state import stock_groups
-from .overrides import check_overrides
-from .packing_choice import RowChoice
-from .saved_plan import SAVED_PLAN, warn_of_other_settings
-from .start_checks import check_launch, check_trainer
+from .start_checks import check_launch, check_overrides, check_trainer
 from .survival import Survival
 from .training_sizes import TrainingSizes
+from .training_steps import check_trainer_state, save_trainer_state
 
 logger = get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,29 @@ from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
 from ..data.size_sources import LayerTokens, drawn_samples, keep_sizes, measure_samples, spread
 from ..data.streams import StreamSizes, StreamWindow
-from ..plan import LANGUAGE_MODEL, PlannedFor, SampleSizes
+from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes
 from ..steps.step_planner import SizeFunction
-from ..world import shared_failure
+from ..world import World, shared_failure
 from .arguments import MultimodalTrainingArguments
-from .run_context import RunContext
+
+# The parts of a run that code below the Trainer needs.
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Arguments, model and training samples of a run under a plan, as the Trainer has them at one moment."""
+
+    args: MultimodalTrainingArguments
+    world: World
+    model: Any  # the whole one, or this rank's part of it once there is an engine
+    spec: ModelSpec  # of the whole model
+    train_dataset: Any
+    collator: Any  # makes a batch of samples
+    processing_class: Any  # tokenizer or processor
+    sample_tokens: Callable | None  # sample -> module -> its tokens, see [`MultimodalParallelTrainer`]
+    # dataset and its name in messages -> both it and its collator without the columns that the model does not read
+    drop_columns: Callable[[Any, str], tuple[Any, Any]]
+
 
 _MEASURED = 256  # samples, where not all sizes are known before they are drawn
 _STREAMED = 64  # samples of a stream

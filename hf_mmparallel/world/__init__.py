@@ -2,12 +2,11 @@
 The processes that train together. Imports nothing of the package but `_environment`; all code on ranks may import it.
 """
 
-from .activity import ACTIVITY, doing
 from .failure import RemoteRankError, failures_left_to, is_lost_connection, shared_failure
 from .generations import Generation
 from .membership import Membership
-from .reduce_scatter import ReduceScatter
-from .world import World, limit_collectives
+from .watcher import ACTIVITY, doing
+from .world import ReduceScatter, World, limit_collectives
 
 __all__ = [
     "ACTIVITY",

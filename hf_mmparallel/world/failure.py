@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .. import _environment
-from .activity import ACTIVITY, doing
-from .watcher import Watcher
+from .watcher import ACTIVITY, Watcher, doing
 
 # Messages of gloo and NCCL about a lost peer, which torch raises as `RuntimeError`.
 _LOST_PEER = re.compile(

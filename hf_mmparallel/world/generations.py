@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 
 @dataclass(frozen=True, order=True)
@@ -60,3 +63,68 @@ class Generation:
 
 def _members(rows: list[Mapping[str, Any]]) -> tuple[Member, ...]:
     return tuple(Member(**row) for row in rows)
+
+
+# The store of `hf-mmparallel launch`, which the launcher of node 0 hosts: how to reach it, and its keys.
+
+FOREVER = timedelta(days=3650)
+
+
+def connect(address: tuple[str, int], prefix: str, timeout: timedelta = FOREVER) -> Any:
+    """Returns a connection to the store at a host and port; each thread that waits needs one of its own."""
+    store = TCPStore(*address, is_master=False, wait_for_workers=False)
+    store.set_timeout(timeout)
+    return PrefixStore(prefix, store)
+
+
+# Keys of the launcher's store. Everything that launchers and workers report goes through one queue, so that the
+# launcher of node 0 decides about one event after the other. Each process has a queue for the generations it makes.
+
+EVENTS, END = "events", "end"
+NUM_NODES, NUM_MEMBERS, NUM_INFORMED = "num_nodes", "num_members", "num_informed"
+MET, ABANDONED = "met", "abandoned"
+
+
+JOB = "hf_mmparallel/job"  # key, without a prefix, of what a launcher that joins has to know of the job
+_PIECE_BYTES = 4 * 2**20  # the store takes values of up to 8 MiB
+
+
+def put(store: Any, key: str, data: bytes) -> None:
+    """Stores data of any size."""
+    pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+    for index, piece in enumerate(pieces):
+        store.set(f"{key}/{index}", piece)
+    store.set(key, str(len(pieces)))
+
+
+def take(store: Any, key: str) -> bytes:
+    """The data of [`put`]; waits until it is there."""
+    return b"".join(store.get(f"{key}/{index}") for index in range(int(store.get(key))))
+
+
+def generation_key(number: int) -> str:
+    return f"generation/{number}"
+
+
+def news_key(id: int) -> str:
+    """Key of the queue of generations for a process."""
+    return f"news/{id}"
+
+
+def meeting_key(number: int) -> str:
+    """Key of the outcome of a meeting, [`MET`] or [`ABANDONED`]."""
+    return f"meeting/{number}"
+
+
+def arrivals_key(number: int) -> str:
+    """Key of the number of members that have come to a meeting."""
+    return f"arrivals/{number}"
+
+
+def arrived_key(number: int, id: int) -> str:
+    return f"arrived/{number}/{id}"
+
+
+def beat_key(node: int) -> str:
+    """Key of the heartbeats of a launcher."""
+    return f"beat/{node}"

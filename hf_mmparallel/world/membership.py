@@ -20,11 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import _environment
-from . import job_store as keys
-from .activity import ACTIVITY
-from .connections import end_gloo_connections, shut_down
+from . import generations as keys
+from .connections import GlooWaits, end_gloo_connections, shut_down
 from .generations import Generation, Loss
-from .gloo_waits import GlooWaits
+from .watcher import ACTIVITY
 
 SIGN_INTERVAL_S = 0.5  # between two signs of life that a worker gives its launcher
 _STANDING_S = 1.0  # a main thread that has stood this long in one activity sends its stack along

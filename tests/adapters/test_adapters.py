@@ -8,8 +8,7 @@ import torch.distributed as dist
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 
-from hf_mmparallel.adapters.adapter import add_adapters
-from hf_mmparallel.adapters.adapter_files import modules_to_save, saved_config
+from hf_mmparallel.adapters.adapter import add_adapters, modules_to_save, saved_config
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.runtime.writes import Writes
 from tests import tiny

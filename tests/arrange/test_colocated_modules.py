@@ -7,8 +7,7 @@ import pytest
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.colocated_modules import ColocatedModules, colocated_encoders
-from hf_mmparallel.arrange.exchange import Capacity
-from hf_mmparallel.arrange.greedy import CapacityError
+from hf_mmparallel.arrange.greedy import Capacity, CapacityError
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ModulePlugin, Stage, Workloads, resolve_plan
 from tests.plan.specs import language_spec, vision_spec
 

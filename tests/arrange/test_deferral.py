@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange.deferral import defer, pair_means, pair_order, shuffled_pairs
-from hf_mmparallel.arrange.exchange import Capacity
+from hf_mmparallel.arrange.greedy import Capacity
 
 
 def even_targets(places, weights, num_problems: int, count: int) -> np.ndarray:

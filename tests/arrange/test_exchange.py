@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange.exchange import Capacity, exchange, padded, stable_order
+from hf_mmparallel.arrange.greedy import Capacity, exchange, padded, stable_order
 
 
 def squares(bins, weights, targets) -> np.ndarray:

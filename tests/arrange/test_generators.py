@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.arrange.assigned_batch import Batch
 from hf_mmparallel.arrange.balance import step_balance
+from hf_mmparallel.arrange.colocated_modules import generated
 from hf_mmparallel.arrange.estimate import Pipeline
-from hf_mmparallel.arrange.generators import generated
 from hf_mmparallel.papers.published_arrangements import _Pipeline
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import greedy
-from hf_mmparallel.arrange.exchange import Capacity
-from hf_mmparallel.arrange.greedy import CapacityError, fill_bins
+from hf_mmparallel.arrange.greedy import Capacity, CapacityError, fill_bins
 
 
 def least_largest_load(weights, num_bins: int) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from hf_mmparallel.arrange.matching import bottleneck_matching
+from hf_mmparallel.arrange.deferral import bottleneck_matching
 
 
 def brute(costs) -> tuple[float, float]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import replicas
-from hf_mmparallel.arrange.replicas import assign_replicas
+from hf_mmparallel.arrange import assigned_batch
+from hf_mmparallel.arrange.assigned_batch import assign_replicas
 
 
 def spread(replica, weights, num_replicas: int) -> float:
@@ -28,10 +28,10 @@ def test_totals_are_close_in_all_modules(num_samples, num_replicas):
 
 
 def test_before_exchanges_the_largest_encoder_work_goes_where_the_language_model_has_least(monkeypatch):
-    monkeypatch.setattr(replicas, "_ROUNDS", 0)
+    monkeypatch.setattr(assigned_batch, "_ROUNDS", 0)
     language, encoders = np.array([1.0, 5, 3, 1, 2, 4]), np.array([[4.0], [1], [9], [6], [0], [0]])
     # In this order 2, 3, 0, 1, then text alone from the longest: 5, 4.
-    assert replicas.assign_replicas(language, encoders, np.ones(2)).tolist() == [1, 1, 0, 1, 0, 0]
+    assert assigned_batch.assign_replicas(language, encoders, np.ones(2)).tolist() == [1, 1, 0, 1, 0, 0]
 
 
 @settings(max_examples=30)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange.subset_sum import MAX_ITEMS, subset_sums
+from hf_mmparallel.arrange.deferral import MAX_ITEMS, subset_sums
 
 REALS = st.lists(st.lists(st.floats(0, 100), min_size=7, max_size=7), min_size=1, max_size=4)
 

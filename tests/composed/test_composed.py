@@ -35,7 +35,7 @@ from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.composed.multimodal_config import EncoderSettings, MultimodalCallbacks, MultimodalConfig
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages
-from hf_mmparallel.modeling.whole import blank_model, fill
+from hf_mmparallel.modeling.loading import blank_model, fill
 from tests.modeling.test_stages import make_plan, reference, run_stages
 
 VISION = {

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from hf_mmparallel.cost import device_from, device_table, find_device, recognize_device
-from hf_mmparallel.cost.device_spec import device_of
+from hf_mmparallel.cost.device_table import device_of
 
 GIB = 2**30
 # What `torch.cuda.get_device_properties` reports: name, GiB of memory, multiprocessors -> the device, its GiB.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_mmparallel.cost import analytic_costs, model_flops
-from hf_mmparallel.cost.flops import attended_squares
+from hf_mmparallel.cost.stage_times import attended_squares
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.runtime.work import language_work
 from hf_mmparallel.steps.step_planner import StepPlanner

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hf_mmparallel.cost import analytic_costs
-from hf_mmparallel.cost.host_step import HostStep, host_step_ms
-from hf_mmparallel.cost.optimizer import optimizer_ms
+from hf_mmparallel.cost.devices import HostStep, host_step_ms
+from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 

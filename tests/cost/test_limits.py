@@ -12,8 +12,7 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step, contiguous_step, with_fastest_counts
 from hf_mmparallel.arrange.balance import deferred_fraction
 from hf_mmparallel.cost import fitting_in_flight, fitting_tokens, memory_per_rank
-from hf_mmparallel.cost.limits import steady_in_flight
-from hf_mmparallel.cost.workloads import batch_workloads
+from hf_mmparallel.cost.limits import batch_workloads, steady_in_flight
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Stage, resolve_plan
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
 from tests.cost.models import h100, model

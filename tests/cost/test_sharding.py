@@ -9,9 +9,9 @@ import pytest
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, memory_per_rank
-from hf_mmparallel.cost.engine_traits import Engine
+from hf_mmparallel.cost.gradient_sums import optimizer_ms
+from hf_mmparallel.cost.layers import Engine
 from hf_mmparallel.cost.memory import state_per_rank
-from hf_mmparallel.cost.optimizer import optimizer_ms
 from hf_mmparallel.cost.sharded_passes import PassTransfers, held_bytes, pass_transfers
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.cost.stage_times import layer_table, stage_costs

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from hf_mmparallel.cost import analytic_costs
+from hf_mmparallel.cost.sharded_passes import streamed_transfers, transfers_in_passes
 from hf_mmparallel.cost.stage_times import stage_costs
-from hf_mmparallel.cost.streamed_passes import streamed_transfers, transfers_in_passes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 
 from .models import LAYER_MATRICES, LAYERS, PLAIN, model

@@ -12,9 +12,9 @@ from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, layer_table
 from hf_mmparallel.cost.activations import grouped_copies
 from hf_mmparallel.cost.collectives import all_gather, all_reduce
-from hf_mmparallel.cost.engine_traits import Engine
+from hf_mmparallel.cost.gradient_sums import optimizer_ms
+from hf_mmparallel.cost.layers import Engine
 from hf_mmparallel.cost.memory import activation_sizes
-from hf_mmparallel.cost.optimizer import optimizer_ms
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.cost.stage_times import windowed_squares
 from hf_mmparallel.modeling import build_model_spec

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
 
-from hf_mmparallel.data.arranged_batches import EvenOrder, RankBatchSampler
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError
-from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
+from hf_mmparallel.data.global_batches import EvenOrder, GlobalBatch, GlobalBatchSampler, RankBatchSampler
 
 
 @given(

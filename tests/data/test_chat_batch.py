@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ProcessorMixin
 
-from hf_mmparallel.data import ChatCollator, chat_batch
-from hf_mmparallel.data.chat_batch import encode_together
+from hf_mmparallel.data import ChatCollator, chat_collator
+from hf_mmparallel.data.chat_collator import encode_together
 from hf_mmparallel.data.image_sizes import UnknownSizeError
 from hf_mmparallel.data.size_measures import ChatMeasure, OrOne, TokenMeasure
 from hf_mmparallel.plan import LANGUAGE_MODEL
@@ -130,7 +130,7 @@ def test_a_tokenizer_that_fails_on_one_text_leaves_each_to_itself(monkeypatch: p
     samples = [chat([(8, 8)], "three"), chat([], "seven")]
     wanted = assert_equal_alone(measure, samples)
     monkeypatch.setattr(ProcessorMixin, "_check_special_mm_tokens", refuse)
-    assert chat_batch.encode_together(measure._bare, samples.__getitem__, [0, 1]) == [None, None]
+    assert chat_collator.encode_together(measure._bare, samples.__getitem__, [0, 1]) == [None, None]
     monkeypatch.undo()
     assert assert_equal_alone(measure, samples) == wanted
 

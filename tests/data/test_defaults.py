@@ -9,8 +9,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_mmparallel.data import defaults
-from hf_mmparallel.data.defaults import DefaultCollator, default_collator
-from hf_mmparallel.data.item_form import item_form
+from hf_mmparallel.data.defaults import DefaultCollator, default_collator, item_form
 from hf_mmparallel.data.token_collator import TOKEN_FIELDS, PretokenizedCollator
 from tests import tiny
 from tests.data.processors import tokenizer

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from hf_mmparallel.data.hub import check_hub
+from hf_mmparallel.data.dataset_sizes import check_hub
 from hf_mmparallel.planner.inputs import read_model
 
 

@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler, LengthGroups
-from hf_mmparallel.data.position import DataPosition
+from hf_mmparallel.data.global_batches import DataPosition, GlobalBatch, GlobalBatchSampler, LengthGroups
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 
 SEED = 3

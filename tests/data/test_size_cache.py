@@ -15,14 +15,13 @@ from datasets import Dataset, concatenate_datasets, load_from_disk
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_mmparallel import MultimodalTrainingArguments
-from hf_mmparallel.data import ChatCollator, sample_sizes, size_cache
+from hf_mmparallel.data import ChatCollator, sample_sizes, size_sources
 from hf_mmparallel.data.global_batches import GlobalBatchSampler
 from hf_mmparallel.data.image_sizes import UnknownSizeError
 from hf_mmparallel.data.layer_tokens import measure_layers
 from hf_mmparallel.data.measured_batches import MeasuredBatchSampler, MeasuredShare, MeasuringRanks
 from hf_mmparallel.data.sample_sizes import size_source
-from hf_mmparallel.data.size_cache import SizeCache
-from hf_mmparallel.data.size_sources import LayerTokens, LazySizes
+from hf_mmparallel.data.size_sources import LayerTokens, LazySizes, SizeCache
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from hf_mmparallel.trainer.training_sizes import representative_batch
 from tests.data.test_chat_collator import llava, say
@@ -191,7 +190,7 @@ def test_a_dataset_in_memory_has_no_cache(monkeypatch):
 
 
 def test_a_folder_where_nothing_can_be_written_is_left_alone(dataset, monkeypatch):
-    monkeypatch.setattr(size_cache.os, "access", lambda path, mode: False)
+    monkeypatch.setattr(size_sources.os, "access", lambda path, mode: False)
     assert sizes_of(dataset).cache is None
     both = concatenate_datasets([dataset, dataset])
     assert sizes_of(both).cache is None
@@ -217,7 +216,7 @@ def test_a_full_disk_ends_no_run(dataset, monkeypatch):
     def refuse(*args: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(size_cache.os, "replace", refuse)
+    monkeypatch.setattr(size_sources.os, "replace", refuse)
     source = sizes_of(dataset)
     assert len(draws(source, dataset)) == 3
     assert [path.name for path in source.cache.folder.glob("sizes-*.tmp")] == []
@@ -244,7 +243,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
 
 
 def test_a_folder_keeps_the_files_that_were_written_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(size_cache, "_MAX_FILES", 3)
+    monkeypatch.setattr(size_sources, "_MAX_FILES", 3)
     now = time.time()
     for number in range(5):
         cache = SizeCache(tmp_path, f"key{number}", 10)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_mmparallel.data.sample_sizes import token_lengths
 from hf_mmparallel.data.size_measures import TokenMeasure
-from hf_mmparallel.data.token_tables import token_lengths
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
 IMAGE, VIDEO, SOUND = 7, 8, 9

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from PIL import Image, ImageColor
 
-from hf_mmparallel.drawing.lanes import KINDS, column_shares, lane_text
-from hf_mmparallel.drawing.timeline import SUM_COLOR, chrome_trace, gantt_png, gantt_text, rank_ranges
+from hf_mmparallel.drawing.timeline import (
+    KINDS,
+    SUM_COLOR,
+    chrome_trace,
+    column_shares,
+    gantt_png,
+    gantt_text,
+    lane_text,
+    rank_ranges,
+)
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Simulation, Span, Task, TransferSpan, build_program, simulate
 from tests.schedule.builders import cases, chain, make_step, module_spec

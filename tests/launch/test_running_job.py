@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import TCPStore
 from hf_mmparallel.launch import running_job
 from hf_mmparallel.launch.running_job import parse_address, publish_job, take_place
 from hf_mmparallel.launch.supervisor import how_to_join
-from hf_mmparallel.world import job_store as keys
+from hf_mmparallel.world import generations as keys
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 
-from hf_mmparallel.drawing.lanes import KINDS
+from hf_mmparallel.drawing.timeline import KINDS
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, render_page, write_page
 from hf_mmparallel.page.script_data import rank_rows, timeline_data
 from hf_mmparallel.plan import (

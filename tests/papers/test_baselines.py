@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step, find_arrangement, num_microbatches
-from hf_mmparallel.arrange.contiguous import coupled
+from hf_mmparallel.arrange.arrangements import coupled
 from hf_mmparallel.papers.published_arrangements import _Gaps, batch_rebalance, disttrain, interleaved_order
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule

@@ -28,9 +28,8 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_gro
 from hf_mmparallel.search.candidates import CandidateSpace, EstimatedCandidate
 from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.search.simulations import AS_FAST, step_planner
 from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import LAYERS, model

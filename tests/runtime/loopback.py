@@ -28,8 +28,8 @@ from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stage
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
 from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import context_groups
-from hf_mmparallel.runtime.step_result import StepResult
-from hf_mmparallel.runtime.transport import Handle, Transport
+from hf_mmparallel.runtime.message_queues import Handle, Transport
+from hf_mmparallel.runtime.work import StepResult
 from hf_mmparallel.schedule import Program, build_program
 
 TIMEOUT_S = 15.0

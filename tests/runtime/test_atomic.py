@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_mmparallel.runtime import atomic
-from hf_mmparallel.runtime.atomic import SaveError, save_errors
-from hf_mmparallel.runtime.folder_save import FolderSave
+from hf_mmparallel.runtime import writes
+from hf_mmparallel.runtime.writes import FolderSave, SaveError, save_errors
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
@@ -40,7 +39,7 @@ def synced(folder: str) -> list[str]:
     from tests.trainer import runs
 
     files: list[str] = []
-    sync = atomic.sync_file
+    sync = writes.sync_file
 
     def recording(path: Path) -> None:
         files.append(Path(path).name)
@@ -49,7 +48,7 @@ def synced(folder: str) -> list[str]:
     from hf_mmparallel.runtime import sharded_model
     from hf_mmparallel.trainer import trainer
 
-    atomic.sync_file = sharded_model.sync_file = trainer.sync_file = recording
+    writes.sync_file = sharded_model.sync_file = trainer.sync_file = recording
     runs.make_trainer(
         "llava", {"vision": {}, "language_model": {}}, folder, save_strategy="steps", save_steps=4
     ).train()

@@ -22,8 +22,8 @@ from hf_mmparallel.plan import (
     Stage,
     StepPlan,
 )
+from hf_mmparallel.plan.methods import SCHEDULES, Schedule
 from hf_mmparallel.plan.ownership import trainable_stages
-from hf_mmparallel.plan.schedules import SCHEDULES, Schedule
 from tests import tiny
 from tests.deep_cases import deep
 from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, assert_close, reference, run_loopback

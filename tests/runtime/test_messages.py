@@ -33,7 +33,7 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.runtime import message_queues
 from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import ProcessGroups
-from hf_mmparallel.runtime.transport import DistributedTransport, Transport
+from hf_mmparallel.runtime.message_queues import DistributedTransport, Transport
 from hf_mmparallel.schedule import Program, build_program
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mmparallel.runtime.routes import (
+from hf_mmparallel.runtime.payloads import (
     Mesh,
     Route,
     compose,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_mmparallel.runtime.transport import DistributedTransport, Transport
+from hf_mmparallel.runtime.message_queues import DistributedTransport, Transport
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 from tests.runtime.loopback import LoopbackWorld, run_threads

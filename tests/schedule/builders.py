@@ -20,9 +20,9 @@ from hf_mmparallel.plan import (
     SyncGroup,
     sync_groups,
 )
+from hf_mmparallel.plan.methods import SCHEDULES
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.parallel_plan import Schedule
-from hf_mmparallel.plan.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,10 @@ from hf_mmparallel.schedule import (
     scheduler,
     simulate,
     simulate_parts,
-    windows,
 )
 from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.program_checks import verify
-from hf_mmparallel.schedule.proof import Proof
+from hf_mmparallel.schedule.program_checks import Proof, verify
 from tests.plan.specs import model_spec
 from tests.schedule import plain
 from tests.schedule.builders import Case, cases, make_plan, make_step
@@ -127,7 +125,7 @@ def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, 
     times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
     expected = order_tasks(case.plan, graph, times_ms, max_in_flight, alternate)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "_MIN_TASKS", 1)
+        patch.setattr(scheduler, "_MIN_TASKS", 1)
         found = scheduler._in_windows(case.plan, graph, times_ms, max_in_flight, alternate)
     possible = case.plan.schedule in ("1f1b", "eager") and min(times_ms, default=0) > 0
     assert (found is not None) == possible if kind == "even" else True

@@ -26,7 +26,7 @@ from hf_mmparallel.schedule import (
     simulate,
 )
 from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.proof import Proof
+from hf_mmparallel.schedule.program_checks import Proof
 from hf_mmparallel.schedule.replay import simulate_parts
 from hf_mmparallel.steps.representatives import on_plan
 from tests.schedule.builders import Case, cases, make_plan, make_step

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, StepPlan, Workloads, resolve_plan, sync_groups
-from hf_mmparallel.plan.schedules import SCHEDULES
+from hf_mmparallel.plan.methods import SCHEDULES
 from hf_mmparallel.schedule import (
     Action,
     DeadlockError,

@@ -14,8 +14,8 @@ from benchmarks.search_quality import Case
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.search.simulations import AS_FAST
 from tests.deep_cases import deep
 from tests.search.test_search import problem_of
 

@@ -14,7 +14,7 @@ from hf_mmparallel.cost import StepCost, analytic_costs, fitting_in_flight, memo
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan, check_plan
-from hf_mmparallel.planner.tables import plan_table
+from hf_mmparallel.planner.text import plan_table
 from hf_mmparallel.schedule import Message, Task, in_flight_1f1b
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem

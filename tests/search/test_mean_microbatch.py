@@ -10,8 +10,7 @@ import pytest
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.mean_microbatch import MeanMicrobatches
-from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
+from hf_mmparallel.search.options import MeanMicrobatches, ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.steps.representatives import predict_batch

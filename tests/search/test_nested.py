@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.plan import LANGUAGE_MODEL
-from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import nested_problems, search_plans
+from hf_mmparallel.search.simulations import AS_FAST
 from tests.cost.models import PLAIN
 from tests.deep_cases import deep
 

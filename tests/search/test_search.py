@@ -20,9 +20,8 @@ from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan
-from hf_mmparallel.search.ranking import AS_FAST, in_order
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.search.simulations import AS_FAST, in_order, step_planner
 from hf_mmparallel.steps.representatives import on_all_ranks, predict_batch
 from tests.cost.models import LAYERS, PLAIN, model, module
 from tests.deep_cases import deep

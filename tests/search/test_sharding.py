@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from hf_mmparallel.cost import StepCost
+from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.memory import state_per_rank
-from hf_mmparallel.cost.optimizer import optimizer_ms
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.options import ModuleOptions
 from hf_mmparallel.search.problem import Candidate, Layout
-from hf_mmparallel.search.ranking import AS_FAST
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.search.simulations import AS_FAST, step_planner
 from tests.cost.models import LAYERS, PLAIN
 from tests.deep_cases import deep
 from tests.papers.test_compare import problem

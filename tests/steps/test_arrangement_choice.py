@@ -12,7 +12,7 @@ from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES, ARRANGEMENTS
-from hf_mmparallel.steps.arrangement_choice import ArrangementChoice, choose_arrangement
+from hf_mmparallel.steps.representatives import ArrangementChoice, choose_arrangement
 from hf_mmparallel.steps.step_planner import StepPlanner
 
 SPEC = PUBLISHED_MODELS["llama3-1b"].spec

@@ -10,7 +10,7 @@ import pytest
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.planner.tables import plan_cells
+from hf_mmparallel.planner.text import plan_cells
 from hf_mmparallel.schedule import Simulation, simulate
 from hf_mmparallel.steps.representatives import on_all_ranks, predict_arranged, simulate_arranged
 from hf_mmparallel.steps.step_planner import StepPlanner

@@ -10,7 +10,7 @@ import pytest
 
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.plan.schedules import SCHEDULES
+from hf_mmparallel.plan.methods import SCHEDULES
 from hf_mmparallel.schedule import check_program
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import h100, module

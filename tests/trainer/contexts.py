@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_mmparallel import MultimodalTrainingArguments
-from hf_mmparallel.trainer.run_context import RunContext
+from hf_mmparallel.trainer.training_sizes import RunContext
 from hf_mmparallel.world import World
 from tests.plan.specs import model_spec
 

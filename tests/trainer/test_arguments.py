@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import HfArgumentParser
 
 from hf_mmparallel import ModulePlugin, MultimodalParallelPlugin, MultimodalTrainingArguments
-from hf_mmparallel.arrange.contiguous import contiguous
+from hf_mmparallel.arrange.arrangements import contiguous
 from hf_mmparallel.plan import plan_for_model
 from tests.plan.specs import model_spec
 

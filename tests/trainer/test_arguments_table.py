@@ -23,9 +23,9 @@ from transformers.integrations import integration_utils
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.trainer import argument_table as table
-from hf_mmparallel.trainer import engine_state, overrides
+from hf_mmparallel.trainer import engine_state, start_checks
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
-from hf_mmparallel.trainer.overrides import METHODS, Extends, NeverCalled, check_overrides
+from hf_mmparallel.trainer.start_checks import METHODS, Extends, NeverCalled, check_overrides
 from tests import tiny
 from tests.distributed import run_distributed
 
@@ -336,7 +336,7 @@ def watched_run(folder: Path) -> tuple[dict[str, set[str]], Counter[str], list[s
     runs.draw_nothing()
     count_calls(Trainer)
     count_calls(MultimodalParallelTrainer)
-    overrides._STOCK.update({name: vars(Trainer).get(name) for name in METHODS})  # counting replaces nothing
+    start_checks._STOCK.update({name: vars(Trainer).get(name) for name in METHODS})  # counting replaces nothing
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
@@ -490,7 +490,7 @@ def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The warnings of checks."""
     lines: list[str] = []
-    monkeypatch.setattr(overrides, "logger", SimpleNamespace(warning_once=lines.append))
+    monkeypatch.setattr(start_checks, "logger", SimpleNamespace(warning_once=lines.append))
     return lines
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import TrainerCallback
 
-from hf_mmparallel.arrange.contiguous import contiguous
+from hf_mmparallel.arrange.arrangements import contiguous
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from hf_mmparallel.plan.step_plan import Replicas
 from tests import tiny

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_mmparallel import MultimodalTrainingArguments
-from hf_mmparallel.runtime import folder_save, optimizer_checkpoint, writes
+from hf_mmparallel.runtime import optimizer_checkpoint, writes
 from hf_mmparallel.trainer import checkpoint_saves
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from tests.deep_cases import deep
@@ -204,14 +204,14 @@ def no_memory(folder: Path) -> tuple[int, int]:
     save_at_once(folder / "at_once", PAIR)
     checkpoint_saves.available_bytes_per_rank = lambda world: 100_000.0
     early: list[int] = []
-    leave = folder_save.FolderSave.__exit__
+    leave = writes.FolderSave.__exit__
 
-    def noted(save: folder_save.FolderSave, *args: Any) -> None:
+    def noted(save: writes.FolderSave, *args: Any) -> None:
         early.append(save.writes.num_early)
         assert save.writes.copies is not None and save.writes.copies.num_bytes <= 100_000
         leave(save, *args)
 
-    folder_save.FolderSave.__exit__ = noted
+    writes.FolderSave.__exit__ = noted
     runs.make_trainer("llava", PAIR, str(folder / "little"), async_save=True, **SAVING).train()
     return min(early), len(early)
 

@@ -49,8 +49,7 @@ from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import saved_plan, training_samples
 from hf_mmparallel.trainer.build import PreparedModel, compute_dtype, prepare_context, prepare_model
-from hf_mmparallel.trainer.run_context import RunContext
-from hf_mmparallel.trainer.training_sizes import TrainingSizes
+from hf_mmparallel.trainer.training_sizes import RunContext, TrainingSizes
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.cost.test_profile import profile_of

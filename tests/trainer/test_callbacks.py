@@ -20,12 +20,19 @@ from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.callbacks import LossProgressCallback, RecoveryCallback
 from hf_mmparallel.callbacks import metrics as metrics_module
-from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, flops_utilisation
+from hf_mmparallel.callbacks.metrics import (
+    RankWindow,
+    RanStep,
+    arrangement_metrics,
+    efficiency,
+    flops_utilisation,
+    forward_metrics,
+    mean_of,
+    measure,
+)
 from hf_mmparallel.callbacks.step_timelines import cost_from
-from hf_mmparallel.callbacks.workload_balance import RanStep, arrangement_metrics, forward_metrics, mean_of, measure
 from hf_mmparallel.cost import find_device
-from hf_mmparallel.runtime.step_result import StepResult, TimedTask
-from hf_mmparallel.runtime.work import ModuleWork
+from hf_mmparallel.runtime.work import ModuleWork, StepResult, TimedTask
 from hf_mmparallel.schedule import Span, Task
 from hf_mmparallel.world import World
 from tests.cost.models import model

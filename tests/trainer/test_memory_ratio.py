@@ -14,8 +14,8 @@ from hf_mmparallel.cost import RankMemory, analytic_costs, find_device
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
-from hf_mmparallel.trainer import loaders, memory_ratio
-from hf_mmparallel.trainer.memory_ratio import MemoryRatio, allocated_since
+from hf_mmparallel.trainer import loaders, oversized_samples
+from hf_mmparallel.trainer.oversized_samples import MemoryRatio, allocated_since
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import run_distributed
@@ -33,7 +33,7 @@ LAYOUT = {"vision": {}, LANGUAGE_MODEL: {"dp_size": 2}}
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged; accelerate's logger needs a process group or its own state."""
     lines: list[str] = []
-    monkeypatch.setattr(memory_ratio, "logger", SimpleNamespace(info=lines.append, warning=lines.append))
+    monkeypatch.setattr(oversized_samples, "logger", SimpleNamespace(info=lines.append, warning=lines.append))
     return lines
 
 

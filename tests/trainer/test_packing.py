@@ -13,8 +13,8 @@ from transformers import LlamaConfig, SiglipVisionConfig, Trainer, TrainingArgum
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.trainer import packing_choice as rows
-from hf_mmparallel.trainer.packing_choice import row_choice
+from hf_mmparallel.trainer import build as rows
+from hf_mmparallel.trainer.build import row_choice
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed

@@ -25,14 +25,19 @@ from hf_mmparallel.planner.answer import Inputs, predict_plan
 from hf_mmparallel.planner.inputs import ModelSource, Samples
 from hf_mmparallel.planner.settings import Settings
 from hf_mmparallel.schedule import Simulation
-from hf_mmparallel.steps.arrangement_choice import ArrangementChoice
-from hf_mmparallel.trainer import start_prediction
+from hf_mmparallel.steps.representatives import ArrangementChoice
+from hf_mmparallel.trainer import start_report
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
+from hf_mmparallel.trainer.build import RowChoice
 from hf_mmparallel.trainer.model_card import RunSummary, plan_section
-from hf_mmparallel.trainer.packing_choice import RowChoice
-from hf_mmparallel.trainer.start_prediction import StepReport
-from hf_mmparallel.trainer.start_report import PlanReport, arrangement_lines, settings_without_effect, size_origin
+from hf_mmparallel.trainer.start_report import (
+    PlanReport,
+    StepReport,
+    arrangement_lines,
+    settings_without_effect,
+    size_origin,
+)
 from hf_mmparallel.trainer.training_sizes import StartSizes, TrainingSizes, representative_batch
 from tests.plan.specs import model_spec
 from tests.trainer.contexts import arguments, context
@@ -88,7 +93,7 @@ def test_the_report_of_a_plan_has_the_step_that_the_planner_predicts(named: str 
         context=run, of_rank=lambda data: drawn.take, at_start=lambda *_: StartSizes(drawn, True)
     )
     engine: Any = SimpleNamespace(costs=costs, plan=plan, sync_groups=groups)
-    planner, told = start_prediction.predict(engine, sizes, 32, request, measured if is_searched else None)
+    planner, told = start_report.predict(engine, sizes, 32, request, measured if is_searched else None)
     assert planner.arrangement == answer.arrangement
     assert told.step_ms == pytest.approx(answer.step_ms, rel=1e-9)
     assert told.simulation.bubble_fraction == pytest.approx(answer.drawn.bubble_fraction, rel=1e-9)

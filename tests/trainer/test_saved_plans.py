@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_mmparallel.trainer import saved_plan
+from hf_mmparallel.trainer import auto
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
@@ -45,7 +45,7 @@ def _repeat(layout: dict[str, Any], folder: str) -> dict[str, Any]:
 def _resumed(parallel: Any, folder: str) -> str:
     """What is said when a run goes on that trains more than before."""
     said = []
-    saved_plan.logger.warning = lambda text, **_: said.append(text)
+    auto.logger.warning = lambda text, **_: said.append(text)
     trainer = runs.make_trainer("llava", parallel, max_steps=2)
     trainer.state.save_to_json(str(Path(folder) / "trainer_state.json"))  # as in a checkpoint
     trainer._load_from_checkpoint(folder)

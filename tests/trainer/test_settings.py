@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.modeling import checkpointing
+from hf_mmparallel.modeling import prepare
 from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.trainer import trainer as trainer_module
 from tests import tiny
@@ -172,13 +172,13 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
     found["cleared"] = cleared
 
     offloaded: list[bool] = []
-    save_on_cpu = checkpointing.save_on_cpu
+    save_on_cpu = prepare.save_on_cpu
 
     def counted(**given: Any) -> Any:
         offloaded.append(given["pin_memory"])
         return save_on_cpu(**given)
 
-    checkpointing.save_on_cpu = counted  # type: ignore[assignment, misc]
+    prepare.save_on_cpu = counted  # type: ignore[assignment, misc]
     trainer = make(ours, APART, activation_checkpointing=True, activation_checkpointing_kwargs=RECOMPUTING)
     layers = trainer.model.model.language_model.layers
     found["recomputed"] = [layer.gradient_checkpointing for layer in layers]

@@ -16,8 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_mmparallel.world.connections import end_collectives, end_gloo_connections, gloo_loops, shut_down
-from hf_mmparallel.world.gloo_waits import GlooWaits
+from hf_mmparallel.world.connections import GlooWaits, end_collectives, end_gloo_connections, gloo_loops, shut_down
 from tests.deep_cases import deep
 from tests.distributed import outcomes, run_distributed
 

@@ -10,9 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_mmparallel.world import failure, watcher
-from hf_mmparallel.world.activity import ACTIVITY, doing
 from hf_mmparallel.world.failure import RemoteRankError
-from hf_mmparallel.world.watcher import Failure, Peer, Sign, Watcher
+from hf_mmparallel.world.watcher import ACTIVITY, Failure, Peer, Sign, Watcher, doing
 
 
 class CountingStore:

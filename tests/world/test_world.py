@@ -19,8 +19,8 @@ import hf_mmparallel
 from hf_mmparallel.data.step_batch import StreamRows
 from hf_mmparallel.trainer.agreement import SampleAgreement
 from hf_mmparallel.world import World, failure, watcher
-from hf_mmparallel.world.activity import ACTIVITY
 from hf_mmparallel.world.failure import shared_failure
+from hf_mmparallel.world.watcher import ACTIVITY
 from tests.distributed import assert_ranks_raise, run_distributed
 
 PACKAGE = Path(hf_mmparallel.__file__).parent

@@ -12,15 +12,204 @@ segment at each of the `num_ranks - 1` boundaries, which is then gathered as wel
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .assignment import ContextAssignment, assign_rows, padded_length
-from .blocks import BLOCK, PARTIAL_COST, block_workloads, distribute
-from .segment_bins import GOOD, SegmentBins
+from ..._portable import smallest
+from .assignment import (
+    BLOCK,
+    PARTIAL_COST,
+    ContextAssignment,
+    Method,
+    Mode,
+    assign_rows,
+    block_workloads,
+    distribute,
+    padded_length,
+)
+
+# Assignment of segments to the bins of ranks, with capacities in tokens and balanced work.
+
+_BALANCED = 0.002  # relative excess of the maximum over the mean at which the first phase ends
+GOOD = 0.01  # and at which the more expensive exchanges end
+_ROUNDS = 300
+_TRIALS = 200  # exchanges that recompute the work of two ranks
+_CANDIDATES = 6
+_FEW = 24  # segments per rank of which pairs are considered
+_OVERFLOW_PRICE = 10.0  # cost of a whole rank's tokens; twice the mean work costs 1
+
+
+@dataclass(frozen=True)
+class SegmentBins:
+    """Segments that each go to one rank, and the capacities of the ranks."""
+
+    length: NDArray  # [num_segments] tokens
+    # [3, num_segments] work of each segment that starts at a block boundary, inside a block, and so late in a block
+    # that it touches an additional one
+    work: NDArray
+    capacity: NDArray  # [num_ranks] tokens of each bin
+    loads: NDArray  # [num_ranks] initial work
+    offset: NDArray  # [num_ranks] tokens of its first block before the bin
+    block: int  # tokens of a block
+    shared: float  # work that two neighbors save by sharing a block
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks, including those without capacity."""
+        return len(self.capacity)
+
+    @cached_property
+    def mean_work(self) -> NDArray:
+        """Work of each segment if its position within a block is unknown."""
+        return self.work[1:].mean(axis=0)
+
+    def tokens(self, owner: NDArray) -> NDArray:
+        """Tokens in each rank's bin, float64."""
+        return np.bincount(owner, weights=self.length, minlength=self.num_ranks)
+
+    def estimate(self, owner: NDArray) -> NDArray:
+        """Estimated work of each rank, for any order of its segments."""
+        return self.loads + np.bincount(owner, weights=self.mean_work, minlength=self.num_ranks)
+
+    def fit(self, owner: NDArray) -> bool:
+        """Whether all bins are within their capacity."""
+        return bool((self.tokens(owner) <= self.capacity).all())
+
+    def order(self, mine: NDArray, offset: int) -> NDArray:
+        """
+        An order of the segments `mine` that visits few blocks.
+
+        A segment that starts inside a block may touch one block more than necessary, which adds work in proportion to
+        its length: the longest segment that does not comes next, or else the shortest.
+        """
+        mine = mine[np.argsort(self.length[mine], kind="stable")]
+        sizes, left, order = self.length[mine].tolist(), list(range(len(mine))), []
+        tails = [(size - 1) % self.block + 1 for size in sizes]
+        while left:
+            free = self.block - offset % self.block
+            at = next((at for at in range(len(left) - 1, -1, -1) if tails[left[at]] <= free), 0)
+            order.append(left.pop(at))
+            offset += sizes[order[-1]]
+        return mine[order]
+
+    def rank_work(self, owner: NDArray, rank: int) -> float:
+        """Work of a rank with its segments in the order of [`order`]."""
+        offset = int(self.offset[rank])
+        mine = self.order(np.flatnonzero(owner == rank), offset)
+        begin = (offset + np.cumsum(self.length[mine]) - self.length[mine]) % self.block
+        late = begin + (self.length[mine] - 1) % self.block >= self.block
+        work = self.work[np.where(late, 2, np.minimum(begin, 1)), mine]
+        return float(self.loads[rank] + work.sum() - self.shared * np.count_nonzero(begin))
+
+    def divide(self) -> NDArray:
+        """
+        Assigns a rank to each segment.
+
+        Longest first to the largest free capacity; then exchanges of a segment for another one or for nothing between
+        the most expensive rank and any other, the best one each time. The cost of a rank is its squared deviation from
+        the mean work plus a larger price for tokens above its capacity.
+        """
+        num_ranks = self.num_ranks
+        owner = self._by_capacity()
+        share = self.estimate(owner)
+        if num_ranks == 1 or not len(owner) or not share.any():
+            return owner
+        # An empty segment on each rank turns moves into exchanges.
+        length = np.append(self.length, np.zeros(num_ranks, np.int64))
+        weight = np.append(self.mean_work, np.zeros(num_ranks)) / share.mean()
+        tokens, share = self.tokens(owner), share / share.mean()
+        owner = np.append(owner, np.arange(num_ranks))
+        price = _OVERFLOW_PRICE / self.capacity.max()
+        for _ in range(_ROUNDS):
+            if (tokens <= self.capacity).all() and share.max() <= 1 + _BALANCED:
+                break
+            costs = (share - 1) ** 2 + price * np.maximum(tokens - self.capacity, 0)
+            for rank in np.argsort(-costs, kind="stable").tolist():
+                mine = np.flatnonzero(owner == rank)
+                moved, shifted = length[mine, None] - length, weight[mine, None] - weight
+                after = (share[rank] - shifted - 1) ** 2 + (share[owner] + shifted - 1) ** 2
+                after += price * np.maximum(tokens[rank] - moved - self.capacity[rank], 0)
+                after += price * np.maximum(tokens[owner] + moved - self.capacity[owner], 0)
+                change = np.where(owner == rank, 0.0, after - costs[rank] - costs[owner])
+                at = np.unravel_index(int(change.argmin()), change.shape)
+                if change[at] < -1e-12:
+                    break
+            else:
+                break
+            here, there = mine[at[0]], at[1]
+            for sums, amount in ((tokens, moved[at]), (share, shifted[at])):
+                sums[rank] -= amount
+                sums[owner[there]] += amount
+            owner[here], owner[there] = owner[there], rank
+        return owner[:-num_ranks]
+
+    def _by_capacity(self) -> NDArray:
+        """Assigns segments longest first to the rank with the largest free capacity."""
+        owner = np.empty(len(self.length), dtype=np.int64)
+        heap = [(-capacity, rank) for rank, capacity in enumerate(self.capacity.tolist())]
+        heapq.heapify(heap)
+        sizes = self.length.tolist()
+        for index in np.argsort(-self.length, kind="stable").tolist():
+            capacity, rank = heap[0]
+            owner[index] = rank
+            heapq.heapreplace(heap, (capacity + sizes[index], rank))
+        return owner
+
+    def exchange(self, owner: NDArray) -> NDArray:
+        """
+        Exchanges segments of the heaviest rank while its actual work decreases and all bins are within their capacity.
+
+        Up to two segments are exchanged for up to two others: a long and a short one for two of medium length changes
+        the work but not the tokens.
+        """
+        owner, trials = owner.copy(), 0
+        tokens = self.tokens(owner)
+        work = np.array([self.rank_work(owner, rank) for rank in range(self.num_ranks)])
+        while trials < _TRIALS and work.max() > (1 + GOOD) * work.mean():
+            heavy = int(work.argmax())
+            for light in np.argsort(work, kind="stable")[:-1].tolist():
+                from_heavy, from_light = self._groups(owner, heavy), self._groups(owner, light)
+                moved, shifted = (
+                    np.append(values, 0)[from_heavy].sum(axis=1)[:, None]
+                    - np.append(values, 0)[from_light].sum(axis=1)
+                    for values in (self.length, self.mean_work)
+                )
+                expected = np.maximum(work[heavy] - shifted, work[light] + shifted)
+                fits = (tokens[heavy] - moved <= self.capacity[heavy]) & (
+                    tokens[light] + moved <= self.capacity[light]
+                )
+                expected[~fits] = np.inf
+                best = smallest(expected, _CANDIDATES)
+                after = None
+                for at in best[expected.flat[best] < work[heavy]].tolist():
+                    trial, trials = np.append(owner, heavy), trials + 1
+                    trial[from_heavy[at // len(from_light)]] = light
+                    trial[from_light[at % len(from_light)]] = heavy
+                    after = [self.rank_work(trial[:-1], rank) for rank in (heavy, light)]
+                    if max(after) < work[heavy] - 1e-9:
+                        break
+                    after = None
+                if after:
+                    break
+            else:
+                break
+            owner = trial[:-1]
+            tokens, work[[heavy, light]] = self.tokens(owner), after
+        return owner
+
+    def _groups(self, owner: NDArray, rank: int) -> NDArray:
+        """Pairs of segments of a rank `[num_groups, 2]`; the index after the last segment stands for none."""
+        mine, none = np.flatnonzero(owner == rank), len(owner)
+        some = mine[:: -(-len(mine) // _FEW) or 1]
+        left, right = np.triu_indices(len(some), 1)
+        alone = np.stack([np.append(mine, none), np.full(len(mine) + 1, none)], axis=1)
+        return np.concatenate([np.stack([some[left], some[right]], axis=1), alone])
+
 
 _MANY_SEGMENTS = 1024  # larger numbers are bundled with their neighbors to keep the search fast
 _CORRECTIONS = 10
@@ -244,3 +433,87 @@ def _gathered(needed: NDArray) -> NDArray:
     """Indices of the rank's blocks to send, equally many on each rank: the needed ones, then the lowest others."""
     count = int(needed.sum(axis=1).max())
     return np.sort(np.argsort(~needed, axis=1, kind="stable")[:, :count], axis=1)
+
+
+# The choice between whole-row and whole-segment assignment of a row, by predicted time.
+
+_BACKWARD_FLOPS = 2.5  # of the forward: five matrix products instead of two
+_BACKWARD_BYTES = 2.0  # keys and values are gathered again, and their gradients reduced
+
+
+@dataclass(frozen=True)
+class ContextCosts:
+    """Costs of a layer on one rank."""
+
+    flops_per_pair: float  # forward FLOPs of attention per pair of query and key, all heads
+    flops_per_token: float  # forward FLOPs of the rest of the layer
+    bytes_per_token: float  # of keys and values
+    flops_per_ms: float  # of a rank
+    bytes_per_ms: float  # that a rank receives
+
+    @classmethod
+    def of_layer(
+        cls,
+        num_heads: int,  # query heads
+        num_kv_heads: int,
+        head_dim: int,
+        num_parameters: int,  # elements of the matrices that a token is multiplied with
+        flops_per_ms: float,
+        bytes_per_ms: float,
+        bytes_per_value: int = 2,  # of keys and values
+    ) -> ContextCosts:
+        """Computes the costs of a layer from its sizes on the rank."""
+        kv_bytes = 2.0 * num_kv_heads * head_dim * bytes_per_value
+        return cls(4.0 * num_heads * head_dim, 2.0 * num_parameters, kv_bytes, flops_per_ms, bytes_per_ms)
+
+    def layer_ms(self, assignment: ContextAssignment) -> float:
+        """
+        Predicts the forward and backward time of one layer on the rank with the most work.
+
+        The gather overlaps with attention, so that only the longer of the two counts.
+        """
+        tokens = assignment.tokens_per_rank
+        compute = float(assignment.work.max()) * assignment.block**2 * self.flops_per_pair / self.flops_per_ms
+        received = (assignment.num_ranks - 1) * assignment.gathered.shape[1] * assignment.block
+        gather = received * self.bytes_per_token / self.bytes_per_ms
+        attention = max(compute, gather) + max(_BACKWARD_FLOPS * compute, _BACKWARD_BYTES * gather)
+        return attention + 3 * tokens * self.flops_per_token / self.flops_per_ms
+
+
+def assign_context(
+    first: ArrayLike,  # [num_tokens] the first position that each token sees; gaps up to the last one count as seen
+    last: ArrayLike,  # [num_tokens] the last one; less than `first` for a token that sees nothing, such as padding
+    num_ranks: int,
+    block: int = BLOCK,  # tokens of a block
+    method: Method = "lpt",  # see `distribute`; other than "lpt" for whole rows only
+    mode: Mode | Literal["auto"] = "row",
+    segment_ids: ArrayLike | None = None,  # [num_tokens] from 1, 0 for padding; for "segments" and "auto"
+    costs: ContextCosts | None = None,  # for "auto"
+    seed: int = 0,  # of the method "random"
+) -> ContextAssignment:
+    """
+    Assigns a row of tokens to context-parallel ranks, with the same result on all ranks for the same arguments.
+
+    Mode `"row"` gathers the keys and values of the whole row, `"segments"` keeps segments whole if possible
+    ([`assign_segments`]), `"auto"` uses the faster one by `costs`. Raises `ValueError` for arguments that contradict
+    each other.
+    """
+    if mode not in ("row", "segments", "auto"):
+        raise ValueError(f"`mode={mode!r}` is unknown. Use 'row', 'segments' or 'auto'.")
+    if mode != "row" and segment_ids is None:
+        raise ValueError(f"`mode={mode!r}` may reorder segments and needs to know them. Pass `segment_ids`.")
+    if mode == "auto" and costs is None:
+        raise ValueError("`mode='auto'` compares times and needs costs to predict them. Pass `costs`.")
+    if mode == "segments" and method != "lpt":
+        raise ValueError(f"`method={method!r}` distributes blocks, not whole segments. Use `mode='row'`.")
+    if segment_ids is None or mode == "row":
+        return assign_rows(first, last, num_ranks, block, method, seed)
+    whole = assign_segments(first, last, segment_ids, num_ranks, block)
+    if costs is None or mode == "segments":
+        return whole
+    return choose_faster(costs, assign_rows(first, last, num_ranks, block, method, seed), whole)
+
+
+def choose_faster(costs: ContextCosts, *assignments: ContextAssignment) -> ContextAssignment:
+    """The assignment with the fastest predicted layers; the first of equals."""
+    return min(assignments, key=costs.layer_ms)

@@ -2,9 +2,8 @@
 
 from .attention import bitfield_attention
 from .intervals import RowIntervals, row_intervals
-from .mask import BitfieldMask
 from .reference import dense_mask, reference_attention
-from .words import Kind, WordFields, decode_words, encode_words
+from .words import BitfieldMask, Kind, WordFields, decode_words, encode_words
 
 __all__ = [
     "BitfieldMask",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import BACKENDS, attention_backward, attention_forward, default_backend, lse_dtype, whole_rows
-from .mask import BitfieldMask
+from .words import BitfieldMask
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

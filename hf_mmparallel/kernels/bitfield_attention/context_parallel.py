@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .attention import check_states
 from .dispatch import attention_backward, attention_forward, default_backend
-from .mask import BitfieldMask
+from .words import BitfieldMask
 
 HEADS_PER_GATHER = 2  # fewer overlap more communication, but the kernel of one head leaves a GPU partly idle
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from . import cpu
-from .mask import BitfieldMask
 from .reference import reference_attention, reference_backward
+from .words import BitfieldMask
 
 BACKENDS = ("triton", "cpu", "reference")
 # All layers of a microbatch find the mask that the first layer compiled, by the storage of the words.

@@ -14,7 +14,7 @@ from transformers import masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .attention import bitfield_attention
-from .mask import BitfieldMask
+from .words import BitfieldMask
 
 NAME = "bitfield"
 

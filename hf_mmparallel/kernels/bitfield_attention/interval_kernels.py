@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .mask import BitfieldMask
+from .words import BitfieldMask
 
 _BLOCK = 128
 

@@ -12,7 +12,6 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from .mask import BitfieldMask
 from .words import (
     ALL_KINDS,
     CAUSAL_SHIFT,
@@ -22,6 +21,7 @@ from .words import (
     MAX_SPANS,
     SEES_SHIFT,
     SPAN_SHIFT,
+    BitfieldMask,
 )
 
 _PLACE_BITS = 31

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .mask import BitfieldMask
-from .words import decode_words
+from .words import BitfieldMask, decode_words
 
 
 def dense_mask(mask: BitfieldMask, window: int = 0) -> Tensor:

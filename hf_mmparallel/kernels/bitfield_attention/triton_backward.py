@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_common import (
+from .triton_forward import (
     LOG2E,
     capped,
     dot_parts,

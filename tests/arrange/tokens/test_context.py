@@ -19,10 +19,9 @@ from hf_mmparallel.arrange.tokens import (
     independent_segments,
     padded_length,
 )
-from hf_mmparallel.arrange.tokens.segment_bins import SegmentBins
-from hf_mmparallel.kernels.bitfield_attention.mask import BitfieldMask
+from hf_mmparallel.arrange.tokens.segments import SegmentBins
 from hf_mmparallel.kernels.bitfield_attention.reference import dense_mask
-from hf_mmparallel.kernels.bitfield_attention.words import decode_words, encode_words
+from hf_mmparallel.kernels.bitfield_attention.words import BitfieldMask, decode_words, encode_words
 from tests.arrange.tokens.rows import causal_row, packed_row
 
 

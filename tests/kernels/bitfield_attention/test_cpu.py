@@ -15,7 +15,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from hf_mmparallel.kernels.bitfield_attention import (
     BitfieldMask,
     cpu,
-    cpu_plan,
     dense_mask,
     encode_words,
     reference_attention,
@@ -101,9 +100,9 @@ def _masks(family: str, case: Case, rng: Random, length: int) -> BitfieldMask:
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks so small that rows of a hundred tokens take many calls of each kind."""
-    monkeypatch.setattr(cpu_plan, "CHUNK_ROWS", 16)
-    monkeypatch.setattr(cpu_plan, "_FEWEST_ROWS", 5)
-    monkeypatch.setattr(cpu_plan, "_CALL_PAIRS", 64)
+    monkeypatch.setattr(cpu, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(cpu, "_FEWEST_ROWS", 5)
+    monkeypatch.setattr(cpu, "_CALL_PAIRS", 64)
     monkeypatch.setattr(cpu, "_MOST_SCORES", 2000)
 
 
@@ -204,9 +203,9 @@ def test_the_calls_cover_each_visible_pair_once(family):
     rows, keys = torch.arange(900)[row.query_index], torch.arange(900)[row.key_index]
     for part in row.parts:
         block = torch.ones(part.rows[1] - part.rows[0], part.keys[1] - part.keys[0], dtype=torch.int64)
-        if part.kind is cpu_plan.Kind.CAUSAL:
+        if part.kind is cpu.Kind.CAUSAL:
             block = block.tril()
-        elif part.kind is cpu_plan.Kind.MASKED:
+        elif part.kind is cpu.Kind.MASKED:
             block *= cpu._visible(part, row)
         index = (rows[slice(*part.rows)][:, None], keys[slice(*part.keys)][None])
         seen.index_put_(index, block, accumulate=True)

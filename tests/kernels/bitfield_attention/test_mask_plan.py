@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words
-from hf_mmparallel.kernels.bitfield_attention.block_states import EMPTY, FULL, PARTIAL
-from hf_mmparallel.kernels.bitfield_attention.mask_plan import BlockLists, MaskPlan, compile_mask
-from hf_mmparallel.kernels.bitfield_attention.work_split import COMBINE_COST, PART_COST, TILE_COST, step_costs
+from hf_mmparallel.kernels.bitfield_attention.mask_plan import (
+    COMBINE_COST,
+    EMPTY,
+    FULL,
+    PART_COST,
+    PARTIAL,
+    TILE_COST,
+    BlockLists,
+    MaskPlan,
+    compile_mask,
+    step_costs,
+)
 from tests.kernels.bitfield_attention.mask_families import FAMILIES, HOLES, permuted, random_words
 
 
