@@ -127,12 +127,3 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
         rows = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))
         result.update(zip(chunks, map(ChunkSize._make, rows.tolist()), strict=True))
     return result
-
-
-def group_sizes(costs: CostModel, name: str, sizes: SampleSizes, groups: Sequence[NDArray]) -> tuple[NDArray, NDArray]:
-    """Tokens and squared sequence lengths `[groups]` of groups of samples, each on one rank; groups may be empty."""
-    result = np.zeros((len(groups), 3))
-    some = [index for index, group in enumerate(groups) if len(group)]
-    if some:
-        result[some] = RowLayout.of(costs, name).of_groups(sizes, name, [groups[index] for index in some])
-    return result[:, 0], result[:, 1]
