@@ -26,10 +26,29 @@ Pauses = tuple[tuple[Cause, float], ...]
 
 
 def fastest_template(
-    chain: LayerChain, num_nodes: int, node_size: int, num_microbatches: int
+    chain: LayerChain, num_nodes: int, node_size: int, num_microbatches: int, most_in_flight: int = 0
 ) -> PipelineTemplate | None:
-    """The fastest template of a number of nodes; `None` if there is none."""
-    return TemplateSearch(chain, node_size, num_nodes, num_microbatches).fastest(num_nodes, num_microbatches)
+    """The fastest template, with memory for `most_in_flight` microbatches if these are more than those of a step."""
+    search = TemplateSearch(chain, node_size, num_nodes, most_in_flight or num_microbatches)
+    return search.fastest(num_nodes, num_microbatches)
+
+
+def instantiations(num_nodes: int, counts: Sequence[int], fewest_pipelines: int) -> Iterator[tuple[int, ...]]:
+    """
+    Yields the number of pipelines of each template for all ways to use all nodes (Oobleck, equation 2.5). There are as
+    many as partitions of `num_nodes`, which grow fast; [`fastest_instantiations`] finds the fastest without a list.
+    """
+
+    def extend(index: int, nodes: int) -> Iterator[tuple[int, ...]]:
+        if index == len(counts):
+            if nodes == 0:
+                yield ()
+            return
+        for number in range(nodes // counts[index] + 1):
+            for rest in extend(index + 1, nodes - number * counts[index]):
+                yield (number, *rest)
+
+    return (numbers for numbers in extend(0, num_nodes) if sum(numbers) >= fewest_pipelines)
 
 
 @dataclass(frozen=True, eq=False)

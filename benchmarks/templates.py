@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -38,7 +38,15 @@ import torch
 from oobleck_planner import deviating_least, divided
 from paper_failures import EVERY_S, LAYERS, NO_CHECKPOINT, PLANNING_S, WORKLOADS, Workload
 from policy_replay import RecoveryPolicy, SpotMarket, replay_trace
-from recovery_policies import EventCosts, GridRestart, RedundantStages, ReplayJob, TemplateRecovery, fastest_template
+from recovery_policies import (
+    EventCosts,
+    GridRestart,
+    RedundantStages,
+    ReplayJob,
+    TemplateRecovery,
+    fastest_template,
+    instantiations,
+)
 from rich.table import Table
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device
@@ -133,24 +141,6 @@ def distribution(quick: bool) -> dict[str, Any]:
         theirs = Instantiation(tuple(templates), tuple(chosen)).step_ms
         slower.append(theirs / Instantiation.of(templates, count).step_ms - 1)
     return {"cases": len(slower), "mean": float(np.mean(slower)), "worst": max(slower)}
-
-
-def instantiations(num_nodes: int, counts: Sequence[int], fewest_pipelines: int) -> Iterator[tuple[int, ...]]:
-    """
-    Yields the number of pipelines of each template for all ways to use all nodes (Oobleck, equation 2.5). There are as
-    many as partitions of `num_nodes`, which grow fast; [`fastest_instantiations`] finds the fastest without a list.
-    """
-
-    def extend(index: int, nodes: int) -> Iterator[tuple[int, ...]]:
-        if index == len(counts):
-            if nodes == 0:
-                yield ()
-            return
-        for number in range(nodes // counts[index] + 1):
-            for rest in extend(index + 1, nodes - number * counts[index]):
-                yield (number, *rest)
-
-    return (numbers for numbers in extend(0, num_nodes) if sum(numbers) >= fewest_pipelines)
 
 
 def listing(quick: bool) -> list[dict[str, Any]]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oobleck_planner import Part, deviating_least, divided, exhaustive
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-
-from oobleck_planner import Part, deviating_least, divided, exhaustive  # noqa: E402
-
-from hf_mmparallel.resilience.templates import LayerChain, TemplateSearch  # noqa: E402
+from hf_mmparallel.resilience.templates import LayerChain, TemplateSearch
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 5])

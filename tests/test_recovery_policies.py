@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-
-from policy_replay import Pace, SpotMarket, Transition, replay_trace  # noqa: E402
-from recovery_policies import (  # noqa: E402
+from policy_replay import Pace, SpotMarket, Transition, replay_trace
+from recovery_policies import (
     EventCosts,
     GridRestart,
     RedundantStages,
@@ -25,8 +20,8 @@ from recovery_policies import (  # noqa: E402
     grids,
 )
 
-from hf_mmparallel.resilience.templates import LayerChain  # noqa: E402
-from hf_mmparallel.resilience.trace_replay import Trace, regular_losses  # noqa: E402
+from hf_mmparallel.resilience.templates import LayerChain
+from hf_mmparallel.resilience.trace_replay import Trace, regular_losses
 
 pytestmark = pytest.mark.deep
 SAMPLES = 10

@@ -36,10 +36,8 @@ from .simulations import (
     state_fits,
 )
 
-_MAX_OFFLOADED, _MAX_SIMULATED_OFFLOADED = (
-    64,
-    4,
-)  # layouts above the memory limit that are looked at, and that are simulated
+_MAX_OFFLOADED = 64  # layouts above the memory limit that are looked at
+_MAX_SIMULATED_OFFLOADED = 4  # of these
 
 
 # Plans that keep optimizer state and frozen weights in host memory, for layouts that do not fit otherwise.

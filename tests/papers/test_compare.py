@@ -344,6 +344,14 @@ def test_nothing_is_faster_than_the_search():
 
 
 @pytest.mark.deep
+def test_nothing_is_ahead_of_the_search_by_any_time():
+    question = problem((), zero_stages=(0, 1, 2, 3))
+    result = search_plans(question)
+    for other in compare(question, result):
+        assert not other.step_ms < result.best.step_ms, (other, result.best.candidate)
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("frozen", [(), ("vision",), (LANGUAGE_MODEL,)], ids=str)
 @pytest.mark.parametrize("ranks", [6, 8, 16])
 @pytest.mark.parametrize("short", [1, 50])

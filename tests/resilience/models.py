@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +10,6 @@ from hf_mmparallel.cost import CostModel, analytic_costs
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes
 from hf_mmparallel.resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
-from hf_mmparallel.resilience.templates import LayerChain, PipelineTemplate, TemplateSearch
 from tests.cost.models import PLAIN
 from tests.tiny import FAMILIES
 
@@ -52,26 +51,3 @@ def chain_of(
     costs = costs_of(family)
     tp_sizes = dict.fromkeys(costs.spec.modules, sizes) if sizes else None
     return model_chain(costs, modules or {}, typical(costs.spec), memory_bytes, tp_sizes=tp_sizes)
-
-
-def fastest_template(
-    chain: LayerChain, num_nodes: int, node_size: int, num_microbatches: int, most_in_flight: int = 0
-) -> PipelineTemplate | None:
-    """The fastest template, with memory for `most_in_flight` microbatches if these are more than those of a step."""
-    search = TemplateSearch(chain, node_size, num_nodes, most_in_flight or num_microbatches)
-    return search.fastest(num_nodes, num_microbatches)
-
-
-def instantiations(num_nodes: int, counts: Sequence[int], fewest_pipelines: int) -> Iterator[tuple[int, ...]]:
-    """The numbers of pipelines of each number of nodes, for all ways to use all nodes (Oobleck, equation 2.5)."""
-
-    def extend(index: int, nodes: int) -> Iterator[tuple[int, ...]]:
-        if index == len(counts):
-            if nodes == 0:
-                yield ()
-            return
-        for number in range(nodes // counts[index] + 1):
-            for rest in extend(index + 1, nodes - number * counts[index]):
-                yield (number, *rest)
-
-    return (numbers for numbers in extend(0, num_nodes) if sum(numbers) >= fewest_pipelines)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from recovery_policies import fastest_template
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import batch_workloads, memory_per_rank, stage_costs
@@ -16,7 +17,7 @@ from hf_mmparallel.resilience.model_chain import ModelChain, model_chain
 from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
-from tests.resilience.models import MODELS, chain_of, costs_of, fastest_template, typical
+from tests.resilience.models import MODELS, chain_of, costs_of, typical
 from tests.resilience.test_templates import all_cuts, fits, time_ms
 
 SETTINGS = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recovery_policies import instantiations
 
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
@@ -30,7 +31,7 @@ from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import Slice, StateCopies, StateCopy, state_copies
 from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import StepPlanner
-from tests.resilience.models import MODELS, costs_of, instantiations
+from tests.resilience.models import MODELS, costs_of
 from tests.resilience.test_resilient_planner import CLUSTERS, planner_of
 
 SMALL = ("one rank a node", "tied", "two encoders", "frozen parts, tp", "little memory", "little memory, two encoders")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recovery_policies import fastest_template, instantiations
 
 from hf_mmparallel.arrange import fastest_counts
 from hf_mmparallel.resilience.templates import (
@@ -20,7 +21,6 @@ from hf_mmparallel.resilience.templates import (
     fewest_nodes,
     node_counts,
 )
-from tests.resilience.models import fastest_template, instantiations
 
 Cut = tuple[int, int, int]  # index of the number of ranks, first layer, one past the last layer
 
