@@ -65,13 +65,13 @@ class TimedSaves(MultimodalParallelTrainer):
         self.saves: list[dict[str, Any]] = []
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._finish_save()
+        self._run.finish_save()
         self.args.async_save = len(self.saves) % 2 == 1
         self.world.barrier("starting together")
         begin_s = time.perf_counter(), time.thread_time()
         super()._save_checkpoint(model, trial)
         blocked_s, processor_s = time.perf_counter() - begin_s[0], time.thread_time() - begin_s[1]
-        save = self._saves._save
+        save = self._run.saves._save
         way = WAITED if save is None else ASYNC
         self.saves.append({"way": way, "blocked_s": blocked_s, "processor_s": processor_s, "save": save})
 

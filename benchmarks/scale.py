@@ -103,7 +103,7 @@ def measure(
         return planner.program(replace(step), sizes, RANK)  # a copy, which remembers nothing
 
     def rest(step: StepPlan, program: Program) -> Any:
-        return fingerprint(step, program, {}), RankInputs(plan, RANK).chunks(step)
+        return fingerprint(step, program, {}, {}, {}), RankInputs(plan, RANK).chunks(step)
 
     def whole() -> Any:
         planned = planner(draw, RANK)
