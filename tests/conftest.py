@@ -36,10 +36,10 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs the cheapest tier first, leaves out deep tests of other parts, and skips what has no device here."""
+    """Runs the longest tier first, leaves out deep tests of other parts, and skips what has no device here."""
     _leave_out_deep(config, items)
     _leave_out_examples(config.getoption("--deep"), items)
-    items.sort(key=_tier)
+    items.sort(key=_tier, reverse=True)  # short tests are left for the worker that has nothing to do at the end
     if any(_tier(item) >= TIERS.index("gpu") + 1 for item in items):
         _skip_without_devices(items)
 
@@ -64,13 +64,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects the deep tests that `--deep` does not ask for. Every tenth of them, in their order, is a part."""
+    """Deselects the deep tests that `--deep` does not ask for."""
     part = config.getoption("--deep")
-    chosen = {"all": slice(None), "none": slice(0)}.get(part) or slice(int(part), None, DEEP_PARTS)
-    deep = [item for item in items if item.get_closest_marker("deep")]
-    left_out = set(deep) - set(deep[chosen])
+    left_out = {item for item in items if item.get_closest_marker("deep") and not _is_in_part(item.nodeid, part)}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
+
+
+def _is_in_part(name: str, part: str) -> bool:
+    """Whether a name belongs to a part, by its checksum: others that come or go move no test to another part."""
+    return part == "all" or part == str(crc32(name.encode()) % DEEP_PARTS)
 
 
 def _leave_out_examples(part: str, items: list[pytest.Item]) -> None:
@@ -84,7 +87,7 @@ def _leave_out_examples(part: str, items: list[pytest.Item]) -> None:
         if is_hypothesis_test(test):
             tests[getattr(test, "__func__", test)] = item.nodeid.partition("::")[0]
     for test, path in tests.items():
-        if part not in ("all", str(crc32(path.encode()) % DEEP_PARTS)):
+        if not _is_in_part(path, part):
             own = test._hypothesis_internal_use_settings  # `settings` itself can decorate a test only once
             fewer = min(own.max_examples, max(5, own.max_examples // 5))
             test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)

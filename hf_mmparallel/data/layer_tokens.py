@@ -19,7 +19,7 @@ from .global_batches import GlobalBatch
 from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
-from .size_sources import LayerTokens, keep_sizes, measure_samples, spread
+from .size_sources import LayerTokens, measure_samples, spread
 from .skeleton import entered_shape, make_skeleton
 from .streams import StreamSizes, StreamWindow
 from .token_collator import TOKEN_FIELDS
@@ -55,7 +55,6 @@ def measure_layers(
         candidates = np.array(spread(len(source), NUM_CANDIDATES), dtype=np.int64)
     candidates = _measurable(source, candidates)
     rows = source(candidates.tolist()).tokens if len(candidates) else {}
-    keep_sizes(source, candidates.tolist())
     skeleton, found = None, {}
     for name in spec.encoders:
         sizes, first = np.unique(rows.get(name, []), return_index=True)

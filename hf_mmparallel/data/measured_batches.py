@@ -21,8 +21,6 @@ from .size_sources import KnownSizes, measure_samples
 logger = logging.get_logger(__name__)
 
 _WORKERS, _AHEAD = 2, 4  # measuring processes per rank, and global batches that each of them prefetches
-_MIN_SAVED = 256  # samples that are worth a write to the cache
-_GROWTH = 8  # the cache file grows by at least an eighth of its samples at a time
 
 
 class Exchange(Protocol):
@@ -83,8 +81,6 @@ class MeasuringRanks:
     rank: int
     world_size: int
     exchange: Exchange  # all-gather of values over the ranks
-    # this rank writes the sizes measured by all ranks to the cache of their source, for later runs
-    keeps: bool = False
 
 
 class MeasuredBatchSampler(GlobalBatchSampler):
@@ -116,8 +112,6 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         self.unknown = unknown
         self.ranks = ranks
         self._source = source
-        self._kept = 0
-        self._unsaved: list[np.ndarray] | None = [] if ranks.keeps and hasattr(source, "keep") else None
         self._loader: Any = DataLoader(
             ShareReader(source, dataset),
             batch_sampler=_Shares(self),  # type: ignore[arg-type]
@@ -131,15 +125,12 @@ class MeasuredBatchSampler(GlobalBatchSampler):
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         # Lazy until the first global batch: loaders create iterators that they do not use, and samplers count epochs.
-        try:
-            for share in self._loader:
-                yield self.with_limits(self._sized(share))
-        finally:
-            self._keep(1)
+        for share in self._loader:
+            yield self.with_limits(self._sized(share))
 
     def measure_anew(self, ranks: MeasuringRanks) -> None:
         """Measures all samples again, with other ranks, which may not know the same ones."""
-        self.ranks = replace(ranks, keeps=self.ranks.keeps)
+        self.ranks = ranks
         self.known = KnownSizes(len(self._source), list(self.unknown.tokens))
 
     def shares(self) -> Iterator[BatchShare]:
@@ -164,8 +155,6 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         for share in measured:
             if share.sizes is not None:
                 self.known.put(share.indices, share.sizes)
-                if self._unsaved is not None:
-                    self._unsaved.append(np.array(share.indices, dtype=np.int64))
             if share.unknown:
                 logger.warning_once(
                     "Samples of unknown size count like the median of the samples measured at the start. Their images "
@@ -173,20 +162,10 @@ class MeasuredBatchSampler(GlobalBatchSampler):
                 )
                 self.known.put(share.unknown, self.unknown.take(np.zeros(len(share.unknown), np.int64)))
             bad |= share.bad
-        self._keep(max(_MIN_SAVED, self._kept // _GROWTH))
         batch_indices = {
             batch_index: bad[index] for batch_index, index in enumerate(global_batch.samples) if index in bad
         }
         return replace(global_batch, sizes=self.known.sizes.take(global_batch.samples), bad=batch_indices)
-
-    def _keep(self, at_least: int) -> None:
-        """Writes new measurements to the cache, if there are at least `at_least`."""
-        if self._unsaved is None or sum(map(len, self._unsaved)) < at_least:
-            return
-        indices = np.concatenate(self._unsaved)
-        self._kept += len(indices)
-        done = self._source.keep(indices, self.known.sizes.take(indices))
-        self._unsaved = [] if done else None  # after a failed write no further one is tried
 
 
 class _Shares:

@@ -18,7 +18,7 @@ from .chat_collator import ChatCollator
 from .defaults import default_collator
 from .image_sizes import UnknownSizeError
 from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, OrOne, SampleMeasure, TokenMeasure
-from .size_sources import ConcatSizes, LazySizes, Ragged, SizeCache, SubsetSizes, TableSizes
+from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
 from .step_dataset import seeded
 from .streams import StreamSizes, StreamWindow, is_stream
 
@@ -246,8 +246,7 @@ class _Choice:
             # fingerprints of dataset and measure; others are measured when they are first asked for.
             if len(dataset) > PARALLEL_FROM and not isinstance(measure, (ColumnMeasure, TokenMeasure)):
                 view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
-                cache = SizeCache.of(view, measure)
-                return LazySizes(len(dataset), _StoredReader(view, measure), modules, measure.counts_rows, cache)
+                return LazySizes(len(dataset), _StoredReader(view, measure), modules, measure.counts_rows)
             return _measured_table(dataset, measure, modules, self.num_proc)
         measure = self.given
         if isinstance(dataset, Sequence) and len(dataset) and isinstance(dataset[0], Mapping):

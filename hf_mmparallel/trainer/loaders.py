@@ -236,13 +236,12 @@ def with_sizes(
 ) -> MeasuredBatchSampler:
     """Returns global batches with the sizes of their samples, of which each rank measures a share."""
     args = context.args
-    ranks = replace(_measuring(context.world), keeps=args.local_process_index == 0)
     return MeasuredBatchSampler(
         global_batches,
         sizes.source,
         dataset,
         sizes.median or SampleSizes.uniform(dict.fromkeys(context.spec.modules, 1), 1),
-        ranks,
+        _measuring(context.world),
         args.dataloader_num_workers,
         args.dataloader_multiprocessing_context,
     )

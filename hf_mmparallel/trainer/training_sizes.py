@@ -15,7 +15,7 @@ from ..data.layer_tokens import measure_layers
 from ..data.measured_batches import median_of
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens, drawn_samples, keep_sizes, measure_samples, spread
+from ..data.size_sources import LayerTokens, drawn_samples, measure_samples, spread
 from ..data.streams import StreamSizes, StreamWindow
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes
 from ..steps.step_planner import SizeFunction
@@ -194,7 +194,6 @@ def representative_batch(
             # without samples whose file can't be read, and with `on_bad_sample="skip"` all that have no size
             readable += _readable(sizes, few, args.on_bad_sample == "skip")
             bar.update(len(few))
-    keep_sizes(sizes, readable)
     return GlobalBatch(tuple(readable))
 
 
