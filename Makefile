@@ -31,7 +31,7 @@ export PIP_NO_INPUT := 1
 export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo charts test test-deep test-newest releases update-constraints quick lint format bench pages clean
+.PHONY: help venv demo charts test tests test-deep test-newest releases update-constraints quick lint format bench pages clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -54,7 +54,9 @@ charts: $(INSTALLED) ## train the chart model on four CPU processes, arranged by
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
 	    examples/train_chart_vlm.py --output_dir $(CHARTS_OUT) $(CHARTS_ARGS)
 
-test: lint ## all gates and all tests but the deep ones, PYTEST_WORKERS at a time; DEEP=0 to 9 adds a tenth of those
+test: lint tests ## all gates and all tests but the deep ones, PYTEST_WORKERS at a time; DEEP=0 to 9 adds a tenth of those
+
+tests: $(INSTALLED) ## `make test` without gates
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --deep $(DEEP) $(PYTEST_ARGS)
 
 test-deep: $(INSTALLED) ## the deep tests: benchmarks, published tables, brute force, chaos, full products
