@@ -144,10 +144,11 @@ def with_adapters() -> int:
     model, batch = build("llava")
     targets = ["q_proj", "v_proj", "o_proj", "out_proj", "fc2", "lm_head", "down_proj"]
     inject_adapter_in_model(LoraConfig(r=4, target_modules=targets), model)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(std=0.1)
+                parameter.normal_(std=0.1, generator=generator)
     reference = copy.deepcopy(model)
     return check_equal(model, reference, batch, shard(model, build_model_spec(model)))
 
