@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_mmparallel.modeling.streamed_layers import StreamedLayers
 
 WIDTH, DEPTH = 16, 5
-CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
@@ -43,9 +41,14 @@ class Stack(nn.Module):
         return hidden
 
 
-def gradients(model: Any, hidden: torch.Tensor, num_microbatches: int) -> list[torch.Tensor]:
-    """Output, and gradients of input and adapters; all forwards run before the backwards."""
-    leaves = [hidden[i].clone().requires_grad_() for i in range(num_microbatches)]
+def streamed_stack() -> tuple[Stack, StreamedLayers]:
+    model = Stack()
+    return model, StreamedLayers(dict(enumerate(model.layers)), torch.device("cpu"))
+
+
+def gradients(model: Stack, hidden: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs of two microbatches, and gradients of inputs and adapters; both forwards run before the backwards."""
+    leaves = [part.clone().requires_grad_() for part in hidden]
     outputs = [model(leaf) for leaf in leaves]
     for output in outputs:
         output.square().sum().backward()
@@ -56,16 +59,14 @@ def gradients(model: Any, hidden: torch.Tensor, num_microbatches: int) -> list[t
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_outputs_and_gradients_are_equal(recompute: bool):
-    torch.manual_seed(0)
-    model: Any = Stack()
-    hidden = torch.randn(2, 3, WIDTH)
+    model, hidden = Stack(), torch.randn(2, 3, WIDTH)
     for layer in model.layers:
         layer.gradient_checkpointing = recompute
-    want = gradients(copy.deepcopy(model), hidden, 2)
-    streamed = StreamedLayers(dict(enumerate(model.layers)), CPU)
+    want = gradients(copy.deepcopy(model), hidden)
+    streamed = StreamedLayers(dict(enumerate(model.layers)), torch.device("cpu"))
     one = streamed._host[0].numel()
     for _ in range(2):
-        got = gradients(model, hidden, 2)
+        got = gradients(model, hidden)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert streamed.bytes_on_device == 0 and streamed.peak_bytes == 2 * one
     with torch.no_grad():
@@ -73,8 +74,7 @@ def test_outputs_and_gradients_are_equal(recompute: bool):
 
 
 def test_nothing_of_frozen_weights_stays_for_the_backward():
-    model: Any = Stack()
-    streamed = StreamedLayers(dict(enumerate(model.layers)), CPU)
+    model, streamed = streamed_stack()
     bring, storages = streamed._bring, []
 
     def noting(index: int):
@@ -93,9 +93,7 @@ def test_nothing_of_frozen_weights_stays_for_the_backward():
 
 
 def test_weights_in_host_memory_can_be_read_changed_and_cast():
-    model: Any = Stack()
-    other = Stack()
-    streamed = StreamedLayers(dict(enumerate(model.layers)), CPU)
+    (model, streamed), other = streamed_stack(), Stack()
     model.load_state_dict(other.state_dict())
     hidden = torch.randn(3, WIDTH)
     with torch.no_grad():
@@ -108,8 +106,7 @@ def test_weights_in_host_memory_can_be_read_changed_and_cast():
 
 
 def test_a_forward_that_fails_leaves_the_weights_in_host_memory():
-    model: Any = Stack()
-    streamed = StreamedLayers(dict(enumerate(model.layers)), CPU)
+    model, streamed = streamed_stack()
     with pytest.raises(RuntimeError):
         model(torch.randn(3, WIDTH + 1))
     assert model.layers[0].scale.untyped_storage().data_ptr() == streamed._host[0].untyped_storage().data_ptr()

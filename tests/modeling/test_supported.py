@@ -16,32 +16,23 @@ from tests import tiny
 
 torch.set_num_threads(1)
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "vocab_size": 64}
 IMAGES: dict[str, Any] = {"image_size": 16, "patch_size": 8}
 AUDIO: dict[str, Any] = {"d_model": 32, "encoder_layers": 3, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
 
 
 def mllama() -> PretrainedConfig:
     """Its language model attends to images across, and it has no `get_image_features`."""
-    vision = hf.models.mllama.MllamaVisionConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_global_layers=2,
-        attention_heads=4,
-        intermediate_layers_indices=[0],
-        vision_output_dim=64,
-        **IMAGES,
-    )
-    text = hf.models.mllama.MllamaTextConfig(
-        **SIZES, num_key_value_heads=2, vocab_size=64, pad_token_id=0, cross_attention_layers=[1]
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_global_layers": 2, **IMAGES}
+    sizes |= {"attention_heads": 4, "intermediate_layers_indices": [0], "vision_output_dim": 64}
+    text = hf.models.mllama.MllamaTextConfig(**TEXT, pad_token_id=0, cross_attention_layers=[1])
+    vision = hf.models.mllama.MllamaVisionConfig(**sizes)
     return hf.MllamaConfig(vision_config=vision, text_config=text, image_token_index=60)
 
 
 def qwen2_audio() -> PretrainedConfig:
-    audio = {"model_type": "qwen2_audio_encoder", **AUDIO}
-    text = {"model_type": "qwen2", **SIZES, "num_key_value_heads": 2, "vocab_size": 64}
-    return hf.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=60)
+    parts = {"audio_config": {"model_type": "qwen2_audio_encoder", **AUDIO}}
+    return hf.Qwen2AudioConfig(**parts, text_config={"model_type": "qwen2", **TEXT}, audio_token_index=60)
 
 
 def git() -> PretrainedConfig:
@@ -49,16 +40,10 @@ def git() -> PretrainedConfig:
     return hf.GitConfig(vision_config={**SIZES, **IMAGES, "num_hidden_layers": 4}, **SIZES, vocab_size=64)
 
 
-def idefics() -> PretrainedConfig:
-    vision = {"embed_dim": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **IMAGES}
-    return hf.IdeficsConfig(vision_config=vision, **SIZES, vocab_size=64)
-
-
 UNKNOWN = {
     mllama: r"`model.vision_model.transformer.layers` \(3 `MllamaVisionEncoderLayer`\), `model.vision_model.global_tr",
     qwen2_audio: r"`model.audio_tower.layers` \(3 `Qwen2AudioEncoderLayer`\); modules: `language_model`",
     git: r"`git.encoder.layer` \(2 `GitLayer`\)",
-    idefics: r"`model.vision_model.encoder.layers` \(2 `IdeficsVisionEncoderLayer`\)",
 }
 
 
@@ -66,19 +51,14 @@ UNKNOWN = {
 def test_layers_in_no_module_are_named(config: Callable[[], PretrainedConfig]):
     model = build_on_meta(config())
     assert list(build_model_spec(model).modules) == [LANGUAGE_MODEL]
-    with pytest.raises(
-        ValueError,
-        match=f"`{type(model).__name__}` has layers that are in no module of a plan.*"
-        f"{UNKNOWN[config]}.*`multimodal_parts`.*`MultimodalModel.from_unimodal`",
-    ):
+    with pytest.raises(ValueError, match=f"`{type(model).__name__}` .*{UNKNOWN[config]}.*`multimodal_parts`"):
         check_supported(model)
 
 
 def test_a_placeholder_that_the_configuration_does_not_say_is_asked_for():
     model = tiny.FAMILIES["voxtral"]()
-    check_supported(model)
     model.config.audio_token_id = None
-    with pytest.raises(ValueError, match="Its configuration has no `audio_token_id`.*set it"):
+    with pytest.raises(ValueError, match="`audio_token_id`"):
         check_supported(model)
 
 
@@ -90,68 +70,52 @@ def test_models_that_are_trained_under_plans_are_not_refused(family: str):
 def test_parts_beside_the_layers_are_no_stack():
     """Janus has an image tokenizer for generation, Gemma 3n projections beside its layers."""
     vision = {"model_type": "janus_vision_model", **SIZES, **IMAGES, "projection_dim": 32, "depth": 2}
-    text = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 64}
     vq = {"embed_dim": 8, "num_embeddings": 16, "base_channels": 32, "image_token_embed_dim": 32, "projection_dim": 32}
+    text = {"model_type": "llama", **TEXT}
     check_supported(build_on_meta(hf.JanusConfig(vision_config=vision, text_config=text, vq_config=vq)))
-    text = {
-        **SIZES,
-        "num_hidden_layers": 4,
-        "intermediate_size": [32] * 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 64,
-    }
+    text = {**TEXT, "num_hidden_layers": 4, "intermediate_size": [32] * 4, "head_dim": 8}
     check_supported(build_on_meta(hf.Gemma3nTextConfig(**text, vocab_size_per_layer_input=64, num_kv_shared_layers=0)))
 
 
 def test_encoders_of_any_make_can_be_composed():
-    config = qwen2_audio()
-    text = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=64))
-    encoder = hf.Qwen2AudioEncoder(config.audio_config)
+    encoder = hf.Qwen2AudioEncoder(qwen2_audio().audio_config)
+    text = hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT))
     check_supported(MultimodalModel.from_unimodal({"audio": encoder}, text, token_ids={"audio": 60}))
 
 
+BERT, LLAMA = hf.BertConfig(**SIZES, vocab_size=64), hf.LlamaConfig(**SIZES, vocab_size=64)
+DECODER = hf.BertConfig(**SIZES, vocab_size=64, is_decoder=True)
+
+
 @pytest.mark.parametrize(
-    "model, sentence",
+    "model, config, salient",
     [
-        (hf.BertForMaskedLM, "is a masked language model.*Set `is_decoder=True` for a causal one"),
-        (hf.BertLMHeadModel, "is a masked language model.*Set `is_decoder=True` for a causal one"),
-        (hf.BertModel, "`BertModel` has no language-model head"),
+        (hf.BertForMaskedLM, BERT, "is a masked language model.*`is_decoder=True`"),
+        (hf.BertLMHeadModel, BERT, "is a masked language model.*`is_decoder=True`"),
+        (hf.BertForMaskedLM, DECODER, "the loss `ForMaskedLM`"),
+        (hf.BertModel, BERT, "no language-model head"),
+        (hf.ViTModel, hf.ViTConfig(**SIZES, **IMAGES), "no language-model head.*`MultimodalModel.from_unimodal`"),
+        (hf.LlamaModel, LLAMA, "no language-model head, .* next-token"),
+        (hf.LlamaForSequenceClassification, LLAMA, "no language-model head, .* next-token"),
+        (hf.LlamaForTokenClassification, LLAMA, "no language-model head, .* next-token"),
+        (hf.LlamaForQuestionAnswering, LLAMA, "no language-model head, .* next-token"),
+        (hf.BertLMHeadModel, DECODER, None),
     ],
 )
-def test_models_that_are_not_causal_are_refused(model: type, sentence: str):
-    config = hf.BertConfig(**SIZES, vocab_size=64)
-    with torch.device("meta"), pytest.raises(ValueError, match=sentence):
-        check_supported(model(config))
-    config.is_decoder = True
+def test_models_that_are_not_causal_or_have_no_head_are_refused(model: type, config: PretrainedConfig, salient: str):
     with torch.device("meta"):
-        check_supported(hf.BertLMHeadModel(config))
-        with pytest.raises(ValueError, match="`BertForMaskedLM` has the loss `ForMaskedLM`"):
-            check_supported(hf.BertForMaskedLM(config))
-
-
-@pytest.mark.parametrize(
-    "suffix", ["Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
-)
-def test_models_without_a_language_model_head_are_refused(suffix: str):
-    name = f"Llama{suffix}"
-    config = hf.LlamaConfig(**SIZES, vocab_size=64)
-    with (
-        torch.device("meta"),
-        pytest.raises(ValueError, match=f"`{name}` has no language-model head, .* next-token"),
-    ):
-        check_supported(getattr(hf, name)(config))
-
-
-def test_encoders_alone_are_refused():
-    with pytest.raises(ValueError, match="`ViTModel` has no language-model head.*`MultimodalModel.from_unimodal`"):
-        check_supported(build_on_meta(hf.ViTConfig(**SIZES, **IMAGES)))
+        built = model(config)
+    if salient is None:
+        check_supported(built)
+        return
+    with pytest.raises(ValueError, match=f"`{model.__name__}` .*{salient}"):
+        check_supported(built)
 
 
 def test_an_encoder_that_a_configuration_leaves_out_is_no_module():
     vision = {"model_type": "gemma4_vision", **SIZES, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4}
-    text = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "vocab_size": 64}
-    text |= {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    text = {**TEXT, "head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 64}
+    text |= {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
     config = hf.Gemma4Config(vision_config=vision, audio_config=None, text_config=text, image_token_id=60)
     model = build_on_meta(config)
     assert model.get_encoder(modality="audio") is None
@@ -160,13 +124,10 @@ def test_an_encoder_that_a_configuration_leaves_out_is_no_module():
 
 
 @pytest.mark.parametrize(
-    "family, sentence",
-    [
-        ("dots3_note", r"`\w+` has a `num_attention_heads` for each layer, .* Train it without `parallel`."),
-        ("muse_spark", r"The width of the layers of `audio` is not known: .* Train it without `parallel`."),
-    ],
+    "family, salient",
+    [("dots3_note", "`num_attention_heads` for each layer"), ("muse_spark", "the layers of `audio`")],
 )
-def test_layers_that_differ_are_told_of(family: str, sentence: str):
+def test_layers_that_differ_are_told_of(family: str, salient: str):
     model = build_on_meta(hf.CONFIG_MAPPING[family]())
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=f"{salient}.* without `parallel`"):
         build_model_spec(model)

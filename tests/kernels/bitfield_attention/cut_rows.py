@@ -14,66 +14,49 @@ from hf_mmparallel.kernels.bitfield_attention import (
     BitfieldMask,
     Kind,
     decode_words,
-    dense_mask,
     encode_words,
     reference_attention,
 )
+from hf_mmparallel.kernels.bitfield_attention.builders import segments_of_lengths
+from hf_mmparallel.kernels.bitfield_attention.intervals import row_bounds
 
 BLOCK = 8
-METHODS = ("lpt", "zigzag", "contiguous", "random")
 FAMILIES = ("causal", "images", "prefix", "isolated", "kinds", "encoder")
 
 
 def packed_words(lengths: list[int], family: str = "causal", padding: int = 0) -> Tensor:
     """Words `[1, T]` of samples of these lengths, the second quarter of each being an image, then padding."""
-    fields: dict[str, list[Tensor]] = {name: [] for name in ("segment", "image", "place")}
-    for i, length in enumerate([*lengths, padding]):
-        place = torch.arange(length)
-        fields["segment"].append(torch.full((length,), (i + 1) % (len(lengths) + 1)))
-        fields["image"].append((place >= length // 4) & (place < length // 2))
-        fields["place"].append(place)
-    segment, image, place = (torch.cat(parts)[None] for parts in fields.values())
+    parts = [*lengths, padding]
+    segment = segments_of_lengths(lengths, sum(parts))
+    place = torch.cat([torch.arange(length) for length in parts])[None]
+    length = torch.tensor(parts).repeat_interleave(torch.tensor(parts))
+    image = (place >= length // 4) & (place < length // 2)
     kinds = torch.where(image, int(Kind.IMAGE), int(Kind.TEXT))
-    if family == "causal":
-        return encode_words(segment)
-    if family == "images":
-        return encode_words(segment, span=image.long(), kinds=kinds)
-    if family == "prefix":
-        return encode_words(segment, span=(place < 7).long())
-    if family == "isolated":
-        return encode_words(segment, span=image.long(), kinds=kinds, causal=~image)
-    if family == "kinds":  # text sees text only, images see all: keys with holes
-        return encode_words(segment, kinds=kinds, sees=torch.where(image, 3, int(Kind.TEXT)))
-    return encode_words(segment, causal=False, sees_all=True)
+    fields: dict[str, dict[str, Any]] = {
+        "causal": {},
+        "images": {"span": image.long(), "kinds": kinds},
+        "prefix": {"span": (place < 7).long()},
+        "isolated": {"span": image.long(), "kinds": kinds, "causal": ~image},
+        # text sees text only, images see all: keys with holes
+        "kinds": {"kinds": kinds, "sees": torch.where(image, 3, int(Kind.TEXT))},
+        "encoder": {"causal": False, "sees_all": True},
+    }
+    return encode_words(segment, **fields[family])
 
 
-def cut(
-    words: Tensor, num_ranks: int, method: str = "lpt", mode: str = "row", seed: int = 0, block: int = BLOCK
-) -> dict[str, Any]:
+def cut(words: Tensor, num_ranks: int, method: Any = "lpt", mode: Any = "row") -> dict[str, Any]:
     """Arguments of `shard_sequence` for one way to cut a row."""
-    seen = dense_mask(BitfieldMask.from_words(words))[0]
-    places = torch.arange(words.shape[1])
-    first = torch.where(seen, places, words.shape[1]).amin(1).numpy()
-    last = torch.where(seen, places, -1).amax(1).numpy()
-    found = assign_context(
-        first,
-        last,
-        num_ranks,
-        block=block,
-        method=method,  # type: ignore[arg-type]
-        mode=mode,  # type: ignore[arg-type]
-        segment_ids=decode_words(words[0]).segment.numpy(),
-        seed=seed,
-    )
-    return {"order": found.order, "positions": found.positions, "gathered": found.gathered, "block": block}
+    bounds, _ = row_bounds(BitfieldMask.from_words(words))
+    segments = decode_words(words[0]).segment.numpy()
+    first, last = bounds.first[0].long().numpy(), bounds.last[0].long().numpy()
+    found = assign_context(first, last, num_ranks, block=BLOCK, method=method, mode=mode, segment_ids=segments)
+    return {"order": found.order, "positions": found.positions, "gathered": found.gathered, "block": BLOCK}
 
 
 def needed_blocks(words: Tensor, order: np.ndarray, num_ranks: int) -> np.ndarray:
     """The blocks `[R, n]` whose segments lie on several ranks, and of each rank as many as of the neediest one."""
-    segments = torch.where(
-        torch.as_tensor(order) >= 0, decode_words(words[0]).segment[torch.as_tensor(order).clamp_min(0)], 0
-    )
-    shards = segments.view(num_ranks, -1)
+    tokens = torch.as_tensor(order)
+    shards = torch.where(tokens >= 0, decode_words(words[0]).segment[tokens.clamp_min(0)], 0).view(num_ranks, -1)
     homes = torch.stack([torch.bincount(shard, minlength=int(shards.max()) + 1) > 0 for shard in shards])
     spanning = homes.sum(0) > 1
     spanning[0] = False
@@ -94,16 +77,15 @@ class Inputs:
     options: dict[str, Any]
 
     @classmethod
-    def draw(
-        cls, generator: torch.Generator, length: int, heads: tuple[int, int], sinks: bool = False, **options: Any
-    ) -> Inputs:
+    def draw(cls, seed: int, length: int, heads: tuple[int, int], sinks: bool = False, **options: Any) -> Inputs:
         """Random float64 tensors of head dimension 8."""
+        generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
-        query, grad_out = normal(1, heads[0], length, 8), normal(1, heads[0], length, 8)
-        key, value = normal(1, heads[1], length, 8), normal(1, heads[1], length, 8)
+        query, grad_out = normal(2, 1, heads[0], length, 8)
+        key, value = normal(2, 1, heads[1], length, 8)
         return cls(query, key, value, grad_out, normal(heads[0]) if sinks else None, options)
 
     def to(self, dtype: torch.dtype) -> Inputs:
@@ -121,9 +103,8 @@ class Inputs:
         """Output and gradients of `attention(query, key, value, *where, sinks=..., **options)`."""
         leaves = {"query": self.query, "key": self.key, "value": self.value, "sinks": self.sinks}
         leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items() if t is not None}
-        out = attention(
-            leaves["query"], leaves["key"], leaves["value"], *where, sinks=leaves.get("sinks"), **self.options
-        )
+        states = (leaves["query"], leaves["key"], leaves["value"])
+        out = attention(*states, *where, sinks=leaves.get("sinks"), **self.options)
         out.backward(self.grad_out)
         return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}  # type: ignore[dict-item]
 

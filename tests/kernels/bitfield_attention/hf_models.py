@@ -12,11 +12,14 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from tests import tiny
 
+torch.set_num_threads(1)
 WINDOW = 6
 TWO_LAYERS = {**tiny.TEXT, "num_hidden_layers": 2}
 HEADS = {**TWO_LAYERS, "head_dim": 16}
 LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN2_MOE = {"use_sliding_window": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN2_MOE |= {"shared_expert_intermediate_size": 32}
 
 TEXT: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": tiny._build("Llama", **TWO_LAYERS),
@@ -28,16 +31,8 @@ TEXT: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**HEADS, **LAYER_TYPES, query_pre_attn_scalar=8)),
     "phi3": tiny._build("Phi3", **TWO_LAYERS, sliding_window=WINDOW),
     "gpt_oss": tiny._build("GptOss", **HEADS, **LAYER_TYPES, **EXPERTS),
-    "qwen2_moe": tiny._build(  # its layers do not pass the window that its masks have
-        "Qwen2Moe",
-        **TWO_LAYERS,
-        **LAYER_TYPES,
-        use_sliding_window=True,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-    ),
+    # its layers do not pass the window that its masks have
+    "qwen2_moe": tiny._build("Qwen2Moe", **TWO_LAYERS, **LAYER_TYPES, **QWEN2_MOE),
     "mixtral": tiny._build("Mixtral", **TWO_LAYERS, **EXPERTS),
 }
 MULTIMODAL = ("llava", "gemma3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
@@ -77,16 +72,20 @@ def multimodal_batch(family: str, size: int = 3) -> dict[str, Tensor]:
     return tiny.collate(family)(tiny.make_dataset(family, size, seed=int(torch.randint(1000, ()))))
 
 
+def batch_of(family: str) -> dict[str, Tensor]:
+    """A padded batch of three rows of any family."""
+    return text_batch() if family in TEXT else multimodal_batch(family)
+
+
 def padded_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with its padding before the tokens."""
     padding = (batch["attention_mask"] == 0).sum(-1).tolist()
+
+    def moved(value: Tensor) -> Tensor:
+        return torch.stack([row.roll(count) for row, count in zip(value, padding, strict=True)])
+
     shape = batch["input_ids"].shape
-    return {
-        name: torch.stack([row.roll(count) for row, count in zip(value, padding, strict=True)])
-        if value.shape == shape
-        else value
-        for name, value in batch.items()
-    }
+    return {name: moved(value) if value.shape == shape else value for name, value in batch.items()}
 
 
 def words_of(family: str, batch: dict[str, Tensor]) -> Tensor:

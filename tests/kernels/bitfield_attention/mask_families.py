@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words
 from hf_mmparallel.kernels.bitfield_attention.builders import (
     bidirectional_words,
     causal_words,
@@ -42,18 +43,6 @@ def draw_row(rng: Random, length: int, samples: int = 3, padding: int = 7) -> tu
     return segments_of_lengths(lengths, length), image
 
 
-def lengths_of(segment: Tensor) -> list[int]:
-    return torch.bincount(segment[segment > 0])[1:].tolist()
-
-
-def _windows(rng: Random, length: int) -> Tensor:
-    return bidirectional_words([16] * (length // 16), length)
-
-
-def _prepended(rng: Random, length: int) -> Tensor:
-    return prepended_words([length // 4, length // 3], length - length // 4 - length // 3)
-
-
 def _family(build: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Random, int], Tensor]:
     return lambda rng, length: build(*draw_row(rng, length))
 
@@ -63,13 +52,15 @@ FAMILIES: dict[str, Callable[[Random, int], Tensor]] = {
     "packed": _family(lambda segment, image: causal_words(segment)),
     "image_spans": _family(image_span_words),
     "prefix": _family(lambda segment, image: prefix_words(segment, image == 1)),
-    "prepended": _prepended,
+    "prepended": lambda rng, length: prepended_words([length // 4, length // 3], length - length // 4 - length // 3),
     "embedded_images": _family(embedded_words),
     "embedded_modality": _family(lambda segment, image: embedded_words(segment, image.clamp(max=1))),
-    "encoder": _family(lambda segment, image: bidirectional_words(lengths_of(segment), segment.shape[1])),
-    "windows": _windows,
+    "encoder": _family(
+        lambda segment, image: bidirectional_words(segment[0].bincount()[1:].tolist(), segment.shape[1])
+    ),
+    "windows": lambda rng, length: bidirectional_words([16] * (length // 16), length),
     "chunked": _family(lambda segment, image: chunked_words(causal_words(segment), 11)),
-    "noised": _family(lambda segment, image: noised_words(image_span_words(segment, image), image)),
+    "noised": _family(lambda segment, image: noised_words(image_span_words(segment, image), image * (image > 1))),
 }
 HOLES = ("embedded_modality", "noised")
 """Families whose rows have holes, or may have some."""
@@ -98,9 +89,17 @@ def permuted(mask: BitfieldMask, rng: Random, num_queries: int, without_keys: Se
     length = mask.query_words.shape[1]
     queries = rng.sample(range(length), num_queries)
     keys = [index for index in rng.sample(range(length), length) if index not in without_keys]
-    return BitfieldMask(
-        mask.query_words[:, queries],
-        mask.query_positions[:, queries],
-        mask.key_words[:, keys],
-        mask.key_positions[:, keys],
-    )
+    of_queries, of_keys = mask.tensors[:2], mask.tensors[2:]
+    return BitfieldMask(*(tensor[:, queries] for tensor in of_queries), *(tensor[:, keys] for tensor in of_keys))
+
+
+@st.composite
+def masks(draw: st.DrawFn, longest: int) -> tuple[BitfieldMask, int]:
+    """A mask of any words and a window; of some masks some queries, in any order, without keys that nobody sees."""
+    rng, length = Random(draw(st.integers(0, 2**32))), draw(st.integers(1, longest))
+    window = draw(st.sampled_from([0, 0, 1, 9]))
+    mask = BitfieldMask.from_words(random_words(rng, draw(st.integers(1, 3)), length))
+    if draw(st.booleans()):
+        unseen = (~dense_mask(mask, window).any(1).any(0)).nonzero()[:, 0].tolist()
+        mask = permuted(mask, rng, rng.randrange(1, length + 1), without_keys=unseen[: len(unseen) // 2])
+    return mask, window

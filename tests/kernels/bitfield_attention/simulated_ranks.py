@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -42,11 +44,11 @@ _this = _Rank()
 class _Work:
     """A collective under way, of which nothing has arrived yet."""
 
-    def __init__(self, output: Tensor, own: Tensor, group: SimulatedGroup, kind: str):
+    def __init__(self, kind: str, output: Tensor, own: Tensor, group: SimulatedGroup):
         self.output, self.own, self.group, self.kind = output, own, group, kind
         self.call = _this.num_calls
         _this.num_calls += 1
-        _this.events.append(f"start {kind} {self.call}")
+        record(f"start {kind} {self.call}")
         kept = own.clone()
         output.fill_(float("nan") if output.is_floating_point() else -7)
         if own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
@@ -57,7 +59,7 @@ class _Work:
     def wait(self) -> None:
         """Meets the other ranks and takes what they sent."""
         group, rank = self.group, _this.rank
-        _this.events.append(f"wait {self.kind} {self.call}")
+        record(f"wait {self.kind} {self.call}")
         group.sent[rank, self.call] = self.own.clone()
         group.barrier.wait(TIME_LIMIT_S)
         parts = [group.sent[other, self.call] for other in range(group.num_ranks)]
@@ -67,12 +69,6 @@ class _Work:
         self.output.copy_(torch.cat(parts))
         group.barrier.wait(TIME_LIMIT_S)
         del group.sent[rank, self.call]
-
-
-def install(monkeypatch: Any) -> None:
-    """Context parallelism of this process talks to simulated groups."""
-    monkeypatch.setattr(context_parallel, "_all_gather", lambda out, own, group: _Work(out, own, group, "gather"))
-    monkeypatch.setattr(context_parallel, "_all_to_all", lambda out, own, group: _Work(out, own, group, "exchange"))
 
 
 def record(event: str) -> None:
@@ -95,11 +91,14 @@ def run_simulated(fn: Callable[[int, SimulatedGroup], Any], num_ranks: int) -> t
             errors.append(error)
             group.barrier.abort()
 
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * TIME_LIMIT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_parallel, "_all_gather", partial(_Work, "gather"))
+        patch.setattr(context_parallel, "_all_to_all", partial(_Work, "exchange"))
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * TIME_LIMIT_S)
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
     for seen in events:

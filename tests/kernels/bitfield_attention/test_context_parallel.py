@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import threading
 from typing import Any
 
 import numpy as np
@@ -25,15 +23,11 @@ from hf_mmparallel.kernels.bitfield_attention.context_parallel import (
 from tests.deep_cases import deep
 
 from ...distributed import run_distributed
-from .cut_rows import BLOCK, FAMILIES, METHODS, Inputs, cut, needed_blocks, one_rank, packed_words
-from .simulated_ranks import SimulatedGroup, install, record, run_simulated
+from .cut_rows import BLOCK, FAMILIES, Inputs, cut, needed_blocks, one_rank, packed_words
+from .simulated_ranks import SimulatedGroup, record, run_simulated
 
 GRADS = ("query", "key", "value")
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def _whole(shards: list[SequenceShard], ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -50,13 +44,11 @@ def _whole(shards: list[SequenceShard], ranks: list[dict[str, torch.Tensor]]) ->
     return whole
 
 
-def _simulate(words: torch.Tensor, inputs: Inputs, num_ranks: int, heads_per_gather: int = 2, **how: Any) -> Any:
-    """Results of all ranks, their shards, and what happened on each."""
+def _simulate(words: torch.Tensor, inputs: Inputs, num_ranks: int, **how: Any) -> Any:
+    """Shards and results of all ranks, and what happened on each."""
 
     def body(rank: int, group: SimulatedGroup) -> tuple[SequenceShard, dict[str, torch.Tensor]]:
-        shard = shard_sequence(
-            words, rank=rank, group=group, num_ranks=num_ranks, heads_per_gather=heads_per_gather, **how
-        )
+        shard = shard_sequence(words, rank=rank, group=group, num_ranks=num_ranks, **how)
         return shard, inputs.of_rank(shard).run(context_parallel_attention, shard)
 
     values, events = run_simulated(body, num_ranks)
@@ -81,29 +73,27 @@ def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, int, dict[str, Any]]:
     return words, num_ranks, how
 
 
+OPTIONS = {
+    "window": st.integers(1, 50),
+    "softcap": st.floats(1.0, 9.0),
+    "scale": st.floats(0.1, 1.0),
+    "sinks": st.just(True),
+}
+
+
 @settings(max_examples=40)
 @given(
     cut=cuts(),
     heads=st.sampled_from([(2, 1), (6, 3), (4, 4), (5, 5)]),
     heads_per_gather=st.integers(1, 5),
-    options=st.fixed_dictionaries(
-        {},
-        optional={
-            "window": st.integers(1, 50),
-            "softcap": st.floats(1.0, 9.0),
-            "scale": st.floats(0.1, 1.0),
-            "sinks": st.just(True),
-        },
-    ),
+    options=st.fixed_dictionaries({}, optional=OPTIONS),
     seed=st.integers(0, 2**31),
 )
 def test_any_cut_equals_the_whole_row(cut, heads, heads_per_gather, options, seed):
     words, num_ranks, how = cut
-    inputs = Inputs.draw(_generator(seed), words.shape[1], heads, **options)
+    inputs = Inputs.draw(seed, words.shape[1], heads, **options)
     expected = one_rank(inputs, words)
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
-        shards, results, _ = _simulate(words, inputs, num_ranks, heads_per_gather, **how)
+    shards, results, _ = _simulate(words, inputs, num_ranks, heads_per_gather=heads_per_gather, **how)
     found = _whole(shards, results)
     assert found.keys() == expected.keys()
     held = words[0] != 0
@@ -119,27 +109,25 @@ def test_any_cut_equals_the_whole_row(cut, heads, heads_per_gather, options, see
 
 @pytest.mark.parametrize("num_heads", [1, 5])
 def test_gathers_overlap_kernels_and_never_write_what_one_reads(monkeypatch, num_heads):
-    install(monkeypatch)
-    for name in ("attention_forward", "attention_backward"):
-        kernel = getattr(context_parallel, name)
-        monkeypatch.setattr(
-            context_parallel,
-            name,
-            lambda *args, kernel=kernel, name=name: (record(name.removeprefix("attention_")), kernel(*args))[1],
-        )
+    for name in ("forward", "backward"):
+        kernel = getattr(context_parallel, f"attention_{name}")
+        noted = lambda *args, name=name, kernel=kernel: (record(name), kernel(*args))[1]  # noqa: E731
+        monkeypatch.setattr(context_parallel, f"attention_{name}", noted)
     words = packed_words([30, 34])
-    inputs = Inputs.draw(_generator(0), 64, (num_heads, num_heads))
-    _, _, events = _simulate(words, inputs, 2, 1, **cut(words, 2))
+    inputs = Inputs.draw(0, 64, (num_heads, num_heads))
+    _, _, events = _simulate(words, inputs, 2, heads_per_gather=1, **cut(words, 2))
     assert events[0] == events[1]
     calls = [event.split() for event in events[0]]
     half = next(i for i, call in enumerate(calls) if call == ["wait", "gather", str(num_heads - 1)]) + 2
     for kernel, part in (("forward", calls[:half]), ("backward", calls[half:])):
-        starts = [i for i, call in enumerate(part) if call[:2] == ["start", "gather"]]
-        waits = [i for i, call in enumerate(part) if call[:2] == ["wait", "gather"]]
-        kernels = [i for i, call in enumerate(part) if call[0] == kernel]
-        sends = [i for i, call in enumerate(part) if call[:2] == ["start", "exchange"]]
-        arrivals = [i for i, call in enumerate(part) if call[:2] == ["wait", "exchange"]]
+        starts, waits, sends, arrivals = (
+            [i for i, call in enumerate(part) if call[:2] == [verb, noun]]
+            for noun in ("gather", "exchange")
+            for verb in ("start", "wait")
+        )
+        kernels = [i for i, call in enumerate(part) if call == [kernel]]
         assert len(starts) == len(waits) == len(kernels) == num_heads
+        assert len(sends) == (num_heads if kernel == "backward" else 0)
         for i in range(num_heads):
             assert starts[i] < waits[i] < kernels[i]
             if i + 1 < num_heads:
@@ -150,92 +138,41 @@ def test_gathers_overlap_kernels_and_never_write_what_one_reads(monkeypatch, num
                 assert kernels[i] < sends[i] < arrivals[i]
                 if i + 1 < num_heads:
                     assert kernels[i + 1] < arrivals[i], "gradients are awaited before there is something to do"
-        assert len(sends) == (num_heads if kernel == "backward" else 0)
 
 
-def test_only_blocks_of_spanning_segments_travel(monkeypatch):
-    install(monkeypatch)
-    words = packed_words([24, 16, 24])  # the second sample is cut in two
+def test_only_blocks_of_spanning_segments_travel():
     order = np.arange(64)
-    shards, _, events = _simulate(
-        words,
-        Inputs.draw(_generator(1), 64, (2, 2)),
-        2,
-        order=order,
-        gathered=needed_blocks(words, order, 2),
-        block=BLOCK,
-    )
-    assert [shard.num_sent for shard in shards] == [8, 8]
-    assert shards[0].mask.key_words.shape == (1, 32 + 2 * 8)
-    assert (shards[0].mask.key_words[0, 32:40] == 0).all(), "a key of this rank counts twice"
-    words = packed_words([32, 20, 12])
-    _, _, events = _simulate(
-        words,
-        Inputs.draw(_generator(2), 64, (2, 2)),
-        2,
-        order=order,
-        gathered=needed_blocks(words, order, 2),
-        block=BLOCK,
-    )
-    assert events == [[], []], "nothing spans the ranks and something travels"
+    shards, events = {}, {}
+    for name, lengths in {"the second is cut": [24, 16, 24], "none is cut": [32, 20, 12]}.items():
+        words = packed_words(lengths)
+        how = {"order": order, "gathered": needed_blocks(words, order, 2), "block": BLOCK}
+        shards[name], _, events[name] = _simulate(words, Inputs.draw(1, 64, (2, 2)), 2, **how)
+    cut_shards = shards["the second is cut"]
+    assert [shard.num_sent for shard in cut_shards] == [8, 8]
+    assert cut_shards[0].mask.key_words.shape == (1, 32 + 2 * 8)
+    assert (cut_shards[0].mask.key_words[0, 32:40] == 0).all(), "a key of this rank counts twice"
+    assert events["none is cut"] == [[], []], "nothing spans the ranks and something travels"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rounding_is_that_of_one_rank(monkeypatch, dtype):
-    install(monkeypatch)
+def test_rounding_is_that_of_one_rank_and_the_same_each_time(dtype):
     words = packed_words([100, 17, 39], "images", padding=3)
-    wide = Inputs.draw(_generator(3), words.shape[1], (4, 2)).to(dtype).to(torch.float64)
-    exact = one_rank(wide, words)
-    single = wide.to(dtype).run(lambda q, k, v, sinks, **options: bitfield_attention(q, k, v, words, **options))
-    shards, results, _ = _simulate(words, wide.to(dtype), 4, **cut(words, 4))
-    for name, tensor in _whole(shards, results).items():
+    narrow = Inputs.draw(3, words.shape[1], (4, 2)).to(dtype)
+    exact = one_rank(narrow.to(torch.float64), words)
+    single = narrow.run(lambda q, k, v, sinks, **options: bitfield_attention(q, k, v, words, **options))
+    (shards, first, _), (_, second, _) = (_simulate(words, narrow, 4, **cut(words, 4)) for _ in range(2))
+    for name, tensor in _whole(shards, first).items():
         norm = exact[name].norm()
         error, allowed = ((t.double() - exact[name]).norm() / norm for t in (tensor, single[name]))
         assert tensor.dtype == dtype
         assert error <= 1.5 * allowed, name
-
-
-@pytest.mark.parametrize(
-    "mode, block",
-    [
-        deep("row", 128),
-        deep("row", BLOCK),
-        ("segments", BLOCK),
-    ],
-)
-def test_triton_kernels_take_rows_and_keys_as_they_lie(monkeypatch, mode, block):
-    install(monkeypatch)
-    turn = threading.Lock()  # the interpreter of kernels has one state for all threads
-    for name in ("attention_forward", "attention_backward"):
-        kernel = getattr(context_parallel, name)
-
-        def on_triton(*args, kernel=kernel):
-            with turn:
-                return kernel(*args, backend="triton")
-
-        monkeypatch.setattr(context_parallel, name, on_triton)
-    words = packed_words([150, 31, 40, 29], "images", padding=3)
-    inputs = Inputs.draw(_generator(7), words.shape[1], (6, 3), sinks=True, window=90).to(torch.float32)
-    shards, results, _ = _simulate(words, inputs, 2, **cut(words, 2, mode=mode, block=block))
-    assert (shards[0].sent is None) == (mode == "row")
-    expected = one_rank(inputs.to(torch.float64), words)
-    for name, found in _whole(shards, results).items():
-        torch.testing.assert_close(found.double(), expected[name], rtol=1e-4, atol=2e-5, msg=name)
-
-
-def test_runs_are_bitwise_equal(monkeypatch):
-    install(monkeypatch)
-    words = packed_words([100, 17, 39], "images", padding=3)
-    inputs = Inputs.draw(_generator(4), words.shape[1], (4, 2)).to(torch.float32)
-    (_, first, _), (_, second, _) = (_simulate(words, inputs, 3, **cut(words, 3)) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_rank_without_gradients_takes_part_in_the_backward_pass(monkeypatch):
-    install(monkeypatch)
+def test_a_rank_without_gradients_takes_part_in_the_backward_pass():
     words = packed_words([20, 12])
-    inputs = Inputs.draw(_generator(8), 32, (2, 1))
+    inputs = Inputs.draw(8, 32, (2, 1))
     how = cut(words, 2)
 
     def body(rank, group):
@@ -251,31 +188,23 @@ def test_a_rank_without_gradients_takes_part_in_the_backward_pass(monkeypatch):
     torch.testing.assert_close(found, shard.take(one_rank(inputs, words)["key"], 2), **EXACT)
 
 
-def test_lse_is_returned_and_one_rank_needs_no_group():
+def test_one_rank_needs_no_group_returns_lse_and_is_left_out_of_compiled_code():
     words = packed_words([20, 12])
     shard = shard_sequence(words, np.arange(32), 0, None, num_ranks=1)
-    inputs = Inputs.draw(_generator(5), 32, (2, 1))
+    inputs = Inputs.draw(5, 32, (2, 1), softcap=3.0)
     expected, found = one_rank(inputs, words), inputs.run(context_parallel_attention, shard)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], **EXACT)
-    out, lse = context_parallel_attention(inputs.query, inputs.key, inputs.value, shard, return_lse=True)
-    assert lse.shape == (1, 2, 32)
     with torch.no_grad():
-        again = context_parallel_attention(inputs.query, inputs.key, inputs.value, shard)
-    assert torch.equal(again, out)
-
-
-def test_compiled_code_goes_around_it():
-    words = packed_words([20, 12])
-    shard = shard_sequence(words, np.arange(32), 0, None, num_ranks=1)
-    inputs = Inputs.draw(_generator(6), 32, (2, 1), softcap=3.0)
+        states = (inputs.query, inputs.key, inputs.value)
+        again, lse = context_parallel_attention(*states, shard, softcap=3.0, return_lse=True)
+    assert torch.equal(again, found["out"]) and lse.shape == (1, 2, 32)
 
     def layer(query, key, value, *, sinks, **options):
         return context_parallel_attention(2 * query, key, value, shard, **options) + 1
 
-    compiled = torch.compile(layer, backend="eager")
-    for name, found in inputs.run(compiled).items():
-        assert torch.equal(found, inputs.run(layer)[name]), name
+    for name, compiled in inputs.run(torch.compile(layer, backend="eager")).items():
+        assert torch.equal(compiled, inputs.run(layer)[name]), name
 
 
 @settings(max_examples=30)
@@ -284,19 +213,17 @@ def test_taking_and_gathering_tokens_are_inverse_and_adjoint(cut, dim, seed):
     words, num_ranks, how = cut
     shape = [3, 4, 5]
     shape[dim] = words.shape[1]
-    x = torch.randn(shape, generator=_generator(seed))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
     def body(rank, group):
         shard = shard_sequence(words, rank=rank, group=group, num_ranks=num_ranks, **how)
         own = shard.take(x, dim, padding=float("inf"))
         padding = shard.take(torch.ones_like(x), dim) == 0
         assert bool(own[padding].isinf().all()) and bool(own[~padding].isfinite().all())
-        y = torch.randn(own.shape, generator=_generator(seed + rank)).masked_fill(padding, 0)
+        y = torch.randn(own.shape, generator=torch.Generator().manual_seed(seed + rank)).masked_fill(padding, 0)
         return own, shard.gather_tokens(own, dim), y, shard.gather_tokens(y, dim)
 
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
-        values, _ = run_simulated(body, num_ranks)
+    values, _ = run_simulated(body, num_ranks)
     for _, whole, _, gathered in values:
         assert torch.equal(whole, x)
         assert torch.equal(gathered, values[0][3])
@@ -316,54 +243,45 @@ def test_rows_of_padding_get_the_words_and_labels_of_padding():
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, salient",
     [
-        ({"words": packed_words([8, 8]).expand(2, -1)}, "Pack the samples into one row"),
-        ({"order": np.arange(15)}, "cannot share equally"),
+        ({"words": packed_words([8, 8]).expand(2, -1)}, r"\(2, 16\)"),
+        ({"order": np.arange(15)}, r"\(15,\)"),
         ({"order": np.r_[np.arange(15), 14]}, "token 14 2 times"),
         ({"order": np.r_[np.arange(15), -1]}, "token 15 0 times"),
         ({"order": np.r_[np.arange(15), 16]}, "Use 0 to 15"),
-        ({"gathered": [[2], [0]], "block": 4}, "name those from 0 to 1"),
+        ({"gathered": [[2], [0]], "block": 4}, "from 0 to 1"),
         ({"gathered": [[0], [0]], "block": 3}, "whole blocks"),
-        ({"heads_per_gather": 0}, "it must be at least 1"),
+        ({"heads_per_gather": 0}, "heads_per_gather"),
     ],
 )
-def test_mistakes_are_named(change, message):
+def test_mistakes_are_named(change, salient):
     arguments = {"words": packed_words([8, 8]), "order": np.arange(16), "rank": 0, "group": None, "num_ranks": 2}
-    shard_sequence(**arguments)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=salient):
         shard_sequence(**{**arguments, **change})
 
 
-def test_tensors_of_the_whole_row_are_refused():
-    shard = shard_sequence(packed_words([8, 8]), np.arange(16), 0, None, num_ranks=2)
-    whole = torch.randn(1, 2, 16, 4)
-    with pytest.raises(ValueError, match="this rank's tokens only"):
-        context_parallel_attention(whole, whole, whole, shard)
-    with pytest.raises(ValueError, match="a tensor of the whole row"):
-        shard.take(torch.zeros(1, 8))
-
-
-def test_tensors_that_do_not_go_together_are_refused():
+def test_tensors_of_the_whole_row_or_that_do_not_go_together_are_refused():
     """Before anything travels: the buffer of keys would silently round or widen values of another dtype."""
     shard = shard_sequence(packed_words([8, 8]), np.arange(16), 0, None, num_ranks=2)
     query, key = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
-    with pytest.raises(ValueError, match="one dtype and one device"):
-        context_parallel_attention(query, key, key.bfloat16(), shard)
-    with pytest.raises(ValueError, match="2 heads of keys must divide the 3 of queries"):
-        context_parallel_attention(query[:, :3], key, key, shard)
+    whole = torch.randn(1, 2, 16, 16)
+    for salient, states in (
+        ("this rank's tokens only", (whole, whole, whole)),
+        ("one dtype", (query, key, key.bfloat16())),
+        ("2 heads of keys must divide the 3", (query[:, :3], key, key)),
+    ):
+        with pytest.raises(ValueError, match=salient):
+            context_parallel_attention(*states, shard)
+    with pytest.raises(ValueError, match="8 tokens"):
+        shard.take(torch.zeros(1, 8))
 
 
-# What real ranks of a group do.
-
+# What real ranks of a group do: ways to cut the row, its samples, heads, heads gathered together, options.
 CASES = [
-    (method, mode, family, heads, group, options)
-    for i, (method, mode) in enumerate([*((m, "row") for m in METHODS), ("lpt", "segments"), ("lpt", "segments")])
-    for family, heads, group, options in (
-        (FAMILIES[i % 6], (4, 2), 1, {"window": 23}),
-        (FAMILIES[(i + 2) % 6], (6, 3), 2, {"sinks": True, "softcap": 4.0}),
-        (FAMILIES[(i + 4) % 6], (2, 1), 8, {"scale": 0.5}),
-    )
+    ({"method": "lpt", "mode": "row"}, "kinds", (4, 2), 1, {"window": 23}),
+    ({"method": "zigzag", "mode": "row"}, "prefix", (2, 1), 8, {"scale": 0.5}),
+    ({"method": "lpt", "mode": "segments"}, "images", (6, 3), 2, {"sinks": True, "softcap": 4.0}),
 ]
 
 
@@ -376,47 +294,30 @@ def _checkpointed(query, key, value, shard, reentrant, *, sinks, **options):
     return checkpoint(attention, query, key, value, sinks, use_reentrant=reentrant)
 
 
-def _on_real_ranks() -> dict[str, float]:
-    """Largest error of each result over all cases; every rank has the same."""
+def _on_real_ranks() -> None:
     rank, num_ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    worst = dict.fromkeys(("out", *GRADS, "sinks", "checkpoint"), 0.0)
-
-    def note(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-        worst[name] = max(worst[name], float((found - expected).abs().max()))
-
-    for i, (method, mode, family, heads, per_gather, options) in enumerate(CASES):
-        lengths = torch.randint(3, 60, (6,), generator=_generator(i)).tolist()
-        if mode == "segments":  # one sample is too long for a rank, the others find room beside it
-            lengths = torch.randint(3, 20, (24,), generator=_generator(i)).tolist()
+    for seed, (how, family, heads, heads_per_gather, options) in enumerate(CASES):
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(3, 20, (24,), generator=generator).tolist()
+        if how["mode"] == "segments":  # one sample is too long for a rank, the others find room beside it
             lengths.insert(3, sum(lengths))
         words = packed_words(lengths, family, padding=5)
-        inputs = Inputs.draw(_generator(100 + i), words.shape[1], heads, **options)
-        expected = one_rank(inputs, words)
-        shard = shard_sequence(
-            words, rank=rank, group=group, heads_per_gather=per_gather, **cut(words, num_ranks, method, mode, seed=i)
-        )
-        assert (0 < shard.num_sent < shard.words.shape[1]) == (mode == "segments")
+        inputs = Inputs.draw(seed, words.shape[1], heads, **options)
+        where = cut(words, num_ranks, **how)
+        shard = shard_sequence(words, rank=rank, group=group, heads_per_gather=heads_per_gather, **where)
+        assert (0 < shard.num_sent < shard.words.shape[1]) == (how["mode"] == "segments")
         found = inputs.of_rank(shard).run(context_parallel_attention, shard)
-        for name in ("out", *GRADS):
-            note(name, shard.gather_tokens(found[name], 2), expected[name])
-        if "sinks" in found:
-            dist.all_reduce(found["sinks"])
-            note("sinks", found["sinks"], expected["sinks"])
-        for reentrant in (True, False) if i % 5 == 0 else ():
+        for reentrant in (True, False):
             again = inputs.of_rank(shard).run(_checkpointed, shard, reentrant)
-            for name in GRADS:
-                note("checkpoint", again[name], found[name])
-    return worst
+            assert all(torch.equal(again[name], found[name]) for name in GRADS)
+        for name, expected in one_rank(inputs, words).items():
+            if name == "sinks":
+                dist.all_reduce(found[name])
+            whole = found[name] if name == "sinks" else shard.gather_tokens(found[name], 2)
+            torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [2, deep(4), deep(8)])
+@pytest.mark.parametrize("num_ranks", [2, deep(4)])
 def test_real_ranks_equal_one(num_ranks):
-    for worst in run_distributed(_on_real_ranks, num_ranks, timeout=90):
-        assert max(worst.values()) < 1e-10, worst
-        assert worst["checkpoint"] == 0
-
-
-def test_cases_cover_every_method_mode_and_family():
-    assert {case[:2] for case in CASES} == {*itertools.product(METHODS, ["row"]), ("lpt", "segments")}
-    assert {case[2] for case in CASES} == set(FAMILIES)
+    run_distributed(_on_real_ranks, num_ranks, timeout=90)

@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    DynamicCache,
-    Gemma3TextConfig,
-    Gemma3TextModel,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    NemotronConfig,
-    NemotronForCausalLM,
-    StaticCache,
-    masking_utils,
-    modeling_utils,
-)
+from transformers import masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_mmparallel._versions import CACHE
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, hf, reference_attention
-from tests.kernels.bitfield_attention.hf_models import (
-    HEADS,
-    LAYER_TYPES,
-    TWO_LAYERS,
-    assert_same,
-    build,
-    checkpoint,
-    multimodal_batch,
-    run,
-    text_batch,
-    words_of,
+from hf_mmparallel.kernels.bitfield_attention import (
+    BitfieldMask,
+    context_parallel,
+    dense_mask,
+    encode_words,
+    hf,
+    reference_attention,
 )
+from tests import tiny
+
+from .hf_models import HEADS, LAYER_TYPES, TEXT, assert_same, batch_of, build, checkpoint, run, text_batch, words_of
 
 WINDOWED = ("mistral", "gemma2", "gpt_oss")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
+ONE_SAMPLE = encode_words(torch.ones(1, 12, dtype=torch.int64))
 
 
 @pytest.fixture
@@ -64,30 +48,29 @@ def _layer(**attributes) -> nn.Module:
     return layer
 
 
-def _states(length: int = 12, keys: int | None = None, batch: int = 1, dim: int = 16):
-    keys = length if keys is None else keys
-    return [torch.randn(batch, heads, n, dim) for heads, n in ((4, length), (2, keys), (2, keys))]
+def _states(batch: int = 1) -> list[torch.Tensor]:
+    """Queries, keys and values of twelve tokens."""
+    return [torch.randn(batch, heads, 12, 16) for heads in (4, 2, 2)]
+
+
+def _in_text(family: str) -> str | dict[str, str]:
+    """Bitfield attention in the language model only."""
+    return "bitfield" if family in TEXT else {"text_config": "bitfield"}
 
 
 @pytest.mark.parametrize("family", ["llama", *WINDOWED, "gemma3", "paligemma", "qwen2_vl"])
 def test_with_words_no_dense_mask_is_built(family, built_masks):
-    multimodal = family in ("gemma3", "paligemma", "qwen2_vl")
-    model, batch = build(family), multimodal_batch(family) if multimodal else text_batch()
-    run(
-        model,
-        batch,
-        {"text_config": "bitfield"} if multimodal else "bitfield",
-        attention_words=words_of(family, batch),
-    )
+    model, batch = build(family), batch_of(family)
+    run(model, batch, _in_text(family), attention_words=words_of(family, batch))
     assert built_masks == []
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False])
 def test_without_words_a_mask_is_built_once_for_all_layers_of_a_type(built_masks, checkpointing):
-    model, batch = build("gemma3"), multimodal_batch("gemma3")
+    model, batch = build("gemma3"), batch_of("gemma3")
     if checkpointing is not None:
         checkpoint(model, use_reentrant=checkpointing)
-    run(model, batch, {"text_config": "bitfield"})
+    run(model, batch, _in_text("gemma3"))
     length = batch["input_ids"].shape[1]
     assert built_masks == [(3, 1, length, length)] * 2
 
@@ -96,16 +79,6 @@ def test_a_mask_of_a_million_tokens_costs_nothing_until_it_is_read():
     mask = hf.deferred_mask(1, 2**20, 2**20, mask_function=masking_utils.causal_mask_function)
     assert mask.shape == (1, 1, 2**20, 2**20)
     assert mask.build(may_skip=True) is None  # what is plainly causal needs none even then
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "paligemma"])
-def test_training_with_neither_words_nor_mask_is_refused(family):
-    multimodal = family == "paligemma"
-    model, batch = build(family), multimodal_batch(family) if multimodal else text_batch()
-    assert not multimodal or not model.model.language_model.layers[0].self_attn.is_causal
-    del batch["attention_mask"]
-    with pytest.raises(ValueError, match="neither `attention_words` nor an `attention_mask`"):
-        run(model, batch, {"text_config": "bitfield"} if multimodal else "bitfield")
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "ones"])
@@ -122,11 +95,11 @@ def test_generation_in_train_mode(masked):
 
 def test_a_model_that_drops_words_on_the_way_is_refused():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = NemotronConfig(vocab_size=64, num_hidden_layers=1, head_dim=16, **sizes)
-    model = NemotronForCausalLM(config)
+    config = transformers.NemotronConfig(vocab_size=64, num_hidden_layers=1, head_dim=16, **sizes)
+    model = transformers.NemotronForCausalLM(config)
     model.set_attn_implementation("bitfield")
     words = encode_words(torch.tensor([[1, 1, 1, 2, 2]]))
-    with pytest.raises(ValueError, match="decoder layers keep arguments .* can't be packed"):
+    with pytest.raises(ValueError, match="Nemotron"):
         model.train()(input_ids=torch.randint(1, 64, (1, 5)), attention_words=words, use_cache=False)
 
 
@@ -140,10 +113,10 @@ def test_a_model_that_computes_with_its_mask_is_told_what_it_got():
 def test_position_ids_that_start_again_do_not_take_the_place_of_words():
     model, batch = build("llama"), text_batch(rows=1, length=8)
     del batch["attention_mask"]
+    position_ids = torch.arange(8)[None] % 4
     with pytest.raises(ValueError, match="neither"):
-        run(model, batch, "bitfield", position_ids=torch.arange(8)[None] % 4)
-    model.eval()
-    position_ids = torch.arange(8)[None] % 4  # in evaluation they cut the row, as under any other attention
+        run(model, batch, "bitfield", position_ids=position_ids)
+    model.eval()  # in which they cut the row, as under any other attention
     logits = [model(batch["input_ids"], position_ids=position_ids, use_cache=False).logits]
     model.set_attn_implementation("eager")
     logits.append(torch.cat([model(part).logits for part in batch["input_ids"].split(4, dim=1)], dim=1))
@@ -161,10 +134,10 @@ def test_a_language_layer_without_any_mask_is_refused_whatever_it_says_of_itself
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_a_layer_that_says_itself_whether_it_is_causal_is_believed(is_causal, softcap):
-    query, key, value = _states()
-    found, _ = hf.bitfield_attention_forward(_layer(), query, key, value, None, is_causal=is_causal, softcap=softcap)
+    states = _states()
+    found, _ = hf.bitfield_attention_forward(_layer(), *states, None, is_causal=is_causal, softcap=softcap)
     words = encode_words(torch.ones(1, 12, dtype=torch.int64), causal=is_causal, sees_all=not is_causal)
-    expected, _ = reference_attention(query, key, value, BitfieldMask.from_words(words), softcap=softcap or 0.0)
+    expected, _ = reference_attention(*states, BitfieldMask.from_words(words), softcap=softcap or 0.0)
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
@@ -181,24 +154,23 @@ def test_a_mask_says_whether_it_is_causal_and_not_the_layer(causal, is_causal):
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "internvl"])
 def test_words_do_not_reach_a_tower_whose_length_is_that_of_the_text(family, monkeypatch):
-    model, batch = build(family), multimodal_batch(family, size=1)
-    lengths: dict[str, list[tuple[int, int]]] = {}
+    model, batch = build(family), tiny.collate(family)(tiny.make_dataset(family, 1))
+    lengths: dict[str, set[tuple[int, int]]] = {}
 
     def recorded(module, query, *args, **kwargs):
-        lengths.setdefault(type(module).__name__, []).append((query.shape[0], query.shape[2]))
+        lengths.setdefault(type(module).__name__, set()).add((query.shape[0], query.shape[2]))
         return hf.bitfield_attention_forward(module, query, *args, **kwargs)
 
     monkeypatch.setitem(modeling_utils.AttentionInterface._global_mapping, "bitfield", recorded)
     run(model, batch, "bitfield", attention_words=words_of(family, batch))
-    (tower,) = [name for name in lengths if "Vision" in name]
-    length = lengths[tower][0][1]
+    ((_, length),) = next(pairs for name, pairs in lengths.items() if "Vision" in name)
     for name, fill in {"input_ids": 7, "attention_mask": 1, "mm_token_type_ids": 0, "labels": 7}.items():
         if name in batch:  # more text after the image
             batch[name] = nn.functional.pad(batch[name], (0, length - batch["labels"].shape[1]), value=fill)
     expected = run(model, batch, "eager")
     lengths.clear()
     assert_same(run(model, batch, "bitfield", attention_words=words_of(family, batch)), expected)
-    assert len(lengths) == 2 and {pair for pairs in lengths.values() for pair in pairs} == {(1, length)}
+    assert list(lengths.values()) == [{(1, length)}] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
@@ -210,17 +182,10 @@ def test_words_with_a_growing_cache(family):
     position_ids = torch.tensor([[*range(4), *range(11)], [0, 1, 2, *range(12)]])
     model.set_attn_implementation("bitfield")
     expected = model(input_ids, attention_words=words, position_ids=position_ids).logits
-    cache, logits = DynamicCache(config=model.config), []
+    cache, logits = transformers.DynamicCache(config=model.config), []
     for part in torch.arange(length).split([9, 3, 1, 1, 1]):
-        end = int(part[-1]) + 1
-        logits.append(
-            model(
-                input_ids[:, part],
-                position_ids=position_ids[:, part],
-                attention_words=words[:, :end],
-                **{CACHE: cache},
-            ).logits
-        )
+        given = {"attention_words": words[:, : int(part[-1]) + 1], CACHE: cache}
+        logits.append(model(input_ids[:, part], position_ids=position_ids[:, part], **given).logits)
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-5)
 
 
@@ -231,123 +196,100 @@ def test_a_cache_of_fixed_size_that_a_loop_fills(family):
     model.set_attn_implementation("eager")
     expected = model(input_ids).logits
     model.set_attn_implementation("bitfield")
-    cache = StaticCache(config=model.config, max_cache_len=16)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
     logits = [model(part, **{CACHE: cache}).logits for part in input_ids.split([7, 2, 1, 2], dim=1)]
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-5)
-    if family == "llama":
-        words = encode_words(torch.ones(2, 13, dtype=torch.int64))
-        with pytest.raises(ValueError, match="a cache of fixed size takes no words"):
-            model(input_ids[:, :1], **{CACHE: cache}, attention_words=words)
 
 
+@pytest.mark.parametrize("cache_type", [transformers.DynamicCache, transformers.StaticCache])
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @torch.no_grad()
-def test_words_that_do_not_grow_with_the_cache_are_refused(family):
+def test_words_that_do_not_grow_with_the_cache_are_refused(family, cache_type):
     model, words = build(family), encode_words(torch.ones(1, 9, dtype=torch.int64))
     model.set_attn_implementation("bitfield")
-    cache = DynamicCache(config=model.config)
-    model(torch.randint(3, 90, (1, 9)), attention_words=words, **{CACHE: cache})
-    with pytest.raises(ValueError, match="`attention_words` covers 9 tokens; .* a word for each token"):
+    fixed = cache_type is transformers.StaticCache
+    cache = cache_type(config=model.config, **({"max_cache_len": 16} if fixed else {}))
+    model(torch.randint(3, 90, (1, 9)), **({} if fixed else {"attention_words": words}), **{CACHE: cache})
+    with pytest.raises(ValueError, match="`attention_words` covers 9 tokens; .* cache"):
         model(torch.tensor([[5]]), attention_words=words, **{CACHE: cache})
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "salient"),
     [
         (torch.ones(2, 12, dtype=torch.int32), r"torch.int32 of shape \(2, 12\)"),
-        (torch.ones(1, 12, dtype=torch.int64), "the batch has 2 rows"),
+        (torch.ones(1, 12, dtype=torch.int64), "2 rows"),
         (torch.ones(2, 1, 1, 12, dtype=torch.int64), r"shape \(2, 1, 1, 12\)"),
-        (torch.ones(2, 11, dtype=torch.int64), "covers 11 tokens; a layer has 12 queries and 12 keys"),
-        (torch.ones(2, 13, dtype=torch.int64), "covers 13 tokens"),
+        (torch.ones(2, 11, dtype=torch.int64), "11 tokens; a layer has 12 queries and 12 keys"),
+        (torch.ones(2, 13, dtype=torch.int64), "13 tokens"),
     ],
 )
-def test_words_that_do_not_fit_are_refused(words, complaint):
-    with pytest.raises(ValueError, match=complaint):
+def test_words_that_do_not_fit_are_refused(words, salient):
+    with pytest.raises(ValueError, match=salient):
         hf.bitfield_attention_forward(_layer(), *_states(batch=2), None, attention_words=words)
 
 
 @pytest.mark.parametrize(
-    ("settings", "complaint"),
+    ("settings", "salient"),
     [
-        ({"dropout": 0.1}, "`dropout=0.1` in `LlamaAttention`.*`attention_dropout`"),
+        ({"dropout": 0.1}, "`dropout=0.1` in `LlamaAttention`"),
         ({"position_bias": torch.ones(1)}, "`position_bias`"),
         ({"cache": object()}, "`cache`"),
-        (
-            {"attention_mask": torch.ones(1, 1, 1, 12, dtype=torch.int64)},
-            "`attention_mask` is an int64 .*`attention_words`",
-        ),
+        ({"attention_mask": torch.ones(1, 1, 1, 12, dtype=torch.int64)}, "`attention_mask` is an int64"),
     ],
 )
-def test_what_no_path_computes_is_refused(settings, complaint):
-    settings = {
-        "attention_mask": None,
-        "attention_words": encode_words(torch.ones(1, 12, dtype=torch.int64)),
-        **settings,
-    }
-    with pytest.raises(ValueError, match=complaint):
+def test_what_no_path_computes_is_refused(settings, salient):
+    settings = {"attention_mask": None, "attention_words": ONE_SAMPLE, **settings}
+    with pytest.raises(ValueError, match=salient):
         hf.bitfield_attention_forward(_layer(), *_states(), **settings)
 
 
 @pytest.mark.parametrize("of_config", [True, False])
 def test_words_are_not_used_for_another_sequence(of_config):
-    layer, words = _layer(), encode_words(torch.ones(1, 12, dtype=torch.int64))
+    layer = _layer()
     if of_config:
         layer.config.is_encoder_decoder = True
     else:
         layer.__class__ = type("MllamaTextCrossAttention", (type(layer),), {})
-    with pytest.raises(ValueError, match="attends, or may attend, to another sequence"):
-        hf.bitfield_attention_forward(layer, *_states(), None, attention_words=words)
+    with pytest.raises(ValueError, match="another sequence"):
+        hf.bitfield_attention_forward(layer, *_states(), None, attention_words=ONE_SAMPLE)
 
 
 def test_a_window_that_reaches_ahead_is_refused():
-    config = {**HEADS, **LAYER_TYPES, "layer_types": ["full_attention", "sliding_attention"]}
-    model = Gemma3TextModel(Gemma3TextConfig(**config, query_pre_attn_scalar=8, use_bidirectional_attention=True))
+    settings = {**HEADS, **LAYER_TYPES, "layer_types": ["full_attention", "sliding_attention"]}
+    settings |= {"query_pre_attn_scalar": 8, "use_bidirectional_attention": True}
+    model = transformers.Gemma3TextModel(transformers.Gemma3TextConfig(**settings))
     model.set_attn_implementation("bitfield")
     input_ids = torch.randint(3, 90, (1, 12))
-    words = encode_words(torch.ones(1, 12, dtype=torch.int64), sees_all=True)
-    with pytest.raises(ValueError, match="The window of .* tokens in layer 1 reaches ahead too"):
-        model(input_ids, attention_words=words)
+    with pytest.raises(ValueError, match="in layer 1 reaches ahead"):
+        model(input_ids, attention_words=encode_words(torch.ones(1, 12, dtype=torch.int64), sees_all=True))
     model.eval()
     found = model(input_ids).last_hidden_state
     model.set_attn_implementation("eager")
     torch.testing.assert_close(found, model(input_ids).last_hidden_state)
 
 
-def test_dropout_of_a_config_is_refused_in_training_only():
-    model, batch = build("llama"), text_batch()
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    with pytest.raises(ValueError, match="dropout=0.1"):
-        run(model, batch, "bitfield", attention_words=words_of("llama", batch))
-    model.eval()(batch["input_ids"], attention_words=words_of("llama", batch))
-
-
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("additive", [False, True])
 def test_a_dense_mask_of_the_user(sinks, additive):
-    query, key, value = _states()
-    words = encode_words(torch.tensor([[1] * 5 + [2] * 7]))
-    mask = BitfieldMask.from_words(words)
+    states = _states()
+    mask = BitfieldMask.from_words(encode_words(torch.tensor([[1] * 5 + [2] * 7])))
     dense = torch.where(dense_mask(mask), 0.0, -1e30) if additive else dense_mask(mask)
     s_aux = torch.randn(4) if sinks else None
-    found, _ = hf.bitfield_attention_forward(_layer(), query, key, value, dense[:, None], scaling=0.3, s_aux=s_aux)
-    expected, _ = reference_attention(query, key, value, mask, 0.3, sinks=s_aux)
+    found, _ = hf.bitfield_attention_forward(_layer(), *states, dense[:, None], scaling=0.3, s_aux=s_aux)
+    expected, _ = reference_attention(*states, mask, 0.3, sinks=s_aux)
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
 def test_values_may_have_smaller_heads_than_keys():
     query, key, _ = _states()
-    value = torch.randn(1, 2, 12, 8)
-    words = encode_words(torch.ones(1, 12, dtype=torch.int64))
-    layer = _layer()
-    found, _ = hf.bitfield_attention_forward(layer, query, key, value, None, attention_words=words)
+    value, layer = torch.randn(1, 2, 12, 8), _layer()
+    found, _ = hf.bitfield_attention_forward(layer, query, key, value, None, attention_words=ONE_SAMPLE)
     expected, _ = sdpa_attention_forward(layer, query, key, value, None, is_causal=True)
     torch.testing.assert_close(found, expected)
 
 
 def test_a_sequence_that_is_cut_over_ranks_goes_to_its_own_attention(monkeypatch):
-    from hf_mmparallel.kernels.bitfield_attention import context_parallel
-
     seen = {}
 
     def attention(query, key, value, shard, **settings):
@@ -355,39 +297,26 @@ def test_a_sequence_that_is_cut_over_ranks_goes_to_its_own_attention(monkeypatch
         return query
 
     monkeypatch.setattr(context_parallel, "context_parallel_attention", attention)
-    query, key, value = _states()
-    shard, sinks = object(), torch.randn(4)
+    states, shard, sinks = _states(), object(), torch.randn(4)
     settings = {"scaling": 0.3, "sliding_window": 5, "softcap": 2.0, "s_aux": sinks}
-    found, _ = hf.bitfield_attention_forward(_layer(), query, key, value, None, attention_words=shard, **settings)
+    found, _ = hf.bitfield_attention_forward(_layer(), *states, None, attention_words=shard, **settings)
     assert seen == {"shard": shard, "scale": 0.3, "window": 5, "softcap": 2.0, "sinks": sinks}
-    assert found.equal(query.transpose(1, 2))
-
-
-def _chunked_model():
-    config = Llama4TextConfig(
-        **TWO_LAYERS,
-        head_dim=16,
-        intermediate_size_mlp=64,
-        num_local_experts=2,
-        attention_chunk_size=4,
-        no_rope_layers=[1, 0],
-    )
-    torch.manual_seed(0)
-    return Llama4ForCausalLM(config)
+    assert found.equal(states[0].transpose(1, 2))
 
 
 def test_layers_with_chunks_take_words_of_their_own():
-    model, batch = _chunked_model(), text_batch(rows=2, length=11)
+    config = {"intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 4, "no_rope_layers": [1, 0]}
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**HEADS, **config))
+    batch = text_batch(rows=2, length=11)
     assert model.config.layer_types == ["chunked_attention", "full_attention"]
     expected = run(model, batch, "eager")
     real = batch["attention_mask"]
-    words = {
-        "full_attention": encode_words(real),
-        "chunked_attention": encode_words((torch.arange(11) // 4 + 1) * real),
-    }
+    full, chunked = encode_words(real), encode_words((torch.arange(11) // 4 + 1) * real)
+    words = {"full_attention": full, "chunked_attention": chunked}
     assert_same(run(model, batch, "bitfield", attention_words=words), expected)
     assert_same(run(model, batch, "bitfield"), expected)
-    with pytest.raises(ValueError, match="Layer 0 attends in chunks of 4 tokens"):
-        run(model, batch, "bitfield", attention_words=words["full_attention"])
+    with pytest.raises(ValueError, match="Layer 0 attends in chunks of 4"):
+        run(model, batch, "bitfield", attention_words=full)
     with pytest.raises(ValueError, match="layer 0 is of type 'chunked_attention'"):
-        run(model, batch, "bitfield", attention_words={"full_attention": words["full_attention"]})
+        run(model, batch, "bitfield", attention_words={"full_attention": full})

@@ -8,17 +8,18 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, reference_attention
 from hf_mmparallel.kernels.bitfield_attention.reference import reference_backward
-from tests.kernels.bitfield_attention.mask_families import FAMILIES, random_words
+
+from .cases import Case
+from .mask_families import FAMILIES, random_words
 
 
-def _inputs(batch: int, heads: int, kv_heads: int, queries: int, keys: int) -> list[torch.Tensor]:
-    shapes = ((heads, queries), (kv_heads, keys), (kv_heads, keys))
-    return [torch.randn(batch, *shape, 8, dtype=torch.float64, requires_grad=True) for shape in shapes]
+def _inputs(mask: BitfieldMask, sinks: bool = False) -> list[torch.Tensor]:
+    return [tensor.double().requires_grad_() for tensor in Case(sinks=sinks).inputs(mask)]
 
 
 def test_it_is_torchs_attention():
     mask = BitfieldMask.from_words(FAMILIES["image_spans"](Random(0), 61))
-    query, key, value = _inputs(1, 4, 2, 61, 61)
+    query, key, value = _inputs(mask)
     out, lse = reference_attention(query, key, value, mask)
     dense = dense_mask(mask)[:, None]
     seen = dense.any(-1, keepdim=True)
@@ -29,8 +30,8 @@ def test_it_is_torchs_attention():
 
 def test_a_sink_is_a_key_without_a_value():
     mask = BitfieldMask.from_words(FAMILIES["packed"](Random(0), 40))
-    query, key, value = _inputs(1, 2, 2, 40, 40)
-    sinks = torch.randn(2, dtype=torch.float64)
+    query, key, value = _inputs(mask)
+    sinks = torch.randn(4, dtype=torch.float64)
     out, lse = reference_attention(query, key, value, mask, softcap=2.0, sinks=sinks)
     plain, plain_lse = reference_attention(query, key, value, mask, softcap=2.0)
     torch.testing.assert_close(lse, torch.logaddexp(plain_lse, sinks[:, None].expand_as(lse)))
@@ -42,7 +43,7 @@ def test_a_sink_is_a_key_without_a_value():
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_its_backward_pass_is_autograds(softcap):
     mask = BitfieldMask.from_words(random_words(Random(3), 2, 23))
-    inputs = [*_inputs(2, 4, 2, 23, 23), torch.randn(4, dtype=torch.float64, requires_grad=True)]
+    inputs = _inputs(mask, sinks=True)
     out, lse = reference_attention(*inputs[:3], mask, 0.3, softcap, 7, inputs[3])
     grad = torch.randn_like(out)
     expected = torch.autograd.grad(out, inputs, grad)

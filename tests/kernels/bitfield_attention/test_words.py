@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, dense_mask, encode_words
-from tests.kernels.bitfield_attention.mask_families import permuted, random_words
+
+from .mask_families import permuted, random_words
 
 
 def _sees(query: int, at_query: int, key: int, at_key: int, window: int) -> bool:
@@ -27,10 +28,10 @@ def test_the_dense_mask_is_the_rule(window):
         mask = permuted(BitfieldMask.from_words(random_words(rng, 2, 19)), rng, 11)
         dense = dense_mask(mask, window).tolist()
         for row in range(2):
-            queries = zip(mask.query_words[row].tolist(), mask.query_positions[row].tolist(), strict=True)
-            for i, query in enumerate(queries):
-                keys = zip(mask.key_words[row].tolist(), mask.key_positions[row].tolist(), strict=True)
-                assert dense[row][i] == [_sees(*query, *key, window) for key in keys]
+            query_words, query_places, key_words, key_places = (tensor[row].tolist() for tensor in mask.tensors)
+            keys = list(zip(key_words, key_places, strict=True))
+            for found, *query in zip(dense[row], query_words, query_places, strict=True):
+                assert found == [_sees(*query, *key, window) for key in keys]
 
 
 def test_fields_come_back():
