@@ -20,7 +20,6 @@ from hf_mmparallel.schedule import (
     find_representatives,
     in_flight_limits,
     lower,
-    order_tasks,
     program_of_parts,
     schedule_tasks,
     simulate,
@@ -29,14 +28,10 @@ from hf_mmparallel.schedule.lowering import blocking_order
 from hf_mmparallel.schedule.program_checks import Proof
 from hf_mmparallel.schedule.replay import simulate_parts
 from hf_mmparallel.steps.representatives import on_plan
-from tests.schedule.builders import Case, cases, make_plan, make_step
+from tests.schedule.builders import Case, cases, make_plan, make_step, uneven
 
 SETTINGS = settings(max_examples=80, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(joint=True), cases(("image",), joint=True))
-
-
-def uneven(task: Task) -> float:
-    return 1 + (7 * task.microbatch + 3 * task.replica + 5 * len(task.module) + task.chunk) % 4 + (task.kind == "bwd")
 
 
 def first_of(case: Case, task: Task) -> Task:
@@ -102,39 +97,31 @@ def test_the_proof_holds_for_joint_tasks_and_needs_them_at_one_position(case, tr
 
 @SETTINGS
 @given(CASES, st.booleans())
-def test_simulations_of_programs_and_of_orders_agree(case, training):
+def test_a_replay_of_all_parts_takes_what_their_program_takes(case, training):
     representatives = find_representatives(case.plan, case.sync_groups)
-    parts = list(representatives.parts(case.step))
-    program = representatives.expand(program_of_parts(parts, uneven, training))
-    simulated = simulate(case.plan, program, uneven)
-    replayed = simulate_parts(representatives, case.step, uneven, training=training)
-    assert replayed.iteration_ms == pytest.approx(simulated.iteration_ms)
-    times = {span.task: (span.start_ms, span.busy_end_ms, span.end_ms) for span in replayed.simulation().spans}
-    for span in simulated.spans:
-        assert times[span.task] == pytest.approx((span.start_ms, span.busy_end_ms, span.end_ms))
-        assert span.busy_end_ms - span.start_ms == pytest.approx(uneven(span.task))
-
-
-@SETTINGS
-@given(CASES)
-def test_a_rank_plans_its_part_as_all_ranks_together_do(case):
-    whole = build_program(case.plan, case.step, case.sync_groups, uneven)
-    representatives = find_representatives(case.plan, case.sync_groups)
-    for rank in whole.actions:
-        part = representatives.expand(program_of_parts(representatives.parts(case.step, rank), uneven))
-        assert whole.actions[rank] == part.actions.get(rank, ())
+    program = program_of_parts(representatives.parts(case.step), uneven, training)
+    messages_ms, sums_ms = (lambda message: uneven(message.source) / 9), (lambda index: float(index % 3))
+    expected = simulate(representatives.plan, program, uneven, messages_ms, sums_ms)
+    found = simulate_parts(
+        representatives,
+        case.step,
+        uneven,
+        lambda graph: list(map(messages_ms, graph.messages)),
+        sums_ms,
+        training=training,
+    ).simulation()
+    assert found.iteration_ms == pytest.approx(expected.iteration_ms)
+    assert found.peak_in_flight == pytest.approx(expected.peak_in_flight)
+    for mine, other in zip(sorted(found.spans), sorted(expected.spans), strict=True):
+        assert (mine.rank, mine.task) == (other.rank, other.task)
+        times = (mine.start_ms, mine.busy_end_ms, mine.end_ms)
+        assert times == pytest.approx((other.start_ms, other.busy_end_ms, other.end_ms))
+        assert mine.busy_end_ms - mine.start_ms == pytest.approx(uneven(mine.task))
 
 
 def two_replicas(microbatches: list[list[list[int]]]) -> Case:
     spec, plan = make_plan({LANGUAGE_MODEL: [[(0,)], [(1,)]]}, sharding={LANGUAGE_MODEL: ShardingSettings(3)})
     return Case(plan, make_step({LANGUAGE_MODEL: microbatches}), sync_groups(spec, plan))
-
-
-def test_a_replica_with_fewer_microbatches_has_empty_tasks():
-    case = two_replicas([[[0], [1], [2]], [[3]]])
-    graph = build_graph(case.plan, case.step)
-    of_second = sorted(str(task) for task in graph.tasks if task.replica == 1)
-    assert of_second == [f"{kind} language_model.r1.s0 mb{mb}.c0" for kind in ("bwd", "fwd") for mb in range(3)]
 
 
 def test_ranks_that_run_joint_tasks_in_different_orders_are_a_deadlock():
@@ -163,11 +150,3 @@ def test_a_rank_that_waits_for_a_larger_replica_does_not_work():
     for found in (simulate(case.plan, program, cost), on_plan(replayed, case.plan)):
         assert found.iteration_ms == 8.0 and found.busy_ms == {0: 4.0, 1: 8.0}
         assert found.bubble_fraction == found.unlike_fraction == 0.25 and found.idle_fraction == 0.0
-
-
-def test_the_order_of_joint_tasks_has_the_longest_of_their_times():
-    case = two_replicas([[[0]], [[1]]])
-    graph = build_graph(case.plan, case.step)
-    times_ms = [float(1 + 2 * task.replica + (task.kind == "bwd")) for task in graph.tasks]
-    timeline = order_tasks(case.plan, graph, times_ms, {})
-    assert set(timeline.end_ms) == {3.0, 7.0}

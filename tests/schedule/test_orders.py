@@ -18,7 +18,7 @@ from hf_mmparallel.schedule import (
     simulate,
 )
 from hf_mmparallel.schedule.scheduler import Cost
-from tests.schedule.builders import Case, make_plan, make_step, module_spec
+from tests.schedule.builders import Case, make_plan, make_step, straight, task_times
 
 
 def order_of(case: Case, rank: int) -> list[str]:
@@ -59,27 +59,13 @@ def test_encoders_first_runs_encoders_at_both_ends(shared):
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(4, 16), st.integers(0, 10**6))
 def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(encoder, language, count, seed):
-    ranks = iter(range(20))
-    modules = {
-        "vision": [[(next(ranks),) for _ in range(encoder)]],
-        LANGUAGE_MODEL: [[(next(ranks),) for _ in range(language)]],
-    }
-    specs = {
-        "vision": module_spec("vision", 8, feature_layers=(0,)),
-        LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL, 10),
-    }
-    _, plan = make_plan(modules, specs)
-    rows = [[index] for index in range(count)]
-    step = make_step({"vision": [rows], LANGUAGE_MODEL: [rows]})
-    scale = dict(zip(modules, np.random.default_rng(seed).uniform(0.5, 2, 2), strict=True))
-
-    def cost(task):
-        layers = plan.stage(task.module, task.replica, task.stage).num_layers
-        return scale[task.module] * layers * (1 if task.kind == "fwd" else 2)
-
-    found = simulate(plan, build_program(plan, step, [], cost), cost)
-    assert found.iteration_ms <= first_order_ms(plan, step, cost) * (1 + 1e-9)
-    max_in_flight = in_flight_1f1b(plan, step)
+    case = straight({"vision": encoder, LANGUAGE_MODEL: language}, count)
+    scale = np.random.default_rng(seed).uniform(0.5, 2, 2)
+    times = {name: np.full(count, own) for name, own in zip(case.plan.modules, scale, strict=True)}
+    cost = task_times(case.plan, case.step, times)
+    found = simulate(case.plan, build_program(case.plan, case.step, [], cost), cost)
+    assert found.iteration_ms <= first_order_ms(case.plan, case.step, cost) * (1 + 1e-9)
+    max_in_flight = in_flight_1f1b(case.plan, case.step)
     assert all(peak <= max_in_flight[key] for key, peak in found.peak_in_flight.items())
 
 
@@ -94,13 +80,7 @@ def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(datase
     plan = resolve_plan(times.spec, sizes, schedule=schedule)
     work = times.workloads(shape.draw(128, 3))
     step = arrange_step(plan, range(128), work, 4, arrangement)
-
-    def cost(task):
-        module = plan.modules[task.module]
-        share = plan.stage(task.module, task.replica, task.stage).num_layers / module.num_layers
-        batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-        return (1 if task.kind == "fwd" else 2) * share * float(work.forward_ms[task.module][batch_indices].sum())
-
+    cost = task_times(plan, step, work.forward_ms)
     before = first_order_ms(plan, step, cost)
     after = simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms
     assert after < 0.999 * before if schedule == "1f1b" else after <= before
