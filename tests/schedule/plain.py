@@ -108,7 +108,7 @@ def ranks_of_stages(plan: ParallelPlan) -> dict[StageKey, frozenset[int]]:
     }
 
 
-def _connected(sets: Sequence[frozenset[int]]) -> list[list[int]]:
+def connected(sets: Sequence[frozenset[int]]) -> list[list[int]]:
     """The places of the sets in groups that have something in common, directly or through others."""
     groups: list[list[int]] = []
     for place, own in enumerate(sets):
@@ -131,7 +131,7 @@ class _Simulation:
     ):
         self.graph, self.times_ms, self.limits, self.alternate = graph, times_ms, max_in_flight, alternate
         self.ranks = ranks_of_stages(plan)
-        self.islands = [[list(self.ranks)[i] for i in group] for group in _connected(list(self.ranks.values()))]
+        self.islands = [[list(self.ranks)[i] for i in group] for group in connected(list(self.ranks.values()))]
         self.tasks_of: dict[StageKey, list[int]] = {key: [] for key in self.ranks}
         for index, task in enumerate(graph.tasks):
             self.tasks_of[task.stage_key].append(index)
@@ -252,7 +252,7 @@ def lower(plan: ParallelPlan, graph: PlainGraph, timeline: Timeline, groups: Seq
         # Messages are cut into lanes whose sources share no rank. Posting each lane in the order of its sends keeps
         # the order between every two ranks.
         sources = [ranks[graph.ends[message][0]] for message in incoming]
-        lane_of = {incoming[place]: lane for lane, places in enumerate(_connected(sources)) for place in places}
+        lane_of = {incoming[place]: lane for lane, places in enumerate(connected(sources)) for place in places}
         posted: dict[int, None] = {}
         events: list[tuple[int, list[Action]]] = []
         for index in sorted((i for i in range(len(ranks)) if rank in ranks[i]), key=started.__getitem__):
