@@ -120,24 +120,6 @@ def test_equal_counts_are_no_special_case(sizes, count, arrangement, num_samples
     assert steps[0] == steps[1]
 
 
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("num_samples", [192, 131])
-def test_replicas_get_their_share_of_the_work(arrangement, num_samples):
-    """Also in an incomplete global batch, of the samples as of the work."""
-    plan = plan_of([1, 1, 1], [1, 1, 1], (12, 8, 4))
-    workloads = workloads_of(num_samples, 0)
-    step = arrange_step(plan, range(num_samples), workloads, 8, arrangement)
-    locations, _ = step.locations[LANGUAGE_MODEL]
-    work = np.bincount(locations, workloads.forward_ms[LANGUAGE_MODEL], 3)
-    expected = np.array([12, 8, 4]) / 24
-    tolerance = 0.1 if arrangement in BY_WORK else 0.3  # disttrain deals the largest samples last
-    assert work / work.sum() == pytest.approx(expected, rel=tolerance)
-    # A replica of the encoder encodes for the language-model replica of the same number, and nothing else.
-    encoders, _ = step.locations[VISION]
-    if arrangement != "contiguous" or num_samples == 192:
-        assert (encoders[encoders >= 0] == locations[encoders >= 0]).all()
-
-
 def test_a_plan_with_the_predicted_counts():
     workloads = workloads_of(48, 0)
     workloads.forward_ms[VISION][:] *= 0.1  # so that encoders of one stage hold nobody up

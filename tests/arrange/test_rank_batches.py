@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange.rank_batches import (
@@ -32,6 +32,7 @@ def workloads_of(times: np.ndarray, padded: bool = False) -> Workloads:
     st.sampled_from(RANK_ARRANGEMENTS),
     st.integers(0, 2**20),
 )
+@example((3, 3, 2), 0.3, True, "hierarchical", 750)  # an input that no sample of a late turn can take the place of
 def test_every_rank_has_as_many_microbatches_and_turns_are_alike(sizes, share, padded, arrangement, seed):
     num_ranks, count, size = sizes
     generator, num_samples = np.random.default_rng(seed), num_ranks * count * size

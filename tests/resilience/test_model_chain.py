@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,14 +134,15 @@ def test_the_state_is_that_of_the_parameters(family: str) -> None:
     assert frozen[-1] == chain.state_bytes[-1]
 
 
-def test_the_state_of_two_stages_needs_more_memory() -> None:
+def test_less_memory_the_state_of_two_stages_and_wider_activations_leave_room_for_fewer() -> None:
     costs = costs_of("llava")
-    roomy, tight, doubled = (
-        np.asarray(model_chain(costs, {}, typical(costs.spec), *limit).chain.fits_in_flight)
-        for limit in ((1e9,), (3e6,), (3e6, None, 2))
+    wide = replace(costs, value_bytes=4)
+    roomy, tight, doubled, wider = (
+        np.asarray(model_chain(one, {}, typical(costs.spec), *limit).chain.fits_in_flight)
+        for one, limit in ((costs, (1e9,)), (costs, (3e6,)), (costs, (3e6, None, 2)), (wide, (3e6,)))
     )
-    assert (tight <= roomy).all() and (tight < roomy).any()
-    assert (doubled <= tight).all() and (doubled < tight).any()
+    for less, more in ((tight, roomy), (doubled, tight), (wider, tight)):
+        assert (less <= more).all() and (less < more).any()
 
 
 @pytest.mark.parametrize(

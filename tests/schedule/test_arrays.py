@@ -114,7 +114,7 @@ def are_apart(case: Case) -> bool:
     return len(ranks) == len(set(ranks))
 
 
-@settings(SETTINGS, max_examples=200)
+@SETTINGS
 @given(CASES.filter(are_apart), st.booleans(), st.booleans(), KINDS, st.integers(0, 99))
 def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, alternate, kind, seed):
     graph = build_graph(case.plan, case.step, training)
@@ -163,7 +163,7 @@ def written(case: Case, seed: int):
     return part, graph, blocking_order(graph, timeline, part.sync_groups), rows
 
 
-@settings(SETTINGS, max_examples=200)
+@SETTINGS
 @given(CASES, st.data())
 def test_what_is_proved_passes_the_checker(case, data):
     """Changed rows are proved only if the checker, which walks the lists, finds nothing; unchanged ones always are."""

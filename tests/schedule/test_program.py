@@ -87,7 +87,7 @@ def test_replay_keeps_the_predicted_times_without_gradient_sums(case):
         assert span.start_ms <= program.times_ms[span.task][0] + 1e-9
 
 
-@settings(SETTINGS, max_examples=120)
+@SETTINGS
 @given(cases(), st.data())
 def test_what_the_checker_accepts_never_deadlocks(case, data):
     program = program_of(case, cost=uneven)
@@ -114,13 +114,16 @@ def test_what_the_checker_accepts_never_deadlocks(case, data):
         simulate(case.plan, mutant, uneven)
 
 
-def test_each_missing_or_doubled_action_is_rejected():
+def test_each_missing_doubled_or_foreign_action_is_rejected():
     case = shared()
     program = program_of(case)
     for rank, actions in program.actions.items():
         for i, action in enumerate(actions):
             refuse(case, replaced(program, rank, actions[:i] + actions[i + 1 :]))
             refuse(case, replaced(program, rank, (*actions, action)), match="twice")
+        foreign = next(action for action in program.actions[1 - rank] if action not in actions)
+        refuse(case, replaced(program, rank, (*actions, foreign)), match="not among its actions")
+        refuse(case, replaced(program, rank, (*actions, Action("sync", index=9))), match="not among its actions")
 
 
 def test_sums_in_opposite_orders_deadlock_and_the_error_names_each_rank():
