@@ -1,48 +1,28 @@
-"""What all arrangements have in common."""
+"""What all arrangements have in common, the contiguous one, and what a step plan says about itself."""
 
+import dataclasses
 import re
+from math import ceil
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, Workloads, resolve_plan
+from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, contiguous_step, num_microbatches
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, StepPlan, sync_groups
+from hf_mmparallel.schedule import build_program
+from tests.arrange.builders import batch_indices_of, odd_workloads, plan_of
 from tests.arrange.test_hierarchical import check
-from tests.plan.specs import language_spec, vision_spec
-
-
-def plan_of(language: ModulePlugin, **encoders: ModulePlugin) -> ParallelPlan:
-    spec = ModelSpec({**{name: vision_spec() for name in encoders}, LANGUAGE_MODEL: language_spec()})
-    return resolve_plan(spec, {**encoders, LANGUAGE_MODEL: language})
-
+from tests.plan.specs import model_spec
 
 PLANS = {
-    "no encoder": plan_of(ModulePlugin(3, 2)),
-    "3 and 2": plan_of(ModulePlugin(2), vision=ModulePlugin(3)),
+    "no encoder": plan_of(language_model=ModulePlugin(3, 2)),
+    "3 and 2": plan_of(vision=3, language_model=2),
     "3 encoders": plan_of(
-        ModulePlugin(2, 2), vision=ModulePlugin(2), audio=ModulePlugin(), video=ModulePlugin(colocate_with="vision")
+        vision=2, audio=1, video=ModulePlugin(colocate_with="vision"), language_model=ModulePlugin(2, 2)
     ),
 }
-
-
-def workloads_of(plan: ParallelPlan, **forward_ms: np.ndarray) -> Workloads:
-    """One number of milliseconds for each sample; one token, too."""
-    tokens = {name: np.ones(len(own), np.int64) for name, own in forward_ms.items()}
-    return Workloads(forward_ms, dict.fromkeys(plan.modules, 2.0), tokens, {})
-
-
-def odd_workloads(plan: ParallelPlan, kind: str) -> Workloads:
-    """Random work, but for what `kind` says."""
-    rng, size = np.random.default_rng(0), {"none": 0, "one": 1, "few": 3}.get(kind, 24)
-    work = {name: rng.lognormal(0, 0.7, size) for name in plan.modules}
-    for name, own in work.items():
-        if kind == "nothing to do" or (kind == "text" and name != LANGUAGE_MODEL):
-            own[:] = 0
-        if kind == "giant":
-            own[size // 2] = 1000.0
-    if kind == "little text":
-        work[LANGUAGE_MODEL][: 2 * size // 3] = 0
-    return workloads_of(plan, **work)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -66,3 +46,101 @@ def test_workloads_that_are_none_are_refused_with_sample_and_module(module, valu
     work.forward_ms[module][3] = value
     with pytest.raises(ValueError, match=re.escape(f"Sample 103 has a workload of {value} ms in `{module}`")):
         arrange_step(plan, range(100, 124), work, 2, arrangement)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 30), st.integers(1, 5))
+def test_every_sample_is_once_in_every_module_and_in_order(vision, language, size, microbatch_size):
+    plan = plan_of(vision=vision, language_model=language)
+    samples = [100 - i for i in range(size)]
+    step = contiguous_step(plan, samples, microbatch_size, epoch=3)
+    step.check(plan)
+    assert step.samples == tuple(samples) and step.epoch == 3
+    assert step.targets == {"vision": (LANGUAGE_MODEL,)}
+    count = num_microbatches(size, microbatch_size, language)
+    assert count == max(1, ceil(size / (microbatch_size * language)))
+    encoders, decoders = step.microbatches["vision"], step.microbatches[LANGUAGE_MODEL]
+    assert (len(encoders), len(decoders)) == (vision, language)
+    assert all(len(replica) == count for replica in (*encoders, *decoders))
+    assert sorted(batch_indices_of(encoders)) == sorted(batch_indices_of(decoders)) == list(range(size))
+    for index in range(count):
+        first = index * microbatch_size * language
+        block = list(range(first, min(first + microbatch_size * language, size)))
+        for replicas in (encoders, decoders):
+            assert [batch_index for replica in replicas for batch_index in replica[index]] == block
+        sizes = [len(replica[index]) for replica in encoders]
+        assert max(sizes) - min(sizes) <= 1
+        assert all(len(replica[index]) <= microbatch_size for replica in decoders)
+    if vision == language and size == count * microbatch_size * language:
+        assert encoders == decoders, "samples stay with the copy of the same number"
+
+
+def test_a_small_batch_leaves_microbatches_empty():
+    step = contiguous_step(plan_of(vision=2, language_model=3), [7, 8, 9], 2)
+    assert step.microbatches[LANGUAGE_MODEL] == (((0, 1),), ((2,),), ((),))
+    assert step.microbatches["vision"] == (((0, 1),), ((2,),))
+    assert step.chunks[LANGUAGE_MODEL, 2, 0] == ()
+    assert step.chunks["vision", 0, 0] == ((0, 1),)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
+def test_encoder_copies_take_turns_in_who_gets_one_more(vision, microbatch_size, turns):
+    plan, count = plan_of(vision=vision, language_model=1), turns * vision
+    step = contiguous_step(plan, range(count * microbatch_size), microbatch_size)
+    sizes = {len(batch_indices_of([replica])) for replica in step.microbatches["vision"]}
+    assert sizes == {turns * microbatch_size}
+
+
+# Vision microbatch 0 feeds the microbatches 0 and 1 of a replica; batch index 3 has no images.
+MOVED = StepPlan(
+    (10, 11, 12, 13),
+    {"vision": (((0, 2, 1), ()),), LANGUAGE_MODEL: (((1,), (0, 3)), ((2,), ()))},
+    {"vision": (LANGUAGE_MODEL,)},
+)
+
+
+def test_an_encoder_microbatch_is_cut_by_who_takes_it():
+    assert MOVED.chunks == {
+        ("vision", 0, 0): ((2, 1), (0,)),
+        ("vision", 0, 1): (),
+        (LANGUAGE_MODEL, 0, 0): ((1,),),
+        (LANGUAGE_MODEL, 0, 1): ((0, 3),),
+        (LANGUAGE_MODEL, 1, 0): ((2,),),
+        (LANGUAGE_MODEL, 1, 1): (),
+    }
+    assert MOVED.location_of[LANGUAGE_MODEL, 3] == (0, 1)
+    assert MOVED.location_of["vision", 2] == (0, 0)
+    assert ("vision", 3) not in MOVED.location_of
+
+
+def changed(**microbatches) -> StepPlan:
+    return dataclasses.replace(MOVED, microbatches={**MOVED.microbatches, **microbatches})
+
+
+def test_structure_is_all_that_a_program_reads():
+    plan = plan_of(vision=1, language_model=2)
+    groups = sync_groups(model_spec(8, 8), plan)
+    actions = build_program(plan, MOVED, groups).actions
+    renamed = dataclasses.replace(changed(vision=(((3, 2, 1), ()),)), samples=(1, 2, 3, 4))
+    assert renamed.structure == MOVED.structure
+    assert build_program(plan, renamed, groups).actions == actions
+    other = changed(language_model=(((), (0, 3)), ((2, 1), ())))
+    assert other.structure != MOVED.structure
+    assert build_program(plan, other, groups).actions != actions
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {LANGUAGE_MODEL: (((1,), (0, 3)), ((), ()))},
+        {LANGUAGE_MODEL: (((1,), (0, 3)), ((2, 1), ()))},
+        {LANGUAGE_MODEL: (((1,), (0, 3, 4)), ((2,), ()))},
+        {LANGUAGE_MODEL: (((1, 2), (0, 3)),)},
+        {"vision": (((0, 2, 1), (0,)),)},
+        {"vision": (((0, 2, 4), ()),)},
+    ],
+)
+def test_check_finds_lost_and_repeated_samples(change):
+    plan = plan_of(vision=1, language_model=2)
+    MOVED.check(plan)
+    with pytest.raises(AssertionError):
+        changed(**change).check(plan)

@@ -8,25 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange.balance import compare_with_contiguous, excess, measured_balance, step_balance
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, StepPlan, Workloads, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL, StepPlan
 from hf_mmparallel.schedule import Span, Task
-from tests.plan.specs import model_spec
+from tests.arrange.builders import loads, plan_of, workloads_of
 from tests.schedule.builders import cases, make_step
-
-
-def workloads(**forward_ms: list[float]) -> Workloads:
-    """Workloads of which only the forwards matter."""
-    values = {name: np.array(times, dtype=float) for name, times in forward_ms.items()}
-    return Workloads(values, dict.fromkeys(values, 2.0), {}, {})
-
 
 DEFERRED = make_step({"vision": [[[0, 1], [2]]], LANGUAGE_MODEL: [[[0], [1, 2, 3]]]})
 
 
 def test_a_deferred_sample_counts_where_each_module_takes_it():
-    balance = step_balance(DEFERRED, workloads(vision=[1, 2, 4, 0], language_model=[10, 20, 40, 80]))
-    (vision,), (language,) = balance.forward_ms["vision"], balance.forward_ms[LANGUAGE_MODEL]
-    assert vision.tolist() == [3, 4] and language.tolist() == [10, 140]
+    balance = step_balance(DEFERRED, workloads_of(vision=[1, 2, 4, 0], language_model=[10, 20, 40, 80]))
     assert balance.deferred_ms[LANGUAGE_MODEL][0].tolist() == [0, 20]  # sample 3 has no image and is not deferred
     assert balance.deferred_fraction == 0.25 and balance.num_microbatches == 2
     assert balance.std_ms("vision") == 0.5 and balance.std_ms(LANGUAGE_MODEL) == 65
@@ -36,7 +27,7 @@ def test_a_deferred_sample_counts_where_each_module_takes_it():
 
 def test_replicas_are_compared_by_all_that_they_do():
     step = make_step({LANGUAGE_MODEL: [[[0], [1]], [[2], []]]})
-    balance = step_balance(step, workloads(language_model=[1, 2, 5]))
+    balance = step_balance(step, workloads_of(language_model=[1, 2, 5]))
     assert balance.replica_excess(LANGUAGE_MODEL) == pytest.approx(5 / 4 - 1)
     assert balance.microbatch_excess(LANGUAGE_MODEL) == pytest.approx((2 / 1.5 - 1 + 5 / 2.5 - 1) / 2)
     assert balance.std_ms(LANGUAGE_MODEL) == pytest.approx((0.5 + 2.5) / 2)
@@ -57,48 +48,43 @@ def test_forwards_that_ran_are_summed_over_stages_and_chunks():
     assert balance.deferred_fraction == 0.25
 
 
+def is_late(step: StepPlan, batch_index: int) -> bool:
+    """
+    Whether an encoder takes a sample before the turn of its language-model microbatch. Turns are the microbatches of
+    that replica, of those that the encoder's copy feeds, which has most of them.
+    """
+    language, locations = step.microbatches[LANGUAGE_MODEL], step.location_of
+    replica, taken = locations[LANGUAGE_MODEL, batch_index]
+    for name in step.targets:
+        if (name, batch_index) in locations:
+            copy, index = locations[name, batch_index]
+            fed = {locations[LANGUAGE_MODEL, other][0] for own in step.microbatches[name][copy] for other in own}
+            turns = max(len(language[other]) for other in fed)
+            if index < int((taken + 0.5) * turns / len(language[replica])):
+                return True
+    return False
+
+
 @given(cases(), st.data())
 def test_every_sample_counts_once_and_is_deferred_or_not(case, data):
     step = case.step
-    times = {name: [data.draw(st.integers(1, 9)) for _ in step.samples] for name in step.microbatches}
-    balance = step_balance(step, workloads(**times))
-    late = []
-    for batch_index in range(len(step.samples)):
-        replica, taken = step.location_of[LANGUAGE_MODEL, batch_index]
-        encoders = [
-            (name, *step.location_of[name, batch_index])
-            for name in step.targets
-            if (name, batch_index) in step.location_of
-        ]
-        found = False
-        for name, copy, index in encoders:
-            # Turns: the microbatches of that replica, of those that this copy feeds, which has most of them.
-            fed = {
-                step.location_of[LANGUAGE_MODEL, other][0]
-                for batch_indices in step.microbatches[name][copy]
-                for other in batch_indices
-            }
-            sizes = {d: len(step.microbatches[LANGUAGE_MODEL][d]) for d in fed}
-            found |= index < int((taken + 0.5) * max(sizes.values()) / sizes[replica])
-        late.append(found)
-    assert balance.deferred_fraction == (np.mean(late) if late else 0)
+    times = {name: np.array([data.draw(st.integers(1, 9)) for _ in step.samples]) for name in step.microbatches}
+    balance = step_balance(step, workloads_of(**times))
+    late = np.array([is_late(step, batch_index) for batch_index in range(len(step.samples))], bool)
+    assert balance.deferred_fraction == (late.mean() if len(late) else 0)
+    deferred = times[LANGUAGE_MODEL] * late
+    for replica, microbatches in enumerate(step.microbatches[LANGUAGE_MODEL]):
+        wanted = loads([microbatches], deferred)[0]
+        assert balance.deferred_ms[LANGUAGE_MODEL][replica].tolist() == wanted.tolist()
     for name, replicas in step.microbatches.items():
         for replica, microbatches in enumerate(replicas):
-            wanted = [sum(times[name][batch_index] for batch_index in batch_indices) for batch_indices in microbatches]
-            assert balance.forward_ms[name][replica].tolist() == wanted
-            if name == LANGUAGE_MODEL:
-                wanted = [
-                    sum(times[name][batch_index] for batch_index in batch_indices if late[batch_index])
-                    for batch_indices in microbatches
-                ]
-                assert balance.deferred_ms[name][replica].tolist() == wanted
+            assert balance.forward_ms[name][replica].tolist() == loads([microbatches], times[name])[0].tolist()
 
 
 def test_before_is_the_order_of_the_sampler():
-    plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LANGUAGE_MODEL: ModulePlugin()})
-    step = StepPlan(
-        (7, 3, 5, 9), {"vision": (((0, 3), (1, 2)),), LANGUAGE_MODEL: (((0, 3), (1, 2)),)}, {"vision": ("x",)}
-    )
-    before, after = compare_with_contiguous(plan, step, workloads(vision=[4, 3, 2, 1], language_model=[1, 1, 1, 5]), 2)
+    own = (((0, 3), (1, 2)),)
+    step = StepPlan((7, 3, 5, 9), {"vision": own, LANGUAGE_MODEL: own}, {"vision": ("x",)})
+    work = workloads_of(vision=[4, 3, 2, 1], language_model=[1, 1, 1, 5])
+    before, after = compare_with_contiguous(plan_of(vision=1, language_model=1), step, work, 2)
     assert before.forward_ms["vision"][0].tolist() == [7, 3] and after.forward_ms["vision"][0].tolist() == [5, 5]
     assert before.std_ms(LANGUAGE_MODEL) == after.std_ms(LANGUAGE_MODEL) == 2

@@ -1,20 +1,24 @@
-"""Pairs of microbatches, their order, and what the language model takes later."""
+"""Pairs of microbatches, their order, what the language model takes later, and the sums and matchings behind it."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
 
-from hf_mmparallel.arrange.deferral import defer, pair_means, pair_order, shuffled_pairs
+from hf_mmparallel.arrange.deferral import (
+    MAX_ITEMS,
+    bottleneck_matching,
+    defer,
+    pair_means,
+    pair_order,
+    shuffled_pairs,
+    subset_sums,
+)
 from hf_mmparallel.arrange.greedy import Capacity
-
-
-def even_targets(places, weights, num_problems: int, count: int) -> np.ndarray:
-    """The mean of each problem."""
-    totals = np.bincount(places // count, weights, num_problems)
-    return np.repeat(totals[:, None] / count, count, axis=1)
 
 
 def squares(places, late, weights, targets) -> np.ndarray:
@@ -27,7 +31,8 @@ def make(seed: int, num_problems: int, count: int, num_items: int):
     rng = np.random.default_rng(seed)
     places, weights = rng.integers(0, num_problems * count, num_items), rng.lognormal(0, 1, num_items)
     late = (rng.random(num_items) < 0.3) & (places % count < count - 1)
-    return places, weights, late, even_targets(places, weights, num_problems, count)
+    totals = np.bincount(places // count, weights, num_problems)
+    return places, weights, late, np.repeat(totals[:, None] / count, count, axis=1)
 
 
 @settings(max_examples=80)
@@ -61,24 +66,15 @@ def test_limits_that_held_still_hold(seed, count, num_items):
     assert np.bincount(places + found, sizes).max() <= limit
 
 
-def test_every_place_but_the_last_can_defer():
-    for place in range(3):
-        late = defer(np.full(2, place), np.ones(2), np.zeros(2, bool), np.full((1, 4), 0.5), 1)
-        assert late.sum() == 1
-    assert not defer(np.full(2, 3), np.ones(2), np.zeros(2, bool), np.full((1, 4), 0.5), 1).any()
+@pytest.mark.parametrize("place", range(4))
+def test_every_place_but_the_last_can_defer(place):
+    late = defer(np.full(2, place), np.ones(2), np.zeros(2, bool), np.full((1, 4), 0.5), 1)
+    assert late.sum() == (place < 3)
 
 
-def test_limits_forbid_what_would_be_best():
-    places, weights = np.zeros(2, np.int64), np.array([3.0, 1.0])
-    targets = np.array([[2.0, 2.0]])
-    assert defer(places, weights, np.zeros(2, bool), targets, 1).sum() == 1
-    capacity = Capacity(np.array([[4.0], [4.0]]), np.array([3.0]))
-    assert not defer(places, weights, np.zeros(2, bool), targets, 1, capacity).any()
-
-
-def order_of(rows, weights, count: int, start: float = 0.0) -> list[int]:
+def order_of(rows, weights, count: int) -> list[int]:
     surplus = np.bincount(rows, weights, count)[None] - weights.sum() / count
-    return pair_order(rows, weights, surplus, np.array([start]))[0].tolist()
+    return pair_order(rows, weights, surplus, np.zeros(1))[0].tolist()
 
 
 def test_overloaded_microbatches_stand_before_those_that_they_defer_to():
@@ -94,9 +90,7 @@ def test_overloaded_microbatches_stand_before_those_that_they_defer_to():
 
 
 def test_the_odd_one_out_is_in_the_middle_by_load_and_last():
-    weights = np.array([9.0, 5.0, 1.0])
-    assert order_of(np.arange(3), weights, 3) == [0, 2, 1]
-    assert order_of(np.zeros(1, np.int64), weights[:1], 1) == [0]
+    assert order_of(np.arange(3), np.array([9.0, 5.0, 1.0]), 3) == [0, 2, 1]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(0, 40))
@@ -119,10 +113,106 @@ def test_pairs_stay_together_in_every_order_that_is_tried():
 
 
 def test_what_pairs_leave_over_stays_small_in_the_running_sum():
-    rng = np.random.default_rng(0)
-    rows, weights = np.arange(16), rng.lognormal(0, 1, 16)  # one sample each: nothing can be deferred in part
-    surplus = weights - weights.mean()
-    order = pair_order(rows, weights, surplus[None], np.zeros(1))[0]
-    running = np.cumsum(surplus[order].reshape(-1, 2).sum(axis=1))
-    worse = np.cumsum(np.sort(surplus[order].reshape(-1, 2).sum(axis=1)))
+    weights = np.random.default_rng(0).lognormal(0, 1, 16)  # one sample each: nothing can be deferred in part
+    pairs = (weights - weights.mean())[order_of(np.arange(16), weights, 16)].reshape(-1, 2).sum(axis=1)
+    running, worse = np.cumsum(pairs), np.cumsum(np.sort(pairs))
     assert np.abs(running).max() < np.abs(worse).max() and running.min() > worse.min()
+
+
+def brute(costs) -> tuple[float, float]:
+    """The least largest cost, and the least sum of squares under it."""
+    rows = np.arange(len(costs))
+    found = [costs[rows, list(order)] for order in itertools.permutations(range(len(costs)))]
+    limit = min(values.max() for values in found)
+    return limit, min((values**2).sum() for values in found if values.max() <= limit)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3), st.integers(1, 5), st.booleans(), st.integers(0, 10**6))
+def test_the_largest_cost_is_least_and_then_the_squares(num_problems, size, whole, seed):
+    rng = np.random.default_rng(seed)
+    costs = rng.random((num_problems, size, size)) * 10
+    costs = np.round(costs) if whole else costs
+    matched = bottleneck_matching(costs)
+    for problem, columns in zip(costs, matched, strict=True):
+        assert sorted(columns) == list(range(size))
+        values = problem[np.arange(size), columns]
+        assert (values.max(), (values**2).sum()) == pytest.approx(brute(problem))
+
+
+def test_large_problems_agree_with_thresholds_tried_one_by_one():
+    costs = np.random.default_rng(0).random((3, 20, 20))
+    matched = bottleneck_matching(costs)
+    for problem, columns in zip(costs, matched, strict=True):
+
+        def possible(limit, problem=problem):
+            rows, chosen = linear_sum_assignment(problem > limit)
+            return not (problem > limit)[rows, chosen].any()
+
+        least = next(value for value in np.sort(problem.ravel()) if possible(value))
+        assert problem[np.arange(20), columns].max() == least
+
+
+def test_no_rows_have_no_columns():
+    assert bottleneck_matching(np.zeros((4, 0, 0))).shape == (4, 0)
+
+
+REALS = st.lists(st.lists(st.floats(0, 100), min_size=7, max_size=7), min_size=1, max_size=4)
+
+
+def reachable(weights) -> np.ndarray:
+    """All sums of subsets."""
+    sums = np.zeros(1)
+    for weight in weights:
+        sums = np.concatenate([sums, sums + weight])
+    return sums
+
+
+@given(REALS, st.sampled_from([4, 16, 64, 128]))
+def test_sums_are_those_of_their_subsets_and_all_where_the_list_is_long_enough(weights, max_sums):
+    weights, extra = np.array(weights), np.arange(7.0) + np.zeros((len(weights), 1))
+    table = subset_sums(weights, max_sums, extra)
+    assert table.sums.shape[1] <= max_sums
+    chosen = (table.subsets[..., None] >> np.arange(7)) & 1
+    there = np.isfinite(table.sums)
+    np.testing.assert_allclose((chosen * weights[:, None]).sum(axis=2)[there], table.sums[there])
+    np.testing.assert_allclose((chosen * extra[:, None]).sum(axis=2)[there], table.extra[there])
+    if max_sums == 128:
+        np.testing.assert_allclose(np.sort(table.sums), np.sort(list(map(reachable, weights))))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 20), min_size=10, max_size=12), st.data())
+def test_whole_numbers_are_exact_up_to_the_length_of_the_list(weights, data):
+    length = 1 << math.ceil(math.log2(sum(weights) + 2))
+    weights = np.array([[*weights, length - 1 - sum(weights)]], dtype=float)  # as long as the largest sum asks for
+    table = subset_sums(weights, length)
+    assert set(table.sums[np.isfinite(table.sums)]) == set(reachable(weights[0]))
+    target = data.draw(st.floats(0, 250))
+    best = np.abs(reachable(weights[0]) - target).min()
+    found = table.sums[0, table.nearest(np.array([[target]]))[0, 0]]
+    assert abs(found - target) == pytest.approx(best)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(0.01, 50), min_size=1, max_size=14), st.sampled_from([16, 32, 64]))
+def test_shorter_lists_miss_a_sum_by_no_more_than_their_bound(weights, max_sums):
+    row = np.array([weights])
+    table = subset_sums(row, max_sums)
+    bound = row.sum() / (max_sums - 1) * max(0, len(weights) - math.log2(max_sums))
+    missed = np.abs(reachable(weights)[:, None] - table.sums[0]).min(axis=1)
+    assert missed.max() <= bound * (1 + 1e-9) + 1e-9
+
+
+def test_a_subset_has_at_most_62_items():
+    table = subset_sums(np.ones((1, 70)), 256)
+    sums = table.sums[np.isfinite(table.sums)]
+    assert set(sums) == set(range(MAX_ITEMS + 1))
+
+
+def test_sets_without_items_reach_nothing():
+    table = subset_sums(np.zeros((3, 0)), 32)
+    assert table.sums.tolist() == [[0.0]] * 3
+    table = subset_sums(np.array([[0.0, 0.0], [2.0, 3.0]]), 4)
+    assert set(table.sums[0]) == {0.0} and set(table.sums[1]) == {0.0, 2.0, 3.0, 5.0}
+    assert table.take(np.array([1])).sums.tolist() == table.sums[1:].tolist()

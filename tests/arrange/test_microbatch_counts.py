@@ -1,4 +1,4 @@
-"""How many microbatches each replica gets: the fastest numbers, those of the plan, and their proportions."""
+"""How many microbatches each replica gets: the fastest numbers, those of the plan, and what they give."""
 
 import itertools
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import (
     ARRANGEMENTS,
     arrange_step,
@@ -16,7 +17,13 @@ from hf_mmparallel.arrange import (
     plan_for_batch,
     with_fastest_counts,
 )
-from hf_mmparallel.plan import LANGUAGE_MODEL, Edge, ModulePlan, ParallelPlan, Stage, Workloads
+from hf_mmparallel.arrange.balance import step_balance
+from hf_mmparallel.arrange.microbatch_counts import microbatch_counts
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
+from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
+from tests.arrange.builders import check_samples
+from tests.papers.test_baselines import make_workloads
+from tests.schedule.builders import make_plan, module_spec, task_times
 
 VISION = "vision"
 BY_WORK = ("hierarchical", "tapered", "entrain", "disttrain")  # these balance the work of replicas
@@ -27,29 +34,23 @@ def plan_of(
 ) -> ParallelPlan:
     """A plan whose replicas have these numbers of stages, each stage on a rank of its own."""
     ranks = itertools.count()
-
-    def module(stages: list[int]) -> ModulePlan:
-        cuts = [[12 * index // count for index in range(count + 1)] for count in stages]
-        return ModulePlan(
-            tuple(tuple(Stage(layers, ((next(ranks),),)) for layers in itertools.pairwise(own)) for own in cuts)
-        )
-
-    modules = {VISION: module(encoder), LANGUAGE_MODEL: module(language)}
-    edges = (Edge(VISION, LANGUAGE_MODEL),)
-    return ParallelPlan(modules, edges, num_microbatches=num_microbatches, replica_microbatches=counts)
+    sizes = {VISION: encoder, LANGUAGE_MODEL: language}
+    modules = {name: [[(next(ranks),) for _ in range(count)] for count in own] for name, own in sizes.items()}
+    specs = {VISION: module_spec(VISION, 12, feature_layers=(0,)), LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL, 12)}
+    plan = make_plan(modules, specs)[1]
+    return replace(plan, num_microbatches=num_microbatches, replica_microbatches=counts)
 
 
-def workloads_of(num_samples: int, seed: int, sigma: float = 0.6) -> Workloads:
+def workloads_of(num_samples: int, seed: int) -> Workloads:
     """Samples of which some have no image."""
     rng = np.random.default_rng(seed)
-    language = rng.lognormal(0, sigma, num_samples)
-    vision = rng.lognormal(0, sigma, num_samples) * (rng.random(num_samples) < 0.7)
-    forward_ms = {VISION: vision, LANGUAGE_MODEL: language}
+    language, vision = rng.lognormal(0, 0.6, (2, num_samples))
+    forward_ms = {VISION: vision * (rng.random(num_samples) < 0.7), LANGUAGE_MODEL: language}
     tokens = {name: np.ceil(10 * times).astype(np.int64) for name, times in forward_ms.items()}
     return Workloads(forward_ms, dict.fromkeys(forward_ms, 2.0), tokens, {})
 
 
-layouts = st.integers(1, 4).flatmap(
+LAYOUTS = st.integers(1, 4).flatmap(
     lambda dp_size: st.tuples(
         st.lists(st.integers(1, 3), min_size=1, max_size=4),
         st.lists(st.integers(1, 4), min_size=dp_size, max_size=dp_size),
@@ -59,25 +60,25 @@ layouts = st.integers(1, 4).flatmap(
 
 
 @settings(max_examples=80)
-@given(st.data(), st.integers(1, 4), st.integers(0, 8))
-def test_the_last_replica_ends_as_early_as_possible(data, num_replicas, more):
-    fill = data.draw(st.lists(st.integers(1, 30), min_size=num_replicas, max_size=num_replicas))
-    slowest = data.draw(st.lists(st.integers(1, 9), min_size=num_replicas, max_size=num_replicas))
-    total = num_replicas + more
-    counts = fastest_counts(fill, slowest, total)
+@given(st.lists(st.tuples(st.floats(1, 30), st.floats(0.5, 9)), min_size=1, max_size=4), st.integers(0, 8))
+def test_the_last_replica_ends_as_early_as_possible(paces, more):
+    total = len(paces) + more
+    counts = fastest_counts(*map(list, zip(*paces, strict=True)), total)
     assert sum(counts) == total and min(counts) >= 1
 
-    def end_ms(counts) -> int:
-        return max(first + (count - 1) * own for first, own, count in zip(fill, slowest, counts, strict=True))
+    def end_ms(counts) -> float:
+        return max(fill + (count - 1) * slowest for (fill, slowest), count in zip(paces, counts, strict=True))
 
-    ways = (way for way in itertools.product(range(1, total + 1), repeat=num_replicas) if sum(way) == total)
-    assert end_ms(counts) == min(map(end_ms, ways))
+    ways = (way for way in itertools.product(range(1, total + 1), repeat=len(paces)) if sum(way) == total)
+    assert end_ms(counts) == pytest.approx(min(map(end_ms, ways)), rel=1e-9)
 
 
-def test_replicas_of_four_three_and_two_stages_share_24_microbatches():
+def test_equally_fast_numbers_are_those_with_the_fewest_replicas_at_the_limit():
     counts = fastest_counts([120.0] * 3, [30.0, 40.0, 60.0], 24)
     assert counts == [11, 8, 5]  # 11, 7 and 6 take as long, 420, with two replicas at the limit
     assert fastest_counts([120.0] * 3, [40.0] * 3, 25) == [9, 8, 8]
+    with pytest.raises(ValueError, match="2 microbatches are too few for 3 pipelines"):
+        fastest_counts([1.0] * 3, [1.0] * 3, 2)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 400))
@@ -91,7 +92,7 @@ def test_smaller_batches_keep_the_proportions(counts, total):
 
 
 @settings(max_examples=60)
-@given(layouts, st.sampled_from(list(ARRANGEMENTS)), st.integers(1, 3), st.floats(0, 1), st.integers(0, 10**6))
+@given(LAYOUTS, st.sampled_from(list(ARRANGEMENTS)), st.integers(1, 3), st.floats(0, 1), st.integers(0, 10**6))
 def test_every_arrangement_keeps_the_counts_of_the_plan(layout, arrangement, microbatch_size, left, seed):
     plan = plan_of(*layout)
     full = plan.total_microbatches * microbatch_size
@@ -110,38 +111,13 @@ def test_every_arrangement_keeps_the_counts_of_the_plan(layout, arrangement, mic
 
 
 @settings(max_examples=60)
-@given(
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(1, 9),
-    st.sampled_from(list(ARRANGEMENTS)),
-    st.integers(0, 60),
-    st.integers(0, 10**6),
-)
-def test_equal_counts_are_no_special_case(encoder_dp_size, dp_size, count, arrangement, num_samples, seed):
-    equal = plan_of([1] * encoder_dp_size, [2] * dp_size, num_microbatches=count)
-    given_counts = replace(equal, replica_microbatches=(count,) * dp_size)
-    workloads = workloads_of(num_samples, seed)
+@given(st.tuples(*[st.integers(1, 4)] * 2), st.integers(1, 9), st.sampled_from(list(ARRANGEMENTS)), st.integers(0, 60))
+def test_equal_counts_are_no_special_case(sizes, count, arrangement, num_samples):
+    equal = plan_of([1] * sizes[0], [2] * sizes[1], num_microbatches=count)
+    given_counts = replace(equal, replica_microbatches=(count,) * sizes[1])
+    workloads = workloads_of(num_samples, num_samples)
     steps = [arrange_step(plan, range(num_samples), workloads, 2, arrangement) for plan in (equal, given_counts)]
     assert steps[0] == steps[1]
-
-
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
-@pytest.mark.parametrize("num_samples", [192, 131])
-def test_replicas_get_their_share_of_the_work(arrangement, num_samples):
-    """Also in an incomplete global batch, of the samples as of the work."""
-    plan = plan_of([1, 1, 1], [1, 1, 1], (12, 8, 4))
-    workloads = workloads_of(num_samples, 0)
-    step = arrange_step(plan, range(num_samples), workloads, 8, arrangement)
-    locations, _ = step.locations[LANGUAGE_MODEL]
-    work = np.bincount(locations, workloads.forward_ms[LANGUAGE_MODEL], 3)
-    expected = np.array([12, 8, 4]) / 24
-    tolerance = 0.1 if arrangement in BY_WORK else 0.3  # disttrain deals the largest samples last
-    assert work / work.sum() == pytest.approx(expected, rel=tolerance)
-    # A replica of the encoder encodes for the language-model replica of the same number, and nothing else.
-    encoders, _ = step.locations[VISION]
-    if arrangement != "contiguous" or num_samples == 192:
-        assert (encoders[encoders >= 0] == locations[encoders >= 0]).all()
 
 
 def test_a_plan_with_the_predicted_counts():
@@ -166,5 +142,72 @@ def test_a_plan_takes_the_number_of_microbatches_of_its_batch_or_refuses_it():
     assert plan_for_batch(plan_of([1], [1, 1]), 20, 3).num_microbatches == 4
     plan = plan_of([1], [1, 1], (5, 2))
     assert plan.num_microbatches == 4 and plan_for_batch(plan, 20, 3) == plan
-    with pytest.raises(ValueError, match=r"`replica_microbatches=\[5, 2\]` .* are 7 microbatches, .* has 10"):
+    with pytest.raises(ValueError, match=r"`replica_microbatches=\[5, 2\]` .* 7 microbatches, .* 10"):
         plan_for_batch(plan, 20, 2)
+
+
+def unlike(num_encoders: int) -> ParallelPlan:
+    """Language-model replicas with 4, 3 and 2 stages, and encoder replicas of one stage each."""
+    return plan_of([1] * num_encoders, [4, 3, 2])
+
+
+def iteration_ms(plan: ParallelPlan, step: StepPlan, workloads: Workloads) -> float:
+    cost = task_times(plan, step, workloads.forward_ms)
+    return simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("num_encoders", [1, 3])
+def test_every_arrangement_follows_the_counts(arrangement, num_encoders):
+    plan = unlike(num_encoders)
+    workloads = PUBLISHED_MODELS["llama3-3b"].workloads(PUBLISHED["llava-150k"].draw(96, 0))
+    workloads.forward_ms["vision"][:] *= 0.1  # so that encoders of one stage hold nobody up
+    workloads.forward_ms["vision"][::7] = 0  # text alone
+    counts = microbatch_counts(plan, workloads, 24)
+    step = arrange_step(plan, range(96), workloads, 4, arrangement)
+    check_samples(plan, workloads, step)
+    assert counts.sum() == 24 and list(counts) == sorted(counts, reverse=True) and counts[0] > counts[2]
+    if arrangement != "entrain":  # which makes fewer where single samples are large
+        assert [len(own) for own in step.microbatches[LANGUAGE_MODEL]] == counts.tolist()
+    # No replica is far from its share of the work, and nothing is taken before it is encoded.
+    loads = np.array([own.sum() for own in step_balance(step, workloads).forward_ms[LANGUAGE_MODEL]])
+    if arrangement not in ("contiguous", "batch_rebalance", "sub_microbatches"):
+        assert loads / loads.sum() == pytest.approx(counts / counts.sum(), rel=0.06)
+    parts = 2 if arrangement == "sub_microbatches" else 1
+    for replica in range(num_encoders):
+        for batch_index, turn in step.consumer_turns("vision", replica, LANGUAGE_MODEL).items():
+            assert step.location_of["vision", batch_index][1] // parts <= turn
+    cost = task_times(plan, step, workloads.forward_ms)
+    simulation = simulate(plan, build_program(plan, step, [], cost), cost)
+    max_in_flight = in_flight_1f1b(plan, step)
+    assert all(peak < max_in_flight[key] + 1 for key, peak in simulation.peak_in_flight.items())
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_a_step_with_the_counts_of_the_plan(arrangement):
+    """Of 24 equal microbatches, 11, 7 and 6 take 420 ms, as the predicted 11, 8 and 5 do; eight each take 540 ms."""
+    workloads = make_workloads([0.0] * 24, [40.0] * 24)
+    plan, step_ms = unlike(3), {}
+    for counts in [(11, 7, 6), (8, 8, 8), None]:
+        plan = replace(plan, replica_microbatches=counts)
+        step = arrange_step(plan, range(24), workloads, 1, arrangement)
+        found = tuple(len(own) for own in step.microbatches[LANGUAGE_MODEL])
+        assert found == (counts or (11, 8, 5))
+        step_ms[counts] = iteration_ms(plan, step, workloads)
+    assert step_ms[11, 7, 6] == step_ms[None] == pytest.approx(420)
+    assert step_ms[8, 8, 8] == pytest.approx(540)
+
+
+def test_microbatches_of_a_shared_encoder_come_when_each_replica_needs_them():
+    plan, workloads = unlike(1), make_workloads([1.0] * 24, [40.0] * 24)
+    step = arrange_step(plan, range(24), workloads, 1, "contiguous")
+    counts = [len(own) for own in step.microbatches[LANGUAGE_MODEL]]
+    (encoder,) = step.microbatches["vision"]
+    assert len(encoder) == max(counts)
+    # After any number of turns, each replica has had its share of its microbatches.
+    for turns in range(len(encoder) + 1):
+        had = set(itertools.chain.from_iterable(encoder[:turns]))
+        for own, count in zip(step.microbatches[LANGUAGE_MODEL], counts, strict=True):
+            taken = had & set(itertools.chain.from_iterable(own))
+            assert abs(len(taken) - turns * count / len(encoder)) <= 0.5 + 1e-9
+    assert list(itertools.chain.from_iterable(encoder)) == list(range(24))

@@ -25,12 +25,8 @@ def test_a_long_run_has_few_pieces_with_all_samples(count: int) -> None:
 def test_each_recovery_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     saved, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, path: (saved.append(self), save(self, path)))
-    marks = [
-        RecoveryMark(2.1, 0.25, 3, "lost 1"),
-        RecoveryMark(2.5, 1.0, 1, "lost 0, 3"),
-        RecoveryMark(9, 0.5, 1, "x"),
-    ]
-    recovery_png([1.0, 2.0, 5.0, 8.0], 8, 4, marks, tmp_path / "out.png")
+    marks = ((2.1, 0.25, 3, "lost 1"), (2.5, 1.0, 1, "lost 0, 3"), (9, 0.5, 1, "x"))
+    recovery_png([1.0, 2.0, 5.0, 8.0], 8, 4, [RecoveryMark(*mark) for mark in marks], tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     rates, ranks = saved[0].axes
     assert ranks.patches[0].get_data().values.tolist() == [4, 3, 1, 1]

@@ -28,10 +28,38 @@ from hf_mmparallel.schedule import Simulation, Span, Task, TransferSpan, build_p
 from tests.schedule.builders import cases, chain, make_step, module_spec
 
 
+def simulated(num_replicas: int, **more: float) -> Simulation:
+    """Replicas of a language model of two stages, with two microbatches each."""
+    spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=num_replicas, pp_size=2)})
+    step = make_step({LANGUAGE_MODEL: [[[2 * d], [2 * d + 1]] for d in range(num_replicas)]})
+    return simulate(plan, build_program(plan, step, sync_groups(spec, plan)), **more)
+
+
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
     case = chain(3, 4)
     return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups))
+
+
+@pytest.fixture(scope="module")
+def with_sums() -> Simulation:
+    """Sums of 4 ms at the ends of two stages of two replicas, those of the first stage last."""
+    return simulated(2, sync_ms=4.0)
+
+
+def trace_of(simulation: Simulation, *more) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        chrome_trace(simulation, Path(folder) / "trace.json", *more)
+        events = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def pixels_of(simulation: Simulation, folder: Path) -> dict:
+    """Color -> how many pixels of the picture have it."""
+    gantt_png(simulation, folder / "picture.png")
+    with Image.open(folder / "picture.png") as picture:
+        return {color: count for count, color in picture.convert("RGB").getcolors(10**7) or []}
 
 
 def test_text(simulation):
@@ -46,39 +74,26 @@ def test_text(simulation):
 
 
 def test_text_merges_equal_ranks_and_cuts_off_the_rest():
-    spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=30, pp_size=2)})
-    rows = [[[2 * d], [2 * d + 1]] for d in range(30)]
-    simulation = simulate(plan, build_program(plan, make_step({LANGUAGE_MODEL: rows}), []))
-    text = gantt_text(simulation, width=20).splitlines()
+    text = gantt_text(simulated(30), width=20).splitlines()
     assert len(text) == 3 and text[1].startswith("ranks 0, 2, ... (30 ranks)  language_model s0 |")
     spans = [Span(rank, Task("fwd", LANGUAGE_MODEL, 0, 0, 0), rank, rank + 1) for rank in range(40)]
     assert gantt_text(spans, width=40).splitlines()[-1] == "... and 8 more ranks"
 
 
-def test_empty_timelines_can_be_drawn(tmp_path):
-    gantt_png([], tmp_path / "empty.png")
-    assert gantt_text([]).startswith("no tasks")
-
-
-def test_png_holds_both_timelines(simulation, tmp_path):
+def test_both_timelines_are_drawn_and_empty_ones_too(simulation, tmp_path):
     measured = [Span(s.rank, s.task, 2 * s.start_ms, 2 * s.end_ms) for s in simulation.spans]
-    sizes = []
-    for name, other in (("one.png", None), ("two.png", measured)):
-        gantt_png(simulation, tmp_path / name, other)
-        data = (tmp_path / name).read_bytes()
-        assert data.startswith(b"\x89PNG")
-        sizes.append(int.from_bytes(data[20:24], "big"))
-    assert sizes[1] > sizes[0] * 1.3
-
-
-def test_trace_has_every_span_of_both_timelines(simulation, tmp_path):
-    measured = [Span(s.rank, s.task, 2 * s.start_ms, 2 * s.end_ms) for s in simulation.spans]
-    chrome_trace(simulation, tmp_path / "trace.json", measured)
-    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    heights = []
+    for other in (None, measured):
+        gantt_png(simulation, tmp_path / "out.png", other)
+        with Image.open(tmp_path / "out.png") as picture:
+            heights.append(picture.height)
+    assert heights[1] > heights[0] * 1.3
+    events = trace_of(simulation, measured)
     for process, spans in enumerate((simulation.spans, measured)):
         found = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["pid"] == process]
         assert found == [(s.rank, str(s.task), 1e3 * s.start_ms, 1e3 * (s.end_ms - s.start_ms)) for s in spans]
+    gantt_png([], tmp_path / "empty.png")
+    assert gantt_text([]).startswith("no tasks")
 
 
 @settings(max_examples=60)
@@ -91,29 +106,16 @@ def test_events_of_a_track_never_overlap(case, seed, sync_ms):
         return costs.setdefault(task, float(rng.uniform(0, 3)))
 
     simulation = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), cost, 0.1, sync_ms)
-    with tempfile.TemporaryDirectory() as folder:
-        chrome_trace(simulation, Path(folder) / "trace.json")
-        text = (Path(folder) / "trace.json").read_text()
+    events = trace_of(simulation)
+    assert len(events) == len(simulation.spans) + len(simulation.sums)
     # As Chrome reads them, in microseconds, and as Perfetto does, cut to whole nanoseconds.
     for exact in (lambda us: us, lambda us: int(us * 1000.0)):
         tracks: dict = {}
-        for event in json.loads(text)["traceEvents"]:
-            if event["ph"] == "X":
-                start, length = exact(event["ts"]), exact(event["dur"])
-                tracks.setdefault(event["tid"], []).append((start, start + length))
-        for events in tracks.values():
-            events.sort()
-            assert all(end <= start for (_, end), (start, _) in pairwise(events))
-    assert sum(map(len, tracks.values())) == len(simulation.spans) + len(simulation.sums)
-
-
-@pytest.fixture(scope="module")
-def with_sums() -> Simulation:
-    """Sums of 4 ms at the ends of two stages of two replicas, those of the first stage last."""
-    spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
-    step = make_step({LANGUAGE_MODEL: [[[0], [1]], [[2], [3]]]})
-    return simulate(plan, build_program(plan, step, sync_groups(spec, plan)), sync_ms=4.0)
+        for event in events:
+            start, length = exact(event["ts"]), exact(event["dur"])
+            tracks.setdefault(event["tid"], []).append((start, start + length))
+        for track in tracks.values():
+            assert all(end <= start for (_, end), (start, _) in pairwise(sorted(track)))
 
 
 def test_a_picture_ends_where_its_title_says(with_sums, tmp_path, monkeypatch):
@@ -123,27 +125,15 @@ def test_a_picture_ends_where_its_title_says(with_sums, tmp_path, monkeypatch):
     head, first, *_ = gantt_text(with_sums, width=13).splitlines()
     assert head.startswith("13 ms without ") and "=: gradient sum" in head
     assert first.endswith("|01..aa.bb====|")
-    limits = []
-    set_xlim = Axes.set_xlim
+    limits, set_xlim = [], Axes.set_xlim
     monkeypatch.setattr(
         Axes, "set_xlim", lambda self, *args, **more: limits.append(args) or set_xlim(self, *args, **more)
     )
-    gantt_png(with_sums, tmp_path / "sums.png")
+    pixels = pixels_of(with_sums, tmp_path)
     assert (0, 13) in limits
-    chrome_trace(with_sums, tmp_path / "sums.json")
-    events = [e for e in json.loads((tmp_path / "sums.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert max(e["ts"] + e["dur"] for e in events) == 13_000
-
-
-def test_the_picture_shows_the_sums(with_sums, tmp_path):
-    pictures = []
-    for name, simulation in (("with", with_sums), ("without", replace(with_sums, sums=()))):
-        gantt_png(simulation, tmp_path / f"{name}.png")
-        with Image.open(tmp_path / f"{name}.png") as picture:
-            counts = picture.convert("RGB").getcolors(10**7) or []
-            pictures.append({color: count for count, color in counts})
+    assert max(event["ts"] + event["dur"] for event in trace_of(with_sums)) == 13_000
     grey = ImageColor.getrgb(SUM_COLOR)
-    assert pictures[0].get(grey, 0) > 2000 > 10 * pictures[1].get(grey, 0)
+    assert pixels[grey] > 2000 > 10 * pixels_of(replace(with_sums, sums=()), tmp_path).get(grey, 0)
 
 
 def test_rank_ranges():
@@ -175,24 +165,17 @@ def test_columns_have_shares_of_the_communication():
     assert lane_text(communication(0), 16.0, 8) == "-....==="
 
 
-def test_lanes_are_drawn_below_the_tasks(with_sums, tmp_path):
+def test_lanes_are_below_the_tasks_in_text_picture_and_trace(with_sums, tmp_path):
     drawn = replace(with_sums, transfers=communication)
     head, first, lane, *_ = gantt_text(drawn, width=16).splitlines()
     assert "-: communication beside tasks" in head
     assert first.endswith("|01..aa.bb====...|") and lane.endswith("|-........=======|")
-    gantt_png(drawn, tmp_path / "lanes.png")
-    with Image.open(tmp_path / "lanes.png") as picture:
-        counts = {color: count for count, color in picture.convert("RGB").getcolors(10**7) or []}
+    pixels = pixels_of(drawn, tmp_path)
     for kind in (("gather", False), ("gather", True), ("sum", True), ("update", True)):
-        assert counts.get(ImageColor.getrgb(KINDS[kind][0]), 0) > 200, kind
-
-
-def test_the_trace_has_the_lanes_of_one_of_equal_ranks(with_sums, tmp_path):
-    chrome_trace(replace(with_sums, transfers=communication), tmp_path / "lanes.json")
-    events = [e for e in json.loads((tmp_path / "lanes.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    found = [(e["tid"], e["cat"], e["ts"], e["dur"]) for e in events if e["pid"] == 1]
+        assert pixels.get(ImageColor.getrgb(KINDS[kind][0]), 0) > 200, kind
+    found = [(e["tid"], e["cat"], e["ts"], e["dur"]) for e in trace_of(drawn) if e["pid"] == 1]
     ranks = sorted({rank for rank, *_ in found})
-    assert ranks == [0, 2] or ranks == [0, 1]
+    assert ranks in ([0, 1], [0, 2]), "one of equal ranks"
     assert found == [
         (s.rank, s.op, 1e3 * s.start_ms, 1e3 * (s.end_ms - s.start_ms)) for rank in ranks for s in communication(rank)
     ]

@@ -34,7 +34,7 @@ from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.resilience.models import MODELS, costs_of
 from tests.resilience.test_resilient_planner import CLUSTERS, planner_of
 
-SMALL = ("one rank a node", "tied", "two encoders", "frozen parts, tp", "little memory", "little memory, two encoders")
+SMALL = ("one rank a node", "tied", "frozen parts, tp", "little memory, two encoders")
 
 
 def option(step_ms: float, copy_s: float, num_bytes: int = 0) -> PlanOption:
@@ -84,28 +84,26 @@ def lost_one_by_one(planner: ResilientPlanner, rng: random.Random) -> Sequence[t
     """Plans and the nodes that they lose, down to the fewest nodes that are guaranteed."""
     result, state = [], planner.first()
     while len(state.nodes) > planner.fewest_guaranteed:
-        result.append((state, rng.choice(state.nodes)))
-        state = planner.without(*result[-1][:1], [result[-1][1]])
+        lost = rng.choice(state.nodes)
+        result.append((state, lost))
+        state = planner.without(state, [lost])
     return result
 
 
 @pytest.mark.parametrize("cluster", SMALL)
-def test_a_plan_is_nearly_the_best_of_all_where_copies_cost_nothing(cluster: str) -> None:
+def test_a_plan_is_nearly_the_best_of_all_where_copies_cost_nothing_and_changes_little_where_losses_are_near(
+    cluster: str,
+) -> None:
     """Against the simulated steps of all instantiations: the first plan and those after random losses."""
-    planner = replace(planner_of(*CLUSTERS[cluster]), mean_time_between_failures_s=1e12)
-    assert planner.step_ms(planner.first()) <= 1.01 * best_of_all_ms(planner, planner.num_nodes)
-    for state, lost in lost_one_by_one(planner, random.Random(cluster)):
-        after = planner.without(state, [lost])
-        assert planner.step_ms(after) <= (1.01 + LEAST_GAIN) * best_of_all_ms(planner, len(after.nodes))
-
-
-@pytest.mark.parametrize("cluster", SMALL)
-def test_as_few_changes_as_possible_where_the_next_loss_is_near(cluster: str) -> None:
-    planner = replace(planner_of(*CLUSTERS[cluster]), mean_time_between_failures_s=1e-12)
-    for state, lost in lost_one_by_one(planner, random.Random(cluster)):
-        after = planner.without(state, [lost])
-        assert all(change.op != "divide" for change in after.changes)
-        assert after.reason.startswith("Fewest changes")
+    often, seldom = (
+        replace(planner_of(*CLUSTERS[cluster]), mean_time_between_failures_s=time_s) for time_s in (1e-12, 1e12)
+    )
+    assert seldom.step_ms(seldom.first()) <= 1.01 * best_of_all_ms(seldom, seldom.num_nodes)
+    for state, lost in lost_one_by_one(seldom, random.Random(cluster)):
+        after = seldom.without(state, [lost])
+        assert seldom.step_ms(after) <= (1.01 + LEAST_GAIN) * best_of_all_ms(seldom, len(after.nodes))
+        few = often.without(state, [lost])
+        assert all(change.op != "divide" for change in few.changes) and few.reason.startswith("Fewest changes")
 
 
 def test_the_fastest_pipelines_where_they_pay_for_their_copies() -> None:
@@ -133,17 +131,17 @@ def test_the_fastest_pipelines_where_they_pay_for_their_copies() -> None:
 
 def test_the_reason_is_one_line_with_its_numbers() -> None:
     few, fast = option(10.0, 0.5, 2**20), option(9.0, 1.5, 3 * 2**20)
-    pays = reason_text(fast, [few, fast], 3600.0)
-    assert "a step is 11.1% faster than with" in pays and "3.0 MiB instead of 1.0 MiB" in pays and "1 h" in pays
-    does_not = reason_text(few, [few, fast], 60.0)
-    assert does_not.startswith("Fewest changes")
-    assert "11.1% faster, which does not pay for copies of 3.0 MiB" in does_not
+    pays, does_not = reason_text(fast, [few, fast], 3600.0), reason_text(few, [few, fast], 60.0)
+    for number in ("11.1% faster", "3.0 MiB", "1.0 MiB", "1 h"):
+        assert number in pays
+    assert does_not.startswith("Fewest changes") and "11.1% faster" in does_not and "3.0 MiB" in does_not
     assert "\n" not in pays + does_not
-    assert reason_text(few, [few], 60.0).startswith("Fewest changes, and no pipelines are faster by 1%")
+    assert "faster by 1%" in reason_text(few, [few], 60.0)
     assert runs_text([2, 4, 4, 4]) == "3 x 4, 2"
     assert reason_of_join(fast, [few, fast], 3600.0) == f"Fastest pipelines, of {fast.sizes} nodes"
-    few_copies = reason_of_join(few, [few, fast], 60.0)
-    assert few_copies.startswith(f"Pipelines of {few.sizes} nodes. With pipelines of {fast.sizes} nodes a step is 11.")
+    assert f"{few.sizes} nodes. With pipelines of {fast.sizes} nodes a step is 11." in reason_of_join(
+        few, [few, fast], 60.0
+    )
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -157,13 +155,6 @@ def test_a_simulated_step_is_the_predicted_one(family: str) -> None:
         steps = StepPlanner(costs, plan.plan, sync_groups(costs.spec, plan.plan), 2)
         predicted = predict_batch(steps, chain.microbatches.sizes.take(np.zeros(48, int)))
         assert planner.step_ms(plan) == pytest.approx(predicted.step_ms, rel=1e-3)
-
-
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_a_simulated_step_is_longer_than_its_tasks(cluster: str) -> None:
-    planner = planner_of(*CLUSTERS[cluster])
-    first = planner.first()
-    assert planner.step_ms(first) > 0.999 * first.step_ms
 
 
 def test_other_nodes_of_the_same_pipelines_take_as_long() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import permutations
@@ -19,6 +18,7 @@ from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlugin,
     ParallelPlan,
+    Stage,
     check_plan,
     check_trained,
     resolve_plan,
@@ -29,7 +29,8 @@ from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans, modul
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, common_holdings, holdings, state_copies
-from hf_mmparallel.resilience.templates import PipelineTemplate, fastest_instantiations, fewest_nodes
+from hf_mmparallel.resilience.templates import fastest_instantiations, fewest_nodes
+from tests.deep_cases import deep
 from tests.resilience.models import MODELS, chain_of, costs_of, typical
 
 
@@ -67,6 +68,10 @@ CLUSTERS = {
 }
 
 
+def members_of(nodes, size: int) -> list[int]:
+    return [node * size + index for node in nodes for index in range(size)]
+
+
 def check(planner: ResilientPlanner, state: ClusterPlan) -> None:
     """What holds for every plan."""
     spec, size = planner.plans.chain.spec, planner.node_size
@@ -78,36 +83,29 @@ def check(planner: ResilientPlanner, state: ClusterPlan) -> None:
     layouts = [pipeline.layout for pipeline in state.pipelines]
     paces = [one.fill_ms for one in layouts], [one.slowest_ms for one in layouts]
     assert list(state.microbatches) == fastest_counts(*paces, planner.plans.num_microbatches)
-    assert list(state.members) == [node * size + index for node in state.nodes for index in range(size)]
+    assert list(state.members) == members_of(state.nodes, size)
     assert state.plan.world_size == len(state.members)
-    assert all(state.plan.stages_of_rank(rank) for rank in range(state.plan.world_size))
+    used: dict[int, set[int]] = {replica: set() for replica in range(len(state.pipelines))}
+    for name, module in state.plan.modules.items():
+        for replica, _, stage in module.stages():
+            used[replica] |= {state.members[rank] for rank in stage.all_ranks}
+            trained = [p.trainable for p in stage_parameters(spec, name, stage)]
+            assert (stage.trainable, stage.partly_frozen) == (any(trained), len(set(trained)) == 2)
+            for tp_group in stage.mesh:
+                assert len({state.members[rank] // size for rank in tp_group}) == 1, "a tp group is on one node"
     for replica, pipeline in enumerate(state.pipelines):
-        members = [node * size + index for node in pipeline.nodes for index in range(size)]
-        used: set[int] = set()
-        for name, module in state.plan.modules.items():
-            stages = module.replicas[replica]
-            used |= {state.members[rank] for stage in stages for rank in stage.all_ranks}
-            for stage in stages:
-                trained = [p.trainable for p in stage_parameters(spec, name, stage)]
-                assert (stage.trainable, stage.partly_frozen) == (any(trained), len(set(trained)) == 2)
-                nodes = [{state.members[rank] // size for rank in tp_group} for tp_group in stage.mesh]
-                assert all(len(of_group) == 1 for of_group in nodes), "a tp group is on one node"
-        assert used == set(members), "a pipeline has its nodes for itself"
+        assert used[replica] == set(members_of(pipeline.nodes, size)), "a pipeline has its nodes for itself"
 
 
-def stages_of_members(state: ClusterPlan) -> dict[int, list]:
-    """Member -> module, layers and tp rank of its stages."""
-    return {
-        member: [
-            (
-                key[0],
-                state.plan.stage(*key).layers,
-                [group.index(rank) for group in state.plan.stage(*key).mesh if rank in group],
-            )
-            for key in state.plan.stages_of_rank(rank)
-        ]
-        for rank, member in enumerate(state.members)
-    }
+def stages_of_members(state: ClusterPlan, nodes, size: int) -> dict[int, list]:
+    """Of the members of some nodes the modules, layers and tp ranks of their stages."""
+    result: dict[int, list] = {member: [] for member in members_of(nodes, size)}
+    for member, stages in result.items():
+        rank = state.members.index(member)
+        for key in state.plan.stages_of_rank(rank):
+            stage = state.plan.stage(*key)
+            stages.append((key[0], stage.layers, [group.index(rank) for group in stage.mesh if rank in group]))
+    return result
 
 
 def copied(planner: ResilientPlanner, before: ClusterPlan, after: ClusterPlan) -> int:
@@ -131,8 +129,8 @@ def copied(planner: ResilientPlanner, before: ClusterPlan, after: ClusterPlan) -
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("seed", range(3))
-def test_failures_and_joins_at_random(cluster: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, deep(1), deep(2)])
+def test_failures_and_joins_at_random(seed: int, cluster: str) -> None:
     planner = planner_of(*CLUSTERS[cluster])
     assert (planner.fewest > 1) == cluster.startswith("little memory")
     rng, state, next_node = random.Random(seed), planner.first(), planner.num_nodes
@@ -152,14 +150,12 @@ def test_failures_and_joins_at_random(cluster: str, seed: int) -> None:
                 continue
             state = planner.without(state, lost)
             assert set(state.nodes) == set(before.nodes) - lost
-            lenders = {node for change in state.changes for node in (*change.nodes, *change.others)}
-            stages, earlier = stages_of_members(state), stages_of_members(before)
+            touched = lost | {node for change in state.changes for node in (*change.nodes, *change.others)}
             for pipeline in before.pipelines:
-                if not lost & set(pipeline.nodes) and not lenders & set(pipeline.nodes):
+                if touched.isdisjoint(pipeline.nodes):
                     assert pipeline in state.pipelines
-                    for node in pipeline.nodes:
-                        for member in range(node * planner.node_size, (node + 1) * planner.node_size):
-                            assert stages[member] == earlier[member]
+                    own = (pipeline.nodes, planner.node_size)
+                    assert stages_of_members(state, *own) == stages_of_members(before, *own)
         check(planner, state)
         copied(planner, before, state)
 
@@ -172,26 +168,22 @@ def test_nodes_take_the_places_where_least_is_copied(cluster: str) -> None:
     while len(state.nodes) > planner.fewest_guaranteed:
         before, lost = state, rng.choice(state.nodes)
         state = planner.without(before, [lost])
+        num_bytes = copied(planner, before, state)
         for index, pipeline in enumerate(state.pipelines):
-            if pipeline in before.pipelines or len(pipeline.nodes) > 5:
+            if pipeline in before.pipelines or len(pipeline.nodes) > 4:
                 continue
-            bytes_ = copied(planner, before, state)
             for nodes in permutations(pipeline.nodes):
                 others = list(state.pipelines)
-                others[index] = type(pipeline)(nodes, pipeline.layout)
-                assert bytes_ <= copied(planner, before, planner.plans.of(others, state.microbatches))
-
-
-def sizes_of(template: PipelineTemplate) -> set[int]:
-    return {stage.num_ranks for stage in template.stages}
+                others[index] = replace(pipeline, nodes=nodes)
+                assert num_bytes <= copied(planner, before, planner.plans.of(others, state.microbatches))
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("memory_bytes", [None, 9.5e6, 2e7])
+@pytest.mark.parametrize("memory_bytes", [None, 9.5e6])
 def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes: float | None) -> None:
     """Than with any single size, on any number of nodes; with as few nodes for a copy of the model, or with fewer."""
     compared = 0
-    for num_nodes, node_size in ((2, 2), (3, 2), (5, 2), (2, 4), (3, 4)):
+    for num_nodes, node_size in ((2, 2), (5, 2), (2, 4)):
         found = {}
         for sizes in ((1,), (2,), (1, 2)):
             plans = PipelinePlans(chain_of(family, {}, memory_bytes, sizes), node_size, 24)
@@ -210,29 +202,27 @@ def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes
 
 def test_few_nodes_have_larger_tp_groups_where_memory_asks_for_them() -> None:
     """A copy fits one node with tp groups of both of its ranks only; on three nodes most stages have one rank."""
-    memory_bytes = 9.41e6
-    alone = chain_of("llama_tied", {}, memory_bytes, (1,))
-    with pytest.raises(ValueError, match="does not fit any number of nodes of 2 ranks"):
-        ResilientPlanner(PipelinePlans(alone, 2, 24), 4, 1)
-    planner = ResilientPlanner(PipelinePlans(chain_of("llama_tied", {}, memory_bytes, (1, 2)), 2, 24), 4, 1)
+    with pytest.raises(ValueError, match="any number of nodes of 2 ranks"):
+        ResilientPlanner(PipelinePlans(chain_of("llama_tied", {}, 9.41e6, (1,)), 2, 24), 4, 1)
+    planner = ResilientPlanner(PipelinePlans(chain_of("llama_tied", {}, 9.41e6, (1, 2)), 2, 24), 4, 1)
     assert planner.fewest == 1
-    one, _, three = planner.templates
-    assert sizes_of(one) == {2} and sizes_of(three) == {1, 2}
-    mixed = PipelinePlans(chain_of("qwen3_vl", {}, 8.53e6, (1, 2)), 2, 24)
-    only = [fewest_nodes(chain_of("qwen3_vl", {}, 8.53e6, sizes).chain, 2, 6, 24) for sizes in ((1,), (2,))]
-    assert only == [None, 3] and ResilientPlanner(mixed, 4, 1).fewest == 2, "with stages of both sizes"
+    one, _, three = ({stage.num_ranks for stage in template.stages} for template in planner.templates)
+    assert (one, three) == ({2}, {1, 2})
+    chains = {sizes: chain_of("qwen3_vl", {}, 8.53e6, sizes).chain for sizes in ((1,), (2,), (1, 2))}
+    fewest = {sizes: fewest_nodes(chain, 2, 6, 24) for sizes, chain in chains.items()}
+    assert fewest == {(1,): None, (2,): 3, (1, 2): 2}, "with stages of both sizes"
+
+
+def plan_of_ranks(replicas, num_microbatches: int = 12) -> ParallelPlan:
+    """A plan of a language model alone; `replicas` have the (tp group, layers) of their stages."""
+    module = resolve_plan(costs_of("llama_tied").spec, {}).modules[LANGUAGE_MODEL]
+    stages = (tuple(replace(module.replicas[0][0], mesh=(r,), layers=own) for r, own in row) for row in replicas)
+    return ParallelPlan({LANGUAGE_MODEL: replace(module, replicas=tuple(stages))}, num_microbatches=num_microbatches)
 
 
 def test_a_plan_of_the_user_is_followed_by_its_own_sizes() -> None:
     costs = costs_of("llama_tied")
-    stages = (((0, 1), (0, 2)), ((2,), (2, 3)), ((3,), (3, 4)))
-    own = resolve_plan(costs.spec, {}).modules[LANGUAGE_MODEL].replicas[0][0]
-    replicas = tuple(
-        tuple(replace(own, layers=layers, mesh=(tuple(rank + first for rank in ranks),)) for ranks, layers in stages)
-        for first in (0, 4, 8)
-    )
-    module = replace(resolve_plan(costs.spec, {}).modules[LANGUAGE_MODEL], replicas=replicas)
-    plan = ParallelPlan({LANGUAGE_MODEL: module}, num_microbatches=12)
+    plan = plan_of_ranks([[((n, n + 1), (0, 2)), ((n + 2,), (2, 3)), ((n + 3,), (3, 4))] for n in (0, 4, 8)])
     sizes = tp_sizes_of(plan)
     assert sizes == {LANGUAGE_MODEL: (1, 2)}
     chain = model_chain(costs, module_settings(plan), typical(costs.spec), tp_sizes=sizes)
@@ -258,23 +248,18 @@ def test_more_nodes_than_at_the_start() -> None:
 def test_a_layer_without_a_holder_is_named() -> None:
     """Of two copies of the language model both lose the node with its first layers."""
     planner = planner_of("llama_tied", 8, 1, 1)
-    plan = resolve_plan(
-        planner.plans.chain.spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=4)}, None, "1f1b", 12
-    )
-    before = planner.adopt(plan)
-    after = planner.without(before, [1, 5])
-    with pytest.raises(LostStateError, match=r"No process that is left holds layer 1 of `language_model`\.") as error:
-        state_copies(planner.plans.chain.spec, before, after)
+    spec = planner.plans.chain.spec
+    before = planner.adopt(resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(2, pp_size=4)}, None, "1f1b", 12))
+    with pytest.raises(LostStateError, match="layer 1 of `language_model`") as error:
+        state_copies(spec, before, planner.without(before, [1, 5]))
     assert error.value.missing == {LANGUAGE_MODEL: [1]}
-    state_copies(planner.plans.chain.spec, before, planner.without(before, [1, 6]))
+    state_copies(spec, before, planner.without(before, [1, 6]))
 
 
-def adopted(
-    family: str, plugins: Mapping[str, ModulePlugin], node_size: int, failures: int = 1, **more
-) -> ClusterPlan:
-    """Adopts the plan of these sizes."""
-    costs = costs_of(family)
-    plan = resolve_plan(costs.spec, plugins, None, "1f1b", more.pop("num_microbatches", 12))
+def adopted(vision: ModulePlugin, language: ModulePlugin, node_size: int, failures: int = 1, **more) -> ClusterPlan:
+    """Adopts the plan of these sizes, after a `change`."""
+    costs = costs_of("llava")
+    plan = resolve_plan(costs.spec, {"vision": vision, LANGUAGE_MODEL: language}, None, "1f1b", 12)
     plan = more.pop("change", lambda same: same)(plan)
     chain = model_chain(costs, more.pop("modules", module_settings(plan)), typical(costs.spec))
     total = 12 * plan.modules[LANGUAGE_MODEL].dp_size
@@ -286,19 +271,17 @@ def adopted(
 
 def regrouped(plan: ParallelPlan) -> ParallelPlan:
     """The plan of two copies with ranks in the order of copies instead of modules."""
-    order = [
-        rank
-        for replica in range(2)
-        for module in plan.modules.values()
-        for stage in module.replicas[replica]
-        for rank in stage.all_ranks
-    ]
-    data = plan.to_dict()
-    for module in data["modules"].values():
-        for stages in module["replicas"]:
-            for stage in stages:
-                stage["ranks"] = [[order.index(rank) for rank in group] for group in stage["ranks"]]
-    return ParallelPlan.from_dict(data)
+    copies = [[stage for module in plan.modules.values() for stage in module.replicas[copy]] for copy in range(2)]
+    order = [rank for stages in copies for stage in stages for rank in stage.all_ranks]
+
+    def moved(stage: Stage) -> Stage:
+        return replace(stage, mesh=tuple(tuple(map(order.index, group)) for group in stage.mesh))
+
+    modules = {
+        name: replace(module, replicas=tuple(tuple(map(moved, stages)) for stages in module.replicas))
+        for name, module in plan.modules.items()
+    }
+    return replace(plan, modules=modules)
 
 
 def swapped(plan: ParallelPlan) -> ParallelPlan:
@@ -308,13 +291,16 @@ def swapped(plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, modules=modules)
 
 
+TWO, WITH_VISION = ModulePlugin(2), ModulePlugin(colocate_with="vision")
+
+
 def test_plans_of_the_user_are_adopted() -> None:
-    shared = {"vision": ModulePlugin(dp_size=2, pp_size=2), LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")}
-    state = adopted("llava", shared, 2)
+    vision = ModulePlugin(2, pp_size=2)
+    state = adopted(vision, WITH_VISION, 2)
     assert [pipeline.nodes for pipeline in state.pipelines] == [(0,), (1,)]
-    assert state.plan == resolve_plan(costs_of("llava").spec, shared, None, "1f1b", 12)
-    own = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=3)}
-    state = adopted("llava", own, 2, change=regrouped)
+    plugins = {"vision": vision, LANGUAGE_MODEL: WITH_VISION}
+    assert state.plan == resolve_plan(costs_of("llava").spec, plugins, None, "1f1b", 12)
+    state = adopted(TWO, ModulePlugin(2, pp_size=3), 2, change=regrouped)
     assert [pipeline.nodes for pipeline in state.pipelines] == [(0, 1), (2, 3)]
     assert [stage.all_ranks for stage in state.plan.modules[LANGUAGE_MODEL].replicas[1]] == [(5,), (6,), (7,)]
 
@@ -331,62 +317,49 @@ def test_numbers_of_microbatches_of_the_user_are_kept() -> None:
 
 def test_a_plan_with_other_tp_groups_than_the_templates_is_adopted_and_followed() -> None:
     """What a node that comes needs, which has a stage on each of its ranks, others have in halves."""
-    costs = costs_of("llama_tied")
-    meshes = [((0, 1),), ((2, 3),), ((4, 5),)]
-    module = resolve_plan(costs.spec, {}).modules[LANGUAGE_MODEL]
-    replicas = tuple(tuple(replace(stage, mesh=mesh) for stage in module.replicas[0]) for mesh in meshes)
-    plan = ParallelPlan({LANGUAGE_MODEL: replace(module, replicas=replicas)}, num_microbatches=12)
     planner = ResilientPlanner(PipelinePlans(chain_of("llama_tied", {}), 2, 36), 3, 1)
-    before = planner.adopt(plan)
+    before = planner.adopt(plan_of_ranks([[(ranks, (0, 4))] for ranks in ((0, 1), (2, 3), (4, 5))]))
     check(planner, before)
     fewer = planner.without(before, [1])
     after = planner.with_nodes(fewer, [7])
-    assert fewer.plan.modules[LANGUAGE_MODEL].tp_sizes == (2,)
-    assert after.plan.modules[LANGUAGE_MODEL].tp_sizes == (1, 2)
     check(planner, after)
-    copies = state_copies(costs.spec, fewer, after).copies
+    assert [one.plan.modules[LANGUAGE_MODEL].tp_sizes for one in (fewer, after)] == [(2,), (1, 2)]
+    copies = state_copies(planner.plans.chain.spec, fewer, after).copies
     assert {copy.target // 2 for copy in copies} == {7}
     of_matrix = [copy for copy in copies if copy.parameter == "model.layers.0.mlp.up_proj.weight"]
     assert sorted(copy.slice.ranges[0][0] > 0 for copy in of_matrix) == [False, True], "one half from each rank"
     assert len({copy.source % 2 for copy in of_matrix}) == 2
 
 
-def test_plans_that_do_not_survive_are_refused() -> None:
-    two, three = ModulePlugin(dp_size=2), ModulePlugin(dp_size=3)
-    with pytest.raises(ValueError, match=r"different numbers of copies \(`vision` 2, `language_model` 3\)"):
-        adopted("llava", {"vision": two, LANGUAGE_MODEL: three}, 1)
-    with pytest.raises(ValueError, match="Replica 0 of the plan's modules has some of the 2 ranks of node 0"):
-        adopted("llava", {"vision": two, LANGUAGE_MODEL: two}, 2)
-    with pytest.raises(ValueError, match="Replicas 0 and 1 of the plan share node 0"):
-        adopted("llava", {"vision": two, LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")}, 1, change=swapped)
-    with pytest.raises(
-        ValueError, match=r"The plan has 2 copies of the model; to survive 2 failures .* guarantee 1\."
-    ):
-        adopted("llava", {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}, 1, 2, change=regrouped)
-    with pytest.raises(ValueError, match=r"`language_model` has `cp_size=2` in the plan, and `cp_size=1`"):
-        own = {"vision": two, LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2)}
-        adopted("llava", own, 1, modules={})
-    with pytest.raises(ValueError, match="`vision` has other settings in the plan"):
-        own = {"vision": ModulePlugin(dp_size=2, activation_checkpointing=True), LANGUAGE_MODEL: two}
-        adopted("llava", own, 1, modules={})
-    with pytest.raises(ValueError, match="The plan has `schedule='1f1b'`, and plans after failures 'gpipe'"):
-        adopted("llava", {"vision": two, LANGUAGE_MODEL: two}, 1, schedule="gpipe")
+@pytest.mark.parametrize(
+    ("vision", "language", "node_size", "more", "match"),
+    [
+        (TWO, ModulePlugin(3), 1, {}, "`vision` 2, `language_model` 3"),
+        (TWO, TWO, 2, {}, "some of the 2 ranks of node 0"),
+        (TWO, WITH_VISION, 1, {"change": swapped}, "Replicas 0 and 1 .* node 0"),
+        (TWO, ModulePlugin(2, 2), 1, {"failures": 2, "change": regrouped}, "to survive 2 failures .* guarantee 1"),
+        (TWO, ModulePlugin(2, cp_size=2), 1, {"modules": {}}, "`cp_size=2` in the plan, and `cp_size=1`"),
+        (ModulePlugin(2, activation_checkpointing=True), TWO, 1, {"modules": {}}, "`vision` has other settings"),
+        (TWO, TWO, 1, {"schedule": "gpipe"}, "`schedule='1f1b'`, .* 'gpipe'"),
+    ],
+)
+def test_plans_that_do_not_survive_are_refused(vision, language, node_size, more, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        adopted(vision, language, node_size, **more)
 
 
-def test_what_can_not_be_guaranteed_is_refused() -> None:
-    chain = chain_of("llava")
-    with pytest.raises(
-        ValueError, match=r"2 simultaneous failures need 3 copies .*; there are 2\..* guarantee 1 fail"
-    ):
-        ResilientPlanner(PipelinePlans(chain, 1, 24), 2, 2)
-    with pytest.raises(ValueError, match="2 microbatches are too few for 3 pipelines"):
-        ResilientPlanner(PipelinePlans(chain, 1, 2), 4, 2)
-    with pytest.raises(ValueError, match="A node of 16 ranks can't be divided among the 8 layers"):
-        ResilientPlanner(PipelinePlans(chain, 16, 24), 4, 1)
-    with pytest.raises(ValueError, match="does not fit any number of nodes of 1 ranks by its predicted memory"):
-        ResilientPlanner(PipelinePlans(chain_of("llava", {}, 1e5), 1, 24), 4, 1)
-    with pytest.raises(ValueError, match=r"40 nodes can't all be used\. 4 pipelines, .* have 32 nodes at most"):
-        ResilientPlanner(PipelinePlans(chain, 1, 4), 40, 1)
+@pytest.mark.parametrize(
+    ("node_size", "num_microbatches", "num_nodes", "failures", "match"),
+    [
+        (1, 24, 2, 2, r"2 simultaneous failures need 3 copies .*; there are 2\..* guarantee 1 fail"),
+        (1, 2, 4, 2, "2 microbatches .* 3 pipelines"),
+        (16, 24, 4, 1, "16 ranks .* 8 layers"),
+        (1, 4, 40, 1, r"40 nodes .* 4 pipelines, .* 32 nodes at most"),
+    ],
+)
+def test_what_can_not_be_guaranteed_is_refused(node_size, num_microbatches, num_nodes, failures, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        ResilientPlanner(PipelinePlans(chain_of("llava"), node_size, num_microbatches), num_nodes, failures)
 
 
 @given(st.integers(2, 12), st.integers(0, 2))

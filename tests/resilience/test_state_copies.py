@@ -10,6 +10,7 @@ import pytest
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     Cut,
+    ModelSpec,
     ModulePlugin,
     ParallelPlan,
     ParameterSpec,
@@ -37,29 +38,22 @@ def test_slices_are_what_a_cut_takes(dim: int, num_blocks: int) -> None:
     assert Slice.of(parameter, []).num_elements(parameter) == parameter.num_elements
 
 
-@pytest.mark.parametrize(
-    ("dtype", "trainable", "master_weights", "expected"),
-    [
+def test_bytes_of_an_element() -> None:
+    """Weights, both moments, and a float32 copy of trained 16-bit weights."""
+    for dtype, trainable, master_weights, expected in (
         ("float32", True, None, 12),
         ("bfloat16", True, None, 14),
         ("bfloat16", True, False, 6),
         ("bfloat16", False, None, 2),
-    ],
-)
-def test_bytes_of_an_element(dtype: str, trainable: bool, master_weights: bool | None, expected: int) -> None:
-    """Weights, both moments, and a float32 copy of trained 16-bit weights."""
-    parameter = ParameterSpec("weight", (8,), 0, dtype, trainable)
-    assert value_bytes(parameter, StorageSettings(master_weights)) == expected
+    ):
+        parameter = ParameterSpec("weight", (8,), 0, dtype, trainable)
+        assert value_bytes(parameter, StorageSettings(master_weights)) == expected
 
 
-def copies_of_model(dp_size: int, tied: bool = False, tp_size: int = 1) -> tuple:
+def copies_of_model(dp_size: int, tp_size: int = 1) -> tuple[ModelSpec, ParallelPlan]:
     """A model, and a plan of whole copies of it."""
-    spec = model_spec(tied=tied)
-    plugins = {
-        "vision": ModulePlugin(dp_size=dp_size, tp_size=tp_size),
-        LANGUAGE_MODEL: ModulePlugin(colocate_with="vision"),
-    }
-    return spec, resolve_plan(spec, plugins)
+    plugins = {"vision": ModulePlugin(dp_size, tp_size=tp_size), LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")}
+    return model_spec(), resolve_plan(model_spec(), plugins)
 
 
 def test_holders_share_the_sending() -> None:
@@ -70,8 +64,7 @@ def test_holders_share_the_sending() -> None:
     sent = list(copies.sent_bytes.values())
     assert set(copies.sent_bytes) == {0, 2, 3} and max(sent) - min(sent) <= largest
     assert copies.received_bytes == {7: 12 * spec.num_parameters}
-    order = list(spec.parameters)
-    assert [copy.parameter for copy in copies.copies] == order
+    assert [copy.parameter for copy in copies.copies] == list(spec.parameters)
 
 
 def test_ranks_get_the_shards_of_their_place() -> None:
@@ -84,10 +77,10 @@ def test_ranks_get_the_shards_of_their_place() -> None:
 
 def test_nothing_is_copied_without_a_change() -> None:
     spec, plan = copies_of_model(3)
-    assert state_copies(spec, PlacedPlan(plan, (0, 1, 2)), PlacedPlan(plan, (0, 1, 2))).copies == ()
+    before = PlacedPlan(plan, (0, 1, 2))
+    assert state_copies(spec, before, before).copies == ()
     modules = {name: replace(module, replicas=module.replicas[:2]) for name, module in plan.modules.items()}
-    fewer: ParallelPlan = replace(plan, modules=modules)
-    assert state_copies(spec, PlacedPlan(plan, (0, 1, 2)), PlacedPlan(fewer, (1, 2))).num_bytes == 0
+    assert state_copies(spec, before, PlacedPlan(replace(plan, modules=modules), (1, 2))).num_bytes == 0
 
 
 def test_a_tied_parameter_is_sent_once_to_each_who_lacks_it() -> None:

@@ -45,24 +45,22 @@ def test_a_trace_is_read(tmp_path: Path, header: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("0,add,a\n5,drop,a\n", r"line 2: `drop` is no action. Write `add` or `remove`"),
-        ("0,add,a\n\n5,remove,b\n", r"line 3: node `b` is removed and was never added. Add it in an earlier row"),
-        ("0,add,a\n5,remove,a\n6,remove,a\n", r"line 3: node `a` is removed and has been removed before"),
-        ("0,add,a\n5,add,a\n", r"line 2: node `a` is added and is there already"),
-        ("t,e,n\n0,add,a\n9,add,b\n5,remove,a\n", r"line 4: 5 ms comes after 9 ms. Sort the rows by time"),
-        ("0,add,a\nsoon,remove,a\n", r"line 2: `soon` is no time. Write milliseconds"),
-        ("-1,add,a\n", r"line 1: `-1` is no time"),
-        ("0,add\n", r"line 1: `0,add` has 2 values instead of 3"),
-        ("x,add,a\n", r"line 1: `x` is no time"),
+        ("0,add,a\n5,drop,a\n", "line 2: `drop`"),
+        ("0,add,a\n\n5,remove,b\n", "line 3: node `b` .* never added"),
+        ("0,add,a\n5,remove,a\n6,remove,a\n", "line 3: node `a` .* removed before"),
+        ("0,add,a\n5,add,a\n", "line 2: node `a` .* there already"),
+        ("t,e,n\n0,add,a\n9,add,b\n5,remove,a\n", "line 4: 5 ms .* 9 ms"),
+        ("0,add,a\nsoon,remove,a\n", "line 2: `soon` is no time"),
+        ("-1,add,a\n", "line 1: `-1` is no time"),
+        ("0,add\n", "line 1: `0,add` has 2 values"),
+        ("x,add,a\n", "line 1: `x` is no time"),
         ("", "there are no rows"),
     ],
 )
 def test_wrong_rows_are_refused_with_their_line(tmp_path: Path, rows: str, message: str) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text(rows)
-    with pytest.raises(ValueError, match=message) as error:
-        read_trace(path)
-    assert str(error.value).startswith(f"`{path}`, ")
+    (tmp_path / "trace.csv").write_text(rows)
+    with pytest.raises(ValueError, match=f"trace.csv`, {message}"):
+        read_trace(tmp_path / "trace.csv")
 
 
 def test_regular_losses() -> None:
@@ -175,11 +173,10 @@ def test_a_recovery_that_is_interrupted_has_copied_nothing() -> None:
     """What both losses leave counts from the plan before the first one."""
     own = planner()
     first = own.first()
-    both = own.without(first, [0, 1]) if not is_lost(own, first, {0, 1}) else None
+    assert not is_lost(own, first, {0, 1})
     replay = replayed(own, (10.0, "remove", 0), (11.0, "remove", 1), end_s=100.0)
-    assert [change.took_s for change in replay.changes[1:2]] == [1.0]
-    took_s = COSTS.restart_s if both is None else IN_PLACE_S + copied_s(own, first, both)
-    assert replay.changes[2].took_s == pytest.approx(took_s)
+    took_s = IN_PLACE_S + copied_s(own, first, own.without(first, [0, 1]))
+    assert [change.took_s for change in replay.changes[1:3]] == pytest.approx([1.0, took_s])
 
 
 def test_a_node_that_is_lost_while_it_is_taken_in_leaves_the_others_to_be_taken_in() -> None:

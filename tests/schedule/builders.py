@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
 from hypothesis import strategies as st
 
 from hf_mmparallel.plan import (
@@ -23,6 +26,7 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.plan.methods import SCHEDULES
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.parallel_plan import Schedule
+from hf_mmparallel.schedule import Task
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,7 @@ def make_plan(
     for name, replicas in modules.items():
         rows = []
         for ranks in replicas:
-            size = specs[name].num_layers
-            cuts = [size * i // len(ranks) for i in range(len(ranks) + 1)]
-            ranges = list(zip(cuts[:-1], cuts[1:], strict=True))
+            ranges = list(pairwise(specs[name].num_layers * i // len(ranks) for i in range(len(ranks) + 1)))
             trainable = trainable_stages(specs[name], spec.tied, ranges)
             rows.append(tuple(Stage(c, (r,), t) for c, r, t in zip(ranges, ranks, trainable, strict=True)))
         plans[name] = ModulePlan(tuple(rows), sharding=(sharding or {}).get(name, ShardingSettings()))
@@ -80,18 +82,36 @@ def make_step(microbatches: dict[str, list[list[list[int]]]], generators: tuple[
     return StepPlan(tuple(range(count)), frozen, {**targets, **({LANGUAGE_MODEL: generators} if generators else {})})
 
 
-def chain(num_stages: int, num_microbatches: int, schedule: Schedule = "1f1b") -> Case:
-    """One encoder stage before a pipelined language model, one sample a microbatch."""
-    rows = [[i] for i in range(num_microbatches)]
-    if num_stages == 1:
-        modules, microbatches = {LANGUAGE_MODEL: [[(0,)]]}, {LANGUAGE_MODEL: [rows]}
-    else:
-        modules = {"vision": [[(0,)]], LANGUAGE_MODEL: [[(rank,) for rank in range(1, num_stages)]]}
-        microbatches = {"vision": [rows], LANGUAGE_MODEL: [rows]}
-    size = max(4, num_stages)
-    specs = {name: module_spec(name, size, feature_layers=() if name == LANGUAGE_MODEL else (0,)) for name in modules}
+def straight(
+    stages: dict[str, int],
+    count: int,
+    schedule: Schedule = "1f1b",
+    frozen: tuple[str, ...] = (),
+    generated: frozenset[int] | None = None,
+) -> Case:
+    """
+    One replica of each module, in the order of the model, with so many stages; one sample a microbatch. Of the samples
+    those in `generated` are generated, all when left out.
+    """
+    everything = frozenset(range(-1, 9))
+    specs = {
+        name: module_spec(name, 8, everything if name in frozen else frozenset(), (0,) if name == "vision" else ())
+        for name in stages
+    }
+    ranks = iter(range(sum(stages.values())))
+    modules = {name: [[(next(ranks),) for _ in range(own)]] for name, own in stages.items()}
     spec, plan = make_plan(modules, specs, schedule)
-    return Case(plan, make_step(microbatches), sync_groups(spec, plan))
+    rows = [[index] for index in range(count)]
+    taken = [row if generated is None or row[0] in generated else [] for row in rows]
+    generators = tuple(name for name in stages if name not in ("vision", LANGUAGE_MODEL))
+    step = make_step({name: [taken if name in generators else rows] for name in stages}, generators)
+    return Case(plan, step, sync_groups(spec, plan))
+
+
+def chain(num_stages: int, num_microbatches: int, schedule: Schedule = "1f1b") -> Case:
+    """One encoder stage before a pipelined language model, or a language model of one stage."""
+    stages = {"vision": 1, LANGUAGE_MODEL: num_stages - 1} if num_stages > 1 else {LANGUAGE_MODEL: 1}
+    return straight(stages, num_microbatches, schedule)
 
 
 def shared(num_microbatches: int = 3) -> Case:
@@ -109,16 +129,28 @@ def deferred(num_encoder_stages: int, num_stages: int, num_microbatches: int, sc
     A pipelined encoder before a pipelined language model, four samples a microbatch. Of every other microbatch one
     sample is taken with the next one.
     """
-    ranks = [(rank,) for rank in range(num_encoder_stages + num_stages)]
-    modules = {"vision": [ranks[:num_encoder_stages]], LANGUAGE_MODEL: [ranks[num_encoder_stages:]]}
-    size = max(4, num_encoder_stages, num_stages)
-    specs = {name: module_spec(name, size, feature_layers=() if name == LANGUAGE_MODEL else (0,)) for name in modules}
-    spec, plan = make_plan(modules, specs, schedule)
+    case = straight({"vision": num_encoder_stages, LANGUAGE_MODEL: num_stages}, 0, schedule)
     encoded = [list(range(4 * i, 4 * i + 4)) for i in range(num_microbatches)]
     taken = [list(batch_indices) for batch_indices in encoded]
     for index in range(0, num_microbatches - 1, 2):
         taken[index + 1].append(taken[index].pop())
-    return Case(plan, make_step({"vision": [encoded], LANGUAGE_MODEL: [taken]}), sync_groups(spec, plan))
+    return replace(case, step=make_step({"vision": [encoded], LANGUAGE_MODEL: [taken]}))
+
+
+def uneven(task: Task) -> float:
+    """Times of tasks with few ties."""
+    return 1 + (7 * task.microbatch + 3 * task.replica + 5 * len(task.module) + task.chunk) % 4 + (task.kind == "bwd")
+
+
+def task_times(plan: ParallelPlan, step: StepPlan, forward_ms: Mapping[str, np.ndarray]) -> Callable[[Task], float]:
+    """The time of a task: its share of the layers, of what its samples take; a backward takes two forwards."""
+
+    def cost(task: Task) -> float:
+        share = plan.stage(*task.stage_key).num_layers / plan.modules[task.module].num_layers
+        batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        return (1 if task.kind == "fwd" else 2) * share * float(forward_ms[task.module][batch_indices].sum())
+
+    return cost
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +10,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, StepPlan, Workloads, resolve_plan, sync_groups
-from hf_mmparallel.plan.methods import SCHEDULES
+from hf_mmparallel.arrange import arrange_step
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlugin,
+    ShardingSettings,
+    StepPlan,
+    Workloads,
+    resolve_plan,
+    sync_groups,
+)
 from hf_mmparallel.schedule import (
     Action,
     DeadlockError,
-    Part,
     Program,
     Task,
     build_graph,
@@ -26,62 +33,51 @@ from hf_mmparallel.schedule import (
     lower,
     program_of_parts,
     schedule_tasks,
+    simulate,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
 from hf_mmparallel.schedule.in_flight import may_alternate
-from hf_mmparallel.schedule.program_checks import verify
-from tests.deep_cases import deep
+from hf_mmparallel.schedule.lowering import blocking_order
+from hf_mmparallel.schedule.program_checks import Proof, verify
+from hf_mmparallel.schedule.replay import simulate_parts
+from hf_mmparallel.steps.representatives import on_plan
 from tests.plan.specs import model_spec
-from tests.schedule.builders import cases, make_plan, make_step
+from tests.schedule.builders import Case, cases, make_plan, make_step, uneven
+from tests.schedule.plain import connected, ranks_of_stages
 
 SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)))
+ALL_CASES = st.one_of(CASES, cases(("image",), joint=True))
 LM = LANGUAGE_MODEL
 
 
-def uneven(task: Task) -> float:
-    return 1 + (7 * task.microbatch + 3 * task.replica + 5 * len(task.module) + task.chunk) % 4 + (task.kind == "bwd")
-
-
-def of_rank(case, rank: int, cost=uneven, training: bool = True) -> Program:
-    representatives = find_representatives(case.plan, case.sync_groups)
-    return representatives.expand(program_of_parts(representatives.parts(case.step, rank), cost, training))
-
-
-def exchanging(case) -> dict[int, set[int]]:
+def exchanging(case) -> dict[int, frozenset[int]]:
     """Rank -> the ranks that it shares a task, a message or another rank with, by the tasks of the whole step."""
-    root = list(range(case.plan.world_size))
-
-    def find(rank: int) -> int:
-        while root[rank] != rank:
-            rank = root[rank]
-        return rank
-
-    def join(ranks) -> None:
-        for rank in ranks:
-            root[find(rank)] = find(ranks[0])
-
-    for module in case.plan.modules.values():
-        for replica in module.replicas:
-            join([rank for stage in replica for rank in stage.all_ranks])
-    for message in build_graph(case.plan, case.step).messages:
-        join([r for task in (message.source, message.target) for r in case.plan.stage(*task.stage_key).all_ranks])
-    roots = [find(rank) for rank in range(case.plan.world_size)]
-    return {rank: {other for other, at in enumerate(roots) if at == roots[rank]} for rank in range(len(roots))}
+    ranks = ranks_of_stages(case.plan)
+    keys = [
+        [key for key in ranks if key[0] == name and key[1] // module.joint_replicas == group]
+        for name, module in case.plan.modules.items()
+        for group in range(module.dp_size // module.joint_replicas)
+    ]
+    keys += [[m.source.stage_key, m.target.stage_key] for m in build_graph(case.plan, case.step).messages]
+    sets = list({frozenset().union(*map(ranks.__getitem__, own)) for own in keys})
+    together = [frozenset().union(*map(sets.__getitem__, group)) for group in connected(sets)]
+    return {rank: own for own in together for rank in own}
 
 
 @SETTINGS
-@given(CASES, st.booleans())
+@given(ALL_CASES, st.booleans())
 def test_a_rank_gets_from_its_part_what_it_gets_from_the_program_of_all_ranks(case, training):
     whole = build_program(case.plan, case.step, case.sync_groups, uneven, training)
-    together = exchanging(case)
-    used = {rank for module in case.plan.modules.values() for _, _, s in module.stages() for rank in s.all_ranks}
-    for rank in sorted(used):
-        part = of_rank(case, rank, training=training)
-        assert set(part.actions) == together[rank] & used
+    together, representatives = exchanging(case), find_representatives(case.plan, case.sync_groups)
+    for rank in range(case.plan.world_size):
+        if rank not in together:
+            assert whole.actions[rank] == () and not list(representatives.parts(case.step, rank))
+            continue
+        part = representatives.expand(program_of_parts(representatives.parts(case.step, rank), uneven, training))
+        assert set(part.actions) == together[rank]
         assert part.of_rank(rank) == whole.of_rank(rank)
         assert part.times_ms.items() <= whole.times_ms.items()
-    assert all(whole.actions[rank] == () for rank in set(range(case.plan.world_size)) - used)
 
 
 @SETTINGS
@@ -114,16 +110,12 @@ def test_gradient_sums_stand_in_one_order_on_all_ranks_whatever_it_is(case, rand
     random.shuffle(groups)
     program = build_program(case.plan, case.step, groups, uneven)
     check_program(case.plan, case.step, groups, program)
-    place = _merged(groups, find_representatives(case.plan, groups).numbers)
-    for row in program.actions.values():
-        order = [(place[action.index], action.index) for action in row if action.index is not None]
-        assert order == sorted(order)
-
-
-def _merged(groups, number) -> list[int]:
-    """For each sum the index of the first with the same representatives."""
+    number = find_representatives(case.plan, groups).numbers
     keys = [(frozenset(number[rank] for rank in group.ranks), group.stages, group.parameters) for group in groups]
-    return [keys.index(key) for key in keys]
+    for row in program.actions.values():
+        # For each sum the index of the first with the same representatives.
+        order = [(keys.index(keys[action.index]), action.index) for action in row if action.index is not None]
+        assert order == sorted(order)
 
 
 @SETTINGS
@@ -134,81 +126,25 @@ def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
     assert ends == sorted(ends, reverse=True)
 
 
-LAYOUTS = {
-    "two encoders each": {"vision": ModulePlugin(dp_size=4), LM: ModulePlugin(dp_size=2, pp_size=2, tp_size=2)},
-    "shared encoders": {"vision": ModulePlugin(dp_size=2, pp_size=2), LM: ModulePlugin(dp_size=4, tp_size=2)},
-    "unlike numbers": {"vision": ModulePlugin(dp_size=3), LM: ModulePlugin(dp_size=2, cp_size=2)},
-    "colocated": {
-        "vision": ModulePlugin(dp_size=2, tp_size=2),
-        LM: ModulePlugin(dp_size=2, tp_size=2, colocate_with="vision"),
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("arrangement", "schedule", "layout"),
-    [
-        deep(arrangement, schedule, layout, unless=(i + j + k) % len(SCHEDULES) == 0)
-        for i, arrangement in enumerate(sorted(ARRANGEMENTS))
-        for j, schedule in enumerate(SCHEDULES)
-        for k, layout in enumerate(LAYOUTS)
-    ],
-)
-def test_real_arrangements_with_deferral(arrangement, schedule, layout):
-    spec = model_spec()
-    plan = replace(resolve_plan(spec, LAYOUTS[layout]), schedule=schedule)
-    random = np.random.default_rng(0)
-    times = {name: random.lognormal(0, 1, 64) for name in plan.modules}
-    times["vision"][random.random(64) < 0.2] = 0.0
-    tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in times.items()}
-    step = arrange_step(plan, range(64), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, arrangement)
-    groups = sync_groups(spec, plan)
-
-    def cost(task: Task) -> float:
-        batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-        return float(times[task.module][batch_indices].sum()) * (1 + (task.kind == "bwd")) + 0.01
-
-    whole = build_program(plan, step, groups, cost)
-    check_program(plan, step, groups, whole)
-    representatives = find_representatives(plan, groups)
-    for rank in range(plan.world_size):
-        part = representatives.expand(program_of_parts(representatives.parts(step, rank), cost))
-        assert part.of_rank(rank) == whole.of_rank(rank)
-
-
-def work(dp_size: int) -> tuple[int, int, int]:
-    """(Tasks scheduled, costs asked for, ranks with a list) of one rank, with `dp_size` replicas that are alike."""
-    spec = model_spec()
-    layouts = {"vision": ModulePlugin(dp_size=2 * dp_size), LM: ModulePlugin(dp_size=dp_size, pp_size=2, tp_size=2)}
-    plan = resolve_plan(spec, layouts)
-    step = arrange_step(plan, range(16 * dp_size), Workloads.alike(plan.modules, 16 * dp_size), 4)
-    asked = []
-
-    def cost(task: Task) -> float:
-        asked.append(task)
-        return uneven(task)
-
-    representatives = find_representatives(plan, sync_groups(spec, plan))
-    (part,) = representatives.parts(step, 0)
-    tasks = build_graph(part.plan, part.step).tasks
-    program = representatives.expand(program_of_parts([part], cost))
-    assert set(asked) <= set(tasks)
-    return len(tasks), len(asked), len(program.actions)
-
-
 def test_the_work_of_a_rank_does_not_grow_with_the_number_of_replicas():
-    few = work(4)
-    assert work(32) == few
-    assert few[2] == 2 + 2 * 2  # of one replica of the language model and the two encoders that work for it
+    """Of one replica of the language model and the two encoders that work for it, however many others are alike."""
+    work, spec = [], model_spec()
+    for dp_size in (4, 32):
+        sizes = {"vision": ModulePlugin(2 * dp_size), LM: ModulePlugin(dp_size, pp_size=2, tp_size=2)}
+        plan = resolve_plan(spec, sizes)
+        step = arrange_step(plan, range(16 * dp_size), Workloads.alike(plan.modules, 16 * dp_size), 4)
+        representatives = find_representatives(plan, sync_groups(spec, plan))
+        asked: list[Task] = []
+        (part,) = representatives.parts(step, 0)
 
+        def cost(task: Task, asked=asked) -> float:
+            asked.append(task)
+            return uneven(task)
 
-def test_an_encoder_that_all_share_makes_one_part():
-    spec = model_spec()
-    plan = resolve_plan(spec, {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=4)})
-    step = arrange_step(plan, range(16), Workloads.alike(plan.modules, 16), 2)
-    (part,) = find_representatives(plan, sync_groups(spec, plan)).parts(step)
-    assert isinstance(part, Part) and part.plan.world_size == 5
-    assert part.step == step
+        program = representatives.expand(program_of_parts([part], cost))
+        assert set(asked) <= set(build_graph(part.plan, part.step).tasks)
+        work.append((len(asked), len(program.times_ms), len(program.actions)))
+    assert work[0] == work[1] and work[0][2] == 2 + 2 * 2
 
 
 def test_a_part_whose_ranks_could_not_come_to_the_sums_in_order_is_refused():
@@ -237,11 +173,128 @@ def test_the_checksum_of_a_part_tells_of_its_order_and_its_replicas():
     programs = {r: representatives.expand(program_of_parts(representatives.parts(step, r), uneven)) for r in range(6)}
     replicas = {rank: program.replicas(LM) for rank, program in programs.items()}
     assert sorted(map(sorted, set(replicas.values()))) == [[0], [1]]
-    for rank, program in programs.items():
-        for other, same in programs.items():
-            assert (program.checksum == same.checksum) == (replicas[rank] == replicas[other])
-    late = representatives.expand(
-        program_of_parts(representatives.parts(step, 0), lambda t: 1.0 + 9 * (t.module == LM))
+    for rank, other in itertools.combinations(programs, 2):
+        same = programs[rank].checksum == programs[other].checksum
+        assert same == (replicas[rank] == replicas[other])
+
+
+JOINT_SETTINGS = settings(max_examples=80, suppress_health_check=list(HealthCheck))
+JOINT_CASES = st.one_of(cases(joint=True), cases(("image",), joint=True))
+
+
+def first_of(case: Case, task: Task) -> Task:
+    size = case.plan.modules[task.module].joint_replicas
+    return replace(task, replica=task.replica // size * size)
+
+
+@JOINT_SETTINGS
+@given(JOINT_CASES, st.booleans())
+def test_replicas_of_a_group_have_the_same_tasks_which_run_at_the_same_time(case, training):
+    program = build_program(case.plan, case.step, case.sync_groups, uneven, training)
+    check_program(case.plan, case.step, case.sync_groups, program, training)
+    together: dict[Task, list[Task]] = {}
+    for task in program.times_ms:
+        together.setdefault(first_of(case, task), []).append(task)
+    for first, tasks in together.items():
+        size = case.plan.modules[first.module].joint_replicas
+        assert sorted(task.replica for task in tasks) == list(range(first.replica, first.replica + size))
+        assert len({program.times_ms[task] for task in tasks}) == 1
+        start_ms, end_ms = program.times_ms[first]
+        assert end_ms - start_ms == pytest.approx(max(map(uneven, tasks)))
+    # Ranks with tasks of the same groups run them in one order.
+    orders = {
+        rank: [first_of(case, action.task) for action in actions if action.task is not None]
+        for rank, actions in program.actions.items()
+    }
+    for order in orders.values():
+        for other in orders.values():
+            assert [task for task in order if task in set(other)] == [task for task in other if task in set(order)]
+
+
+@JOINT_SETTINGS
+@given(JOINT_CASES)
+def test_each_chunk_with_samples_has_its_tasks_and_messages_once(case):
+    graph = build_graph(case.plan, case.step)
+    apart = {name: replace(module, sharding=ShardingSettings()) for name, module in case.plan.modules.items()}
+    plain = build_graph(replace(case.plan, modules=apart), case.step)
+    assert set(plain.tasks) <= set(graph.tasks) and len(set(graph.tasks)) == graph.num_tasks
+    assert set(plain.messages) <= set(graph.messages) and len(set(graph.messages)) == graph.num_messages
+    for message in set(graph.messages) - set(plain.messages):  # to a backward that only other replicas need
+        assert message.kind == "grad" and message.target not in plain.tasks
+    for task in set(graph.tasks) - set(plain.tasks):
+        chunks = case.step.chunks.of_replica(task.module, task.replica)
+        is_empty = task.microbatch >= len(chunks) or task.chunk >= len(chunks[task.microbatch])
+        assert is_empty or task.kind == "bwd"
+
+
+@JOINT_SETTINGS
+@given(JOINT_CASES, st.booleans())
+def test_the_proof_holds_for_joint_tasks_and_needs_them_at_one_position(case, training):
+    graph = build_graph(case.plan, case.step, training)
+    groups = case.sync_groups if training else []
+    timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step))
+    (lists,) = lower(case.plan, graph, timeline, groups).actions.parts
+    order = blocking_order(graph, timeline, groups)
+    assert Proof(case.plan, graph, groups, lists).holds(order, in_order=True)
+    apart = np.flatnonzero(np.arange(graph.num_tasks) != graph.joint) if graph.joint is not None else []
+    if len(apart):
+        order = 2 * order
+        order[apart[0]] += 1
+        assert not Proof(case.plan, graph, groups, lists).holds(order, in_order=True)
+
+
+@JOINT_SETTINGS
+@given(JOINT_CASES, st.booleans())
+def test_a_replay_of_all_parts_takes_what_their_program_takes(case, training):
+    representatives = find_representatives(case.plan, case.sync_groups)
+    program = program_of_parts(representatives.parts(case.step), uneven, training)
+    messages_ms, sums_ms = (lambda message: uneven(message.source) / 9), (lambda index: float(index % 3))
+    expected = simulate(representatives.plan, program, uneven, messages_ms, sums_ms)
+    found = simulate_parts(
+        representatives,
+        case.step,
+        uneven,
+        lambda graph: list(map(messages_ms, graph.messages)),
+        sums_ms,
+        training=training,
+    ).simulation()
+    assert found.iteration_ms == pytest.approx(expected.iteration_ms)
+    assert found.peak_in_flight == pytest.approx(expected.peak_in_flight)
+    for mine, other in zip(sorted(found.spans), sorted(expected.spans), strict=True):
+        assert (mine.rank, mine.task) == (other.rank, other.task)
+        times = (mine.start_ms, mine.busy_end_ms, mine.end_ms)
+        assert times == pytest.approx((other.start_ms, other.busy_end_ms, other.end_ms))
+        assert mine.busy_end_ms - mine.start_ms == pytest.approx(uneven(mine.task))
+
+
+def two_replicas(microbatches: list[list[list[int]]]) -> Case:
+    spec, plan = make_plan({LANGUAGE_MODEL: [[(0,)], [(1,)]]}, sharding={LANGUAGE_MODEL: ShardingSettings(3)})
+    return Case(plan, make_step({LANGUAGE_MODEL: microbatches}), sync_groups(spec, plan))
+
+
+def test_ranks_that_run_joint_tasks_in_different_orders_are_a_deadlock():
+    case = two_replicas([[[0], [1]], [[2], [3]]])
+    program = build_program(case.plan, case.step, case.sync_groups)
+    first, second = (
+        [action for action in program.actions[1] if action.task is not None and action.task.microbatch == index]
+        for index in range(2)
     )
-    assert Program.parse(late.dump()).checksum == late.checksum
-    assert late.replicas(LM) == replicas[0]
+    sums = [action for action in program.actions[1] if action.op == "sync"]
+    wrong = Program({**program.actions, 1: (*second, *first, *sums)})
+    with pytest.raises(DeadlockError, match="rank 0 waits at `fwd language_model.r0.s0 mb0.c0`"):
+        check_program(case.plan, case.step, case.sync_groups, wrong)
+
+
+def test_a_rank_that_waits_for_a_larger_replica_does_not_work():
+    """The second replica's tasks take twice as long as those of the first, which waits in the same tasks."""
+    case = two_replicas([[[0], [1]], [[2], [3]]])
+    representatives = find_representatives(case.plan, case.sync_groups)
+
+    def cost(task: Task) -> float:
+        return 1.0 + task.replica
+
+    program = build_program(case.plan, case.step, case.sync_groups, cost)
+    replayed = simulate_parts(representatives, case.step, cost).simulation()
+    for found in (simulate(case.plan, program, cost), on_plan(replayed, case.plan)):
+        assert found.iteration_ms == 8.0 and found.busy_ms == {0: 4.0, 1: 8.0}
+        assert found.bubble_fraction == found.unlike_fraction == 0.25 and found.idle_fraction == 0.0

@@ -1,36 +1,87 @@
-"""What the policies promise: times, memory in flight, where gradients flow, and speed of planning."""
+"""What the policies promise: times, orders, memory in flight, deferral, where gradients flow, speed of planning."""
 
+import itertools
+import math
+import pickle
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
-from hf_mmparallel.schedule import GradientFlow, Task, build_graph, build_program, in_flight_1f1b, simulate
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
+from hf_mmparallel.arrange import arrange_step
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlugin,
+    ParallelPlan,
+    StepPlan,
+    resolve_plan,
+    sync_groups,
+)
+from hf_mmparallel.plan.parallel_plan import Schedule
+from hf_mmparallel.schedule import (
+    GradientFlow,
+    Simulation,
+    Task,
+    build_graph,
+    build_program,
+    in_flight_1f1b,
+    in_flight_eager,
+    in_flight_limits,
+    lower,
+    microbatch_forward_ms,
+    schedule_tasks,
+    simulate,
+    stage_depths,
+)
+from hf_mmparallel.schedule.scheduler import Cost, default_cost
 from tests.deep_cases import deep
-from tests.schedule.builders import chain, make_plan, make_step, module_spec
+from tests.schedule.builders import Case, chain, deferred, make_plan, make_step, module_spec, straight, task_times
+
+IMAGE, AUDIO = "image_generator", "audio_generator"
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 4, 7])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def run(case: Case, cost=None, **more: float) -> Simulation:
+    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups, cost), cost, **more)
+
+
+def planned(modules: dict, microbatches: dict, specs: dict | None = None, **more) -> Case:
+    """Modules on ranks with their microbatches; without `specs` they have eight layers."""
+    features = {name: (0,) if name == "vision" else () for name in modules}
+    specs = specs or {name: module_spec(name, 8, feature_layers=own) for name, own in features.items()}
+    spec, plan = make_plan(modules, specs, **more)
+    generators = tuple(name for name in modules if name in (IMAGE, AUDIO))
+    return Case(plan, make_step(microbatches, generators), sync_groups(spec, plan))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        {LANGUAGE_MODEL: 1},
+        {"vision": 1, LANGUAGE_MODEL: 6},
+        {LANGUAGE_MODEL: 2, IMAGE: 1},
+        {"vision": 2, LANGUAGE_MODEL: 3, IMAGE: 2},
+        {"vision": 1, LANGUAGE_MODEL: 1, IMAGE: 1, AUDIO: 4},
+    ],
+)
+@pytest.mark.parametrize("count", [1, 3, 12])
 @pytest.mark.parametrize("backward_ms", [1.0, 2.0, 3.0])
-def test_uniform_chain_takes_sum_plus_rest_times_max(num_stages, num_microbatches, backward_ms):
-    case = chain(num_stages, num_microbatches)
-
-    def cost(task):
-        return 1.0 if task.kind == "fwd" else backward_ms
-
-    program = build_program(case.plan, case.step, case.sync_groups, cost)
-    simulation = simulate(case.plan, program, cost)
-    stage_ms = [1.0 + backward_ms] * num_stages
-    expected = sum(stage_ms) + (num_microbatches - 1) * max(stage_ms)
+def test_equal_stages_take_sum_plus_rest_times_max(backward_ms, count, stages, schedule):
+    simulation = run(straight(stages, count, schedule), lambda task: 1.0 if task.kind == "fwd" else backward_ms)
+    longest = sum(stages.values()) - (stages[IMAGE] if AUDIO in stages else 0)
+    expected = (longest + count - 1) * (1.0 + backward_ms)
     assert simulation.iteration_ms == expected
-    assert simulation.bubble_fraction == pytest.approx(1 - num_microbatches * max(stage_ms) / expected)
+    assert simulation.bubble_fraction == pytest.approx(1 - count * (1.0 + backward_ms) / expected)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_microbatches_in_flight(schedule):
-    case = chain(4, 8, schedule)
-    simulation = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups))
+    simulation = run(chain(4, 8, schedule))
     stages = [("vision", 0, 0), *((LANGUAGE_MODEL, 0, s) for s in range(3))]
     expected = [4, 3, 2, 1] if schedule == "1f1b" else [8] * 4
     assert [simulation.peak_in_flight[stage] for stage in stages] == expected
@@ -38,65 +89,27 @@ def test_microbatches_in_flight(schedule):
 
 def test_messages_and_sums_take_time():
     case = chain(3, 4)
-    program = build_program(case.plan, case.step, case.sync_groups)
-    base = simulate(case.plan, program).iteration_ms
-    assert simulate(case.plan, program, comm_ms=0.5).iteration_ms >= base + 4 * 0.5
-    spec, plan = make_plan({LANGUAGE_MODEL: [[(0,)], [(1,)]]})
-    step = make_step({LANGUAGE_MODEL: [[[0]], [[1], [2]]]})
-    program = build_program(plan, step, sync_groups(spec, plan))
-    assert simulate(plan, program).iteration_ms == 6
-    assert simulate(plan, program, sync_ms=2.5).iteration_ms == 8.5
-
-
-def test_gpipe_runs_all_forwards_first():
-    case = chain(3, 4, "gpipe")
-    program = build_program(case.plan, case.step, case.sync_groups)
-    for actions in program.actions.values():
-        kinds = [action.op for action in actions if action.task is not None]
-        assert kinds == ["fwd"] * 4 + ["bwd"] * 4
-    assert simulate(case.plan, program).iteration_ms == (3 + 4 - 1) * 3
-
-
-def test_chunks_count_as_shares_of_a_microbatch():
-    # Sample 1 is encoded in microbatch 0 and consumed in microbatch 1.
-    spec, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,)]]})
-    step = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[0], [1, 2, 3]]]})
-    graph = build_graph(plan, step)
-    assert [str(task) for task in graph.tasks if task.module == "vision" and task.kind == "fwd"] == [
-        "fwd vision.r0.s0 mb0.c0",
-        "fwd vision.r0.s0 mb0.c1",
-        "fwd vision.r0.s0 mb1.c0",
-    ]
-    simulation = simulate(plan, build_program(plan, step, sync_groups(spec, plan)))
-    assert simulation.peak_in_flight["vision", 0, 0] == 2
+    assert run(case, comm_ms=0.5).iteration_ms >= run(case).iteration_ms + 4 * 0.5
+    case = planned({LANGUAGE_MODEL: [[(0,)], [(1,)]]}, {LANGUAGE_MODEL: [[[0]], [[1], [2]]]})
+    assert run(case).iteration_ms == 6
+    assert run(case, sync_ms=2.5).iteration_ms == 8.5
 
 
 def test_an_encoder_is_as_far_ahead_as_the_arrangement_needs():
     # The first microbatch of the language model needs all microbatches of the encoder.
-    spec, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,)]]})
-    step = make_step({"vision": [[[3], [2], [1], [0]]], LANGUAGE_MODEL: [[[], [], [], [0, 1, 2, 3]]]})
-    assert in_flight_1f1b(plan, step)["vision", 0, 0] == 5
-    simulation = simulate(plan, build_program(plan, step, sync_groups(spec, plan)))
-    assert simulation.peak_in_flight["vision", 0, 0] == 4
+    step = {"vision": [[[3], [2], [1], [0]]], LANGUAGE_MODEL: [[[], [], [], [0, 1, 2, 3]]]}
+    case = planned({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,)]]}, step)
+    assert in_flight_1f1b(case.plan, case.step)["vision", 0, 0] == 5
+    assert run(case).peak_in_flight["vision", 0, 0] == 4
 
 
 def test_replicas_of_a_shared_encoder_do_not_starve():
     # One encoder feeds two language models in turn: it needs twice the microbatches in flight.
-    spec, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,), (2,)], [(3,), (4,)]]})
-    step = make_step(
-        {
-            "vision": [[[i] for i in range(16)]],
-            LANGUAGE_MODEL: [[[2 * i + d] for i in range(8)] for d in range(2)],
-        }
-    )
-    assert in_flight_1f1b(plan, step)["vision", 0, 0] == 5
-
-    def cost(task):
-        return 0.25 if task.module == "vision" else 1.0
-
-    simulation = simulate(plan, build_program(plan, step, sync_groups(spec, plan), cost), cost)
+    step = {"vision": [[[i] for i in range(16)]], LANGUAGE_MODEL: [[[2 * i + d] for i in range(8)] for d in range(2)]}
+    case = planned({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,), (2,)], [(3,), (4,)]]}, step)
+    assert in_flight_1f1b(case.plan, case.step)["vision", 0, 0] == 5
     # Each language-model rank is busy for 16 ms; filling and draining take the rest.
-    assert simulation.iteration_ms == 19.0
+    assert run(case, lambda task: 0.25 if task.module == "vision" else 1.0).iteration_ms == 19.0
 
 
 @pytest.mark.parametrize(
@@ -117,41 +130,24 @@ def test_backwards_exist_where_something_trainable_lies_before(vision, language,
     flow = GradientFlow(plan)
     assert {name: [flow.has_backward(name, 0, s) for s in range(2)] for name in expected} == expected
     graph = build_graph(plan, make_step({"vision": [[[0]]], LANGUAGE_MODEL: [[[0]]]}))
-    for name, stages in expected.items():
-        for stage, has in enumerate(stages):
-            assert (Task("bwd", name, 0, stage, 0) in graph.tasks) == has
-    for message in graph.messages:
-        if message.kind == "grad":
-            assert flow.has_backward(*message.target.stage_key)
+    backwards = {(task.module, task.stage) for task in graph.tasks if task.kind == "bwd"}
+    assert backwards == {(name, stage) for name, stages in expected.items() for stage in np.flatnonzero(stages)}
 
 
 def test_samples_without_features_need_no_backward_through_a_frozen_language_model():
     specs = {
-        "vision": module_spec("vision", 4, frozenset(), (0,)),
+        "vision": module_spec("vision", feature_layers=(0,)),
         LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL, 4, frozenset(range(-1, 5))),
     }
-    spec, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,), (2,)]]}, specs)
-    step = make_step({"vision": [[[0], []]], LANGUAGE_MODEL: [[[0], [1]]]})
-    program = build_program(plan, step, sync_groups(spec, plan))
+    step = {"vision": [[[0], []]], LANGUAGE_MODEL: [[[0], [1]]]}
+    case = planned({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,), (2,)]]}, step, specs)
+    program = build_program(case.plan, case.step, case.sync_groups)
     assert program.has_backward(Task("fwd", LANGUAGE_MODEL, 0, 1, 0))
     assert not program.has_backward(Task("fwd", LANGUAGE_MODEL, 0, 1, 1))
-    assert GradientFlow(plan).has_backward(LANGUAGE_MODEL, 0, 1)
+    assert GradientFlow(case.plan).has_backward(LANGUAGE_MODEL, 0, 1)
 
 
-def test_deepstack_features_enter_later_stages():
-    specs = {"vision": module_spec("vision", 4, frozenset(), (0, 3)), LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)}
-    _, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,), (2,)]]}, specs)
-    graph = build_graph(plan, make_step({"vision": [[[0]]], LANGUAGE_MODEL: [[[0]]]}))
-    texts = {str(message) for message in graph.messages if message.crosses_boundary}
-    assert texts == {
-        "act fwd vision.r0.s0 mb0.c0 -> fwd language_model.r0.s0 mb0.c0",
-        "act fwd vision.r0.s0 mb0.c0 -> fwd language_model.r0.s1 mb0.c0",
-        "grad bwd language_model.r0.s0 mb0.c0 -> bwd vision.r0.s0 mb0.c0",
-        "grad bwd language_model.r0.s1 mb0.c0 -> bwd vision.r0.s0 mb0.c0",
-    }
-
-
-@pytest.mark.parametrize("replicas", [16, deep(256)])
+@pytest.mark.parametrize("replicas", [8, deep(256)])
 def test_thousands_of_ranks_are_planned_in_seconds(replicas):
     stages = microbatches = 16
     spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL, stages)})
@@ -163,3 +159,282 @@ def test_thousands_of_ranks_are_planned_in_seconds(replicas):
     assert simulation.num_ranks == 16 * replicas
     assert simulation.iteration_ms == (stages + microbatches - 1) * 3
     assert time.process_time() - start < 20 * replicas / 256 + 1
+
+
+@pytest.mark.parametrize(("slowest", "hidden_ms"), [("vision", 6.0), (LANGUAGE_MODEL, 3.0), (IMAGE, 0.0)])
+def test_one_slow_module_sets_the_pace(slowest, hidden_ms):
+    case = straight({"vision": 1, LANGUAGE_MODEL: 1, IMAGE: 1}, 10)
+
+    def cost(task: Task) -> float:
+        return (4.0 if task.module == slowest else 1.0) * (1 if task.kind == "fwd" else 2)
+
+    # The sum of all stages and nine times the slowest, less what the modules behind do while it goes on.
+    assert run(case, cost).iteration_ms == 3 + 3 + 12 + 9 * 12 - hidden_ms
+
+
+def test_modules_in_front_are_as_deep_as_the_generator_is_long():
+    case = straight({"vision": 2, LANGUAGE_MODEL: 2, IMAGE: 1, AUDIO: 3}, 12)
+    depths = stage_depths(case.plan)
+    expected = {"vision": [7, 6], LANGUAGE_MODEL: [5, 4], IMAGE: [1], AUDIO: [3, 2, 1]}
+    assert depths == {(name, 0, stage): d for name, own in expected.items() for stage, d in enumerate(own)}
+    assert in_flight_1f1b(case.plan, case.step) == depths
+    assert run(case).peak_in_flight == depths
+    assert {
+        name for (name, _, _), limit in in_flight_eager(case.plan, case.step).items() if limit > depths[name, 0, 0]
+    } == {"vision"}
+
+
+def test_samples_that_are_not_generated_do_not_change_the_depth():
+    case = straight({"vision": 1, LANGUAGE_MODEL: 2, IMAGE: 2}, 12, generated=frozenset({0, 5, 6, 11}))
+    assert in_flight_1f1b(case.plan, case.step) == stage_depths(case.plan)
+    # What is generated takes the whole way, all else as long as without a generator.
+    none, every = ({"vision": 1, LANGUAGE_MODEL: 2, **more} for more in ({}, {IMAGE: 2}))
+    assert run(straight(none, 12)).iteration_ms <= run(case).iteration_ms <= run(straight(every, 12)).iteration_ms
+
+
+@pytest.mark.parametrize(
+    ("frozen", "backwards", "gradients"),
+    [
+        ((), {"vision", LANGUAGE_MODEL, IMAGE}, {(IMAGE, LANGUAGE_MODEL), (LANGUAGE_MODEL, "vision")}),
+        (("vision", LANGUAGE_MODEL), {IMAGE}, set()),
+        (("vision",), {LANGUAGE_MODEL, IMAGE}, {(IMAGE, LANGUAGE_MODEL)}),
+        (("vision", IMAGE), {LANGUAGE_MODEL, IMAGE}, {(IMAGE, LANGUAGE_MODEL)}),
+        (
+            (LANGUAGE_MODEL, IMAGE),
+            {"vision", LANGUAGE_MODEL, IMAGE},
+            {(IMAGE, LANGUAGE_MODEL), (LANGUAGE_MODEL, "vision")},
+        ),
+        (("vision", LANGUAGE_MODEL, IMAGE), set(), set()),
+    ],
+)
+def test_gradients_flow_where_something_trainable_lies_before(frozen, backwards, gradients):
+    case = straight({"vision": 1, LANGUAGE_MODEL: 2, IMAGE: 2}, 3, frozen=frozen)
+    flow, graph = GradientFlow(case.plan), build_graph(case.plan, case.step)
+    assert {name for name, _, _ in stage_depths(case.plan) if flow.has_backward(name, 0, 0)} == backwards
+    assert {task.module for task in graph.tasks if task.kind == "bwd"} == backwards
+    crossing = [m for m in graph.messages if m.kind == "grad" and m.crosses_boundary]
+    assert {(m.source.module, m.target.module) for m in crossing} == gradients
+    if LANGUAGE_MODEL not in backwards:  # its forwards wait for nobody, as far ahead as they can
+        assert run(case).peak_in_flight[LANGUAGE_MODEL, 0, 0] == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager"])
+def test_a_generator_on_the_ranks_of_the_language_model(schedule):
+    ranks, rows = [[(0,), (1,)]], [[[batch_index] for batch_index in range(6)]]
+    simulation = run(
+        planned({LANGUAGE_MODEL: ranks, IMAGE: ranks}, {LANGUAGE_MODEL: rows, IMAGE: rows}, schedule=schedule)
+    )
+    assert simulation.busy_ms == {0: 36.0, 1: 36.0}
+    assert simulation.iteration_ms <= 36 + 6
+
+
+def test_a_language_model_that_feeds_no_generator_is_ahead_of_none():
+    """Its replicas are alike; only what the first takes is generated, which is a part of the step by itself."""
+    rows = [[[2 * batch_index + d] for batch_index in range(6)] for d in range(2)]
+    ranks = {LANGUAGE_MODEL: [[(0,), (1,)], [(2,), (3,)]], IMAGE: [[(4,), (5,), (6,)]]}
+    case = planned(ranks, {LANGUAGE_MODEL: rows, IMAGE: [rows[0]]})
+    limits, peaks = in_flight_1f1b(case.plan, case.step), run(case).peak_in_flight
+    assert [limits[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]
+    assert [peaks[LANGUAGE_MODEL, d, 0] for d in range(2)] == [5, 2]
+
+
+def order_of(case: Case, rank: int) -> list[str]:
+    """Module and kind of the tasks of a rank, repetitions left out."""
+    actions = build_program(case.plan, case.step, case.sync_groups).actions[rank]
+    tasks = (f"{action.task.module} {action.task.kind}" for action in actions if action.task is not None)
+    return [task for task, _ in itertools.groupby(tasks)]
+
+
+def first_order_ms(plan: ParallelPlan, step: StepPlan, cost: Cost) -> float:
+    """What a step takes by the order in which no stage waits for a forward."""
+    graph = build_graph(plan, step)
+    timeline = schedule_tasks(plan, graph, cost, in_flight_limits(plan, step))
+    return simulate(plan, lower(plan, graph, timeline, []), cost).iteration_ms
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_encoders_first_runs_encoders_at_both_ends(shared):
+    ranks, rows = [[(0,), (1,)]], [[[index] for index in range(6)]]
+    modules = {"vision": ranks, LANGUAGE_MODEL: ranks if shared else [[(2,), (3,)]]}
+    case = planned(modules, {"vision": rows, LANGUAGE_MODEL: rows}, schedule="encoders_first")
+    encoder, language = ["vision fwd", "vision bwd"], [f"{LANGUAGE_MODEL} fwd", f"{LANGUAGE_MODEL} bwd"]
+    last = order_of(case, 1 if shared else 3)
+    assert [task for task in last if task in language] == language * 6  # one forward, one backward
+    for rank in (0, 1):
+        own = order_of(case, rank)
+        assert [task for task in own if task in encoder] == encoder
+        assert not shared or [own[0], own[-1]] == encoder
+    peaks = run(case).peak_in_flight
+    assert [peaks[name, 0, stage] for name in ("vision", LANGUAGE_MODEL) for stage in range(2)] == [6, 6, 2, 1]
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(4, 16), st.integers(0, 10**6))
+def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(encoder, language, count, seed):
+    case = straight({"vision": encoder, LANGUAGE_MODEL: language}, count)
+    scale = np.random.default_rng(seed).uniform(0.5, 2, 2)
+    times = {name: np.full(count, own) for name, own in zip(case.plan.modules, scale, strict=True)}
+    cost = task_times(case.plan, case.step, times)
+    found = simulate(case.plan, build_program(case.plan, case.step, [], cost), cost)
+    assert found.iteration_ms <= first_order_ms(case.plan, case.step, cost) * (1 + 1e-9)
+    max_in_flight = in_flight_1f1b(case.plan, case.step)
+    assert all(peak <= max_in_flight[key] for key, peak in found.peak_in_flight.items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "entrain", "disttrain"])
+@pytest.mark.parametrize(("dataset", "model"), [("llava-150k", "llama3-3b"), ("cocoqa", "llama3-3b")])
+def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(dataset, model, arrangement, schedule):
+    shape, times = PUBLISHED[dataset], PUBLISHED_MODELS[model]
+    stages = shape.stated.parallel_sizes[model]["entrain"]
+    names = ("vision", LANGUAGE_MODEL)
+    sizes = {name: ModulePlugin(pp_size=count) for name, count in zip(names, stages, strict=True)}
+    plan = resolve_plan(times.spec, sizes, schedule=schedule)
+    work = times.workloads(shape.draw(128, 3))
+    step = arrange_step(plan, range(128), work, 4, arrangement)
+    cost = task_times(plan, step, work.forward_ms)
+    before = first_order_ms(plan, step, cost)
+    after = simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms
+    assert after < 0.999 * before if schedule == "1f1b" else after <= before
+
+
+def balanced(case: Case):
+    """Microbatches of a module take equally long, a chunk its share of one; a backward takes two forwards."""
+
+    def cost(task):
+        batch_indices = case.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        whole = case.step.microbatches[task.module][task.replica][task.microbatch]
+        return len(batch_indices) / len(whole) * default_cost(task)
+
+    return cost
+
+
+def last_end(case: Case, max_in_flight) -> float:
+    return max(schedule_tasks(case.plan, build_graph(case.plan, case.step), balanced(case), max_in_flight).end_ms)
+
+
+def iteration_ms(case: Case, schedule: Schedule) -> float:
+    plan = replace(case.plan, schedule=schedule)
+    cost = balanced(case)
+    return simulate(plan, build_program(plan, case.step, case.sync_groups, cost), cost).iteration_ms
+
+
+def test_an_encoder_needs_one_more_in_flight_when_samples_are_deferred():
+    plain, late = chain(4, 8), deferred(1, 3, 8)
+    assert in_flight_1f1b(plain.plan, plain.step) == stage_depths(plain.plan)
+    depths = stage_depths(late.plan)
+    assert depths["vision", 0, 0] == 4
+    assert in_flight_1f1b(late.plan, late.step) == {**depths, ("vision", 0, 0): 5}
+
+
+def test_samples_taken_before_their_place_and_far_behind_it_count_too():
+    _, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,)], [(2,)]]})
+    # Both copies take from one encoder; sample 0 is taken three microbatches later.
+    step = make_step({"vision": [[[i] for i in range(8)]], LANGUAGE_MODEL: [[[1], [2], [3], [0]], [[4, 5], [6, 7]]]})
+    # Before its first backward the encoder has run all microbatches up to the 6th, which copy 1 begins with.
+    assert in_flight_1f1b(plan, step)["vision", 0, 0] == 1 + 6
+
+
+def test_deferral_does_not_stall_1f1b():
+    case = deferred(1, 3, 16)
+    unlimited = last_end(case, {})
+    assert last_end(case, in_flight_1f1b(case.plan, case.step)) == pytest.approx(unlimited)
+    assert last_end(case, stage_depths(case.plan)) > unlimited + 2
+
+
+@pytest.mark.parametrize(("stages", "loss"), [((1, 3), 1.0), ((3, 3), 1.04), ((5, 3), 1.06), ((8, 3), 1.07)])
+def test_eager_is_as_fast_as_unlimited_memory_and_1f1b_nearly(stages, loss):
+    case = deferred(stages[0], stages[1], 32)
+    unlimited = last_end(case, {})
+    assert iteration_ms(case, "eager") == pytest.approx(unlimited)
+    assert unlimited <= iteration_ms(case, "1f1b") <= loss * unlimited * (1 + 1e-9)
+    assert (iteration_ms(case, "1f1b") > unlimited) == (stages != (1, 3))
+
+
+def test_a_forward_runs_after_each_backward():
+    case = deferred(5, 3, 32)
+    actions = build_program(case.plan, case.step, case.sync_groups, balanced(case)).actions[0]
+    ops = [action.op for action in actions if action.op in ("fwd", "bwd")]
+    last_forward = len(ops) - ops[::-1].index("fwd")
+    bunches = [len(bunch) for bunch in "".join(op[0] for op in ops[:last_forward]).split("f") if bunch]
+    assert max(bunches) == 2 and bunches.count(1) > bunches.count(2)
+
+
+def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
+    case = deferred(2, 2, 16, "eager")
+    least = in_flight_1f1b(case.plan, case.step)
+    given = {("vision", 0, 0): 9.0, ("vision", 0, 1): 1.0, (LANGUAGE_MODEL, 0, 0): 2.0}
+    assert in_flight_limits(case.plan, case.step, given) == {**least, ("vision", 0, 0): 9.0}
+    program = build_program(case.plan, case.step, case.sync_groups, fitting_in_flight=given)
+    peaks = simulate(case.plan, program).peak_in_flight
+    assert least["vision", 0, 0] < peaks["vision", 0, 0] < 10  # chunks of an admitted microbatch are not held back
+    assert in_flight_limits(case.plan, case.step) == in_flight_eager(case.plan, case.step)
+    assert list(in_flight_eager(case.plan, case.step).values()) == [2, 1, 7, 6]  # the language model, then the encoder
+
+
+@settings(max_examples=60)
+@given(st.permutations(range(12)), st.integers(3, 12), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_1f1b_caps_let_any_arrangement_through(order, num_encoded, num_taken, random):
+    _, plan = make_plan({"vision": [[(0,), (1,)]], LANGUAGE_MODEL: [[(2,), (3,)], [(4,)]]})
+    encoded = [order[index::num_encoded] for index in range(num_encoded)]
+    taken = [[list(range(12))[index :: 2 * num_taken] for index in range(d, 2 * num_taken, 2)] for d in range(2)]
+    case = Case(plan, make_step({"vision": [encoded], LANGUAGE_MODEL: taken}), [])
+    times = {task: random.random() for task in build_graph(plan, case.step).tasks}
+    simulation = simulate(plan, build_program(plan, case.step, [], times.__getitem__), times.__getitem__)
+    max_in_flight = in_flight_1f1b(plan, case.step)
+    # A microbatch is let in whole, so that its chunks may go over the limit by less than one.
+    assert all(peak < max_in_flight[key] + 1 for key, peak in simulation.peak_in_flight.items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager"])
+def test_what_was_not_deferred_goes_back_first(schedule):
+    case = deferred(1, 2, 6, schedule)
+    program = build_program(case.plan, case.step, case.sync_groups, balanced(case))
+    order = [(a.task.microbatch, a.task.chunk) for a in program.actions[0] if a.op == "bwd"]
+    assert order == [place for index in range(0, 6, 2) for place in ((index, 0), (index, 1), (index + 1, 0))]
+    times = {str(task): own for task, own in program.times_ms.items()}
+    assert times["bwd vision.r0.s0 mb0.c0"][0] == times["bwd language_model.r0.s0 mb0.c0"][1]
+    assert times["bwd vision.r0.s0 mb0.c1"][0] >= times["bwd language_model.r0.s0 mb1.c0"][1]
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",)])
+def test_an_encoder_never_waits_for_what_it_sent_to_be_taken(frozen):
+    plan = straight({"vision": 1, LANGUAGE_MODEL: 2}, 8, "eager", frozen).plan
+    step = deferred(1, 2, 8).step
+
+    def cost(task):
+        return 10.0 if task.module == LANGUAGE_MODEL else 1.0
+
+    program = build_program(plan, step, [], cost, fitting_in_flight={("vision", 0, 0): math.inf})
+    actions = program.actions[0]
+    forwards = [index for index, action in enumerate(actions) if action.op == "fwd"]
+    assert all(actions[index + 1].op == "send" for index in forwards)
+    assert forwards == list(range(0, 2 * len(forwards), 2))
+    spans = [s for s in simulate(plan, program, cost, comm_ms=3.0).spans if s.rank == 0 and s.task.kind == "fwd"]
+    assert [span.start_ms for span in spans] == list(range(12))
+    # What is taken later is never asked for before what is taken earlier.
+    received = [a.message for a in program.actions[1] if a.op == "recv" and a.message is not None]
+    assert [m.source for m in received if m.crosses_boundary] == [span.task for span in spans]
+
+
+def test_a_rank_needs_its_own_part_only():
+    case = deferred(2, 2, 8, "eager")
+    program = build_program(case.plan, case.step, case.sync_groups)
+    for rank, actions in program.actions.items():
+        own = pickle.loads(pickle.dumps(program.of_rank(rank)))
+        assert own.actions == {rank: actions}
+        tasks = [action.task for action in actions if action.task is not None]
+        assert own.times_ms == {task: program.times_ms[task] for task in tasks}
+        assert all(own.has_backward(task) == program.has_backward(task) for task in tasks)
+    assert program.of_rank(99).actions == {99: ()}
+
+
+def test_forward_times_of_microbatches():
+    case = deferred(2, 2, 4)
+    spans = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), balanced(case)).spans
+    found = microbatch_forward_ms(spans)
+    assert list(found) == [(LANGUAGE_MODEL, 0), ("vision", 0)]
+    assert all(np.allclose(times, [2.0] * 4) for times in found.values())  # two stages of one millisecond
+    slower = [replace(span, end_ms=span.end_ms + 1, rank=7) for span in spans if span.task.kind == "fwd"]
+    assert microbatch_forward_ms([*slower, *spans])[LANGUAGE_MODEL, 0] == pytest.approx([4.0] * 4)
+    assert microbatch_forward_ms([]) == {}

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from hf_mmparallel.arrange.tokens import block_counts, block_workloads, distribute
 from tests.arrange.tokens.rows import packed_row
@@ -78,34 +77,14 @@ def test_no_rank_is_above_the_mean_by_more_than_a_round_differs(num_ranks, round
 
 
 def optimum(work: np.ndarray, num_ranks: int) -> float:
-    """The least work of the heaviest of two ranks by trying all, of more ranks by integer programming."""
-    count = len(work) // num_ranks
-    if num_ranks == 2:
-        sums = (sum(work[list(half)]) for half in combinations(range(len(work)), count))
-        return min(max(half, work.sum() - half) for half in sums)
-    # One variable for each (rank, block), then the share of the work that the heaviest rank has.
-    size = num_ranks * len(work) + 1
-    per_rank, per_block = np.zeros((2, num_ranks, size)), np.zeros((len(work), size))
-    for rank in range(num_ranks):
-        mine = slice(rank * len(work), (rank + 1) * len(work))
-        per_rank[0, rank, mine], per_rank[1, rank, mine] = 1, work / work.sum()
-        per_block[:, mine] = np.eye(len(work))
-    per_rank[1, :, -1] = -1
-    found = milp(
-        np.eye(size)[-1],
-        integrality=np.append(np.ones(size - 1), 0),
-        bounds=Bounds(0, 1),
-        constraints=[
-            LinearConstraint(per_rank[0], count, count),
-            LinearConstraint(per_rank[1], -np.inf, 0),
-            LinearConstraint(per_block, 1, 1),
-        ],
-    )
-    assert found.success, found.message
-    return found.fun * work.sum()
+    """The least work of the heaviest rank by trying all ways; the first block is on the first rank."""
+    if num_ranks == 1:
+        return work.sum()
+    ways = ([0, *others] for others in combinations(range(1, len(work)), len(work) // num_ranks - 1))
+    return min(max(work[own].sum(), optimum(np.delete(work, own), num_ranks - 1)) for own in ways)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_blocks", "cases"), [(2, 10, 40), (3, 9, 20), (4, 12, 8)])
+@pytest.mark.parametrize(("num_ranks", "num_blocks", "cases"), [(2, 10, 40), (3, 9, 20)])
 def test_lpt_is_near_the_optimum_of_small_cases(num_ranks, num_blocks, cases):
     ratios = []
     for seed in range(cases):
@@ -127,7 +106,7 @@ def test_packed_rows_are_balanced(length, goal):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"`num_ranks=0`.*Use 1"):
+    with pytest.raises(ValueError, match=r"`num_ranks=0`"):
         distribute([1.0], 0)
     with pytest.raises(ValueError, match=r"`method='snake'`.*lpt, zigzag"):
         distribute([1.0], 1, "snake")  # type: ignore[arg-type]
