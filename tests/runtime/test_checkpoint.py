@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import LlavaForConditionalGeneration
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import build_model_spec
@@ -90,9 +90,9 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [deep(name, unless=name in ("dp1+pp2", "dp2+tp2")) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", ["dp1+pp2", "dp2+tp2", deep("tp2pp2")])
 def test_layouts_save_and_read(tmp_path, layout):
-    tie = layout in ("dp1+pp2", "tp2+dp2", "shared")
+    tie = layout == "dp1+pp2"
     stock, saved = tmp_path / "stock", tmp_path / "out" / "checkpoint-1"
     tiny_llava(tie, seed=1).save_pretrained(stock, save_original_format=not tie, max_shard_size="30KB")
     run_distributed(_round, LAYOUTS[layout][0], layout, str(saved), str(stock), tie, timeout=90)
@@ -124,9 +124,7 @@ def test_one_rank_writes_one_file(tmp_path):
 
 
 def _load_other(folder: str) -> None:
-    model = tiny_llava()
-    sharded = lay_out(model, "dp1+pp2")
-    sharded.load_model(folder)
+    lay_out(tiny_llava(), "dp1+pp2").load_model(folder)
 
 
 @pytest.mark.distributed
@@ -169,13 +167,17 @@ def _step(model, optimizer, step: int) -> None:
     optimizer.zero_grad()
 
 
-def _reference(name: str, steps: int):
-    model = tiny_llava()
-    optimizer = _optimizer(model, name)
-    for step in range(steps):
+def _train(model, optimizer, num_steps: int = 2) -> None:
+    for step in range(num_steps):
         _step(model, optimizer, step)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
+
+
+def _reference(name: str):
+    model = tiny_llava()
+    optimizer = _optimizer(model, name)
+    _train(model, optimizer)
     return model, optimizer
 
 
@@ -188,59 +190,52 @@ def _save_state(name: str, layout: str, folder: str) -> None:
     model = tiny_llava()
     sharded = lay_out(model, layout)
     optimizer = _optimizer(model, name)
-    for step in range(2):
-        _step(model, optimizer, step)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
+    _train(model, optimizer)
     writes = Writes(folder)
     save_optimizer(optimizer, sharded, writes, _groups())
     writes.finish(sharded.world)
 
 
+def assert_state_is(optimizer, model, reference, parameters) -> None:
+    """State and weights of a laid out model are those of one process, cut as its parameters."""
+    compared = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        assert torch.equal(_full(parameter), parameters[name].detach()), name
+        right, found = reference.state.get(parameters[name], {}), optimizer.state.get(parameter, {})
+        assert list(found) == list(right), name
+        for key, value in right.items():
+            equal = torch.equal(_full(found[key]), value) if isinstance(value, torch.Tensor) else found[key] == value
+            assert equal, (name, key)
+            assert isinstance(found[key], DTensor) == (isinstance(parameter, DTensor) and key != "step")
+            compared += 1
+    assert compared > 20
+
+
 def _load_state(name: str, layout: str, folder: str) -> None:
-    expected, reference = _reference(name, 2)
-    model, _ = _reference(name, 2)
+    expected, reference = _reference(name)
+    model, _ = _reference(name)
     lay_out(model, layout)
     optimizer = _optimizer(model, name, lr=7.0)
     load_optimizer(optimizer, model, folder, _groups(), World())
     parameters = dict(expected.named_parameters())
-    compared = 0
-    for key, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        right = reference.state.get(parameters[key], {})
-        found = optimizer.state.get(parameter, {})
-        assert list(found) == list(right), key
-        for entry, value in right.items():
-            assert (
-                torch.equal(_full(found[entry]), value) if isinstance(value, torch.Tensor) else found[entry] == value
-            )
-            assert isinstance(found[entry], DTensor) == (isinstance(parameter, DTensor) and entry != "step")
-            compared += 1
-    assert compared > 20
+    assert_state_is(optimizer, model, reference, parameters)
     for group, right in zip(optimizer.param_groups, reference.param_groups, strict=True):
         assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in right.items() if k != "params"}
     _step(model, optimizer, 2)
     _step(expected, reference, 2)
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(_full(parameter), parameters[key].detach()), key
+    assert_state_is(optimizer, model, reference, parameters)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "layout", "others"),
-    [
-        ("adamw", "shared", ["dp2+tp2"]),
-        deep("adamw", "tp2pp2", ["tp2pp2", "dp1+pp2", "whole"]),
-        deep("sgd", "dp2+tp2", ["tp2+dp2"]),
-        deep("adafactor", "dp1+pp2", ["shared"]),
-    ],
+    ("name", "layout", "other"),
+    [("adamw", "shared", "dp2+tp2"), deep("sgd", "dp2+tp2", "tp2+dp2"), deep("adafactor", "dp1+pp2", "shared")],
 )
-def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
+def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, other):
     run_distributed(_save_state, LAYOUTS[layout][0], name, layout, str(tmp_path / "optimizer"), timeout=90)
-    for other in others:
-        run_distributed(_load_state, LAYOUTS[other][0], name, other, str(tmp_path / "optimizer"), timeout=90)
+    run_distributed(_load_state, LAYOUTS[other][0], name, other, str(tmp_path / "optimizer"), timeout=90)
 
 
 def test_optimizer_of_another_model(tmp_path):
@@ -272,8 +267,6 @@ def _killed_while_saving(folder: str) -> None:
 
 
 def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
-    from transformers.trainer_utils import get_last_checkpoint
-
     last, new = tmp_path / "checkpoint-7", tmp_path / "checkpoint-8"
     for folder in (last, new):
         with FolderSave(last, World()) as writes:
@@ -297,4 +290,4 @@ def test_an_error_while_saving_leaves_the_folder(tmp_path):
         (writes.folder / "old").touch()
     with pytest.raises(OSError), FolderSave(tmp_path / "out", World()):
         raise OSError("disk full")
-    assert [path.name for path in Path(tmp_path, "out").iterdir()] == ["old"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["old"]
