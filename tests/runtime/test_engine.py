@@ -69,38 +69,19 @@ def mixed_dataset(size: int) -> list[dict[str, Tensor]]:
     return samples
 
 
-SIZE = 11
-# name -> family, ranks, modules, schedule, what is frozen
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any], str, tuple[str, ...]]] = {
-    "tp 2 and pp 2": ("llava", 6, {"vision": {"tp_size": 2}, LM: {"tp_size": 2, "pp_size": 2}}, "gpipe", ()),
-    "deepstack": (
-        "qwen3_vl",
-        6,
-        {"vision": {"dp_size": 2}, LM: {"tp_size": 2, "layers_per_stage": [1, 3]}},
-        "1f1b",
-        (),
-    ),
-    "vision pp 2, decoder dp 2": ("llava", 4, {"vision": {"pp_size": 2}, LM: {"dp_size": 2}}, "1f1b", ()),
-    "frozen vision": (
-        "llava",
-        4,
-        {"vision": {"dp_size": 2}, LM: {"pp_size": 2}},
-        "1f1b",
-        ("vision_tower", "multi_modal_projector"),
-    ),
-    "two encoders": (
-        "two encoders",
-        4,
-        {"vision": {"dp_size": 4}, "audio": {"colocate_with": "vision"}, LM: {"colocate_with": "vision"}},
-        "1f1b",
-        (),
-    ),
+SIZE, WORLD_SIZE = 11, 4
+SHARED = {"colocate_with": "vision"}
+# name -> family, modules, what is frozen; other layouts are in `tests/trainer/test_parity.py`
+LAYOUTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "shards": ("llava", {"vision": {"tp_size": 2}, LM: {"tp_size": 2}}, ()),
+    "frozen": ("llava", {"vision": {"dp_size": 2}, LM: {"pp_size": 2}}, ("vision_tower", "multi_modal_projector")),
+    "two encoders": ("two encoders", {"vision": {"dp_size": 4}, "audio": SHARED, LM: SHARED}, ()),
 }
 
 
 def make(name: str) -> tuple[PreTrainedModel, list, Any]:
     """The model of a layout, its samples, and what collates them."""
-    family, *_, freeze = LAYOUTS[name]
+    family, _, freeze = LAYOUTS[name]
     if family == "two encoders":
         model, dataset, collator = two_encoders(), mixed_dataset(SIZE), tiny.collate("llava")
     else:
@@ -116,10 +97,9 @@ def whole(gradient: Tensor) -> Tensor:
 
 def train_rank(name: str) -> dict[str, Any]:
     """One step of this rank's part."""
-    _, world_size, modules, schedule, _ = LAYOUTS[name]
     model, dataset, collator = make(name)
     spec = build_model_spec(model)
-    plan = plan_for_model(MultimodalParallelPlugin(modules, schedule), spec, world_size)
+    plan = plan_for_model(MultimodalParallelPlugin(LAYOUTS[name][1]), spec, WORLD_SIZE)
     engine = ParallelEngine(model, spec, plan, World())
     batch = StepDataset(Reader(dataset, collator), engine.inputs, 0).read(contiguous_step(plan, range(SIZE), 3))
     batch = with_program(engine, batch)
@@ -137,47 +117,40 @@ def train_rank(name: str) -> dict[str, Any]:
         "gradients": gradients,
         "mine": mine,
         "sharded": any(isinstance(p, DTensor) for p in held.values()),
-        "tp_sizes": {plan.stage(*key).tp_size for key in plan.stages_of_rank(engine.rank)},
         "messages": {str(a.message) for a in batch.program.actions[engine.rank] if a.message},
         "backwards": [str(t.task) for t in engine.last_result.timeline if t.task.kind == "bwd"],
     }
 
 
-def train_ranks(names: list[str]) -> dict[str, dict[str, Any]]:
-    return {name: train_rank(name) for name in names}
+def train_all() -> dict[str, dict[str, Any]]:
+    return {name: train_rank(name) for name in LAYOUTS}
 
 
 @pytest.fixture(scope="module")
-def ran() -> dict[str, list[dict[str, Any]]]:
-    """Layout -> what each rank found."""
-    found = {}
-    for world_size in (4, 6):
-        names = [name for name, (_, size, *_) in LAYOUTS.items() if size == world_size]
-        ranks = run_distributed(train_ranks, world_size, names)
-        found |= {name: [rank[name] for rank in ranks] for name in names}
-    return found
+def ranks() -> list[dict[str, dict[str, Any]]]:
+    """What each rank found, by layout."""
+    return run_distributed(train_all, WORLD_SIZE)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_equals_one_process(ran: dict[str, list[dict[str, Any]]], name: str):
+def test_a_layout_equals_one_process(ranks: list[dict[str, dict[str, Any]]], name: str):
     model, dataset, collator = make(name)
     loss, count, gradients = reference(model, collator(dataset))
     gradients = {name: gradient / count for name, gradient in gradients.items()}
     norm = sum(float(g.double().square().sum()) for g in gradients.values()) ** 0.5
-    for found in ran[name]:
+    for found in (rank[name] for rank in ranks):
         assert found["num_targets"] == count
         assert found["loss"] == pytest.approx(loss, rel=1e-5)
         assert found["norm"] == pytest.approx(norm, rel=1e-5)
         assert found["norm after"] == pytest.approx(norm / 2, rel=1e-4)
-        assert found["sharded"] == (found["tp_sizes"] == {2})
+        assert found["sharded"] == (name == "shards")
         assert_close(found["gradients"], {name: gradients[name] for name in found["mine"] & gradients.keys()})
-    assert set().union(*(found["mine"] for found in ran[name])) >= set(gradients)
+    assert set().union(*(rank[name]["mine"] for rank in ranks)) >= set(gradients)
 
 
-def test_a_frozen_encoder_gets_no_gradient_and_runs_no_backward(ran: dict[str, list[dict[str, Any]]]):
-    ranks = ran["frozen vision"]
-    assert [bool(found["backwards"]) for found in ranks] == [False, False, True, True]
-    messages = set().union(*(found["messages"] for found in ranks))
+def test_a_frozen_encoder_gets_no_gradient_and_runs_no_backward(ranks: list[dict[str, dict[str, Any]]]):
+    assert [bool(rank["frozen"]["backwards"]) for rank in ranks] == [False, False, True, True]
+    messages = set().union(*(rank["frozen"]["messages"] for rank in ranks))
     assert any(m.startswith("act fwd vision") for m in messages)
     assert any(m.startswith("grad") for m in messages)
     assert not [m for m in messages if m.startswith("grad") and "vision" in m]

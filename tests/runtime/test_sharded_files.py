@@ -28,7 +28,7 @@ WEIGHTS, STATE = "pytorch_model_fsdp_0", "optimizer_0"
 
 def _write(folder: Path) -> None:
     """What the stock Trainer writes under FSDP2, with a value that is no tensor."""
-    model, optimizer = layouts._reference("adamw")
+    model, optimizer = layouts._reference()
     complete_state(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {
@@ -42,12 +42,12 @@ def _write(folder: Path) -> None:
 
 
 def _read(layout: str, folder: str) -> None:
-    expected, reference = layouts._reference("adamw")
+    expected, reference = layouts._reference()
     complete_state(reference)
     model = layouts.tiny_llava(seed=3)
     sharded = layouts.lay_out(model, layout)
     sharded.load_model(folder)
-    optimizer = layouts._optimizer(model, "adamw", lr=7.0)
+    optimizer = layouts._optimizer(model, lr=7.0)
     load_optimizer(optimizer, model, folder, [], sharded.world)
     layouts.assert_state_is(optimizer, model, reference, dict(expected.named_parameters()))
 
