@@ -76,7 +76,7 @@ def work_of(model, samples, family, world_size, parallel):
 
 @pytest.mark.parametrize(
     ("family", "pp_size", "checkpointing"),
-    [("qwen2_5_vl", 1, False), ("qwen2_5_vl", 2, True), ("gemma3", 1, True), ("gemma3", 2, False)],
+    [("qwen2_5_vl", 2, True), ("gemma3", 1, False)],
 )
 def test_patches_before_the_merge_and_tokens_without_padding(family, pp_size, checkpointing):
     model = pooling_gemma3() if family == "gemma3" else tiny.FAMILIES[family]().train()
