@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -73,7 +72,6 @@ SIZE, WORLD_SIZE = 11, 4
 SHARED = {"colocate_with": "vision"}
 # name -> family, modules, what is frozen; other layouts are in `tests/trainer/test_parity.py`
 LAYOUTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "shards": ("llava", {"vision": {"tp_size": 2}, LM: {"tp_size": 2}}, ()),
     "frozen": ("llava", {"vision": {"dp_size": 2}, LM: {"pp_size": 2}}, ("vision_tower", "multi_modal_projector")),
     "two encoders": ("two encoders", {"vision": {"dp_size": 4}, "audio": SHARED, LM: SHARED}, ()),
 }
@@ -91,10 +89,6 @@ def make(name: str) -> tuple[PreTrainedModel, list, Any]:
     return model.train(), dataset, collator
 
 
-def whole(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-
 def train_rank(name: str) -> dict[str, Any]:
     """One step of this rank's part."""
     model, dataset, collator = make(name)
@@ -107,7 +101,7 @@ def train_rank(name: str) -> dict[str, Any]:
     norm = float(engine.gradient_norm())
     held = {n: p for n, p in engine.model.named_parameters() if n in engine.shards and p.requires_grad}
     mine = {name for name in held if engine.shards[name].on_rank(engine.rank)}
-    gradients = {name: whole(p.grad).clone() for name, p in held.items() if name in mine and p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in held.items() if name in mine and p.grad is not None}
     engine.clip(torch.tensor(norm), norm / 2)
     return {
         "loss": totals.loss,
@@ -116,7 +110,6 @@ def train_rank(name: str) -> dict[str, Any]:
         "norm after": float(engine.gradient_norm()),
         "gradients": gradients,
         "mine": mine,
-        "sharded": any(isinstance(p, DTensor) for p in held.values()),
         "messages": {str(a.message) for a in batch.program.actions[engine.rank] if a.message},
         "backwards": [str(t.task) for t in engine.last_result.timeline if t.task.kind == "bwd"],
     }
@@ -143,7 +136,6 @@ def test_a_layout_equals_one_process(ranks: list[dict[str, dict[str, Any]]], nam
         assert found["loss"] == pytest.approx(loss, rel=1e-5)
         assert found["norm"] == pytest.approx(norm, rel=1e-5)
         assert found["norm after"] == pytest.approx(norm / 2, rel=1e-4)
-        assert found["sharded"] == (name == "shards")
         assert_close(found["gradients"], {name: gradients[name] for name in found["mine"] & gradients.keys()})
     assert set().union(*(rank[name]["mine"] for rank in ranks)) >= set(gradients)
 

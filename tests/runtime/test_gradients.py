@@ -110,54 +110,6 @@ def test_every_element_is_in_one_slice(numel, num_slices):
             assert torch.equal(column[: len(values)], values) and not column[len(values) :].any()
 
 
-def of_four() -> list[Any]:
-    return [sharded_rank(shard_size) for shard_size in (2, 4)]
-
-
-def sharded_rank(shard_size: int) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """Sums that end in slices, weights gathered after a step in which each rank adds 1, and the norm."""
-    rank = dist.get_rank()
-    own = {name: nn.Parameter(torch.zeros(2, 3)) for name in NAMES}
-    own["half"] = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
-    accumulate_in_float32(own.values())
-    own["a"].grad = torch.arange(6.0).view(2, 3) * 10**rank
-    if rank == 3:
-        own["half"].grad = torch.arange(5.0)
-    if rank < 2:
-        own["b"].grad = torch.ones(2, 3)
-    group = SyncGroup((0, 1, 2, 3), NAMES, (), shard_size)
-    made = {ranks: dist.new_group(list(ranks)) for ranks in (group.ranks, *group.shard_groups, *group.replica_groups)}
-    slices = OptimizerSlices([group], own, rank, made)
-    sync = GradientSync([group], own, rank, made, slices)
-    sync.start(0)
-    sync.finish()
-    assert all(parameter.grad is None for parameter in own.values())
-    updated = {name: slices.updated(parameter) for name, parameter in own.items()}
-    sums = {name: None if p.grad is None else p.grad.tolist() for name, p in updated.items()}
-    counted = list(updated.values()) if rank < shard_size else []
-    norm = float(gradient_norm(counted, World()))
-    with torch.no_grad():
-        for parameter in updated.values():
-            parameter += 1 + rank % shard_size
-    slices.gather_weights()
-    return sums, {name: parameter.flatten().tolist() for name, parameter in own.items()}, norm
-
-
-@pytest.mark.distributed
-def test_sums_end_in_slices_and_weights_are_gathered_from_them():
-    sums = {"a": [0, 1111, 2222, 3333, 4444, 5555], "half": [0, 1, 2, 3, 4], "unused": None, "b": [2] * 6}
-    norm = sum(value * value for values in sums.values() for value in values or ()) ** 0.5
-    for rank, of_rank in enumerate(run_distributed(of_four, 4)):
-        for shard_size, (mine, weights, found) in zip((2, 4), of_rank, strict=True):
-            index = rank % shard_size
-            for name, values in sums.items():
-                length = -(-len(weights[name]) // shard_size)
-                cut = slice(index * length, (index + 1) * length)
-                assert mine[name] == (None if values is None else values[cut])
-                assert weights[name] == [1 + place // length for place in range(len(weights[name]))]
-            assert found == pytest.approx(norm)
-
-
 def test_half_precision_gradients_add_up_in_float32_and_are_rounded_once():
     values = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = values.double().sum(0)
