@@ -55,7 +55,6 @@ TREES: dict[str, tuple[tuple[str, str, dict[str, str]], int | None]] = {
         ),
         740,
     ),
-    "no groups": (("", "", {}), None),
 }
 
 

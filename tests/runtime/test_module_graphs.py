@@ -313,7 +313,7 @@ def assert_equals_one_process(case: Case, outcomes: Sequence[Outcome]) -> None:
             assert torch.equal(found, gradient), (module, sample, column)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(cases())
 def test_any_graph_of_modules_equals_one_process(case):
     assert_equals_one_process(case, run_in_threads(case))
