@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 import tempfile
@@ -14,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
 
 import hf_mmparallel
 from hf_mmparallel.data.step_batch import StreamRows
 from hf_mmparallel.trainer.agreement import SampleAgreement
-from hf_mmparallel.world import World, failure, watcher
+from hf_mmparallel.world import ReduceScatter, World, failure, watcher
 from hf_mmparallel.world.failure import shared_failure
 from hf_mmparallel.world.watcher import ACTIVITY
 from tests.distributed import assert_ranks_raise, run_distributed
@@ -141,6 +143,66 @@ def test_worlds_of_some_processes_are_worlds():
     for process, found in enumerate(run_distributed(halves, 4)):
         own = first if process in (2, 1) else second
         assert found == [expected | own, expected | own, {"all": [1, 0, 0, 1]}]
+
+
+def nested(rank: int) -> Any:
+    """Nested values of another size on each rank, with more than a message of objects should carry."""
+    big = torch.arange(50_000.0) + rank
+    return [{"logits": (big, torch.full((rank, 3), rank, dtype=torch.bfloat16)), "rank": rank}] * rank, rank
+
+
+def gathered() -> list[Any]:
+    gather_object = dist.gather_object
+
+    def measured(given: Any, *args: Any, **kwargs: Any) -> None:
+        assert len(pickle.dumps(given)) < 2_000
+        gather_object(given, *args, **kwargs)
+
+    dist.gather_object = measured
+    return World().gather_tensors(nested(dist.get_rank()))
+
+
+@pytest.mark.distributed
+def test_tensors_are_sent_one_by_one():
+    first, *others = run_distributed(gathered, 3)
+    assert len(first) == 3 and others == [[], []]
+    for rank, got in enumerate(first):
+        torch.testing.assert_close(got, nested(rank))
+
+
+class OtherBackend:
+    """Stands for a backend with a reduce-scatter of its own."""
+
+    def name(self) -> str:
+        return "other"
+
+
+WIDTHS = (5, 1, 0)
+SCATTERED = [(ranks, is_gloo) for is_gloo in (True, False) for ranks in ((0, 1, 2, 3), (1, 3), (2,))]
+
+
+def scattered() -> None:
+    """Each rank gets the sum of its row, and sends no more than a ring would, over every backend."""
+    for ranks, is_gloo in SCATTERED:
+        group: Any = dist.new_group(ranks)
+        inputs = torch.Generator().manual_seed(7)
+        by_rank = [[torch.randn(len(ranks), width, generator=inputs) for width in WIDTHS] for _ in range(4)]
+        if dist.get_rank() not in ranks:
+            continue
+        if not is_gloo:
+            type(group)._get_backend = lambda *_: OtherBackend()
+        with LiveBytes() as counter:
+            sums = ReduceScatter(by_rank[dist.get_rank()], group).wait()
+        row = ranks.index(dist.get_rank())
+        columns = range(len(WIDTHS))
+        torch.testing.assert_close(sums, torch.cat([sum(by_rank[rank][i][row] for rank in ranks) for i in columns]))  # type: ignore[misc]
+        assert sum(counter.sent_bytes.values()) == pytest.approx(4 * sum(WIDTHS) * (len(ranks) - 1))
+        assert set(counter.num_calls) == {"alltoall_base_" if is_gloo else "_reduce_scatter_base_"}
+
+
+@pytest.mark.distributed
+def test_each_rank_gets_the_sum_of_its_row():
+    run_distributed(scattered, 4)
 
 
 def test_one_process_is_a_world_without_a_group():
