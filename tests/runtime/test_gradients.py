@@ -90,7 +90,10 @@ def test_norm_and_clipping_are_those_of_torch(max_norm):
         torch.testing.assert_close(own[name].grad, other[name].grad)
 
 
-def test_small_gradients_do_not_vanish_in_the_norm():
+def test_the_norm_is_in_float32_and_small_gradients_do_not_vanish():
+    mixed = list(parameters(1).values())
+    expected = nn.utils.get_total_norm([p.grad.float() for p in mixed if p.grad is not None])
+    torch.testing.assert_close(gradient_norm(mixed, World()), expected)
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1e-25)
     assert float(gradient_norm([parameter], World())) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
