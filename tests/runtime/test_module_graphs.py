@@ -8,6 +8,7 @@ Stages are linear maps of whole numbers in float64, so that what ranks compute i
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -287,11 +288,14 @@ def run_in_threads(case: Case) -> list[Outcome]:
 
 
 def run_in_processes(cases: Sequence[Case]) -> list[Outcome]:
-    """A step of each case on this rank, over the groups that training makes."""
-    outcomes = []
-    for case in cases:
+    """A step of each case on this rank, over the groups that training makes; every other with one for each pair."""
+    rank, outcomes = dist.get_rank(), []
+    pairs = {pair: dist.new_group(list(pair)) for pair in itertools.permutations(range(WORLD_SIZE), 2)}
+    of_pairs = {pair: group for pair, group in pairs.items() if rank in pair}
+    for number, case in enumerate(cases):
         groups = ProcessGroups(case.plan, sync_groups(SPEC, case.plan), World())
-        outcomes.append(run_rank(case, dist.get_rank(), DistributedTransport(World()), groups.by_ranks))
+        transport = DistributedTransport(World(), of_pairs if number % 2 else None)
+        outcomes.append(run_rank(case, rank, transport, groups.by_ranks))
     return outcomes
 
 
