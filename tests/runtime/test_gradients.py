@@ -85,6 +85,7 @@ def test_norm_and_clipping_are_those_of_torch(max_norm):
     norm = gradient_norm(list(own.values()), World())
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(list(other.values()), max_norm, foreach=False))
     clip_gradients(list(own.values()), norm, max_norm)
+    clip_gradients([own["unused"]], norm, max_norm)
     assert own["unused"].grad is None
     for name in ("a", "b"):
         torch.testing.assert_close(own[name].grad, other[name].grad)
