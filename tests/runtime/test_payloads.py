@@ -17,9 +17,11 @@ from hf_mmparallel.plan import (
     Edge,
     FeatureSpec,
     ModelSpec,
-    ModulePlugin,
+    ModulePlan,
     ModuleSpec,
+    ParallelPlan,
     ParameterSpec,
+    Stage,
     resolve_plan,
 )
 from hf_mmparallel.runtime.payloads import Mesh, Payloads, feature_routes, hidden_state_routes, select, wire_dtype
@@ -41,6 +43,23 @@ def graph_spec(vectors: str | None = None, **dtypes: str) -> ModelSpec:
         weights += [ParameterSpec(f"{name}.norm", (1,), 0, vectors)] if vectors else []
         modules[name] = ModuleSpec(name, name, 4, 8, 1, 1, 1, tuple(weights), features)
     return ModelSpec(modules)
+
+
+def plan_of(trainable: bool) -> ParallelPlan:
+    """An encoder on two stages, trained or not, and a language model on one."""
+    stages = [Stage(layers, ((rank,),), trainable) for rank, layers in enumerate([(0, 2), (2, 4)])]
+    modules = {"vision": ModulePlan((tuple(stages),)), LANGUAGE_MODEL: ModulePlan(((Stage((0, 4), ((2,),)),),))}
+    return ParallelPlan(modules, (Edge("vision", LANGUAGE_MODEL, (0, 2)),))
+
+
+FIRST, SECOND, DECODER = (Task("fwd", *key, 0) for key in (("vision", 0, 0), ("vision", 0, 1), (LANGUAGE_MODEL, 0, 0)))
+STAGE_TO_STAGE, MODULE_TO_MODULE = Message("act", FIRST, SECOND), Message("act", SECOND, DECODER)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_only_what_is_trained_or_lies_behind_it_needs_a_gradient(trainable):
+    payloads = Payloads(plan_of(trainable), graph_spec())
+    assert payloads.of(STAGE_TO_STAGE).needs_grad == payloads.of(MODULE_TO_MODULE).needs_grad == trainable
 
 
 @pytest.mark.parametrize(
@@ -94,11 +113,8 @@ def test_what_comes_after_the_last_layer_widens_features_and_no_hidden_states():
     ],
 )
 def test_payloads_of_a_cast_model_represent_what_it_computes(weights, cast_to, expected):
-    spec = graph_spec(vision=weights, language_model=weights)
-    payloads = Payloads(resolve_plan(spec, {"vision": ModulePlugin(pp_size=2)}), spec)
-    first, second = (Task("fwd", "vision", 0, stage, 0) for stage in (0, 1))
-    decoder = Task("fwd", LANGUAGE_MODEL, 0, 0, 0)
-    messages = Message("act", first, second), Message("act", second, decoder)
+    payloads = Payloads(plan_of(trainable=True), graph_spec(vision=weights, language_model=weights))
+    messages = STAGE_TO_STAGE, MODULE_TO_MODULE
     assert [payloads.of(message).dtype for message in messages] == [getattr(torch, weights)] * 2
     payloads.widen(cast_to)
     assert [payloads.of(message).dtype for message in messages] == [expected] * 2
