@@ -91,9 +91,7 @@ def main() -> None:
     parser.add_argument("--kill", action="append", default=[])
     parser.add_argument("--unregistered", action="store_true")
     parser.add_argument("--child", action="store_true", help="hold the sockets open in a child")
-    parser.add_argument("--until", type=float, default=float("inf"), help="end at this time, in seconds of the epoch")
     parser.add_argument("--touch", default="", help="a file to make at step 20; each process then says that it lives")
-    parser.add_argument("--pids", action="store_true", help="print the process ids")
     options = parser.parse_args()
     torch.set_num_threads(1)
     membership = Membership.from_environment()
@@ -107,11 +105,8 @@ def main() -> None:
     membership.start(abort)
     if not options.unregistered:
         membership.register()
-    if options.pids:
-        print(f"pid {membership.id} {os.getpid()}\n", end="", flush=True)
     timeout = timedelta(seconds=60)
-    step, group = 0, None
-    fresh = True
+    step, group, fresh = 0, None, True
     rank = size = 0
     while step < options.steps:
         try:
@@ -132,9 +127,6 @@ def main() -> None:
                 threading.Thread(target=tell_life, args=(membership.id,), daemon=True).start()
             deaths.may_strike(str(step))
             assert collectives(step, rank, size, group) == size * (size + 1) // 2
-            late = torch.tensor([time.time() > options.until])
-            dist.all_reduce(late, dist.ReduceOp.MAX)
-            step = options.steps if late.item() else step
             time.sleep(options.pause)
             step += 1
         except ValueError as error:
@@ -142,7 +134,6 @@ def main() -> None:
             raise
         except RuntimeError as error:
             error.__traceback__ = None
-            released = time.time()
             group = None
             while True:
                 generation = membership.next_generation(LOST_TIMEOUT_S)
@@ -153,8 +144,7 @@ def main() -> None:
                     break
             membership.enter(generation)
             fresh = True
-            met = f"met {membership.id} in generation {generation.number} of {generation.ids}"
-            print(f"{met} at {released:.4f} {time.time():.4f}\n", end="", flush=True)
+            print(f"met {membership.id} in generation {generation.number} at {time.time():.4f}\n", end="", flush=True)
     dist.barrier()
     membership.finish()
     dist.destroy_process_group()

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.deep_cases import deep
-
 from .test_launch import CONFIGS, ENVIRONMENT, ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -27,16 +25,16 @@ TORCHRUN += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
 OURS = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", *FLAGS]
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("launcher", "number", "to_all"),
     [
-        deep(ACCELERATE, signal.SIGTERM, False, id="accelerate"),
-        deep(ACCELERATE, signal.SIGTERM, True, id="accelerate and its processes"),
-        deep(TORCHRUN, signal.SIGUSR1, False, id="torchrun, SIGUSR1"),
-        pytest.param(OURS, signal.SIGTERM, False, id="hf-mmparallel launch"),
-        deep(OURS, signal.SIGUSR1, True, id="hf-mmparallel launch and its processes, SIGUSR1"),
+        (ACCELERATE, signal.SIGTERM, True),
+        (TORCHRUN, signal.SIGUSR1, False),
+        (OURS, signal.SIGTERM, False),
     ],
+    ids=["accelerate and its processes", "torchrun", "hf-mmparallel launch"],
 )
 def test_a_signal_to_a_launcher_leaves_a_checkpoint(
     tmp_path: Path, launcher: list[str], number: signal.Signals, to_all: bool

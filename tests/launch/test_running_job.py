@@ -24,12 +24,9 @@ def _publish(store: TCPStore, num_nodes: int, num_members: int) -> tuple[str, in
     return address
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [("10.0.0.1:29500", ("10.0.0.1", 29500)), ("host:1", ("host", 1)), ("[fe80::1]:29500", ("fe80::1", 29500))],
-)
-def test_addresses(text, address):
-    assert parse_address(text) == address
+def test_addresses():
+    assert parse_address("10.0.0.1:29500") == ("10.0.0.1", 29500)
+    assert parse_address("[fe80::1]:29500") == ("fe80::1", 29500)
 
 
 @pytest.mark.parametrize("text", ["", "29500", "host", "host:", "host:port", ":29500"])
@@ -41,24 +38,17 @@ def test_what_is_no_address_is_refused(text):
 def test_launchers_that_join_get_numbers_that_nobody_has(store):
     address = _publish(store, num_nodes=2, num_members=4)
     first, second = take_place(address, 2), take_place(address, 4)
-    assert (first.node, second.node) == (2, 3)
+    assert (first.node, second.node, first.prefix) == (2, 3, "job/0")
     taken = [*range(4), *range(first.first_id, first.first_id + 2), *range(second.first_id, second.first_id + 4)]
     assert len(set(taken)) == len(taken)
     assert first.first_id % 2 == 0 and second.first_id % 4 == 0, "members of a node are told by their numbers"
-    assert first.settings() == {
-        "host": "127.0.0.1",
-        "port": store.port,
-        "first_id": first.first_id,
-        "num_processes": 4,
-        "processes_per_node": 2,
-    }
-    assert first.prefix == "job/0"
+    places = {"first_id": first.first_id, "num_processes": 4, "processes_per_node": 2}
+    assert first.settings() == {"host": "127.0.0.1", "port": store.port, **places}
 
 
 def test_only_whole_nodes_join_a_job_of_several_hosts(store):
-    address = _publish(store, num_nodes=2, num_members=8)
-    with pytest.raises(ValueError, match="4 processes .* 2.*`--num_processes"):
-        take_place(address, 2)
+    with pytest.raises(ValueError, match="4 processes .* 2"):
+        take_place(_publish(store, num_nodes=2, num_members=8), 2)
 
 
 def test_any_number_of_processes_joins_a_job_of_one_host(store):
@@ -68,8 +58,8 @@ def test_any_number_of_processes_joins_a_job_of_one_host(store):
 
 
 def test_an_address_without_a_job_is_named(store, monkeypatch):
-    monkeypatch.setattr(running_job, "_REACH_TIMEOUT", timedelta(seconds=1))
-    with pytest.raises(ValueError, match=f"127.0.0.1:{store.port} within 1 s"):
+    monkeypatch.setattr(running_job, "_REACH_TIMEOUT", timedelta(seconds=0.2))
+    with pytest.raises(ValueError, match=f"127.0.0.1:{store.port}"):
         take_place(("127.0.0.1", store.port), 1)
 
 

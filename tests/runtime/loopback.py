@@ -30,7 +30,7 @@ from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import context_groups
 from hf_mmparallel.runtime.message_queues import Handle, Transport
 from hf_mmparallel.runtime.work import StepResult
-from hf_mmparallel.schedule import Program, build_program
+from hf_mmparallel.schedule import build_program
 
 TIMEOUT_S = 15.0
 
@@ -165,30 +165,28 @@ class Membership:
     group: ThreadGroup
     rank: int
 
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        return self.group.exchange(self.rank, tensor)
+
 
 class ThreadCollectives:
-    """The two collectives of the executor, over [`Membership`] in place of process groups."""
+    """Collectives of the executor and of attention, over [`Membership`] in place of process groups."""
 
     @staticmethod
-    def all_gather_single(full: Tensor, part: Tensor, group: Membership) -> None:
-        full.copy_(torch.cat(group.group.exchange(group.rank, part)))
+    def all_gather_single(full: Tensor, part: Tensor, group: Membership) -> _Finished:
+        full.copy_(torch.cat(group.exchange(part)))
+        return _Finished()
 
     @staticmethod
     def all_reduce(tensor: Tensor, group: Membership) -> None:
-        tensor.copy_(torch.stack(group.group.exchange(group.rank, tensor)).sum(0))
+        tensor.copy_(torch.stack(group.exchange(tensor)).sum(0))
 
-
-def _all_gather(output: Tensor, own: Tensor, group: Membership) -> _Finished:
-    output.copy_(torch.cat(group.group.exchange(group.rank, own)))
-    return _Finished()
-
-
-def _all_to_all(output: Tensor, parts: Tensor, group: Membership) -> _Finished:
-    ranks = group.group.ranks
-    place = ranks.index(group.rank)
-    given = group.group.exchange(group.rank, parts)
-    output.copy_(torch.cat([tensor.chunk(len(ranks))[place] for tensor in given]))
-    return _Finished()
+    @staticmethod
+    def all_to_all(output: Tensor, parts: Tensor, group: Membership) -> _Finished:
+        ranks = group.group.ranks
+        place = ranks.index(group.rank)
+        output.copy_(torch.cat([tensor.chunk(len(ranks))[place] for tensor in group.exchange(parts)]))
+        return _Finished()
 
 
 def with_words(model: PreTrainedModel) -> PreTrainedModel:
@@ -207,7 +205,6 @@ class Outcome:
     num_targets: int
     gradients: dict[str, Tensor]
     results: list[StepResult]
-    program: Program
 
 
 def reference(model: PreTrainedModel, batch: Mapping[str, Any]) -> tuple[float, int, dict[str, Tensor]]:
@@ -270,8 +267,8 @@ def run_loopback(
             group.barrier.abort()
 
     with (
-        mock.patch.object(context_parallel, "_all_gather", _all_gather),
-        mock.patch.object(context_parallel, "_all_to_all", _all_to_all),
+        mock.patch.object(context_parallel, "_all_gather", ThreadCollectives.all_gather_single),
+        mock.patch.object(context_parallel, "_all_to_all", ThreadCollectives.all_to_all),
     ):
         results = run_threads(rank_body, plan.world_size, after_failure)
     gradients: dict[str, Tensor] = {}
@@ -282,9 +279,7 @@ def run_loopback(
     assert not any(not channel.empty() for channel in world.channels.values()), "a message nobody took"
     assert all(task.module == LANGUAGE_MODEL for result in results for task in result.losses)
     losses = [loss for result in results for loss in result.losses.values()]
-    return Outcome(
-        sum(float(loss) for loss, _ in losses), sum(int(count) for _, count in losses), gradients, results, program
-    )
+    return Outcome(sum(float(loss) for loss, _ in losses), sum(int(count) for _, count in losses), gradients, results)
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:

@@ -5,15 +5,14 @@ import json
 import multiprocessing
 import os
 import signal
-import zlib
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import LlavaForConditionalGeneration
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import build_model_spec
@@ -90,9 +89,9 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [deep(name, unless=name in ("dp1+pp2", "dp2+tp2")) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", ["dp1+pp2", "dp2+tp2", deep("tp2pp2")])
 def test_layouts_save_and_read(tmp_path, layout):
-    tie = layout in ("dp1+pp2", "tp2+dp2", "shared")
+    tie = layout == "dp1+pp2"
     stock, saved = tmp_path / "stock", tmp_path / "out" / "checkpoint-1"
     tiny_llava(tie, seed=1).save_pretrained(stock, save_original_format=not tie, max_shard_size="30KB")
     run_distributed(_round, LAYOUTS[layout][0], layout, str(saved), str(stock), tie, timeout=90)
@@ -124,9 +123,7 @@ def test_one_rank_writes_one_file(tmp_path):
 
 
 def _load_other(folder: str) -> None:
-    model = tiny_llava()
-    sharded = lay_out(model, "dp1+pp2")
-    sharded.load_model(folder)
+    lay_out(tiny_llava(), "dp1+pp2").load_model(folder)
 
 
 @pytest.mark.distributed
@@ -138,44 +135,26 @@ def test_checkpoint_of_another_model_stops_all_ranks(tmp_path):
     assert messages[0].startswith("rank 2: ") and messages[0].endswith(messages[2])
 
 
-OPTIMIZERS = {
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.95)}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
-}
-WITHOUT_GRADIENT = "model.multi_modal_projector.linear_2.bias"
+# That state goes on under any layout, `test_optimizers.py` and `tests/trainer/test_plan_changes.py` show.
 
 
-def _optimizer(model, name: str, **settings):
-    cls, defaults = OPTIMIZERS[name]
+def _optimizer(model):
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
     groups = [
         {"params": [p for key, p in trained.items() if "bias" not in key], "weight_decay": 0.1},
         {"params": [p for key, p in trained.items() if "bias" in key], "weight_decay": 0.0},
     ]
-    return cls(groups, **{**defaults, **settings})
+    return torch.optim.AdamW(groups, lr=0.01)
 
 
-def _step(model, optimizer, step: int) -> None:
-    """A step with gradients that depend on the names alone."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and (name != WITHOUT_GRADIENT or step > 1):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
-            gradient = torch.randn(parameter.shape, generator=generator)
-            if isinstance(parameter, DTensor):
-                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.grad = gradient
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _reference(name: str, steps: int):
+def trained():
+    """A model after a step, in which one parameter had no gradient, and its optimizer."""
     model = tiny_llava()
-    optimizer = _optimizer(model, name)
-    for step in range(steps):
-        _step(model, optimizer, step)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
+    optimizer = _optimizer(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name != "model.multi_modal_projector.linear_2.bias":
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     return model, optimizer
 
 
@@ -184,76 +163,15 @@ def _groups() -> list[list[str]]:
     return [[name for name in names if "bias" not in name], [name for name in names if "bias" in name]]
 
 
-def _save_state(name: str, layout: str, folder: str) -> None:
-    model = tiny_llava()
-    sharded = lay_out(model, layout)
-    optimizer = _optimizer(model, name)
-    for step in range(2):
-        _step(model, optimizer, step)
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-    writes = Writes(folder)
-    save_optimizer(optimizer, sharded, writes, _groups())
-    writes.finish(sharded.world)
-
-
-def _load_state(name: str, layout: str, folder: str) -> None:
-    expected, reference = _reference(name, 2)
-    model, _ = _reference(name, 2)
-    lay_out(model, layout)
-    optimizer = _optimizer(model, name, lr=7.0)
-    load_optimizer(optimizer, model, folder, _groups(), World())
-    parameters = dict(expected.named_parameters())
-    compared = 0
-    for key, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        right = reference.state.get(parameters[key], {})
-        found = optimizer.state.get(parameter, {})
-        assert list(found) == list(right), key
-        for entry, value in right.items():
-            assert (
-                torch.equal(_full(found[entry]), value) if isinstance(value, torch.Tensor) else found[entry] == value
-            )
-            assert isinstance(found[entry], DTensor) == (isinstance(parameter, DTensor) and entry != "step")
-            compared += 1
-    assert compared > 20
-    for group, right in zip(optimizer.param_groups, reference.param_groups, strict=True):
-        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in right.items() if k != "params"}
-    _step(model, optimizer, 2)
-    _step(expected, reference, 2)
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(_full(parameter), parameters[key].detach()), key
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "layout", "others"),
-    [
-        ("adamw", "shared", ["dp2+tp2"]),
-        deep("adamw", "tp2pp2", ["tp2pp2", "dp1+pp2", "whole"]),
-        deep("sgd", "dp2+tp2", ["tp2+dp2"]),
-        deep("adafactor", "dp1+pp2", ["shared"]),
-    ],
-)
-def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
-    run_distributed(_save_state, LAYOUTS[layout][0], name, layout, str(tmp_path / "optimizer"), timeout=90)
-    for other in others:
-        run_distributed(_load_state, LAYOUTS[other][0], name, other, str(tmp_path / "optimizer"), timeout=90)
-
-
 def test_optimizer_of_another_model(tmp_path):
-    model = tiny_llava()
-    optimizer = _optimizer(model, "adamw")
-    with pytest.raises(ValueError, match="no `optimizer.pt`"):
-        load_optimizer(optimizer, model, tmp_path, _groups(), World())
-    _step(model, optimizer, 0)
+    model, optimizer = trained()
+    with pytest.raises(ValueError, match="optimizer.pt"):
+        load_optimizer(_optimizer(model), model, tmp_path, _groups(), World())
     sharded = lay_out(model, "whole")
     save_optimizer(optimizer, sharded, Writes(tmp_path), _groups())
     other = tiny_llava(hidden_size=16)
     with pytest.raises(ValueError, match=r"another model: .*\(.*32.*\) .*\(.*16"):
-        load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups(), World())
+        load_optimizer(_optimizer(other), other, tmp_path, _groups(), World())
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict(saved)  # as the stock Trainer does
     save_optimizer(optimizer, sharded, Writes(tmp_path / "others"), [_groups()[0], []])
@@ -272,8 +190,6 @@ def _killed_while_saving(folder: str) -> None:
 
 
 def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
-    from transformers.trainer_utils import get_last_checkpoint
-
     last, new = tmp_path / "checkpoint-7", tmp_path / "checkpoint-8"
     for folder in (last, new):
         with FolderSave(last, World()) as writes:
@@ -297,4 +213,4 @@ def test_an_error_while_saving_leaves_the_folder(tmp_path):
         (writes.folder / "old").touch()
     with pytest.raises(OSError), FolderSave(tmp_path / "out", World()):
         raise OSError("disk full")
-    assert [path.name for path in Path(tmp_path, "out").iterdir()] == ["old"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["old"]

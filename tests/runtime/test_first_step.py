@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,118 +19,44 @@ from transformers import TrainerCallback
 from hf_mmparallel.modeling import tensor_parallel
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests import tiny
-from tests.deep_cases import deep
-from tests.distributed import assert_ranks_raise, run_distributed
+from tests.distributed import run_distributed
 from tests.trainer import runs
 
 pytestmark = pytest.mark.distributed
 
 LM = LANGUAGE_MODEL
 NORM = "model.language_model.norm.weight"
+TOWER = "model.vision_tower.encoder.layers.0.layer_norm1.weight"
+SPLIT = {"vision": {"dp_size": 2, "tp_size": 2}, LM: {"colocate_with": "vision"}}
 
 
-def unequal_weights(name: str, rank: int) -> None:
-    """A rank changes its copy of a weight by 1e-3 after the Trainer was made."""
-    trainer = runs.make_trainer("llava", {LM: {"dp_size": 2, "tp_size": 2}})
-    if dist.get_rank() == rank:
+def change(trainer: Any, name: str) -> None:
+    """The last rank that has a weight changes its copy by 1e-3."""
+    if dist.get_rank() == trainer.engine.shards[name].shards[-1].holders[-1]:
         parameter = trainer.model.get_parameter(name)
         with torch.no_grad():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).flatten()[0] += 1e-3
-    trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("name", "rank", "ranks"), [deep(NORM, 2, r"\(1, 2\)|\(1, 2, 3, 4\)"), ("lm_head.weight", 4, r"\(2, 4\)")]
-)
-def test_copies_that_differ_are_named(name, rank, ranks):
-    errors = assert_ranks_raise(
-        unequal_weights, 5, name, rank, match=rf"1 of the \d+ parameters .*({ranks}) .*`{name}`"
-    )
-    assert len(set(errors)) == 1
+@contextlib.contextmanager
+def silent_plan() -> Iterator[None]:
+    """The tensor-parallel plan does not say which gradients are shares."""
+    with mock.patch.object(tensor_parallel, "_between", lambda *args: set()):
+        yield
 
 
-TOWER = "model.vision_tower.encoder.layers.0.layer_norm1.weight"
-FROZEN = {
-    "decoder": ({"vision": {}, LM: {"dp_size": 2, "freeze": True}}, NORM),
-    "tower": ({"vision": {"dp_size": 2, "freeze": "tower"}, LM: {"pp_size": 1}}, TOWER),
-}
-
-
-def unequal_frozen_weights(layout: str) -> None:
-    """The last rank that has a frozen weight changes its copy by 1e-3."""
-    parallel, name = FROZEN[layout]
-    trainer = runs.make_trainer("llava", parallel)
-    if dist.get_rank() == trainer.engine.shards[name].shards[-1].holders[-1]:
-        with torch.no_grad():
-            trainer.model.get_parameter(name).flatten()[0] += 1e-3
-    trainer.train()
-
-
-@pytest.mark.parametrize("layout", ["decoder", deep("tower")])
-def test_frozen_copies_that_differ_are_named(layout):
-    """They have no sum of gradients, so that they were never compared, and replicas trained on other features."""
-    name = FROZEN[layout][1]
-    match = rf"1 of the \d+ parameters .*\(\d, \d\) .*`{name}`"
-    assert len(set(assert_ranks_raise(unequal_frozen_weights, 3, layout, match=match))) == 1
-
-
-def claim_share(name: str) -> None:
+@contextlib.contextmanager
+def claimed_share(name: str) -> Iterator[None]:
     """The plan says of a gradient that it is a share, which it is not."""
     found = tensor_parallel._find_styles
 
-    def find(*args):
+    def find(*args: Any) -> Any:
         styles = found(*args)
         styles.partial.add(name)
         return styles
 
-    tensor_parallel._find_styles = find
-
-
-def silent_plan(partial: bool) -> None:
-    """A plan that does not say which gradients are shares, or that says it of one that is none."""
-    if partial:
-        claim_share(NORM)
-    else:
-        tensor_parallel._between = lambda *args: set()
-    runs.make_trainer("llava" if partial else "qwen3_vl_moe", {LM: {"tp_size": 2}}).train()
-
-
-@pytest.mark.parametrize(
-    ("partial", "name"), [(False, r"`\S*layers.\d.self_attn.[qk]_norm.weight`"), deep(True, f"`{re.escape(NORM)}`")]
-)
-def test_gradients_that_are_shares_without_a_word_are_named(partial, name):
-    errors = assert_ranks_raise(silent_plan, 3, partial, match=rf"\(1, 2\) .*{name}.*`tp_size=1` for `language_model`")
-    assert len(set(errors)) == 1
-
-
-def silent_plan_of_an_encoder() -> None:
-    """The same of the vision tower, which has no image in the first step."""
-    claim_share("model.multi_modal_projector.linear_2.bias")
-    shapes = [tiny.Shape(int(index >= runs.GLOBAL_BATCH), 0, 6) for index in range(2 * runs.GLOBAL_BATCH)]
-    data = tiny.make_dataset("llava", len(shapes), shapes=shapes)
-    trainer = runs.make_trainer("llava", {"vision": {"tp_size": 2}}, data=data, train_sampling_strategy="sequential")
-    steps: list[int] = []
-    trainer.add_callback(Steps(steps))
-    try:
-        trainer.train()
-    finally:
-        assert steps == [1]
-
-
-class Steps(TrainerCallback):
-    """Notes the steps that end."""
-
-    def __init__(self, steps: list[int]):
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps.append(state.global_step)
-
-
-@pytest.mark.deep
-def test_what_the_first_step_has_no_samples_for_is_compared_in_a_later_one():
-    errors = assert_ranks_raise(silent_plan_of_an_encoder, 3, match=r"\(0, 1\) .*`tp_size=1` for `vision`")
-    assert len(set(errors)) == 1
+    with mock.patch.object(tensor_parallel, "_find_styles", find):
+        yield
 
 
 class OwnLoss:
@@ -139,31 +68,22 @@ class OwnLoss:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
-def another_loss(layout: dict[str, int], settings: dict[str, Any]) -> None:
-    family = "llava" if "pp_size" in layout else "llama"
-    model = tiny.FAMILIES[family]()
-    model.loss_function = OwnLoss()
-    runs.make_trainer(family, {LM: layout}, model=model, **settings).train()
+class HalfLoss(OwnLoss):
+    """The loss of the next token in half precision, as some models compute it."""
+
+    def __call__(self, logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **kwargs):
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+        return 1.004 * super().__call__(logits, labels, vocab_size, shifted, num_items_in_batch).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("layout", "settings"),
-    [deep({"pp_size": 2}, {}), ({"pp_size": 2}, {"label_smoothing_factor": 0.1}), deep({"cp_size": 2}, {})],
-    ids=["alone", "smoothed", "context"],
-)
-def test_a_loss_that_is_not_of_the_next_token_is_refused(layout: dict[str, int], settings: dict[str, Any]):
-    errors = assert_ranks_raise(
-        another_loss,
-        3 if "pp_size" in layout else 2,
-        layout,
-        settings,
-        match=r"loss function of `Lla\w+` gives \d+\.\d+ .* gives \d+\.\d+\.",
-    )
-    assert len(set(errors)) == 1
+def with_loss(loss: Any) -> Any:
+    model = tiny.FAMILIES["llava"]()
+    model.loss_function = loss()
+    return model
 
 
-def another_loss_in_the_forward(settings: dict[str, Any]) -> None:
-    """The forward adds to the loss, whatever its loss function is."""
+def with_more_loss() -> Any:
+    """A model whose forward adds to the loss, whatever its loss function is."""
     model = tiny.FAMILIES["llava"]()
     forward = model.forward
 
@@ -175,63 +95,126 @@ def another_loss_in_the_forward(settings: dict[str, Any]) -> None:
         return output
 
     model.forward = added
-    runs.make_trainer("llava", {LM: {"pp_size": 2}}, model=model, **settings).train()
+    return model
 
 
-@pytest.mark.parametrize("settings", [{}, deep({"label_smoothing_factor": 0.1})], ids=["alone", "smoothed"])
-def test_a_forward_with_another_loss_is_refused(settings: dict[str, Any]):
-    errors = assert_ranks_raise(
-        another_loss_in_the_forward,
-        3,
-        settings,
-        match=r"`LlavaForConditionalGeneration` .* is 4\.\d+\.",
-    )
-    assert len(set(errors)) == 1
+def diverged() -> Any:
+    model = tiny.FAMILIES["llava"]()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    return model
 
 
-def drifting_gradients() -> list[float]:
-    """Each rank's kernels round in another way; the copies of a norm, of an embedding and of a matrix at the end."""
-    trainer = runs.make_trainer("llava", {LM: {"dp_size": 2, "tp_size": 2}}, seed=7)
+class Steps(TrainerCallback):
+    """Notes the steps that end."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ended.append(state.global_step)
+
+
+def later_images() -> list[dict]:
+    """Samples of which those of the first step have no image."""
+    shapes = [tiny.Shape(int(index >= runs.GLOBAL_BATCH), 0, 6) for index in range(2 * runs.GLOBAL_BATCH)]
+    return tiny.make_dataset("llava", len(shapes), shapes=shapes)
+
+
+SMOOTHED = {"label_smoothing_factor": 0.1}
+PIPELINE = {LM: {"pp_size": 2}}
+# case of 3 ranks -> layout, maker of the model, settings of the Trainer, weight that a rank changes
+TRAINED: dict[str, tuple[dict, Any, dict[str, Any], str]] = {
+    "frozen copies of a decoder": ({LM: {"dp_size": 2, "freeze": True}}, None, {}, NORM),
+    "frozen copies of a tower": ({"vision": {"dp_size": 2, "freeze": "tower"}, LM: {}}, None, {}, TOWER),
+    "own loss": (PIPELINE, lambda: with_loss(OwnLoss), {}, ""),
+    "own loss, smoothed": (PIPELINE, lambda: with_loss(OwnLoss), SMOOTHED, ""),
+    "own loss, context": ({LM: {"cp_size": 2}}, lambda: with_loss(OwnLoss), {}, ""),
+    "loss of the forward": (PIPELINE, with_more_loss, {}, ""),
+    "loss of the forward, smoothed": (PIPELINE, with_more_loss, SMOOTHED, ""),
+    "not finite": (PIPELINE, diverged, {"logging_nan_inf_filter": False}, ""),
+    "rounded": (PIPELINE, lambda: with_loss(HalfLoss), {}, ""),
+}
+NAMED = {
+    "frozen copies of a decoder": rf"1 of the \d+ parameters .*\(1, 2\) .*`{re.escape(NORM)}`",
+    "frozen copies of a tower": rf"1 of the \d+ parameters .*\(0, 1\) .*`{re.escape(TOWER)}`",
+    **dict.fromkeys(["own loss", "own loss, smoothed", "own loss, context"], r"`Llava\w+` gives \d\S+ .* gives \d"),
+    **dict.fromkeys(["loss of the forward", "loss of the forward, smoothed"], r"`Llava\w+` .* is 4\.\d+\."),
+    "silent plan": r"\(1, 2\) .*`\S*layers.\d.self_attn.[qk]_norm.weight`.*`tp_size=1` for `language_model`",
+    "claimed share": rf"\(1, 2\) .*`{re.escape(NORM)}`.*`tp_size=1` for `language_model`",
+    "claimed share of an encoder": r"\(0, 1\) .*`tp_size=1` for `vision`",
+}
+
+
+def train(family: str, layout: dict, weight: str = "", **settings: Any) -> str | list[float]:
+    """What is said in the first step, or the losses."""
+    trainer = runs.make_trainer(family, layout, **settings)
+    if weight:
+        change(trainer, weight)
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+    return [row["loss"] for row in runs.step_logs(trainer)]
+
+
+def of_three() -> dict[str, Any]:
+    """Case -> what this rank says, or its losses."""
+    found: dict[str, Any] = {
+        name: train("llava", layout, weight, model=make() if make else None, **settings)
+        for name, (layout, make, settings, weight) in TRAINED.items()
+    }
+    with silent_plan():
+        found["silent plan"] = train("qwen3_vl_moe", {LM: {"tp_size": 2}})
+    with claimed_share(NORM):
+        found["claimed share"] = train("llava", {LM: {"tp_size": 2}})
+    steps = Steps()
+    settings: dict = {"train_sampling_strategy": "sequential", "callbacks": [steps], "data": later_images()}
+    with claimed_share("model.multi_modal_projector.linear_2.bias"):
+        found["claimed share of an encoder"] = train("llava", {"vision": {"tp_size": 2}}, **settings)
+    assert steps.ended == [1]  # which had no image
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_distributed(of_three, 3)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_wrong_is_named_alike_on_all_ranks(ranks: list[dict[str, Any]], name: str):
+    first, *others = (rank[name] for rank in ranks)
+    assert isinstance(first, str) and re.search(NAMED[name], first), first
+    assert others == [first] * 2
+
+
+def test_a_loss_that_is_not_finite_or_rounded_goes_on(ranks: list[dict[str, Any]]):
+    not_finite, rounded = (ranks[0][name] for name in ("not finite", "rounded"))
+    assert len(not_finite) == len(rounded) == 4
+    assert not math.isfinite(not_finite[0]) and all(map(math.isfinite, rounded))
+
+
+def of_four() -> tuple[str | list[float], str | list[float], list[float]]:
+    """
+    What is said of copies of a whole weight and of a shard that differ; then the sums of a norm and of an embedding
+    when each rank's kernels round in another way.
+    """
+    said = train("llava", SPLIT, NORM), train("llava", SPLIT, "lm_head.weight")
+    trainer = runs.make_trainer("llava", SPLIT, seed=7)
     names = [NORM, "model.language_model.embed_tokens.weight"]
     for name in names:
         noise = torch.Generator().manual_seed(dist.get_rank())
         trainer.model.get_parameter(name).register_hook(
             lambda gradient, noise=noise: gradient * (1 + 1e-3 * torch.rand(gradient.shape, generator=noise))
-        ) if dist.get_rank() else None
+        )
     trainer.train()
     assert len(runs.step_logs(trainer)) == 4
-    return [trainer.model.get_parameter(name).double().sum().item() for name in names] if dist.get_rank() else []
+    return *said, [trainer.model.get_parameter(name).double().sum().item() for name in names]
 
 
-def test_copies_stay_equal_whatever_kernels_round():
-    _, first, *others = run_distributed(drifting_gradients, 5)
-    assert all(sums == first for sums in others)
-
-
-class HalfLoss(OwnLoss):
-    """The loss of the next token in half precision, as some models compute it."""
-
-    def __call__(self, logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **kwargs):
-        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
-        return 1.004 * super().__call__(logits, labels, vocab_size, shifted, num_items_in_batch).to(torch.bfloat16)
-
-
-def first_steps_that_go_on() -> tuple[list[float], list[float]]:
-    """Losses of a model that has diverged, and of one whose own loss is rounded."""
-    diverged, rounded = tiny.FAMILIES["llava"](), tiny.FAMILIES["llava"]()
-    with torch.no_grad():
-        diverged.lm_head.weight.fill_(3e38)
-    rounded.loss_function = HalfLoss()
-    found = []
-    for model in (diverged, rounded):
-        trainer = runs.make_trainer("llava", {LM: {"pp_size": 2}}, model=model, logging_nan_inf_filter=False)
-        trainer.train()
-        found.append([row["loss"] for row in runs.step_logs(trainer)])
-    return found[0], found[1]
-
-
-@pytest.mark.deep
-def test_a_loss_that_is_not_finite_or_rounded_goes_on():
-    diverged, rounded = run_distributed(first_steps_that_go_on, 3)[0]
-    assert len(diverged) == len(rounded) == 4
-    assert not math.isfinite(diverged[0]) and all(map(math.isfinite, rounded))
+def test_copies_that_differ_are_named_and_stay_equal_whatever_kernels_round():
+    first, *others = run_distributed(of_four, 4)
+    assert others == [first] * 3
+    whole, shard, _ = first
+    assert re.search(rf"1 of the \d+ parameters .*\([0-3, ]+\) .*`{re.escape(NORM)}`", whole), whole
+    assert re.search(r"1 of the \d+ parameters .*\(1, 3\) .*`lm_head.weight`", shard), shard

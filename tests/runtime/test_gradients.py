@@ -41,8 +41,8 @@ def parameters(rank: int) -> dict[str, nn.Parameter]:
     return result
 
 
-def sum_rank() -> tuple[dict[str, Any], list[float]]:
-    """Ranks 1 and 2 sum everything, rank 0 is in no group."""
+def sum_and_norm() -> tuple[dict[str, Any], float]:
+    """Ranks 1 and 2 sum everything, rank 0 is in no group; the norm of values of which rank 2 counts none."""
     rank = dist.get_rank()
     own = parameters(rank)
     both = (1, 2)
@@ -53,53 +53,52 @@ def sum_rank() -> tuple[dict[str, Any], list[float]]:
         sync.start(0)
         sync.start(1)
     sync.finish()
-    mine = {n: None if p.grad is None else p.grad.flatten().tolist() for n, p in own.items()}
     own["a"].grad.neg_()
-    sync.finish()
-    again = own["a"].grad.flatten().tolist()
-    return mine, again
+    sync.finish()  # which has nothing left to do
+    counted = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))] if rank < 2 else []
+    for parameter in counted[:1]:
+        parameter.grad = torch.tensor([3.0 + rank])
+    sums = {name: None if p.grad is None else p.grad.flatten().tolist() for name, p in own.items()}
+    return sums, float(gradient_norm(counted, World()))
 
 
-def norm_rank() -> float:
-    """Each rank counts one value; the last rank counts nothing."""
-    rank = dist.get_rank()
-    parameter = nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.tensor([3.0 + rank])
-    counted = [parameter, nn.Parameter(torch.zeros(1))] if rank < 2 else []
-    return float(gradient_norm(counted, World()))
-
-
-def of_three() -> tuple[Any, float, list[Any]]:
-    return sum_rank(), norm_rank(), unlike_rank()
+def of_three() -> tuple[dict[str, Any], float, list[Any]]:
+    return *sum_and_norm(), unlike_rank()
 
 
 @pytest.mark.distributed
 def test_gradients_are_summed_unused_parameters_keep_none_and_norms_are_over_all_ranks():
-    sums, norms, (first, second, both) = zip(*run_distributed(of_three, 3), strict=True)
-    (alone, _), *members = sums
+    (alone, *members), norms, (first, second, both) = zip(*run_distributed(of_three, 3), strict=True)
     assert norms == (pytest.approx(5.0),) * 3
+    assert alone == {"a": pytest.approx([-0.1] * 6), "half": None, "unused": None, "b": None}
+    for sums in members:
+        assert sums == {"a": [-11.0] * 6, "half": [1.0, 2.0], "unused": None, "b": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
     # a rank sums each of its shards with the ranks that have it
     assert second == [[2.0] * 4, None]
     assert first == [None, None] and both == [[0.0] * 4 + [2.0] * 4, None]
-    assert alone == {"a": pytest.approx([0.1] * 6), "half": None, "unused": None, "b": None}
-    for mine, again in members:
-        assert mine == {"a": [11.0] * 6, "half": [1.0, 2.0], "unused": None, "b": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
-        assert again == [-value for value in mine["a"]]
 
 
-def test_the_norm_is_that_of_torch():
-    own = parameters(1)
-    expected = nn.utils.get_total_norm([p.grad.float() for p in own.values() if p.grad is not None])
+@pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9])
+def test_norm_and_clipping_are_those_of_torch(max_norm):
+    own, other = parameters(1), parameters(1)
+    del own["half"], other["half"]  # whose norm torch rounds to bfloat16
     norm = gradient_norm(list(own.values()), World())
-    assert norm.dtype == torch.float32
-    torch.testing.assert_close(norm, expected)
-    assert gradient_norm([], World()) == 0
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(list(other.values()), max_norm, foreach=False))
+    clip_gradients(list(own.values()), norm, max_norm)
+    clip_gradients([own["unused"]], norm, max_norm)
+    assert own["unused"].grad is None
+    for name in ("a", "b"):
+        torch.testing.assert_close(own[name].grad, other[name].grad)
 
 
-def test_small_gradients_do_not_vanish_in_the_norm():
+def test_the_norm_is_in_float32_and_small_gradients_do_not_vanish():
+    mixed = list(parameters(1).values())
+    expected = nn.utils.get_total_norm([p.grad.float() for p in mixed if p.grad is not None])
+    torch.testing.assert_close(gradient_norm(mixed, World()), expected)
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1e-25)
     assert float(gradient_norm([parameter], World())) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
+    assert gradient_norm([], World()) == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
@@ -113,77 +112,6 @@ def test_every_element_is_in_one_slice(numel, num_slices):
     for row, values in zip(rows, slices, strict=True):
         for column in row.split(length):
             assert torch.equal(column[: len(values)], values) and not column[len(values) :].any()
-
-
-def of_four() -> list[Any]:
-    return [sharded_rank(shard_size) for shard_size in (2, 4)]
-
-
-def sharded_rank(shard_size: int) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """Sums that end in slices, weights gathered after a step in which each rank adds 1, and the norm."""
-    rank, names = dist.get_rank(), ("a", "half", "unused", "b")
-    own = {name: nn.Parameter(torch.zeros(2, 3)) for name in names}
-    own["half"] = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
-    accumulate_in_float32(own.values())
-    own["a"].grad = torch.arange(6.0).view(2, 3) * 10**rank
-    if rank == 3:
-        own["half"].grad = torch.arange(5.0)
-    if rank < 2:
-        own["b"].grad = torch.ones(2, 3)
-    group = SyncGroup((0, 1, 2, 3), names, (), shard_size)
-    made = {ranks: dist.new_group(list(ranks)) for ranks in (group.ranks, *group.shard_groups, *group.replica_groups)}
-    slices = OptimizerSlices([group], own, rank, made)
-    sync = GradientSync([group], own, rank, made, slices)
-    sync.start(0)
-    sync.finish()
-    assert all(parameter.grad is None for parameter in own.values())
-    updated = {name: slices.updated(parameter) for name, parameter in own.items()}
-    sums = {name: None if p.grad is None else p.grad.tolist() for name, p in updated.items()}
-    counted = list(updated.values()) if rank < shard_size else []
-    norm = float(gradient_norm(counted, World()))
-    with torch.no_grad():
-        for parameter in updated.values():
-            parameter += 1 + rank % shard_size
-    slices.gather_weights()
-    return sums, {name: parameter.flatten().tolist() for name, parameter in own.items()}, norm
-
-
-@pytest.mark.distributed
-def test_sums_end_in_slices_and_weights_are_gathered_from_them():
-    sums = {"a": [0, 1111, 2222, 3333, 4444, 5555], "half": [0, 1, 2, 3, 4], "unused": None, "b": [2] * 6}
-    norm = sum(value * value for values in sums.values() for value in values or ()) ** 0.5
-    for rank, of_rank in enumerate(run_distributed(of_four, 4)):
-        for shard_size, (mine, weights, found) in zip((2, 4), of_rank, strict=True):
-            index = rank % shard_size
-            for name, values in sums.items():
-                length = -(-len(weights[name]) // shard_size)
-                cut = slice(index * length, (index + 1) * length)
-                assert mine[name] == (None if values is None else values[cut])
-                assert weights[name] == [1 + place // length for place in range(len(weights[name]))]
-            assert found == pytest.approx(norm)
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9])
-def test_clipping_is_that_of_torch(max_norm):
-    own, other = parameters(1), parameters(1)
-    del own["half"], other["half"]  # whose norm torch rounds to bfloat16
-    norm = gradient_norm(list(own.values()), World())
-    clip_gradients(list(own.values()), norm, max_norm)
-    nn.utils.clip_grad_norm_(list(other.values()), max_norm, foreach=False)
-    for name, parameter in own.items():
-        if parameter.grad is None:
-            assert other[name].grad is None
-        else:
-            torch.testing.assert_close(parameter.grad, other[name].grad)
-
-
-def test_scaling_skips_what_has_no_gradient():
-    own = parameters(1)
-    scale_gradients(list(own.values()), 0.5)
-    assert own["b"].grad.flatten().tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    assert own["half"].grad.tolist() == [0.5, 1.0]
-    assert own["unused"].grad is None
-    scale_gradients([own["unused"]], 0.5)
 
 
 def test_half_precision_gradients_add_up_in_float32_and_are_rounded_once():
@@ -258,20 +186,17 @@ def unlike_rank() -> list[Any]:
     return [None if parameter.grad is None else parameter.grad.sum(0).tolist() for parameter in own.values()][1:]
 
 
-def early_sums(reaches: list[int]) -> list[list[str]]:
+def early_sums() -> list[list[str]]:
     """
-    The parameters of the buckets that a rank sums, in the order in which it starts them. Rank 0 reaches some layers in
+    The parameters of the buckets that a rank sums, in the order in which it starts them. Rank 0 reaches the layers in
     its last backward, rank 1 has none.
     """
-    own = {f"layer{index}": nn.Parameter(torch.ones(4)) for index in range(3)} | {"head": nn.Parameter(torch.ones(4))}
-    own |= {f"norm{index}": nn.Parameter(torch.ones(4)) for index in range(3)}
+    names = [*(f"layer{index}" for index in range(3)), "head", *(f"norm{index}" for index in range(3))]
+    own = {name: nn.Parameter(torch.ones(4)) for name in names}
     for parameter in own.values():
         parameter.grad = torch.full((4,), 1.0 + dist.get_rank())
     stages = (("m", 0, 0), ("m", 1, 0))
-    groups = [
-        SyncGroup((0, 1), ("layer0", "layer1", "layer2", "head"), stages),
-        SyncGroup((0, 1), ("norm0", "norm1", "norm2"), stages),
-    ]
+    groups = [SyncGroup((0, 1), tuple(part), stages) for part in (names[:4], names[4:])]
     layers = {name: -1 if name == "head" else int(name[-1]) for name in own}
     started: list[list[str]] = []
     sums = GradientSums(
@@ -280,10 +205,9 @@ def early_sums(reaches: list[int]) -> list[list[str]]:
     rank = dist.get_rank()
     slices = OptimizerSlices(groups, own, rank, {})
     sync = GradientSync(groups, own, rank, {(0, 1): dist.group.WORLD}, slices, sums, layers)
-    if rank == 0:
-        for layer in reaches:
-            sync.reach(stages[0], layer)
-            started.append([f"reached {layer}"])
+    for layer in (2, 1, 0) if rank == 0 else ():
+        sync.reach(stages[0], layer)
+        started.append([f"reached {layer}"])
     sync.start(0)
     sync.start(1)
     sync.finish()
@@ -295,7 +219,7 @@ def of_two() -> tuple[list[list[float] | None], list[list[str]]]:
     """The sums of buckets, and [`early_sums`] with a bucket for each parameter."""
     sums = buckets_rank()
     optimizer_slices.GRADIENT_BUCKET_BYTES = 1
-    return sums, early_sums([2, 1, 0])
+    return sums, early_sums()
 
 
 @pytest.mark.distributed

@@ -55,21 +55,21 @@ def permuted() -> ParallelPlan:
     return replace(plan, modules={**plan.modules, LANGUAGE_MODEL: replace(module, replicas=replicas)})
 
 
-def groups_of_rank() -> dict[tuple[int, ...], tuple[list[int], list[int], list[int] | None, float]]:
-    """Ranks -> the group as torch has it: its ranks, what a gather yields, the mesh, seconds that it waits."""
-    plan = permuted()
+def groups_of_rank() -> list[tuple[int, ...]]:
+    """The groups of this rank, which keep the order of their ranks, and wait as long as the default group."""
+    plan, rank = permuted(), dist.get_rank()
     groups = ProcessGroups(plan, sync_groups(model_spec(), plan), World())
-    found = {}
     for ranks, group in sorted(groups.by_ranks.items()):
         gathered = torch.empty(len(ranks))
-        dist.all_gather_single(gathered, torch.tensor([float(dist.get_rank())]), group=group)
+        dist.all_gather_single(gathered, torch.tensor([float(rank)]), group=group)
+        assert tuple(dist.get_process_group_ranks(group)) == tuple(gathered.int().tolist()) == ranks
         mesh = groups.tp_mesh(ranks)
+        assert (mesh is not None) == (ranks in ((4, 2), (1, 3), (7, 5), (8, 6)))
         if mesh is not None:
-            assert mesh.get_group() is group and mesh.get_local_rank() == ranks.index(dist.get_rank())
-        waits = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        shape = None if mesh is None else mesh.mesh.tolist()
-        found[ranks] = dist.get_process_group_ranks(group), gathered.int().tolist(), shape, waits
-    return found
+            assert mesh.mesh.tolist() == list(ranks)
+            assert mesh.get_group() is group and mesh.get_local_rank() == ranks.index(rank)
+        assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == GROUP_TIMEOUT_S
+    return list(groups.by_ranks)
 
 
 @pytest.mark.distributed
@@ -78,8 +78,3 @@ def test_groups_keep_the_order_of_their_ranks_and_wait_as_long_as_the_default_gr
     assert set(by_rank[4]) == {(4, 2), (4, 1), (1, 4, 7, 8)}
     assert set(by_rank[6]) == {(8, 6), (5, 6), (2, 3, 5, 6)}
     assert not by_rank[0]
-    for found in by_rank:
-        for ranks, (of_group, gathered, mesh, waits) in found.items():
-            assert of_group == gathered == list(ranks)
-            assert mesh == (list(ranks) if ranks in ((4, 2), (1, 3), (7, 5), (8, 6)) else None)
-            assert waits == GROUP_TIMEOUT_S

@@ -12,16 +12,7 @@ from hf_mmparallel.runtime.host_memory import cgroup_available_bytes
 V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
 V1_CPU_MOUNT = "32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu"
 V2_MOUNT = "41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw"
-
-
-def tree(root: Path, own: str, mounts: str, files: dict[str, str]) -> Path:
-    """A file system with the groups of a process, what is mounted, and files of groups."""
-    content = {"proc/self/cgroup": own, "proc/self/mountinfo": mounts}
-    content |= {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for name, text in content.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text + "\n")
-    return root
+DOCKER_MOUNT = V2_MOUNT.replace(" / /sys", " /docker/abc /sys")
 
 
 def group(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]:
@@ -33,54 +24,57 @@ def group(folder: str, limit: str, usage: int, cache: int = 0) -> dict[str, str]
     }
 
 
-@pytest.mark.parametrize(
-    ("job", "step", "left"),
-    [
-        (("max", 500, 0), ("1000", 300, 0), 700),
-        (("900", 800, 0), ("1000", 300, 0), 100),  # what others use of the same job
-        (("900", 800, 50), ("1000", 300, 0), 150),  # files that were read
-        (("900", 950, 0), ("max", 300, 0), 0),
-        (("max", 500, 0), ("max", 300, 0), None),
-    ],
-)
-def test_the_smallest_rest_along_the_path_counts(tmp_path: Path, job: tuple, step: tuple, left: int | None):
+def of_job(job: tuple, step: tuple) -> tuple[str, str, dict[str, str]]:
     files = group("job_1/", *job) | group("job_1/step_0/", *step) | group("job_2/", "10", 0)
-    assert cgroup_available_bytes(tree(tmp_path, "0::/job_1/step_0", V2_MOUNT, files)) == left
+    return "0::/job_1/step_0", V2_MOUNT, files
 
 
-def test_a_container_sees_its_own_group_as_the_topmost(tmp_path: Path):
-    assert cgroup_available_bytes(tree(tmp_path, "0::/", V2_MOUNT, group("", "1000", 300))) == 700
+VERSION_1 = {
+    "memory/job/memory.limit_in_bytes": "1000",
+    "memory/job/memory.usage_in_bytes": "300",
+    "memory/job/memory.stat": "cache 200\ninactive_file 1\ntotal_inactive_file 40",
+    "memory/memory.limit_in_bytes": "9223372036854771712",
+    "memory/memory.usage_in_bytes": "5000",
+    "cpu/other/memory.limit_in_bytes": "1",
+}
+# the group of this process, what is mounted, files of groups; bytes that are left
+TREES: dict[str, tuple[tuple[str, str, dict[str, str]], int | None]] = {
+    "the step's limit": (of_job(("max", 500), ("1000", 300)), 700),
+    "what others use of the same job": (of_job(("900", 800), ("1000", 300)), 100),
+    "files that were read": (of_job(("900", 800, 50), ("1000", 300)), 150),
+    "nothing left": (of_job(("900", 950), ("max", 300)), 0),
+    "no limit": (of_job(("max", 500), ("max", 300)), None),
+    "a container that sees its own group as the topmost": (("0::/", V2_MOUNT, group("", "1000", 300)), 700),
+    "a container with the path of its host": (("0::/", DOCKER_MOUNT, group("", "1000", 300)), 700),
+    "a group in such a container": (("0::/docker/abc/x", DOCKER_MOUNT, group("x/", "1000", 400)), 600),
+    "version 1": (
+        (
+            "9:name=systemd:/job\n4:memory:/job\n1:cpu:/other\n0::/",
+            "\n".join((V1_CPU_MOUNT, V1_MOUNT, V2_MOUNT.replace("cgroup rw,", "cgroup/unified rw,"))),
+            VERSION_1,
+        ),
+        740,
+    ),
+}
 
 
-def test_a_container_with_the_path_of_its_host_has_the_limit_of_its_mount(tmp_path: Path):
-    mount = V2_MOUNT.replace(" / /sys", " /docker/abc /sys")
-    assert cgroup_available_bytes(tree(tmp_path, "0::/", mount, group("", "1000", 300))) == 700
-    mounted = cgroup_available_bytes(tree(tmp_path, "0::/docker/abc/x", mount, group("x/", "1000", 400)))
-    assert mounted == 600
-
-
-def test_limits_of_version_1(tmp_path: Path):
-    files = {
-        "memory/job/memory.limit_in_bytes": "1000",
-        "memory/job/memory.usage_in_bytes": "300",
-        "memory/job/memory.stat": "cache 200\ninactive_file 1\ntotal_inactive_file 40",
-        "memory/memory.limit_in_bytes": "9223372036854771712",
-        "memory/memory.usage_in_bytes": "5000",
-        "cpu/other/memory.limit_in_bytes": "1",
-    }
-    own = "9:name=systemd:/job\n4:memory:/job\n1:cpu:/other\n0::/"
-    mounts = "\n".join((V1_CPU_MOUNT, V1_MOUNT, V2_MOUNT.replace("cgroup rw,", "cgroup/unified rw,")))
-    assert cgroup_available_bytes(tree(tmp_path, own, mounts, files)) == 740
+@pytest.mark.parametrize("name", TREES)
+def test_the_smallest_rest_along_the_path_counts(tmp_path: Path, name: str):
+    (own, mounts, files), left = TREES[name]
+    content = {"proc/self/cgroup": own, "proc/self/mountinfo": mounts}
+    content |= {f"sys/fs/cgroup/{file}": text for file, text in files.items()}
+    for file, text in content.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text + "\n")
+    assert cgroup_available_bytes(tmp_path) == left
 
 
 def test_without_control_groups_the_memory_of_the_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert cgroup_available_bytes(tmp_path) is None
-    machine = host_memory.available_bytes()
-    assert machine > 1 << 20
-    monkeypatch.setattr(host_memory, "cgroup_available_bytes", lambda: 1000)
-    assert host_memory.available_bytes() == 1000
-    monkeypatch.setattr(host_memory, "cgroup_available_bytes", lambda: None)
     assert host_memory.available_bytes() > 1 << 20
+    for limit, available in ((1000, range(1000, 1001)), (None, range(1 << 20, 1 << 60))):
+        monkeypatch.setattr(host_memory, "cgroup_available_bytes", lambda limit=limit: limit)
+        assert host_memory.available_bytes() in available
 
 
 def test_this_process_is_read():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +61,14 @@ def with_memory(model: Stack) -> list[int]:
     return [i for i, layer in enumerate(model.layers) if layer.weight.untyped_storage().nbytes()]
 
 
+@contextlib.contextmanager
+def one_pass(passes: StagePasses, is_empty: bool = False) -> Iterator[None]:
+    passes.begin(is_empty)
+    passes.compute()
+    yield
+    passes.end()
+
+
 def run_step(zero_stage: int) -> tuple[dict[str, torch.Tensor], list[list[int]], list[int], int]:
     """
     Rank 0 has two microbatches, rank 1 one. The sums of gradients of rank 0's and rank 1's slices by name, the layers
@@ -70,20 +80,13 @@ def run_step(zero_stage: int) -> tuple[dict[str, torch.Tensor], list[list[int]],
         layer.register_forward_hook(lambda *_: seen.append(with_memory(model)))
     passes.start_step(["fwd", "fwd", "bwd", "bwd"], (None,))
     rank, outputs = dist.get_rank(), []
-    for microbatch in range(2):
-        is_empty = rank == 1 and microbatch == 1
-        passes.begin(is_empty)
-        passes.compute()
-        if not is_empty:
-            outputs.append(model(torch.full((2, 4), 1.0 + rank + microbatch)))
-        passes.end()
-    for microbatch in range(2):
-        is_empty = rank == 1 and microbatch == 1
-        passes.begin(is_empty)
-        passes.compute()
-        if not is_empty:
-            outputs[microbatch].sum().backward()
-        passes.end()
+    for microbatch in range(4):
+        is_backward, is_empty = microbatch > 1, rank == microbatch % 2 == 1
+        with one_pass(passes, is_empty):
+            if is_backward and not is_empty:
+                outputs[microbatch % 2].sum().backward()
+            elif not is_empty:
+                outputs.append(model(torch.full((2, 4), 1.0 + rank + microbatch)))
     assert all(parameter.grad is None for parameter in model.parameters())
     result = {}
     (group,) = slices.groups
@@ -107,16 +110,12 @@ def run_frozen() -> tuple[list[int], list[int]]:
     groups = [SyncGroup((0, 1), (name,), STAGES, 2, 3) for name, _ in model.named_parameters()]
     passes, _ = passes_of(model, groups, first_backward=2)
     passes.start_step(["fwd", "bwd"], (None,))
-    passes.begin(False)
-    passes.compute()
-    output = model(torch.ones(2, 4))
-    passes.end()
-    passes.begin(False)
-    passes.compute()
+    with one_pass(passes):
+        output = model(torch.ones(2, 4))
     seen: list[int] = []
     output.register_hook(lambda gradient: seen.extend(with_memory(model)))
-    output.sum().backward()
-    passes.end()
+    with one_pass(passes):
+        output.sum().backward()
     return seen, with_memory(model)
 
 
@@ -142,14 +141,8 @@ def shared_parameter() -> tuple[int, int]:
 
 
 def on_a_rank() -> dict[Any, Any]:
-    """All that this rank has to show."""
-    return {
-        2: run_step(2),
-        3: run_step(3),
-        "frozen": run_frozen(),
-        "shared": shared_parameter(),
-        "backwards": run_backwards(),
-    }
+    steps = {zero_stage: run_step(zero_stage) for zero_stage in (2, 3)}
+    return {**steps, "frozen": run_frozen(), "shared": shared_parameter(), "backwards": run_backwards()}
 
 
 @pytest.fixture(scope="module")
@@ -174,13 +167,8 @@ def test_gradients_are_those_of_all_microbatches(ranks: list[dict[Any, Any]], ze
         assert updated < 0.6 * sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_layers_without_a_backward_are_not_gathered_for_it(ranks: list[dict[Any, Any]]):
-    assert [rank["frozen"] for rank in ranks] == [([2], [])] * 2
-
-
-def test_layers_that_run_in_another_order_are_an_error(ranks: list[dict[Any, Any]]):
-    assert all("Layer 0 of a stage of `m`" in rank["backwards"] for rank in ranks)
-
-
-def test_a_parameter_of_two_layers_is_gathered_with_what_is_in_no_layer(ranks: list[dict[Any, Any]]):
-    assert [rank["shared"] for rank in ranks] == [(0, 2)] * 2
+def test_layers_are_gathered_where_they_are_needed_and_in_order(ranks: list[dict[Any, Any]]):
+    for rank in ranks:
+        assert rank["frozen"] == ([2], [])  # not for a backward that is none
+        assert rank["shared"] == (0, 2)  # a parameter of two layers comes with what is in no layer
+        assert "Layer 0 of a stage of `m`" in rank["backwards"]

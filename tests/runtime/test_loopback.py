@@ -13,20 +13,11 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import (
-    LANGUAGE_MODEL,
-    ContextSettings,
-    Edge,
-    ModulePlan,
-    ParallelPlan,
-    Stage,
-    StepPlan,
-)
+from hf_mmparallel.plan import LANGUAGE_MODEL, ContextSettings, Edge, ModulePlan, ParallelPlan, Stage, StepPlan
 from hf_mmparallel.plan.methods import SCHEDULES, Schedule
 from hf_mmparallel.plan.ownership import trainable_stages
 from tests import tiny
-from tests.deep_cases import deep
-from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, assert_close, reference, run_loopback
+from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, Outcome, assert_close, reference, run_loopback
 
 torch.set_num_threads(1)
 
@@ -67,14 +58,20 @@ class Case:
         return tiny.make_dataset(self.family, len(self.step.samples), self.seed, self.max_items)
 
 
-def check(case: Case) -> None:
+def run(case: Case, dataset: Any = None, **options: Any) -> Outcome:
     model, _ = frozen_model(case.family, case.freeze)
-    collator = tiny.collate(case.family)
-    loss, count, gradients = reference(model, collator(case.dataset))
-    found = run_loopback(model, case.plan, case.step, case.dataset, collator)
+    return run_loopback(model, case.plan, case.step, dataset or case.dataset, tiny.collate(case.family), **options)
+
+
+def check(case: Case, training: bool = True) -> Outcome:
+    """Compares with one process."""
+    model, _ = frozen_model(case.family, case.freeze)
+    loss, count, gradients = reference(model, tiny.collate(case.family)(case.dataset))
+    found = run(case, training=training)
     assert found.num_targets == count
     assert found.loss == pytest.approx(loss, rel=1e-5)
-    assert_close(found.gradients, gradients)
+    assert_close(found.gradients, gradients if training else {})
+    return found
 
 
 def assemble(spec, replicas: dict[str, list[list[tuple[tuple[int, int], Any]]]], schedule) -> ParallelPlan:
@@ -183,7 +180,7 @@ def test_any_layout_equals_one_process(case):
 def case_of(
     family: str, freeze: str, rows: dict, microbatches: dict, max_items: int = 2, schedule: Schedule = "1f1b"
 ) -> Case:
-    """A fixed case: `rows` as in `assemble`, `microbatches[module][replica][microbatch]` batch indices."""
+    """`rows` as in `assemble`, `microbatches[module][replica][microbatch]` batch indices."""
     _, spec = frozen_model(family, freeze)
     plan = assemble(spec, {name: rows[name] for name in spec.modules}, schedule)
     frozen = {n: tuple(tuple(tuple(m) for m in r) for r in rows) for n, rows in microbatches.items()}
@@ -195,19 +192,23 @@ def case_of(
 
 CUT = [((0, 1), (2, 3)), ((1, 4), (4, 5))]
 ONE, TWO = [((0, 4), 0)], [((0, 2), 1), ((2, 4), 2)]
+OUT_OF_ORDER = (
+    "qwen3_vl",
+    "nothing",
+    {"vision": [ONE, [((0, 4), 3)]], LANGUAGE_MODEL: [TWO]},
+    {"vision": [[[3], [0]], [[], [4, 1]]], LANGUAGE_MODEL: [[[1, 3], [], [0, 2, 4]]]},
+)
+# Samples 2 and 5 have no image, samples 0 and 3 no sound; both encoders defer other samples.
+TWO_ENCODERS = (
+    {"vision": [ONE], "audio": [[((0, 2), 5), ((2, 4), 6)]], LANGUAGE_MODEL: [TWO, [((0, 4), 3)]]},
+    {
+        "vision": [[[0, 1, 3], [4], []]],
+        "audio": [[[1], [4, 2, 5], [], []]],
+        LANGUAGE_MODEL: [[[0], [1, 2]], [[], [3, 4], [5]]],
+    },
+)
 FIXED = {
-    "an encoder microbatch feeds two microbatches": (
-        "llava",
-        "nothing",
-        {"vision": [ONE], LANGUAGE_MODEL: [TWO]},
-        {"vision": [[[0, 1, 3, 4]]], LANGUAGE_MODEL: [[[4, 0], [2, 3, 1]]]},
-    ),
-    "two encoder copies feed a microbatch out of order": (
-        "qwen3_vl",
-        "nothing",
-        {"vision": [ONE, [((0, 4), 3)]], LANGUAGE_MODEL: [TWO]},
-        {"vision": [[[3], [0]], [[], [4, 1]]], LANGUAGE_MODEL: [[[1, 3], [], [0, 2, 4]]]},
-    ),
+    "two encoder copies feed a microbatch out of order": OUT_OF_ORDER,
     "a text chunk of a trained encoder before a frozen language model": (
         "llava",
         "language model",
@@ -232,67 +233,53 @@ FIXED = {
         {"vision": [ONE, [((0, 3), 2), ((3, 4), 1)]], LANGUAGE_MODEL: [TWO, ONE]},
         {"vision": [[[0], [3]], [[1], [4]]], LANGUAGE_MODEL: [[[0], [1]], [[4, 2], [3]]]},
     ),
+    "a batch of text only": (
+        "llava",
+        "nothing",
+        {"vision": [ONE], LANGUAGE_MODEL: [TWO]},
+        {"vision": [[[0], [1]]], LANGUAGE_MODEL: [[[0], [1]]]},
+        0,
+    ),
+    "two encoders that defer, 1f1b": ("qwen2_5_omni", "nothing", *TWO_ENCODERS),
+    "two encoders that defer, eager": ("qwen2_5_omni", "tower", *TWO_ENCODERS, 2, "eager"),
+    "two encoders that defer, encoders first": ("qwen2_5_omni", "encoders", *TWO_ENCODERS, 2, "encoders_first"),
 }
 
 
-# Samples 2 and 5 have no image, samples 0 and 3 no sound; both encoders defer other samples.
-TWO_ENCODERS = (
-    {"vision": [ONE], "audio": [[((0, 2), 5), ((2, 4), 6)]], LANGUAGE_MODEL: [TWO, [((0, 4), 3)]]},
-    {
-        "vision": [[[0, 1, 3], [4], []]],
-        "audio": [[[1], [4, 2, 5], [], []]],
-        LANGUAGE_MODEL: [[[0], [1, 2]], [[], [3, 4], [5]]],
-    },
-)
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_case_equals_one_process(name):
+    check(case_of(*FIXED[name]))
 
 
-@pytest.mark.parametrize(
-    ("schedule", "freeze"),
-    [
-        ("1f1b", "nothing"),
-        deep("1f1b", "language model"),
-        deep("gpipe", "vision"),
-        ("eager", "tower"),
-        ("encoders_first", "encoders"),
-    ],
-)
-def test_two_encoders_that_defer_equal_one_process(schedule, freeze):
-    check(case_of("qwen2_5_omni", freeze, *TWO_ENCODERS, schedule=schedule))
+def test_evaluation_gives_the_loss_and_no_gradients():
+    check(case_of(*OUT_OF_ORDER), training=False)
 
 
-class LoggingTransport(LoopbackTransport):
-    """Notes when something is sent, and when a send is waited for; a send is complete only then."""
+class NotingTransport(LoopbackTransport):
+    """Notes what is sent and when a send is waited for; a send is complete only then."""
 
-    def __init__(self, rank: int, world: LoopbackWorld, log: list[tuple[str, int]]):
+    def __init__(self, rank: int, world: LoopbackWorld, log: list[tuple[str, int, int, torch.dtype | None]]):
         super().__init__(rank, world)
         self.log = log
 
     def send(self, tensor: torch.Tensor, target: int) -> Any:
-        self.log.append(("send", self.rank))
+        self.log.append(("send", self.rank, target, tensor.dtype))
         super().send(tensor, target)
         return self
 
     def wait(self) -> None:
-        self.log.append(("wait", self.rank))
+        self.log.append(("wait", self.rank, -1, None))
 
     def is_completed(self) -> bool:
         return False
 
 
 def test_a_frozen_encoder_waits_for_no_send_before_its_last_one():
+    log: list = []
     case = case_of("qwen2_5_omni", "encoders", *TWO_ENCODERS, schedule="eager")
-    model, _ = frozen_model(case.family, case.freeze)
-    log: list[tuple[str, int]] = []
-    run_loopback(
-        model,
-        case.plan,
-        case.step,
-        case.dataset,
-        tiny.collate(case.family),
-        transport=lambda rank, world: LoggingTransport(rank, world, log),
-    )
+    run(case, transport=lambda rank, world: NotingTransport(rank, world, log))
     for rank in (0, 5, 6):
-        own = [kind for kind, other in log if other == rank]
+        own = [kind for kind, other, *_ in log if other == rank]
         count = own.count("send")
         assert count >= 3 and own == ["send"] * count + ["wait"] * count
 
@@ -301,68 +288,25 @@ def test_a_sample_that_no_encoder_takes_is_named():
     rows = {"vision": [ONE], LANGUAGE_MODEL: [TWO]}
     case = case_of("llava", "nothing", rows, {"vision": [[[0]]], LANGUAGE_MODEL: [[[0], [1, 2]]]})
     case = replace(case, step=replace(case.step, samples=(7, 8, 9)))
-    model, _ = frozen_model(case.family, case.freeze)
-    dataset = dict(zip(case.step.samples, case.dataset, strict=True))
-    with pytest.raises(ValueError, match="Sample 8 has 8 placeholders of `image` .* no tokens in `vision`"):
-        run_loopback(model, case.plan, case.step, dataset, tiny.collate(case.family))
-
-
-@pytest.mark.parametrize("name", FIXED)
-def test_a_fixed_case_equals_one_process(name):
-    check(case_of(*FIXED[name]))
-
-
-def test_a_text_only_batch_leaves_the_encoder_without_gradients():
-    microbatches = {"vision": [[[0], [1]]], LANGUAGE_MODEL: [[[0], [1]]]}
-    case = case_of("llava", "nothing", {"vision": [ONE], LANGUAGE_MODEL: [TWO]}, microbatches, max_items=0)
-    check(case)
-    model, _ = frozen_model(case.family, case.freeze)
-    found = run_loopback(model, case.plan, case.step, case.dataset, tiny.collate(case.family))
-    assert found.gradients and not any("vision" in name for name in found.gradients)
-
-
-def test_evaluation_gives_the_loss_and_no_gradients():
-    case = case_of(*FIXED["two encoder copies feed a microbatch out of order"])
-    model, _ = frozen_model(case.family, case.freeze)
-    collator = tiny.collate(case.family)
-    loss, count, _ = reference(model, collator(case.dataset))
-    found = run_loopback(model, case.plan, case.step, case.dataset, collator, training=False)
-    assert found.num_targets == count and found.loss == pytest.approx(loss, rel=1e-5)
-    assert found.gradients == {}
+    with pytest.raises(ValueError, match="Sample 8 has 8 placeholders of `image`"):
+        run(case, dict(zip(case.step.samples, case.dataset, strict=True)))
 
 
 def test_frozen_layers_before_the_first_trained_one_run_no_backward():
     rows = {"vision": [ONE], LANGUAGE_MODEL: [[((0, 1), 1), ((1, 4), 2)]]}
     microbatches = {"vision": [[[0, 1]]], LANGUAGE_MODEL: [[[0], [1]]]}
-    model, _ = frozen_model("llava", "vision and first layers")
-    case = case_of("llava", "vision and first layers", rows, microbatches)
-    assert not case.plan.stage(LANGUAGE_MODEL, 0, 0).trainable
-    found = run_loopback(model, case.plan, case.step, case.dataset, tiny.collate("llava"))
+    found = check(case_of("llava", "vision and first layers", rows, microbatches))
     ran = [{timed.task.kind for timed in result.timeline} for result in found.results]
     assert ran == [{"fwd"}, {"fwd"}, {"fwd", "bwd"}]
-    check(case)
-
-
-class DtypeTransport(LoopbackTransport):
-    """Notes the dtypes of what is sent, by (source, target)."""
-
-    def __init__(self, rank: int, world: LoopbackWorld, dtypes: dict[tuple[int, int], set[torch.dtype]]):
-        super().__init__(rank, world)
-        self.dtypes = dtypes
-
-    def send(self, tensor: torch.Tensor, target: int) -> Any:
-        self.dtypes.setdefault((self.rank, target), set()).add(tensor.dtype)
-        return super().send(tensor, target)
 
 
 def test_each_edge_has_its_dtype_and_rounds_nothing_that_one_process_does_not_round():
     rows = {"vision": [ONE], "audio": [[((0, 4), 1)]], LANGUAGE_MODEL: [[((0, 2), 2), ((2, 4), 3)]]}
-    samples = [[[0, 1, 2, 3]]]
-    case = case_of("qwen2_5_omni", "nothing", rows, dict.fromkeys(rows, samples))
+    case = case_of("qwen2_5_omni", "nothing", rows, dict.fromkeys(rows, [[[0, 1, 2, 3]]]))
     model = tiny.FAMILIES[case.family]().train()
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if "audio" in name else torch.bfloat16)
-    collator, dtypes = tiny.collate(case.family), {}
+    collator, log = tiny.collate(case.family), []
     loss, _, gradients = reference(model, collator(case.dataset))
     found = run_loopback(
         model,
@@ -370,10 +314,10 @@ def test_each_edge_has_its_dtype_and_rounds_nothing_that_one_process_does_not_ro
         case.step,
         case.dataset,
         collator,
-        transport=lambda rank, world: DtypeTransport(rank, world, dtypes),
+        transport=lambda rank, world: NotingTransport(rank, world, log),
     )
-    narrow, wide = {torch.bfloat16}, {torch.float32}
-    both_ways = {(0, 2): narrow, (1, 2): wide, (2, 3): narrow}
-    assert dtypes == both_ways | {(target, source): dtype for (source, target), dtype in both_ways.items()}
+    sent = {(source, target, dtype) for kind, source, target, dtype in log if kind == "send"}
+    edges = {(0, 2, torch.bfloat16), (1, 2, torch.float32), (2, 3, torch.bfloat16)}
+    assert sent == edges | {(target, source, dtype) for source, target, dtype in edges}
     assert found.loss == loss
     assert_close(found.gradients, gradients, tolerance=1e-6)

@@ -7,13 +7,17 @@ Stages are linear maps of whole numbers in float64, so that what ranks compute i
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,29 +41,32 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.runtime import message_queues
 from hf_mmparallel.runtime.executor import Executor, StepFunctions
-from hf_mmparallel.schedule import build_program
+from hf_mmparallel.runtime.groups import ProcessGroups
+from hf_mmparallel.runtime.message_queues import DistributedTransport, Transport
+from hf_mmparallel.schedule import Task, build_program
+from hf_mmparallel.world import World
+from tests.distributed import run_distributed
 from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
 
 WIDTHS = {"audio": 2, "vision": 3, LANGUAGE_MODEL: 4, "speech": 5}
-PLACEHOLDERS = {"sound": 1, "image": 2, "voice": 3}
+PLACEHOLDERS = {"sound": 1, "image": 2, "voice": 3, "video": 4}
 FEATURES = {
     "audio": (FeatureSpec("sound", layer=1),),
-    "vision": (FeatureSpec("image"), FeatureSpec("image", "deepstack_features", 1, 0)),
+    "vision": (FeatureSpec("image"), FeatureSpec("image", "deepstack_features", 1, 0), FeatureSpec("video")),
     LANGUAGE_MODEL: (FeatureSpec("voice"),),
 }
 TARGETS = {"audio": "vision", "vision": LANGUAGE_MODEL, LANGUAGE_MODEL: "speech"}
 SOURCES = {target: source for source, target in TARGETS.items()}
-LOSSES = (LANGUAGE_MODEL, "speech")
-"""Modules whose last stage makes logits."""
+LOSSES = (LANGUAGE_MODEL, "speech")  # modules whose last stage makes logits
+WORLD_SIZE = 5  # of modules that share ranks
 
 
-def model_spec() -> ModelSpec:
-    """A model of four modules in a row, each of a width of its own; the language model and a generator have a loss."""
-    modules = {}
-    for name, width in WIDTHS.items():
-        weights = tuple(ParameterSpec(f"{name}.{layer}", (1,), layer, "float64") for layer in range(2))
-        modules[name] = ModuleSpec(name, name, 2, width, 1, 1, 1, weights, FEATURES.get(name, ()))
-    return ModelSpec(modules, placeholders=PLACEHOLDERS)
+def _module(name: str) -> ModuleSpec:
+    weights = tuple(ParameterSpec(f"{name}.{layer}", (1,), layer, "float64") for layer in range(2))
+    return ModuleSpec(name, name, 2, WIDTHS[name], 1, 1, 1, weights, FEATURES.get(name, ()))
+
+
+SPEC = ModelSpec({name: _module(name) for name in WIDTHS}, placeholders=PLACEHOLDERS)
 
 
 def whole_numbers(seed: int, *shape: int) -> Tensor:
@@ -81,6 +88,19 @@ class Case:
         """A text token, then the placeholders of all kinds among each other."""
         kinds = [(row, PLACEHOLDERS[kind]) for kind, count in self.tokens[sample].items() for row in range(count)]
         return torch.tensor([0, *(token for _, token in sorted(kinds))])
+
+    @functools.cached_property
+    def cuts(self) -> dict[tuple[str, int, int, int], Any]:
+        """How the tokens of every task of a module with several cp ranks are cut."""
+        cuts = {}
+        for (module, replica, index), chunks in self.step.chunks.items():
+            if self.plan.modules[module].cp_size > 1:
+                alone = replace(self.plan, modules={LANGUAGE_MODEL: self.plan.modules[module]}, edges=())
+                sharder = ContextSharder(alone, 0, PLACEHOLDERS, frozenset())
+                for chunk, samples in enumerate(chunks):
+                    if samples:
+                        cuts[module, replica, index, chunk] = sharder(self.packed(samples))
+        return cuts
 
     def embedded(self, module: str, sample: int) -> Tensor:
         """What a module's first layer starts from: `[tokens, width]`."""
@@ -187,20 +207,23 @@ class LinearStage:
         return outputs
 
 
+BOOLEANS = st.booleans()
+
+
 @st.composite
-def cases(draw) -> Case:
+def cases(draw, sharing: st.SearchStrategy[bool] = BOOLEANS) -> Case:
     """Any meshes, stages, replicas and microbatches of the four modules, on ranks of their own or shared."""
-    shared, world_size = draw(st.booleans()), 6
+    shared = draw(sharing)
     modules, first = {}, 0
     for name in WIDTHS:
-        cp_size, tp_size = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1), (2, 2)]))
+        cp_size, tp_size = draw(st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (2, 2)]))
         context = ContextSettings(draw(st.sampled_from(["lpt", "zigzag", "random"])), "row", draw(st.integers(1, 3)))
         replicas = []
         for _ in range(draw(st.integers(1, 2)) if shared else 1):
             stages = []
             for layers in draw(st.sampled_from([[(0, 2)], [(0, 1), (1, 2)]])):
                 if shared:
-                    ranks = draw(st.permutations(range(world_size)))[: cp_size * tp_size]
+                    ranks = draw(st.permutations(range(WORLD_SIZE)))[: cp_size * tp_size]
                 else:
                     ranks = range(first, first + cp_size * tp_size)
                     first += cp_size * tp_size
@@ -211,7 +234,7 @@ def cases(draw) -> Case:
     edges = tuple(Edge(s, t, tuple(feature.layer for feature in FEATURES[s])) for s, t in TARGETS.items())
     samples = range(draw(st.integers(1, 4)))
     tokens = {sample: {kind: draw(st.integers(0, 3)) for kind in PLACEHOLDERS} for sample in samples}
-    needed = {"audio": ("sound",), "vision": ("sound", "image"), LANGUAGE_MODEL: (), "speech": ("voice",)}
+    needed = {"audio": ("sound",), "vision": ("sound", "image", "video"), "speech": ("voice",)}
     microbatches = {}
     for name, module in modules.items():
         lists = [[[] for _ in range(2)] for _ in range(module.dp_size)]
@@ -223,67 +246,87 @@ def cases(draw) -> Case:
     return Case(ParallelPlan(modules, edges), step, tokens, draw(st.integers(0, 9)))
 
 
-def cut_for_all(case: Case) -> dict:
-    """How the tokens of every task of a module with several cp ranks are cut."""
-    cuts = {}
-    for name, module in case.plan.modules.items():
-        if module.cp_size > 1:
-            alone = replace(case.plan, modules={LANGUAGE_MODEL: module}, edges=())
-            sharder = ContextSharder(alone, 0, PLACEHOLDERS, frozenset())
-            for (owner, replica, index), chunks in case.step.chunks.items():
-                for chunk, samples in enumerate(chunks):
-                    if owner == name and samples:
-                        cuts[name, replica, index, chunk] = sharder(case.packed(samples))
-    return cuts
+Outcome = tuple[dict[Task, float], dict[tuple[str, int, int], dict[int, Tensor]]]
+"""Of a rank: the losses of its tasks, and the gradients that arrived at its first stages, by sample."""
 
 
-def run_in_threads(case: Case) -> list[tuple[float, dict]]:
-    """A step on ranks that are threads: of each, the loss that it leads and the gradients of its leaves."""
-    spec = model_spec()
-    program = build_program(case.plan, case.step, sync_groups(spec, case.plan))
+def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[int, ...], Any]) -> Outcome:
+    leaves: dict = {key: {} for key in case.plan.stages_of_rank(rank)}
+    executor = Executor(
+        case.plan,
+        SPEC,
+        {key: LinearStage(case, key, own) for key, own in leaves.items()},  # type: ignore
+        transport,
+        groups,
+        StepFunctions(lambda logits, labels, shifted: (logits.sum(), torch.tensor(1))),
+        torch.device("cpu"),
+    )
+    keys = RankInputs(case.plan, rank).chunks(case.step)
+    batches: dict = {key: case.packed(samples) for key, samples in keys.items() if samples}
+    program = build_program(case.plan, case.step, sync_groups(SPEC, case.plan))
+    result = executor.run(program, StepData(case.step, batches, case.cuts))
+    gradients = {
+        key: {sample: leaf.grad for sample, leaf in own.items() if leaf.grad is not None}
+        for key, own in leaves.items()
+    }
+    return {task: float(loss) for task, (loss, _) in result.losses.items()}, gradients
+
+
+def run_in_threads(case: Case) -> list[Outcome]:
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
     groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.mesh, *stage.cp_groups)}
     world = LoopbackWorld(10.0)
-    cuts = cut_for_all(case)
 
-    def body(rank: int) -> tuple[float, dict]:
-        leaves = {key: {} for key in case.plan.stages_of_rank(rank)}
-        executor = Executor(
-            case.plan,
-            spec,
-            {key: LinearStage(case, key, own) for key, own in leaves.items()},
-            world.transport(rank),
-            {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
-            StepFunctions(lambda logits, labels, shifted: (logits.sum(), torch.tensor(1))),
-            torch.device("cpu"),
-        )
-        keys = RankInputs(case.plan, rank).chunks(case.step)
-        batches: dict = {key: case.packed(samples) for key, samples in keys.items() if samples}
-        result = executor.run(program, StepData(case.step, batches, cuts))
-        led = [
-            float(loss)
-            for task, (loss, _) in result.losses.items()
-            if rank in [group[0] for group in case.plan.stage(*task.stage_key).mesh]
-        ]
-        return sum(led), leaves
+    def body(rank: int) -> Outcome:
+        members = {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks}
+        return run_rank(case, rank, world.transport(rank), members)
 
-    outcomes = run_threads(body, case.plan.world_size)
+    with mock.patch.object(message_queues, "dist", ThreadCollectives):
+        outcomes = run_threads(body, case.plan.world_size)
     assert all(channel.empty() for channel in world.channels.values()), "a message that nobody received"
     return outcomes
+
+
+def run_in_processes(cases: Sequence[Case]) -> list[Outcome]:
+    """A step of each case on this rank, over the groups that training makes; every other with one for each pair."""
+    rank, outcomes = dist.get_rank(), []
+    pairs = {pair: dist.new_group(list(pair)) for pair in itertools.permutations(range(WORLD_SIZE), 2)}
+    of_pairs = {pair: group for pair, group in pairs.items() if rank in pair}
+    for number, case in enumerate(cases):
+        groups = ProcessGroups(case.plan, sync_groups(SPEC, case.plan), World())
+        transport = DistributedTransport(World(), of_pairs if number % 2 else None)
+        outcomes.append(run_rank(case, rank, transport, groups.by_ranks))
+    return outcomes
+
+
+def assert_equals_one_process(case: Case, outcomes: Sequence[Outcome]) -> None:
+    expected_loss, expected = one_process(case)
+    total = 0.0
+    for rank, (losses, _) in enumerate(outcomes):
+        for task, loss in losses.items():
+            leader = next(row[0] for row in case.plan.stage(*task.stage_key).mesh if rank in row)
+            assert loss == outcomes[leader][0][task], (task, rank)
+            total += loss if rank == leader else 0.0
+    assert total == expected_loss
+    for (module, sample), gradient in expected.items():
+        replica, _ = case.step.location_of[module, sample]
+        for column in case.plan.stage(module, replica, 0).cp_groups:  # each cp rank has the gradient of its tokens
+            found = torch.zeros_like(gradient)
+            for rank in column:
+                found += outcomes[rank][1][module, replica, 0].get(sample, 0)
+            assert torch.equal(found, gradient), (module, sample, column)
 
 
 @settings(max_examples=30)
 @given(cases())
 def test_any_graph_of_modules_equals_one_process(case):
-    expected_loss, expected = one_process(case)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(message_queues, "dist", ThreadCollectives)
-        outcomes = run_in_threads(case)
-    assert sum(loss for loss, _ in outcomes) == expected_loss
-    for (module, sample), gradient in expected.items():
-        replica, _ = case.step.location_of[module, sample]
-        stage = case.plan.stage(module, replica, 0)
-        for column in stage.cp_groups:  # each cp rank has the gradient of its tokens
-            parts = [outcomes[rank][1][module, replica, 0].get(sample) for rank in column]
-            found = [leaf.grad for leaf in parts if leaf is not None and leaf.grad is not None]
-            assert torch.equal(sum(found, torch.zeros_like(gradient)), gradient), (module, sample, column)
+    assert_equals_one_process(case, run_in_threads(case))
+
+
+@pytest.mark.distributed
+@settings(max_examples=1, database=None, phases=[Phase.generate])
+@given(st.lists(cases(st.just(True)), min_size=12, max_size=12))
+def test_process_groups_carry_what_threads_do(drawn):
+    by_rank = run_distributed(run_in_processes, WORLD_SIZE, drawn)
+    for case, *outcomes in zip(drawn, *by_rank, strict=True):
+        assert_equals_one_process(case, outcomes)

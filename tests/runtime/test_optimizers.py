@@ -74,6 +74,13 @@ def values(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(4, 4, generator=generator)[: 1 if name == "bias" else 4] for name in NAMES}
 
 
+def placed(value: torch.Tensor, like: Any) -> torch.Tensor:
+    """The value, cut as a parameter."""
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def model_of(dtype: torch.dtype, mesh: DeviceMesh | None) -> nn.Module:
     """Two matrices, cut by rows and by columns, and a bias that is not cut."""
     model = nn.Module()
@@ -86,14 +93,18 @@ def model_of(dtype: torch.dtype, mesh: DeviceMesh | None) -> nn.Module:
     return model
 
 
+def prepared(cls: Any, model: nn.Module, holds_all: bool = True, **settings: Any) -> Any:
+    optimizer = cls(model.parameters())
+    prepare_optimizer(optimizer, holds_all=holds_all, world=World(), **settings)
+    return optimizer
+
+
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
     for seed in seeds:
         for name, value in values(seed).items():
             parameter: Any = model.get_parameter(name)
             parameter.grad_dtype = torch.float32
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.grad = value
+            parameter.grad = placed(value, parameter)
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
@@ -106,14 +117,16 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def sharded(model: Any, world: World | None = None) -> ShardedModel:
-    """A model whose parameters two ranks share."""
-    result = ShardedModel(model, None, None, world or World())  # type: ignore[arg-type]
-    result.shards = {}
+def save(model: Any, optimizer: Any, folder: str, world: World) -> None:
+    """Saves the state of parameters that two ranks share."""
+    sharded = ShardedModel(model, None, None, world)  # type: ignore[arg-type]
+    sharded.shards = {}
     for dim, name in enumerate(NAMES):
         copies = [(() if name == "bias" else (Cut("tp", dim, rank, 2),), (rank,)) for rank in range(2)]
-        result.shards[name] = ParameterShards.from_copies((("m", 0, 0),), copies)
-    return result
+        sharded.shards[name] = ParameterShards.from_copies((("m", 0, 0),), copies)
+    writes = Writes(folder)
+    save_optimizer(optimizer, sharded, writes, [NAMES])
+    writes.finish(world)
 
 
 def run_classes(folder: str) -> dict[str, Any]:
@@ -122,26 +135,19 @@ def run_classes(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for cls in (torch.optim.AdamW, torch.optim.Adagrad, Plain, ByNorm, Adafactor):
         model = model_of(torch.bfloat16, mesh)
-        optimizer = cls(model.parameters())
         try:
-            prepare_optimizer(optimizer, holds_all=True, world=World())
+            optimizer = prepared(cls, model)
         except ValueError as error:
             found[cls.__name__] = str(error)
             continue
         steps(model, optimizer, range(1, 3))
-        writes = Writes(f"{folder}/{cls.__name__}")
-        save_optimizer(optimizer, sharded(model), writes, [NAMES])
-        writes.finish(World())
+        save(model, optimizer, f"{folder}/{cls.__name__}", World())
         half = full(model)
         steps(model, optimizer, range(3, 5))
         again = model_of(torch.bfloat16, mesh)
         for name, parameter in again.named_parameters():
-            value = half[name]
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
-            parameter.data.copy_(value)
-        resumed = cls(again.parameters())
-        prepare_optimizer(resumed, holds_all=True, world=World())
+            parameter.data.copy_(placed(half[name], parameter))
+        resumed = prepared(cls, again)
         load_optimizer(resumed, again, f"{folder}/{cls.__name__}", [NAMES], World())
         steps(again, resumed, range(3, 5))
         on_shards = any(getattr(p, "sharded_parameter", None) is not None for p in optimizer.param_groups[0]["params"])
@@ -155,9 +161,7 @@ def test_optimizers_run_on_shards_as_on_the_whole_or_are_refused(tmp_path):
     for found in ranks:
         for cls, on_shards in ((torch.optim.AdamW, False), (torch.optim.Adagrad, False), (Plain, True)):
             model = model_of(torch.bfloat16, None)
-            optimizer = cls(model.parameters())
-            prepare_optimizer(optimizer, holds_all=True, world=World())
-            steps(model, optimizer, range(1, 5))
+            steps(model, prepared(cls, model), range(1, 5))
             where, straight, resumed = found[cls.__name__]
             assert where == on_shards
             for name, want in full(model).items():
@@ -170,14 +174,6 @@ def test_optimizers_run_on_shards_as_on_the_whole_or_are_refused(tmp_path):
     optimizer = Plain(model.parameters())
     load_optimizer(optimizer, model, tmp_path / "Plain", [NAMES], World())
     assert optimizer.state[model.get_parameter("rows")]["momentum"].shape == (4, 4)
-
-
-@pytest.mark.parametrize("cls", [ByPlace, ByOthers])
-def test_optimizers_that_need_all_parameters_are_refused_on_parts(cls):
-    model = model_of(torch.float32, None)
-    prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=True, world=World())
-    with pytest.raises(ValueError, match=f"`tests.{cls.__name__}`"):
-        prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=False, world=World())
 
 
 @pytest.mark.parametrize(
@@ -204,9 +200,7 @@ def run_in_part_of_the_processes(folder: str) -> None:
     model, again = model_of(torch.float32, mesh), model_of(torch.float32, mesh)
     optimizer, resumed = (torch.optim.AdamW(m.parameters()) for m in (model, again))
     steps(model, optimizer, range(1, 3))
-    writes = Writes(folder)
-    save_optimizer(optimizer, sharded(model, world), writes, [NAMES])
-    writes.finish(world)
+    save(model, optimizer, folder, world)
     load_optimizer(resumed, again, folder, [NAMES], world)
     for name, parameter in again.named_parameters():
         saved, read = optimizer.state[model.get_parameter(name)]["exp_avg"], resumed.state[parameter]["exp_avg"]
@@ -239,17 +233,20 @@ def slices_of(model: nn.Module, rank: int) -> OptimizerSlices:
 
 
 @pytest.mark.parametrize(
-    ("cls", "cause"),
+    ("cls", "holds_all", "on_slices", "cause"),
     [
-        (ChangesWithMode, "`train\\(\\)` and `eval\\(\\)`"),
-        (Adafactor, "update of a slice"),
-        (ByPlace, "`zero_stage=0`"),
+        (ByPlace, False, False, "`tests.ByPlace`"),
+        (ByOthers, False, False, "`tests.ByOthers`"),
+        (ChangesWithMode, True, True, r"`train\(\)` and `eval\(\)`"),
+        (Adafactor, True, True, "update of a slice"),
+        (ByPlace, True, True, "`zero_stage=0`"),
     ],
 )
-def test_optimizers_that_can_not_update_slices_are_refused(cls, cause):
+def test_optimizers_that_need_all_parameters_or_whole_ones_are_refused_on_parts(cls, holds_all, on_slices, cause):
     model = model_of(torch.float32, None)
+    prepared(cls, model)
     with pytest.raises(ValueError, match=cause):
-        prepare_optimizer(cls(model.parameters()), holds_all=True, world=World(), slices=slices_of(model, 0))
+        prepared(cls, model, holds_all, slices=slices_of(model, 0) if on_slices else None)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad])
@@ -267,8 +264,7 @@ def test_slices_read_their_share_of_the_state_of_whole_parameters(tmp_path, cls)
     key = {torch.optim.AdamW: "exp_avg", torch.optim.Adagrad: "sum"}[cls]
     shares: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for rank in range(2):
-        optimizer = cls(model.parameters())
-        prepare_optimizer(optimizer, holds_all=True, world=World(), slices=slices_of(model, rank))
+        optimizer = prepared(cls, model, slices=slices_of(model, rank))
         load_optimizer(optimizer, model, tmp_path, [names], World())
         for name, entry in zip(names, optimizer.param_groups[0]["params"], strict=True):
             state = optimizer.state[entry]

@@ -38,7 +38,7 @@ def step(parameters: list[Any], optimizer: torch.optim.Optimizer, seed: int, ski
 
 def prepared(cls: Any, parameters: list[Any], storage: StorageSettings, **settings: Any) -> torch.optim.Optimizer:
     groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
-    optimizer = cls(groups, **settings)
+    optimizer = cls(groups, **{"lr": 0.01, **settings})
     prepare_optimizer(optimizer, holds_all=True, world=World(), storage=dict.fromkeys(parameters, storage))
     return optimizer
 
@@ -50,57 +50,49 @@ def _torch_on_the_cpu(monkeypatch):
 
 
 CLASSES = [
-    (torch.optim.AdamW, {"lr": 0.01}),
-    (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
-    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
-    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
-    (torch.optim.Adagrad, {"lr": 0.01}),
-    (Adafactor, {"lr": 0.01, "relative_step": False, "scale_parameter": False}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adagrad, {}),
+    (Adafactor, {"relative_step": False, "scale_parameter": False}),
 ]
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
-@pytest.mark.parametrize(("cls", "settings"), CLASSES)
-def test_master_weights_are_updated_as_float32_parameters(cls: Any, settings: dict[str, Any]):
-    narrow = weights(torch.bfloat16)
-    wide = [nn.Parameter(p.detach().float()) for p in narrow]
-    optimizer = prepared(cls, narrow, MASTER, **settings)
-    reference = prepared(cls, wide, StorageSettings(master_weights=False), **settings)
-    for seed in range(4):
-        step(narrow, optimizer, seed, skipped=3)
-        step(wide, reference, seed, skipped=3)
-    for entry, parameter, want in zip(entries_of(optimizer), narrow, wide, strict=True):
-        assert torch.equal(entry, want) and torch.equal(parameter, want.bfloat16())
-        assert entry.grad is None and copied_from(entry) is parameter
-
-
-@pytest.mark.parametrize(("cls", "settings"), CLASSES[:4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_on_the_cpu_is_that_of_the_device(cls: Any, settings: dict[str, Any], dtype: torch.dtype):
+@pytest.mark.parametrize(
+    ("cls", "settings", "storage", "dtype"),
+    [(*each, MASTER, torch.bfloat16) for each in CLASSES]
+    + [(*each, HOST, dtype) for each in CLASSES[:4] for dtype in ROUNDING],
+)
+def test_copies_are_updated_as_float32_parameters(cls: Any, settings: dict, storage: StorageSettings, dtype: Any):
     own, wide = weights(dtype), [nn.Parameter(p.detach().float()) for p in weights(dtype)]
-    optimizer = prepared(cls, own, HOST, **settings)
+    optimizer = prepared(cls, own, storage, **settings)
     reference = prepared(cls, wide, StorageSettings(master_weights=False), **settings)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 / (1 + number))
-    other = torch.optim.lr_scheduler.LambdaLR(reference, lambda number: 1 / (1 + number))
     for seed in range(4):
-        step(own, optimizer, seed, skipped=2)
-        step(wide, reference, seed, skipped=2)
-        schedule.step()
-        other.step()
+        for parameters, each in ((own, optimizer), (wide, reference)):
+            step(parameters, each, seed, skipped=2)
+            for group in each.param_groups:
+                group["lr"] /= 2 + seed
+    # the device rounds as the CPU but for its kernels, which add in another order
+    close = {"rtol": 0.0, "atol": 0.0} if storage is MASTER else {"rtol": 1e-6, "atol": 1e-6}
     for entry, parameter, want in zip(entries_of(optimizer), own, wide, strict=True):
-        torch.testing.assert_close(entry, want, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(parameter, want.to(dtype), rtol=1e-2 if dtype != torch.float32 else 1e-6, atol=1e-6)
-        assert entry.grad is None
-    mine, theirs = optimizer.state_dict(), reference.state_dict()
-    assert mine["state"].keys() == theirs["state"].keys() == {0, 1, 3}
-    for index, state in theirs["state"].items():
-        assert mine["state"][index].keys() == state.keys() and float(mine["state"][index]["step"]) == 4
-        torch.testing.assert_close(mine["state"][index]["exp_avg"], state["exp_avg"], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(entry, want, **close)
+        rounded = close if storage is MASTER else {"rtol": ROUNDING[dtype], "atol": 1e-6}
+        torch.testing.assert_close(parameter, want.to(dtype), **rounded)
+        assert entry.grad is None and copied_from(entry) is parameter
+    mine, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
+    assert mine.keys() == theirs.keys() >= {0, 1, 3}
+    for index, state in theirs.items():
+        assert mine[index].keys() == state.keys()
+        for key in state.keys() - {"step", "RMS"}:
+            torch.testing.assert_close(mine[index][key], state[key], rtol=1e-6, atol=1e-7)
 
 
 def test_gradients_come_in_buckets(monkeypatch):
     own = weights(torch.float32)
-    optimizer = prepared(torch.optim.AdamW, own, HOST, lr=0.01)
+    optimizer = prepared(torch.optim.AdamW, own, HOST)
     steps = []
     update = offload.OffloadedStep._update
     monkeypatch.setattr(
@@ -111,7 +103,7 @@ def test_gradients_come_in_buckets(monkeypatch):
     step(own, optimizer, 0)
     assert steps == [2, 1, 1]  # 64 + 64, 64 and 192 bytes, in buckets of 128
     with pytest.raises(ValueError, match="`torch.SGD` can't be used with `offload_optimizer=True`"):
-        prepared(torch.optim.SGD, weights(torch.float32), HOST, lr=0.01)
+        prepared(torch.optim.SGD, weights(torch.float32), HOST)
 
 
 def test_saved_copies_count_where_they_round_to_the_weights():

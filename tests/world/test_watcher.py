@@ -15,7 +15,7 @@ from hf_mmparallel.world.watcher import ACTIVITY, Failure, Peer, Sign, Watcher, 
 
 
 class CountingStore:
-    """A store in memory that counts what it is asked."""
+    """A store in memory, which watchers may share, that counts what it is asked."""
 
     def __init__(self) -> None:
         self.store = dist.HashStore()
@@ -32,20 +32,20 @@ class CountingStore:
 class Clock:
     """Time that passes when the test says so."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 0.0
-        monkeypatch.setattr(watcher.time, "monotonic", lambda: self.now)
+    now = 0.0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    clock = Clock()
+    monkeypatch.setattr(watcher.time, "monotonic", lambda: clock.now)
+    return clock
 
 
-def world(size: int, **kwargs: Any) -> list[Watcher]:
+def world(size: int) -> list[Watcher]:
     """A watcher for each rank; nothing runs until the test calls it."""
     store = CountingStore()
-    return [Watcher(store, rank, size, **kwargs) for rank in range(size)]
+    return [Watcher(store, rank, size) for rank in range(size)]
 
 
 def rounds(clock: Clock, watchers: list[Watcher], count: int) -> None:
@@ -90,8 +90,6 @@ def test_ranks_that_do_the_same_are_one_line(clock: Clock):
         assert all(other._stall_sentence(62) is None for other in others)
         zero.peers[1] = Peer(Sign(200, "training step", False, 3.0), clock.now)
         assert zero._stall_sentence(62) is None  # rank 1 moves
-    assert watcher._ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-    assert watcher._ranks([3]) == "rank 3"
 
 
 def test_ranks_that_are_all_at_work_wait_for_nobody(clock: Clock):
@@ -108,9 +106,7 @@ def test_ranks_that_are_all_at_work_wait_for_nobody(clock: Clock):
 
 
 def test_a_failure_that_its_rank_takes_back_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch):
-    store = dist.HashStore()
-    zero, one = Watcher(CountingStore(), 0, 2), Watcher(CountingStore(), 1, 2)
-    zero.store = one.store = store
+    zero, one = world(2)
     zero._own = Failure(0, "an earlier failure")
     zero._exchange()
     one._reported_ids = frozenset({zero._own.id})
@@ -118,13 +114,13 @@ def test_a_failure_that_its_rank_takes_back_meanwhile_is_replaced(monkeypatch: p
 
     def swap_late(key: str, expected: str, value: str) -> str:
         if key == watcher._FAILURE and expected not in ("", value):
-            store.set(key, "")  # rank 0 goes on
+            one.store.set(key, "")  # rank 0 goes on
         return swap(key, expected, value)
 
     monkeypatch.setattr(one, "_swap", swap_late)
     one._own = Failure(1, "a new failure")
     one._exchange()
-    assert one.failure == one._own and "a new failure" in store.get(watcher._FAILURE).decode()
+    assert one.failure == one._own and "a new failure" in one.store.get(watcher._FAILURE).decode()
 
 
 class HeldStore(CountingStore):
@@ -141,14 +137,12 @@ class HeldStore(CountingStore):
 
 
 def test_a_slow_thread_of_an_earlier_block_does_not_retract_a_failure():
-    store = dist.HashStore()
-    held, quick = HeldStore(store), CountingStore()
-    quick.store = store
+    zero, one = world(2)
+    held = HeldStore(zero.store.store)
     earlier = Watcher(held, 0, 2)
     earlier.start()
     assert held.asked.wait(60)
     earlier.stop()  # its last exchange has not ended
-    zero, one = Watcher(quick, 0, 2), Watcher(quick, 1, 2)
     one.start()
     zero.start()
     zero._own = Failure(0, "no size")
@@ -157,7 +151,7 @@ def test_a_slow_thread_of_an_earlier_block_does_not_retract_a_failure():
     for thread in earlier._threads:
         thread.join(60)
     zero.stop()
-    assert json.loads(store.get(watcher._FAILURE))["sentence"] == "no size"
+    assert json.loads(held.store.get(watcher._FAILURE))["sentence"] == "no size"
     assert one.reason(ConnectionError("closed")) == "no size"
     one.stop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 import tempfile
@@ -14,18 +15,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import LiveBytes
 
 import hf_mmparallel
 from hf_mmparallel.data.step_batch import StreamRows
 from hf_mmparallel.trainer.agreement import SampleAgreement
-from hf_mmparallel.world import World, failure, watcher
+from hf_mmparallel.world import ReduceScatter, World, failure, watcher
 from hf_mmparallel.world.failure import shared_failure
 from hf_mmparallel.world.watcher import ACTIVITY
 from tests.distributed import assert_ranks_raise, run_distributed
 
 PACKAGE = Path(hf_mmparallel.__file__).parent
 COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_gather")
-POINT_TO_POINT = ("send", "recv")
+COLLECTIVES += ("send", "recv")
 
 
 def test_only_the_world_uses_the_default_group_and_knows_backends():
@@ -66,7 +68,7 @@ def busy_in_collectives() -> tuple[list[str], list[str]]:
 
         setattr(dist, name, recorded)
 
-    for name in COLLECTIVES + POINT_TO_POINT:
+    for name in COLLECTIVES:
         record(name)
     folder = tempfile.mkdtemp() if dist.get_rank() == 0 else None
     folder = World().broadcast(folder)
@@ -86,31 +88,6 @@ def test_ranks_wait_in_every_collective_of_a_run():
     for busy, seen in run_distributed(busy_in_collectives, 3):
         assert not busy, busy
         assert set(seen) >= {"world/world.py"}
-
-
-def unseen_file(folder: str) -> None:
-    """Saves optimizer state where rank 1 does not see the file that rank 0 has just made."""
-    from tests.trainer import runs
-
-    trainer = runs.make_trainer("llava", {"vision": {}, "language_model": {"tp_size": 2}}, max_steps=1)
-    trainer.train()
-    opened = Path.open
-
-    def late(path: Path, *args: Any) -> Any:
-        if dist.get_rank() == 1 and path.name == "optimizer.pt":
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return opened(path, *args)
-
-    Path.open = late
-    trainer._save_optimizer_and_scheduler(folder)
-
-
-@pytest.mark.deep
-@pytest.mark.distributed
-def test_a_rank_that_does_not_see_the_file_yet_ends_all(tmp_path: Path):
-    zero, one, two = assert_ranks_raise(unseen_file, 3, str(tmp_path), match="No such file", timeout=60)
-    assert f"`{tmp_path}/optimizer.pt`" in one
-    assert zero == two and zero.endswith(f"rank 1: SaveError: {one}")
 
 
 def everything_of(world: World) -> dict[str, Any]:
@@ -168,6 +145,66 @@ def test_worlds_of_some_processes_are_worlds():
         assert found == [expected | own, expected | own, {"all": [1, 0, 0, 1]}]
 
 
+def nested(rank: int) -> Any:
+    """Nested values of another size on each rank, with more than a message of objects should carry."""
+    big = torch.arange(50_000.0) + rank
+    return [{"logits": (big, torch.full((rank, 3), rank, dtype=torch.bfloat16)), "rank": rank}] * rank, rank
+
+
+def gathered() -> list[Any]:
+    gather_object = dist.gather_object
+
+    def measured(given: Any, *args: Any, **kwargs: Any) -> None:
+        assert len(pickle.dumps(given)) < 2_000
+        gather_object(given, *args, **kwargs)
+
+    dist.gather_object = measured
+    return World().gather_tensors(nested(dist.get_rank()))
+
+
+@pytest.mark.distributed
+def test_tensors_are_sent_one_by_one():
+    first, *others = run_distributed(gathered, 3)
+    assert len(first) == 3 and others == [[], []]
+    for rank, got in enumerate(first):
+        torch.testing.assert_close(got, nested(rank))
+
+
+class OtherBackend:
+    """Stands for a backend with a reduce-scatter of its own."""
+
+    def name(self) -> str:
+        return "other"
+
+
+WIDTHS = (5, 1, 0)
+SCATTERED = [(ranks, is_gloo) for is_gloo in (True, False) for ranks in ((0, 1, 2, 3), (1, 3), (2,))]
+
+
+def scattered() -> None:
+    """Each rank gets the sum of its row, and sends no more than a ring would, over every backend."""
+    for ranks, is_gloo in SCATTERED:
+        group: Any = dist.new_group(ranks)
+        inputs = torch.Generator().manual_seed(7)
+        by_rank = [[torch.randn(len(ranks), width, generator=inputs) for width in WIDTHS] for _ in range(4)]
+        if dist.get_rank() not in ranks:
+            continue
+        if not is_gloo:
+            type(group)._get_backend = lambda *_: OtherBackend()
+        with LiveBytes() as counter:
+            sums = ReduceScatter(by_rank[dist.get_rank()], group).wait()
+        row = ranks.index(dist.get_rank())
+        columns = range(len(WIDTHS))
+        torch.testing.assert_close(sums, torch.cat([sum(by_rank[rank][i][row] for rank in ranks) for i in columns]))  # type: ignore[misc]
+        assert sum(counter.sent_bytes.values()) == pytest.approx(4 * sum(WIDTHS) * (len(ranks) - 1))
+        assert set(counter.num_calls) == {"alltoall_base_" if is_gloo else "_reduce_scatter_base_"}
+
+
+@pytest.mark.distributed
+def test_each_rank_gets_the_sum_of_its_row():
+    run_distributed(scattered, 4)
+
+
 def test_one_process_is_a_world_without_a_group():
     world = World()
     assert (world.rank, world.size, world.is_first, world.processes) == (0, 1, True, (0,))
@@ -220,21 +257,29 @@ def test_values_travel_in_host_memory_where_the_default_group_does_not():
         assert len(used) >= 5 and all(is_host for _, is_host in used)
 
 
-def found_late(seconds: float) -> tuple[str, bool]:
-    def find() -> str:
-        time.sleep(seconds)
-        return "found"
-
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds / 4))
+def found_late() -> tuple[str, str]:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.75))
     world = World()
-    value = world.from_first_rank(find)
-    return value, world.from_first_rank(lambda: "again") == "again"
+    return world.from_first_rank(lambda: time.sleep(3) or "found"), world.from_first_rank(lambda: "again")
 
 
 @pytest.mark.deep
 @pytest.mark.distributed
 def test_ranks_wait_for_the_first_for_longer_than_a_collective_may_take():
-    assert run_distributed(found_late, 2, 5.0) == [("found", True)] * 2
+    assert run_distributed(found_late, 2) == [("found", "again")] * 2
+
+
+def failed_beside() -> None:
+    """Rank 1 waits for what rank 0 finds, rank 0 for a sign of rank 1, and rank 2 fails."""
+    watcher._RETRACTION_S = 0.5
+    world = World()
+    with shared_failure("measuring samples"):
+        if world.rank == 2:
+            raise KeyError("lost")
+        while world.is_first:
+            failure.check_rank_lives(1)
+            time.sleep(0.05)
+        world.from_first_rank(lambda: None)
 
 
 @pytest.mark.distributed
@@ -243,37 +288,23 @@ def test_ranks_that_wait_end_when_another_rank_has_failed():
     assert all("rank 2: KeyError" in message for message in messages[:2])
 
 
-def failed_beside() -> None:
-    def find() -> None:
-        time.sleep(30)
-
+def told_late() -> str:
+    """Rank 0 comes late, and tells its failure when rank 1 has told its own and is in the next block."""
+    watcher._INTERVAL_S, watcher._SILENT_S = 0.05, 0.4
     world = World()
-    with shared_failure("measuring samples"):
-        if dist.get_rank() == 2:
-            raise KeyError("lost")
-        if dist.get_rank() == 0:
-            while True:
-                failure.check_rank_lives(1)
-                time.sleep(0.05)
-        world.from_first_rank(find)
+    if world.is_first:
+        time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 0.5)
+    with suppress(ValueError), shared_failure("the first block"):
+        raise ValueError("one of both")
+    if world.is_first:
+        time.sleep(1)  # before it takes its failure back
+    with shared_failure("the next block"):
+        return world.from_first_rank(lambda: "found")
 
 
 @pytest.mark.distributed
 def test_a_failure_that_is_told_late_does_not_end_the_next_block():
     assert run_distributed(told_late, 2) == ["found"] * 2
-
-
-def told_late() -> str:
-    """Rank 0 comes late, and tells its failure when rank 1 has told its own and is in the next block."""
-    world = World()
-    if world.is_first:
-        time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 1)
-    with suppress(ValueError), shared_failure("the first block"):
-        raise ValueError("one of both")
-    if dist.get_rank() == 0:
-        time.sleep(1)  # before it takes its failure back
-    with shared_failure("the next block"):
-        return world.from_first_rank(lambda: "found")
 
 
 def join_after_a_failure() -> list[int]:
