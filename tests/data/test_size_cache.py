@@ -1,7 +1,5 @@
 """Sizes that were measured when samples were drawn are there for the next run."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time
@@ -19,12 +17,13 @@ from hf_mmparallel.data import ChatCollator, sample_sizes, size_sources
 from hf_mmparallel.data.global_batches import GlobalBatchSampler
 from hf_mmparallel.data.image_sizes import UnknownSizeError
 from hf_mmparallel.data.layer_tokens import measure_layers
-from hf_mmparallel.data.measured_batches import MeasuredBatchSampler, MeasuredShare, MeasuringRanks
+from hf_mmparallel.data.measured_batches import MeasuredBatchSampler, MeasuringRanks
 from hf_mmparallel.data.sample_sizes import size_source
-from hf_mmparallel.data.size_sources import LayerTokens, LazySizes, SizeCache
+from hf_mmparallel.data.size_sources import LayerTokens, SizeCache
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from hf_mmparallel.trainer.training_sizes import representative_batch
-from tests.data.test_chat_collator import llava, say
+from tests.data.conversations import say
+from tests.data.processors import llava
 from tests.plan.specs import model_spec
 
 SAMPLES = 24
@@ -43,54 +42,62 @@ def tripled(sample: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dataset:
-    """Rows on disk that count as many."""
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows count as many."""
     monkeypatch.setattr(sample_sizes, "PARALLEL_FROM", 3)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, many: None) -> Any:
     Dataset.from_list([{"length": 10 + n, "other": n} for n in range(SAMPLES)]).save_to_disk(str(tmp_path / "rows"))
-    return load_from_disk(str(tmp_path / "rows"))  # pyright: ignore[reportReturnType]
+    return load_from_disk(str(tmp_path / "rows"))
 
 
-def sizes_of(dataset: Any, function: Any = doubled, **given: Any) -> Any:
-    return size_source(dataset, None, given.pop("spec", SPEC), function=function, **given)
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The samples that are measured."""
+    found: list[int] = []
+    measure = sample_sizes._StoredReader.__call__
+    monkeypatch.setattr(
+        sample_sizes._StoredReader, "__call__", lambda self, new: found.extend(new) or measure(self, new)
+    )
+    return found
+
+
+def sizes_of(dataset: Any, function: Any = doubled) -> Any:
+    return size_source(dataset, None, SPEC, function=function)
 
 
 def tokens(sizes: SampleSizes) -> dict[str, list[int]]:
     return {name: own.tolist() for name, own in sizes.tokens.items()}
 
 
-def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(self: Any, indices: Sequence[int]) -> Any:
-        raise AssertionError(f"sample {indices[0]} is read again")
-
-    monkeypatch.setattr(sample_sizes._StoredReader, "__call__", read)
-
-
-def _alone(value: MeasuredShare) -> list[MeasuredShare]:
-    return [value]
-
-
 def draws(source: Any, dataset: Any, keeps: bool = True, order: Sequence[int] = range(SAMPLES)) -> list[Any]:
-    ranks = MeasuringRanks(0, 1, _alone, keeps)
-    sized = MeasuredBatchSampler(GlobalBatchSampler(order, 8), source, dataset, UNKNOWN, ranks)
-    return list(sized)
+    ranks = MeasuringRanks(0, 1, lambda share: [share], keeps)
+    return list(MeasuredBatchSampler(GlobalBatchSampler(order, 8), source, dataset, UNKNOWN, ranks))
 
 
-def test_a_second_run_measures_nothing_that_the_first_one_has(dataset, tmp_path, monkeypatch):
+def assert_same_draws(found: list[Any], wanted: list[Any]) -> None:
+    assert [tokens(draw.sizes) for draw in found] == [tokens(draw.sizes) for draw in wanted]
+    squares = [[draw.sizes.squares["vision"].tolist() for draw in own] for own in (found, wanted)]
+    assert squares[0] == squares[1]
+
+
+def test_a_second_run_measures_nothing_that_the_first_one_has(dataset, tmp_path, reads):
     order = [n for n in range(SAMPLES) if n != 3]  # whose size nothing says
     first = draws(sizes_of(dataset), dataset, order=order)
-    forbid(monkeypatch)
+    reads.clear()
     again = load_from_disk(str(tmp_path / "rows"))
-    second = draws(sizes_of(again), again, order=order)
-    assert [tokens(draw.sizes) for draw in second] == [tokens(draw.sizes) for draw in first]
-    assert [draw.sizes.squares["vision"].tolist() for draw in second] == [
-        draw.sizes.squares["vision"].tolist() for draw in first
-    ]
-    with pytest.raises(AssertionError, match="sample 3 is read again"):
+    assert_same_draws(draws(sizes_of(again), again, order=order), first)
+    assert not reads
+    with pytest.raises(UnknownSizeError):
         sizes_of(again)([3])
+    assert reads == [3]
 
 
-def test_samples_that_stand_for_others_and_bad_ones_are_not_kept(dataset):
+def test_samples_that_stand_for_others_are_not_kept_and_only_one_rank_writes(dataset):
     source = sizes_of(dataset)
+    assert len(draws(source, dataset, keeps=False)) == 3 and not source.cache.path.exists()
     drawn = draws(source, dataset)
     assert tokens(drawn[0].sizes)[LANGUAGE_MODEL][3] == 77
     indices, sizes = source.cache.load(list(SPEC.modules))
@@ -98,102 +105,60 @@ def test_samples_that_stand_for_others_and_bad_ones_are_not_kept(dataset):
     assert sizes.tokens[LANGUAGE_MODEL].tolist() == [2 * (10 + n) for n in indices.tolist()]
 
 
-def test_only_the_rank_that_keeps_writes(dataset):
-    source = sizes_of(dataset)
-    draws(source, dataset, keeps=False)
-    assert not source.cache.path.exists()
-
-
 def test_other_measures_datasets_and_layers_have_files_of_their_own(dataset, tmp_path):
     sources = [sizes_of(dataset), sizes_of(dataset, tripled), sizes_of(dataset.select(range(12)))]
-    assert len({source.cache.path for source in sources}) == 3
+    layered = [sources[0].cache.with_layers({"vision": LayerTokens(per_row)}) for per_row in (1.0, 4.0)]
+    assert len({cache.path for cache in (*(source.cache for source in sources), *layered)}) == 5
     assert sizes_of(load_from_disk(str(tmp_path / "rows"))).cache.path == sources[0].cache.path
-    cache = sources[0].cache
-    layered = [cache.with_layers({"vision": LayerTokens(per_row)}) for per_row in (1.0, 4.0)]
-    assert len({own.path for own in (cache, *layered)}) == 3
 
 
-def test_the_file_of_a_conversation_depends_on_its_processor_and_settings(tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_sizes, "PARALLEL_FROM", 3)
+def test_conversations_are_measured_once_for_a_processor_with_its_settings(tmp_path, many, reads):
     rows = [{"messages": [say("user", "which " * n), say("assistant", "seven")]} for n in range(1, 9)]
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
 
-    def source(**settings: Any) -> LazySizes:
-        found = size_source(load_from_disk(str(tmp_path / "rows")), ChatCollator(llava(), **settings), SPEC)
-        assert isinstance(found, LazySizes)
-        return found
+    def start(**settings: Any) -> Any:
+        collator = ChatCollator(llava(), **settings)
+        source: Any = size_source(load_from_disk(str(tmp_path / "rows")), collator, SPEC)
+        assert measure_layers(None, SPEC, None, None, source) == {}  # pyright: ignore[reportArgumentType]
+        return source  # there are no images
 
-    own = source()
-    wanted = tokens(own(range(8)))
-    assert own.keep(np.arange(8), own(range(8)))
-    after = source(max_length=400)
-    assert own.cache is not None and after.cache is not None
-    assert source().cache.path == own.cache.path != after.cache.path  # pyright: ignore[reportOptionalMemberAccess]
-    forbid(monkeypatch)
-    assert tokens(source()(range(8))) == wanted
-    with pytest.raises(AssertionError, match="read again"):
-        after([0])
+    first = start()
+    wanted = tokens(first(range(8)))
+    assert reads == list(range(8)) and first.keep(np.arange(8), first(range(8)))
+    assert tokens(first.with_layers({"vision": LayerTokens(4.0)})(range(8))) == wanted  # and changes no length
+    assert tokens(start()(range(8))) == wanted and len(reads) == 8
+    start(max_length=400)([0])
+    assert len(reads) > 8
 
 
-def test_parts_of_datasets_keep_the_sizes_of_what_they_are_made_of(dataset, monkeypatch):
-    whole = ConcatDataset([Subset(dataset, list(range(20, 10, -1))), dataset])  # pyright: ignore[reportArgumentType]
+def test_parts_of_datasets_keep_the_sizes_of_what_they_are_made_of(dataset, reads):
+    whole: Any = ConcatDataset([Subset(dataset, list(range(20, 10, -1))), dataset])
     order = [n for n in range(len(whole)) if n != 13]
     first = draws(sizes_of(whole), whole, order=order)
-    forbid(monkeypatch)
+    reads.clear()
     assert tokens(sizes_of(dataset)([20, 11, 0])) == {LANGUAGE_MODEL: [60, 42, 20], "vision": [33, 24, 13]}
-    second = draws(sizes_of(whole), whole, order=order)
-    assert [tokens(draw.sizes) for draw in second] == [tokens(draw.sizes) for draw in first]
+    assert_same_draws(draws(sizes_of(whole), whole, order=order), first)
+    assert not reads
 
 
 @pytest.mark.parametrize("form", [lambda data: data, lambda data: Subset(data, range(SAMPLES))])
-def test_what_is_measured_at_the_start_is_not_measured_by_the_next_run(dataset, tmp_path, monkeypatch, form):
-    def start(rows: Any) -> tuple[tuple[int, ...], Any]:
-        args = MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], disable_tqdm=True)
-        source = sizes_of(rows)
-        return representative_batch(rows, source, 8, args).samples, source
-
-    drawn, source = start(form(dataset))
+def test_what_is_measured_at_the_start_is_not_measured_by_the_next_run(dataset, tmp_path, reads, form):
+    args = MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], disable_tqdm=True)
+    source = sizes_of(form(dataset))
+    drawn = representative_batch(form(dataset), source, 8, args).samples
     assert len(drawn) == 7  # of one of the eight nothing says the size
-    forbid(monkeypatch)
+    reads.clear()
     again = sizes_of(form(load_from_disk(str(tmp_path / "rows"))))
-    assert tokens(again(drawn)) == tokens(source(drawn))
-    with pytest.raises(AssertionError, match="read again"):
-        again([next(n for n in range(SAMPLES) if n not in drawn)])
+    assert tokens(again(drawn)) == tokens(source(drawn)) and not reads
+    again([next(n for n in range(SAMPLES) if n not in {3, *drawn})])
+    assert len(reads) == 1
 
 
-def test_conversations_that_tell_what_layers_see_are_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_sizes, "PARALLEL_FROM", 3)
-    rows = [{"messages": [say("user", "which " * n), say("assistant", "seven")]} for n in range(1, 9)]
-    Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
-    read: list[int] = []
-    measure = sample_sizes._StoredReader.__call__
-    monkeypatch.setattr(
-        sample_sizes._StoredReader, "__call__", lambda self, new: read.extend(new) or measure(self, new)
-    )
-
-    def start() -> Any:
-        source = size_source(load_from_disk(str(tmp_path / "rows")), ChatCollator(llava()), SPEC)
-        layers = measure_layers(None, SPEC, None, None, source)  # pyright: ignore[reportArgumentType]
-        assert source is not None and layers == {}  # there are no images
-        return source
-
-    first = start()
-    wanted = tokens(first.with_layers({"vision": LayerTokens(4.0)})(range(8)))
-    assert read == list(range(8))  # what the layers see changes no length
-    assert tokens(start()(range(8))) == tokens(first(range(8))) == wanted and len(read) == 8
-
-
-def test_a_dataset_in_memory_has_no_cache(monkeypatch):
-    monkeypatch.setattr(sample_sizes, "PARALLEL_FROM", 3)
-    source = sizes_of(Dataset.from_list([{"length": n} for n in range(8)]))
-    assert source.cache is None and source.keep(np.arange(8), source(range(8)))
-
-
-def test_a_folder_where_nothing_can_be_written_is_left_alone(dataset, monkeypatch):
+def test_there_is_no_cache_in_memory_or_where_nothing_can_be_written(dataset, monkeypatch):
+    in_memory = sizes_of(Dataset.from_list([{"length": n} for n in range(8)]))
+    assert in_memory.cache is None and in_memory.keep(np.arange(8), in_memory(range(8)))
     monkeypatch.setattr(size_sources.os, "access", lambda path, mode: False)
-    assert sizes_of(dataset).cache is None
-    both = concatenate_datasets([dataset, dataset])
-    assert sizes_of(both).cache is None
+    assert sizes_of(dataset).cache is sizes_of(concatenate_datasets([dataset, dataset])).cache is None
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 and no more", b"text"])
@@ -222,7 +187,7 @@ def test_a_full_disk_ends_no_run(dataset, monkeypatch):
     assert [path.name for path in source.cache.folder.glob("sizes-*.tmp")] == []
 
 
-def _write(folder: str, first: int, count: int) -> None:
+def write(folder: str, first: int, count: int) -> None:
     cache = SizeCache(folder, "key", 1000)
     for index in range(first, first + count):
         assert cache.add(np.array([index]), SampleSizes.uniform({LANGUAGE_MODEL: index}, 1))
@@ -230,15 +195,14 @@ def _write(folder: str, first: int, count: int) -> None:
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path):
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_write, args=(str(tmp_path), 100 * n, 25)) for n in range(4)]
+    processes = [context.Process(target=write, args=(str(tmp_path), 100 * n, 25)) for n in range(4)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-        assert process.exitcode == 0
+    assert [process.exitcode for process in processes] == [0] * 4
     found = SizeCache(tmp_path, "key", 1000).load([LANGUAGE_MODEL])
-    assert found is not None
-    assert found[0].tolist() == [100 * n + own for n in range(4) for own in range(25)]
+    assert found is not None and found[0].tolist() == [100 * n + own for n in range(4) for own in range(25)]
     assert found[1].tokens[LANGUAGE_MODEL].tolist() == found[0].tolist()
 
 
