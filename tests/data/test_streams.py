@@ -242,11 +242,12 @@ def test_digests_tell_other_rows_apart():
         window.fetch(draw(0, 12))
         return window.digest()
 
-    row = {"a": "x" * 5000, "ids": list(range(300)), "t": torch.ones(3), "n": None}
+    row = {"a": "x" * 5000, "ids": list(range(300)), "t": torch.ones(3), "n": None, "turns": [{"role": "user"}]}
     same = [row] * 12
     other = [*same[:7], {**row, "a": "x" * 4999 + "y"}, *same[8:]]
-    found = [digest(Rows(r)) for r in (same, pickle.loads(pickle.dumps(same)), other, [{**row, "ids": [1]}] * 12)]
-    assert found[0] == found[1] and len(set(found)) == 3
+    changed = [[{**row, **change}] * 12 for change in ({"ids": [1]}, {"turns": [{"role": "system"}]})]
+    found = [digest(Rows(rows)) for rows in (same, pickle.loads(pickle.dumps(same)), other, *changed)]
+    assert found[0] == found[1] and len(set(found)) == 4
     assert digest(with_images()) == digest(with_images())
 
 
