@@ -17,8 +17,8 @@ from tests.distributed import run_distributed
 from tests.runtime.test_checkpoint import LAYOUTS, lay_out, tiny_llava
 
 TEXT = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
-HEAD = ["q_proj", "lm_head"]
 VISION = {"r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "fc2"], "layers_to_transform": [1]}
+BOTH = {"language_model": TEXT, "vision": VISION}
 INPUTS = {
     "input_ids": torch.tensor([[5, 52, 52, 52, 52, 7, 8]]),
     "pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).reshape(1, 3, 16, 16),
@@ -30,11 +30,10 @@ def adapted(configs, train_projector: bool = False):
     model.model.vision_tower.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(train_projector)
     adapter = add_adapters(model, build_model_spec(model), configs)
+    generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        generator = torch.Generator().manual_seed(3)
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.2, generator=generator)
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            parameter.normal_(std=0.2, generator=generator)
     return model.eval(), adapter
 
 
@@ -43,19 +42,16 @@ def layers_of(model, matrix: str) -> set[str]:
 
 
 def test_each_module_has_its_own_layers_ranks_and_scales():
-    model, adapter = adapted({"language_model": TEXT, "vision": LoraConfig(**VISION)})
-    text = "model.language_model.layers.{}.{}"
-    vision = "model.vision_tower.encoder.layers.1.{}"
-    expected = {text.format(i, name): 2.0 for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
-    expected |= {vision.format(name): 8.0 for name in ("self_attn.q_proj", "mlp.fc2")}
-    assert layers_of(model, "lora_A") == set(expected)
-    for name, scale in expected.items():
+    model, adapter = adapted(BOTH | {"vision": LoraConfig(**VISION)})
+    text = ("self_attn.q_proj", "mlp.down_proj")
+    layers = {f"model.language_model.layers.{i}.{name}" for i in range(2) for name in text}
+    layers |= {f"model.vision_tower.encoder.layers.1.{name}" for name in ("self_attn.q_proj", "mlp.fc2")}
+    assert layers_of(model, "lora_A") == layers
+    for name in layers:
         layer = model.get_submodule(name)
-        assert layer.scaling["default"] == scale
-        assert layer.r["default"] == (2 if "vision" in name else 4)
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        name for name, _ in model.named_parameters() if ".lora_" in name
-    }
+        found = layer.r["default"], layer.scaling["default"]
+        assert found == ((2, 8.0) if "vision" in name else (4, 2.0))
+    assert all(parameter.requires_grad == (".lora_" in name) for name, parameter in model.named_parameters())
     assert adapter.config.rank_pattern and adapter.config.r == 4
 
 
@@ -63,25 +59,24 @@ def test_modules_without_adapters_keep_what_they_train():
     model, _ = adapted({"language_model": TEXT}, train_projector=True)
     trained = {name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name}
     assert trained == {f"model.multi_modal_projector.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
-    spec = build_model_spec(model)
     adapters = {name for name, _ in model.named_parameters() if ".lora_" in name}
-    assert modules_to_save(spec, adapters) == ["model.multi_modal_projector"]
+    assert modules_to_save(build_model_spec(model), adapters) == ["model.multi_modal_projector"]
 
 
 def test_a_head_that_is_tied_is_a_layer_of_its_module():
     """Its weight is named after the embedding, so that `lm_head` among `target_modules` was left out unsaid."""
     model: Any = tiny.FAMILIES["llama_tied"]()
-    adapter = add_adapters(model, build_model_spec(model), {"language_model": {**TEXT, "target_modules": HEAD}})
+    targets = {"language_model": {**TEXT, "target_modules": ["q_proj", "lm_head"]}}
+    adapter = add_adapters(model, build_model_spec(model), targets)
     assert "lm_head" in layers_of(model, "lora_A")
-    spec = build_model_spec(model)
-    assert saved_config(model, spec, adapter).modules_to_save is None
+    assert saved_config(model, build_model_spec(model), adapter).modules_to_save is None
 
 
-def test_default_targets_and_all_linear():
-    model, _ = adapted({"language_model": {"r": 2}})
-    assert {name.rpartition(".")[2] for name in layers_of(model, "lora_A")} == {"q_proj", "v_proj"}
-    model, _ = adapted({"language_model": {"r": 2, "target_modules": "all-linear"}})
-    assert len(layers_of(model, "lora_A")) == 2 * 7
+@pytest.mark.parametrize(("target", "matrices"), [({}, 2), ({"target_modules": "all-linear"}, 7)])
+def test_default_targets_and_all_linear(target, matrices):
+    model, _ = adapted({"language_model": {"r": 2, **target}})
+    layers = layers_of(model, "lora_A")
+    assert len(layers) == 2 * matrices and {name.rpartition(".")[2] for name in layers} >= {"q_proj", "v_proj"}
 
 
 @pytest.mark.parametrize(
@@ -106,12 +101,12 @@ def test_what_cannot_be_one_adapter_is_refused(configs, message):
     assert not layers_of(model, "lora_A")
 
 
-BOTH = {"language_model": TEXT, "vision": VISION}
+def _full(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
-    configs = {"language_model": TEXT} if train_projector else BOTH
-    model, adapter = adapted(configs, train_projector)
+    model, adapter = adapted({"language_model": TEXT} if train_projector else BOTH, train_projector)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     sharded = lay_out(model, layout)
     dist.gather_object = None  # gives rank 0 room for as many times the largest part as there are ranks
@@ -121,20 +116,17 @@ def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     adapters.finish(sharded.world)
     base.finish(sharded.world)
     trained = {p.name for module in sharded.spec.modules.values() for p in module.parameters if p.trainable}
-    held = {name for name in sharded.shards if sharded.holds(name)}
-    parameters = {name: p for name, p in model.named_parameters() if name in held}
+    parameters = {n: p for n, p in model.named_parameters() if n in sharded.shards and sharded.holds(n)}
     with torch.no_grad():
         for parameter in parameters.values():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(5.0)
     sharded.load_adapters(folder, adapter)
     for name, parameter in parameters.items():
-        full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        right = expected[name] if name in trained else torch.full_like(full, 5.0)
-        assert torch.equal(full, right), name
+        full = _full(parameter)
+        assert torch.equal(full, expected[name] if name in trained else torch.full_like(full, 5.0)), name
     sharded.load_model(folder + "-base")
     for name, parameter in parameters.items():
-        full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        assert torch.equal(full, expected[name]), name
+        assert torch.equal(_full(parameter), expected[name]), name
     other, adapter = adapted({"language_model": {**TEXT, "target_modules": ["k_proj"]}})
     with pytest.raises(ValueError, match="k_proj.lora_A.weight"):
         lay_out(other, layout).load_adapters(folder, adapter)

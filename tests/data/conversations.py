@@ -1,11 +1,11 @@
 """Conversations about random images, in the forms that datasets have them."""
 
-from __future__ import annotations
-
+import copy
 import io
 import zlib
 from collections.abc import Sequence
 
+import datasets
 import numpy as np
 from PIL import Image
 
@@ -45,6 +45,25 @@ def turned_at_the_end(size: Size, orientation: int) -> bytes:
     chunk = (len(data) - 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
     file = image_file(size)
     return file[:-12] + chunk + file[-12:]
+
+
+def stored(rows: Sequence[dict]) -> datasets.Dataset:
+    """Conversations as a table that decodes its images."""
+    table = datasets.Dataset.from_list(list(rows))
+    return table.cast(datasets.Features({**table.features, "images": datasets.List(datasets.Image())}))
+
+
+def inside(rows: Sequence[dict]) -> datasets.Dataset:
+    """Conversations as a table that decodes their images, which are inside of messages."""
+    rows = copy.deepcopy(list(rows))
+    for row in rows:
+        images = iter(row.pop("images"))
+        for part in (part for message in row["messages"] for part in message["content"]):
+            part.setdefault("text", None)
+            part["image"] = next(images) if part["type"] == "image" else None
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
+    messages = datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)})
+    return datasets.Dataset.from_list(rows).cast(datasets.Features({"messages": messages}))
 
 
 def _exif(orientation: int) -> Image.Exif:

@@ -1,14 +1,12 @@
 """Processors of many families, built without the Hub: small image sizes, one tokenizer, one chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast, ProcessorMixin
 
 CONTENT = (
     "{%% for part in m['content'] %%}{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}"
@@ -21,6 +19,12 @@ TURNS = (
     + CONTENT
     + "\n{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}ASSISTANT:\n{%% endif %%}"
 )
+MARKED, MARKED_GEMMA = (TURNS % (image, image) for image in ("<image>", "<start_of_image>"))
+
+
+def unmarked(template: str) -> str:
+    """The template without marks of what the assistant says."""
+    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 @cache
@@ -38,6 +42,18 @@ def tokenizer(**named: str) -> PreTrainedTokenizerFast:
     backend.train_from_iterator(["which digit is this USER ASSISTANT three seven"] * 3, trainer)
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special, extra_special_tokens=named)
+
+
+def llava(template: str | None = MARKED) -> LlavaProcessor:
+    """A processor whose images are five tokens each."""
+    return LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        tokenizer(image_token="<image>"),
+        patch_size=4,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    )
 
 
 def _family(
@@ -65,6 +81,7 @@ CROPS = {
     "pan_and_scan_max_num_crops": 4,
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
+GEMMA_TOKENS = {"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 SQUARE = {"height": 28, "width": 28}
 PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84], [84, 28]]
 CLIP_SIZES = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
@@ -95,41 +112,16 @@ PROCESSORS: dict[str, Callable[[], ProcessorMixin]] = {
         tokens={"vision_start": "<|vision_start|>"},
         video_processor=None,
     ),
-    "gemma3": _family(
-        "Gemma3",
-        {"size": SQUARE},
-        "<start_of_image>",
-        {"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
-        image_seq_length=4,
-    ),
-    "gemma3_crops": _family(
-        "Gemma3",
-        {"size": SQUARE, **CROPS},
-        "<start_of_image>",
-        {"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
-        image_seq_length=4,
-    ),
+    "gemma3": _family("Gemma3", {"size": SQUARE}, "<start_of_image>", GEMMA_TOKENS, image_seq_length=4),
+    "gemma3_crops": _family("Gemma3", {"size": SQUARE, **CROPS}, "<start_of_image>", GEMMA_TOKENS, image_seq_length=4),
     "idefics3": _family("Idefics3", TILES, tokens={**FAKE, **ROWS}, image_seq_len=4),
-    "smolvlm": _family("SmolVLM", TILES, tokens={**FAKE, **ROWS}, image_seq_len=4, video_processor=None),
     "internvl": _family(
         "GotOcr2+InternVL",
         {"size": SQUARE, "crop_to_patches": True, "max_patches": 6},
         "<IMG_CONTEXT>",
-        {
-            "context_image_token": "<IMG_CONTEXT>",
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-        },
+        {"context_image_token": "<IMG_CONTEXT>", "start_image_token": "<img>", "end_image_token": "</img>"},
         image_seq_length=4,
         video_processor=None,
-    ),
-    "pixtral": _family(
-        "Pixtral",
-        {"size": {"longest_edge": 64}, "patch_size": 8},
-        "[IMG]",
-        {"break": "[IMG_BREAK]", "end": "[IMG_END]"},
-        patch_size=8,
-        spatial_merge_size=1,
     ),
     "glm4v": _family(
         "Glm4v",

@@ -2,11 +2,10 @@
 
 import errno
 import pickle
-from pathlib import Path
 
 import pytest
-from datasets import Dataset, Features, Image, List, Value
-from torch.utils.data import DataLoader, Subset
+from datasets import Dataset, Features, Image, Value
+from torch.utils.data import Subset
 
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data import ChatCollator
@@ -14,13 +13,13 @@ from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.media import readers
 from hf_mmparallel.data.step_batch import StepBatch, UnreadableBatch
-from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
-from .conversations import broken, conversation, image_file, undecoded
+from .conversations import broken, conversation, image_file, stored, undecoded
 from .processors import PROCESSORS
 
 SPEC = model_spec()
@@ -34,9 +33,6 @@ class Files:
         self.closed = closed
         self.odd = odd
 
-    def __len__(self):
-        return 40
-
     def __getitem__(self, index):
         if index in self.closed:
             raise OSError(errno.EACCES, "Permission denied", f"charts/{index}.png")
@@ -49,10 +45,10 @@ def collate(samples):
     return {"index": [sample["index"] for sample in samples]}
 
 
-def make(rank, dataset, vision=None, sizes=None):
-    readers = {LANGUAGE_MODEL: Reader(dataset, collate), "vision": Reader(vision or dataset, collate)}
-    planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, sizes=sizes)
-    return StepDataset(readers, RankInputs(PLAN, rank), 0, planner)
+def make(rank, dataset, sizes=None, **settings):
+    costs = analytic_costs(SPEC, find_device("cpu"))
+    planner = StepPlanner(costs, PLAN, sync_groups(SPEC, PLAN), 3, sizes=sizes, **settings)
+    return StepDataset(Reader(dataset, collate), RankInputs(PLAN, rank), 0, planner)
 
 
 DRAW = GlobalBatch(tuple(range(20, 32)), 1, 24)
@@ -69,30 +65,18 @@ def test_a_rank_notes_the_samples_that_it_cannot_read_and_says_which_files_they_
     assert all(isinstance(batch, UnreadableBatch) and batch.global_batch is DRAW for batch in found)
     bad = found[0].bad[1]
     assert (bad.index, bad.file) == (21, "charts/21.png")
-    expected = (
-        "Sample 21 (charts/21.png) can't be read: PermissionError: [Errno 13] Permission denied: 'charts/21.png'. "
-        'Remove it, or use `on_bad_sample="skip"`.'
-    )
     error = pickle.loads(pickle.dumps(bad)).error()
     assert isinstance(error, BadSampleError) and isinstance(error, ValueError)
-    assert str(error) == expected and "__getitem__" in str(error.__cause__)
-
-
-def test_only_the_rank_whose_module_needs_the_image_finds_a_corrupt_one():
-    corrupt = Files(closed=(21,))
-    found = [make(rank, Files(), vision=corrupt).__getitems__(DRAW) for rank in range(PLAN.world_size)]
-    assert [bool(batch.bad) for batch in found] == [True, *[False] * 5]
-    assert all(batch.batches for batch in found[1:])
+    assert str(error).startswith("Sample 21 (charts/21.png) can't be read: PermissionError: [Errno 13] ")
+    assert "__getitem__" in str(error.__cause__)
 
 
 def test_of_a_corrupt_image_the_ranks_of_the_language_model_read_the_header_only():
     collator = ChatCollator(PROCESSORS["qwen2_vl"]())
     inputs = {"vision": frozenset(["pixel_values", "image_grid_thw"])}
-    rows = [conversation([(40, 30)]) for _ in range(4)]
-    images = [[undecoded(image_file((40, 30)))] for _ in rows]
-    images[2] = [{**undecoded(broken(image_file((40, 30)))), "path": "charts/2.png"}]
-    dataset = Dataset.from_list([{**row, "images": own} for row, own in zip(rows, images, strict=True)])
-    dataset = dataset.cast(Features({**dataset.features, "images": List(Image())}))
+    images = [undecoded(image_file((40, 30))) for _ in range(4)]
+    images[2] = {"bytes": broken(images[2]["bytes"]), "path": "charts/2.png"}
+    dataset = stored([{**conversation([(40, 30)]), "images": [image]} for image in images])
     for source in (dataset, StreamWindow(dataset.to_iterable_dataset())):
         found = []
         for rank in range(PLAN.world_size):
@@ -108,17 +92,16 @@ def test_of_a_corrupt_image_the_ranks_of_the_language_model_read_the_header_only
 def test_the_samples_that_a_collator_cannot_take_are_found_one_by_one():
     batch = make(0, Files(odd=(20, 22))).__getitems__(DRAW)
     assert bad_of(batch) == {20: (20, "charts/20.png"), 22: (22, "charts/22.png")}
-    assert str(batch.bad[0]) == "Sample 20 (charts/20.png) can't be read: KeyError: 'images'."
+    assert str(batch.bad[0]).endswith("KeyError: 'images'.")
 
 
 def test_a_collator_that_only_fails_for_several_samples_together_is_no_bad_sample():
-    dataset = make(0, Files())
-
     def fails_together(samples):
         if len(samples) > 1:
             raise RuntimeError("together")
         return collate(samples)
 
+    dataset = make(0, Files())
     dataset.readers = Reader(Files(), fails_together)
     with pytest.raises(RuntimeError, match="together"):
         dataset.__getitems__(DRAW)
@@ -141,7 +124,7 @@ def failing_sizes(indices):
 
 
 def test_a_sample_whose_size_cannot_be_told_is_bad_before_anything_is_read():
-    dataset = make(0, [Files()[index] for index in range(40)], sizes=failing_sizes)
+    dataset = make(0, [Files()[index] for index in range(40)], failing_sizes)
     batch = dataset.__getitems__(DRAW)
     assert bad_of(batch) == {23: (23, "charts/23.png")} and isinstance(batch, UnreadableBatch)
     rest = dataset.__getitems__(DRAW.without(batch.bad))
@@ -151,19 +134,9 @@ def test_a_sample_whose_size_cannot_be_told_is_bad_before_anything_is_read():
 
 
 def test_a_planner_that_fails_for_another_reason_says_so():
-    dataset = make(0, Files(), sizes=failing_sizes)
-    dataset.planner = StepPlanner(
-        analytic_costs(SPEC, find_device("cpu")), PLAN, (), 3, arrangement="none", sizes=failing_sizes
-    )
+    dataset = make(0, Files(), failing_sizes, arrangement="none")
     with pytest.raises(KeyError, match="none"):
         dataset.__getitems__(GlobalBatch((1, 2)))
-
-
-def test_a_worker_hands_bad_samples_over_like_the_main_process():
-    dataset = make(0, Files(closed=(21,)))
-    (batch,) = DataLoader(dataset, batch_sampler=[DRAW], collate_fn=as_is, num_workers=1)
-    assert batch.bad.keys() == dataset.__getitems__(DRAW).bad.keys() == {1}
-    assert batch.bad[1].file == "charts/21.png" and batch.global_batch == DRAW
 
 
 def test_files_are_found_in_rows_that_are_not_decoded(tmp_path):
@@ -181,8 +154,7 @@ def test_files_are_found_in_rows_that_are_not_decoded(tmp_path):
     ("row", "file"),
     [
         (None, None),
-        ({"path": ""}, None),
-        ({"text": "a.png"}, None),
+        ({"path": "", "text": "a.png"}, None),
         ({"image": "data:image/png;base64,abc"}, None),
         ({"images": ["a.png", "b.png"], "audio": {"path": "c.wav"}, "video": "d.mp4"}, "a.png, b.png, c.wav, ..."),
         ({"messages": [{"content": [{"type": "image", "url": "https://x/y.png"}]}]}, "https://x/y.png"),
@@ -193,11 +165,7 @@ def test_names_of_files_in_a_row(row, file):
 
 
 def test_the_file_of_the_first_cause_counts():
-    try:
-        try:
-            Path("none/a.png").read_bytes()
-        except OSError as error:
-            raise RuntimeError("decoding") from error
-    except RuntimeError as error:
-        bad = BadSample.of(3, error, {"path": "other.png"})
+    error = RuntimeError("decoding")
+    error.__cause__ = FileNotFoundError(errno.ENOENT, "No such file", "none/a.png")
+    bad = BadSample.of(3, error, {"path": "other.png"})
     assert bad.file == "none/a.png" and bad.reason == "RuntimeError: decoding"

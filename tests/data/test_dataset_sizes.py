@@ -1,12 +1,19 @@
 """Sizes of datasets without a Trainer: files, folders, columns, tokens, conversations, and what can't be measured."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
+from huggingface_hub.errors import RepositoryNotFoundError
 
-from hf_mmparallel.data.dataset_sizes import measure_dataset, open_dataset
+from hf_mmparallel.data.dataset_sizes import check_hub, measure_dataset, open_dataset
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.planner.inputs import read_model
 
 from .. import tiny
 
@@ -46,11 +53,10 @@ def test_datasets_are_read_from_files_and_folders(columns, spec, model, tmp_path
     names = "length" if kind == "csv" else COLUMNS
     found = measure_dataset(str(path), model, spec, names)
     assert found.num_samples == NUM_SAMPLES and found.split == "train"
-    expected = size_source(dataset, None, spec, names)
-    assert expected is not None
-    for name, tokens in expected(range(NUM_SAMPLES)).tokens.items():
+    expected = size_source(dataset, None, spec, names)(range(NUM_SAMPLES))  # type: ignore[misc]
+    for name, tokens in expected.tokens.items():
         np.testing.assert_array_equal(found.sizes.tokens[name], tokens)
-        np.testing.assert_array_equal(found.sizes.squares[name], expected(range(NUM_SAMPLES)).squares[name])
+        np.testing.assert_array_equal(found.sizes.squares[name], expected.squares[name])
 
 
 def test_some_samples_are_drawn_with_a_seed(columns, spec, model, tmp_path):
@@ -73,18 +79,20 @@ def test_tokenised_samples_are_measured_as_the_trainer_does(spec, model, tmp_pat
 
 
 def test_splits(columns, tmp_path):
-    DatasetDict({"train": columns, "test": columns.select(range(3))}).save_to_disk(str(tmp_path / "two"))
+    two = {"train": columns, "test": columns.select(range(3))}
+    for name, data in {"two": DatasetDict(two), "one": columns, "others": DatasetDict(a=columns, b=columns)}.items():
+        data.save_to_disk(str(tmp_path / name))
     assert open_dataset(str(tmp_path / "two"))[1] == "train"
     dataset, name = open_dataset(str(tmp_path / "two"), "test")
     assert (len(dataset), name) == (3, "test")
-    with pytest.raises(ValueError, match=r"no split `valid`; it has \['train', 'test'\]"):
-        open_dataset(str(tmp_path / "two"), "valid")
-    columns.save_to_disk(str(tmp_path / "one"))
-    with pytest.raises(ValueError, match="is one split, `train`, and has no `test`"):
-        open_dataset(str(tmp_path / "one"), "test")
-    DatasetDict({"a": columns, "b": columns}).save_to_disk(str(tmp_path / "others"))
-    with pytest.raises(ValueError, match="Choose one of them"):
-        open_dataset(str(tmp_path / "others"))
+    wrong = {
+        ("two", "valid"): r"no split `valid`; it has \['train', 'test'\]",
+        ("one", "test"): "one split, `train`, and has no `test`",
+        ("others", None): "Choose one",
+    }
+    for (name, split), words in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            open_dataset(str(tmp_path / name), split)
 
 
 @pytest.mark.parametrize("name", ["empty.jsonl", "empty.json", "empty.csv", "head.csv", "none.parquet", "saved"])
@@ -96,55 +104,80 @@ def test_a_dataset_without_samples_is_a_sentence(name, columns, tmp_path):
         columns.select([]).to_parquet(str(path))
     else:
         path.write_text("length\n" if name == "head.csv" else "")
-    with pytest.raises(ValueError, match=rf"^Dataset `.*{name}` has no samples. Give one with samples, or leave it"):
+    with pytest.raises(ValueError, match=rf"^Dataset `.*{name}` has no samples"):
         open_dataset(str(path))
 
 
 def test_missing_columns_are_named(columns, spec, model, tmp_path):
-    columns.save_to_disk(str(tmp_path / "columns"))
-    source = str(tmp_path / "columns")
-    with pytest.raises(ValueError, match=r"columns \['length', 'patches'\]. It lacks `input_ids`.*`token_columns`"):
-        measure_dataset(source, model, spec)
-    with pytest.raises(ValueError, match=r"no column `len` with the lengths of `language_model`; it has \['length'"):
-        measure_dataset(source, model, spec, "len")
-    with pytest.raises(ValueError, match="The model has no `audio`"):
-        measure_dataset(source, model, spec, {"audio": "length"})
-    columns.select([]).to_parquet(str(tmp_path / "empty.parquet"))
-    with pytest.raises(ValueError, match="has no samples"):
-        measure_dataset(str(tmp_path / "empty.parquet"), model, spec, "length")
+    columns.save_to_disk(str(tmp_path))
+    with pytest.raises(ValueError, match=r"\['length', 'patches'\]. It lacks `input_ids`.*`token_columns`"):
+        measure_dataset(str(tmp_path), model, spec)
 
 
-def test_conversations_need_a_processor(spec, model, tmp_path):
+def missing():
+    raise OSError("no preprocessor_config.json")
+
+
+@pytest.mark.parametrize("processor", [missing, None, object])
+def test_conversations_need_a_processor(spec, model, tmp_path, processor):
     messages = [[{"role": "user", "content": [{"type": "text", "text": "hello"}]}]] * 2
     Dataset.from_dict({"messages": messages}).save_to_disk(str(tmp_path))
-
-    def missing():
-        raise OSError("no preprocessor_config.json")
-
-    with pytest.raises(ValueError, match=r"conversations.*no preprocessor_config.json.*`processor`"):
-        measure_dataset(str(tmp_path), model, spec, processor=missing)
-    with pytest.raises(ValueError, match="none is given"):
-        measure_dataset(str(tmp_path), model, spec)
-    with pytest.raises(ValueError, match="`object` has no chat template"):
-        measure_dataset(str(tmp_path), model, spec, processor=object)
+    words = {missing: "no preprocessor_config", None: "none is given", object: "`object` has no"}[processor]
+    with pytest.raises(ValueError, match=words):
+        measure_dataset(str(tmp_path), model, spec, processor=processor)
 
 
-def test_what_is_not_there_or_can_not_be_reached(tmp_path, monkeypatch):
-    broken = tmp_path / "data.parquet"
-    broken.write_text("no parquet")
-    with pytest.raises(ValueError, match="can't be read"):
-        open_dataset(str(broken))
-    text = tmp_path / "data.txt"
-    text.write_text("")
-    with pytest.raises(ValueError, match=r"ends in `.txt`; files end in .parquet"):
-        open_dataset(str(text))
+@pytest.mark.parametrize(("name", "words"), [("data.parquet", "can't be read"), ("data.txt", "`.txt`.*.parquet")])
+def test_files_that_are_no_datasets(tmp_path, name, words):
+    (tmp_path / name).write_text("no parquet")
+    with pytest.raises(ValueError, match=words):
+        open_dataset(str(tmp_path / name))
 
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("no route")
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Sets what the Hub says when it is asked, with nothing in the cache."""
+
+    def says(answer: Any) -> None:
+        def ask(self: Any, name: str, timeout: float) -> None:
+            raise answer
+
+        for kind in ("model", "dataset"):
+            monkeypatch.setattr(huggingface_hub.HfApi, f"{kind}_info", ask)
+
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: None)
+    return says
+
+
+def test_a_hub_that_can_not_be_reached_is_told_of_before_anything_is_read(hub, monkeypatch):
+    hub(ConnectionError("no route"))
+    monkeypatch.setattr("hf_mmparallel.modeling.loading.build_on_meta", lambda source: pytest.fail("read"))
+    for kind in ("model", "dataset"):
+        with pytest.raises(ValueError, match=rf"^It is no file .*\(no route\)\. Give one; for a {kind} "):
+            check_hub(kind, "someone/something", "It", "Give one")
+    with pytest.raises(ValueError, match=r"^`--model nope` .*\(no route\)"):
+        read_model("nope", {}, [])
+    with pytest.raises(ValueError, match=r"\(no route\)"):
+        open_dataset("someone/something")
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="nor in the cache"):  # tests run offline
         open_dataset("someone/something")
-    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    with pytest.raises(ValueError, match=r"the Hub, where it may be, can't be reached \(no route\)"):
-        open_dataset("someone/something")
+
+
+def test_a_name_that_the_hub_has_not(hub):
+    response: Any = SimpleNamespace(headers={}, status_code=404, request=None)
+    hub(RepositoryNotFoundError("404\nRepository Not Found", response=response))
+    with pytest.raises(ValueError, match="of this name: 404 Repository Not Found"):
+        check_hub("model", "nope", "It", "Give one")
+
+
+def test_what_is_in_the_cache_or_on_the_hub_passes(hub, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: asked.append(name))
+    check_hub("model", "a/b", "It", "Give one")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
+    check_hub("model", "a/b", "It", "Give one")
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: True)
+    check_hub("dataset", "a/b", "It", "Give one")
+    assert asked == ["a/b"]

@@ -4,19 +4,11 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageFile
+from PIL import Image
 
 from hf_mmparallel.data.image_sizes import UnknownSizeError, decoded_image, image_size
 
 from .conversations import image_file, random_image, turned_at_the_end, undecoded
-
-
-@pytest.fixture
-def loads(monkeypatch):
-    """The kinds of the files whose pixels are read."""
-    kinds, load = [], ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: kinds.append(self.format) or load(self))
-    return kinds
 
 
 @pytest.mark.parametrize("orientation", [None, 1, 3, 6, 8])
@@ -42,17 +34,10 @@ def test_an_orientation_after_the_pixels(loads):
 def test_images_that_are_no_files(loads, tmp_path):
     path = tmp_path / "image.png"
     path.write_bytes(image_file((5, 9)))
-    for value in (
-        random_image((5, 9)),
-        Image.open(path),
-        np.zeros((5, 9)),
-        np.zeros((5, 9, 3)),
-        torch.zeros(3, 5, 9),
-        {"height": 5, "width": 9},
-    ):
+    image, arrays = random_image((5, 9)), (np.zeros((5, 9)), np.zeros((5, 9, 3)), torch.zeros(3, 5, 9))
+    for value in (image, Image.open(path), *arrays, {"height": 5, "width": 9}):
         assert image_size(value) == (5, 9)
     assert not loads
-    image = random_image((5, 9))
     assert decoded_image(image) is image and decoded_image("image.png") == "image.png"
 
 
@@ -65,15 +50,17 @@ def test_sizes_that_take_more_than_a_header_are_unknown(value):
         image_size(value)
 
 
-@pytest.mark.parametrize("value", ["no/image.png", {"path": "no/image.png"}])
-def test_a_file_that_is_not_there_is_an_error(value):
-    with pytest.raises(FileNotFoundError, match="no/image.png"):
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        ("no/image.png", FileNotFoundError, "no/image.png"),
+        ({"path": "no/image.png"}, FileNotFoundError, "no/image.png"),
+        (np.zeros(3), ValueError, "is no image"),
+    ],
+)
+def test_what_is_no_image_is_an_error(value, error, words):
+    with pytest.raises(error, match=words):
         image_size(value)
-
-
-def test_an_array_of_another_shape_is_no_image():
-    with pytest.raises(ValueError, match="is no image"):
-        image_size(np.zeros(3))
 
 
 def test_an_image_elsewhere_is_fetched_as_datasets_does_it(monkeypatch):

@@ -1,7 +1,5 @@
 """What encoders are said to see is what enters their first layer, sample by sample."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,9 +42,12 @@ def seen(model: torch.nn.Module, stack: str) -> Iterator[list[tuple[int, float]]
     handle.remove()
 
 
-def truth(model: Any, spec: Any, samples: list[dict], collator: Any) -> dict[str, list[tuple[int, float]]]:
-    """Encoder -> tokens and squares of each sample, from running the whole model on it."""
-    result: dict[str, list[tuple[int, float]]] = {}
+Sizes = dict[str, list[tuple[int, float]]]  # encoder -> tokens and squares of each sample
+
+
+def truth(model: Any, spec: Any, samples: list[dict], collator: Any) -> Sizes:
+    """From running the whole model on each sample."""
+    result: Sizes = {}
     for name in spec.encoders:
         for sample in samples:
             with seen(model, spec.modules[name].stack) as found, torch.no_grad():
@@ -55,8 +56,8 @@ def truth(model: Any, spec: Any, samples: list[dict], collator: Any) -> dict[str
     return result
 
 
-def measured(model: Any, spec: Any, samples: Any, collator: Any) -> dict[str, list[tuple[int, float]]]:
-    """Encoder -> tokens and squares of each sample, from its metadata."""
+def measured(model: Any, spec: Any, samples: Any, collator: Any) -> Sizes:
+    """From the samples' metadata."""
     source = size_source(samples, collator, spec)
     sizes = source.with_layers(measure_layers(model, spec, samples, collator, source))(range(len(samples)))
     return {n: list(zip(sizes.tokens[n].tolist(), sizes.squares[n].tolist(), strict=True)) for n in spec.encoders}
@@ -66,9 +67,12 @@ def measured(model: Any, spec: Any, samples: Any, collator: Any) -> dict[str, li
 SQUARES_DIFFER = ("qwen2_5_vl", "qwen2_5_omni", "mistral3")
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TEXT_ONLY])
+@pytest.mark.parametrize("family", ["composed", *(name for name in FAMILIES if name not in TEXT_ONLY)])
 def test_sizes_are_what_layers_see(family):
-    model, samples, collator = FAMILIES[family](), make_dataset(family, 7), collate(family)
+    if family == "composed":
+        model, samples, collator = two_encoders().eval(), mixed_dataset(6), PretokenizedCollator()
+    else:
+        model, samples, collator = FAMILIES[family](), make_dataset(family, 7), collate(family)
     spec = build_model_spec(model)
     expected = truth(model, spec, samples, collator)
     found = measured(model, spec, samples, collator)
@@ -77,21 +81,24 @@ def test_sizes_are_what_layers_see(family):
         assert [pair[:columns] for pair in found[name]] == [pair[:columns] for pair in expected[name]]
 
 
+@pytest.fixture(scope="module")
+def llava() -> tuple[Any, Any, Any]:
+    model = FAMILIES["llava"]()
+    return model, build_model_spec(model), collate("llava")
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen3_vl", "voxtral"])
-def test_a_model_on_the_meta_device_is_measured(family):
+def test_a_model_on_the_meta_device_and_what_a_rank_keeps_of_one_are_measured(family):
     samples, collator = make_dataset(family, 5), collate(family)
-    on_cpu, on_meta = FAMILIES[family](), FAMILIES[family]().to("meta")
-    spec = build_model_spec(on_cpu)
-    assert measured(on_meta, spec, samples, collator) == measured(on_cpu, spec, samples, collator)
-
-
-def test_what_a_rank_keeps_of_a_model_will_do():
-    samples, collator = make_dataset("llava", 5), collate("llava")
-    whole, kept = FAMILIES["llava"](), FAMILIES["llava"]()
+    whole, kept = FAMILIES[family](), FAMILIES[family]()
     spec = build_model_spec(whole)
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-    prepare_stages(kept, spec, plan, rank=2)
-    assert measured(kept, spec, samples, collator) == measured(whole, spec, samples, collator)
+    wanted = measured(whole, spec, samples, collator)
+    assert measured(FAMILIES[family]().to("meta"), spec, samples, collator) == wanted
+    prepare_stages(kept, spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)}), rank=2)
+    assert measured(kept, spec, samples, collator) == wanted
+
+
+FIVE = {"vision": LayerTokens(1.25, 0.0, 5)}  # for four rows of an image, a class token too
 
 
 class Stream(IterableDataset):
@@ -107,14 +114,13 @@ class Stream(IterableDataset):
             yield sample
 
 
-def test_the_first_samples_of_a_stream_are_measured():
-    model, collator = FAMILIES["llava"](), collate("llava")
-    spec = build_model_spec(model)
+def test_the_first_samples_of_a_stream_are_measured(llava):
+    model, spec, collator = llava
     stream = Stream(make_dataset("llava", 100))
     window = StreamWindow(stream)
     source = size_source(window, collator, spec)
     layers = measure_layers(model, spec, window, collator, source)
-    assert layers == {"vision": LayerTokens(1.25, 0.0, 5)}
+    assert layers == FIVE
     assert stream.num_read <= 64 and not window.rows
     window.fetch(GlobalBatch((0, 1, 2)))
     assert source.with_layers(layers)([0, 1, 2]).tokens["vision"].tolist() == [5, 10, 0]
@@ -126,49 +132,34 @@ def test_the_first_samples_of_a_stream_are_measured():
 
 def clips(*rows: int) -> list[dict[str, Any]]:
     """Sound of several lengths, padded to one."""
-    mask = [(torch.arange(32) < 4 * count).long()[None] for count in rows]
     return [
         {
             "input_ids": torch.tensor([1, 2, *[AUDIO_TOKEN] * count, 3]),
             "input_features": torch.randn(1, 16, 32),
-            "input_features_mask": own,
+            "input_features_mask": (torch.arange(32) < 4 * count).long()[None],
         }
-        for count, own in zip(rows, mask, strict=True)
+        for count in rows
     ]
 
 
 def test_padded_sound_counts_as_what_it_is_padded_to():
     encoder = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = AudioFlamingo3Config(
-        audio_config={
-            "model_type": "audioflamingo3_encoder",
-            "num_mel_bins": 16,
-            "max_source_positions": 16,
-            **encoder,
-        },
-        text_config={"model_type": "qwen2", **TEXT},
-        audio_token_id=AUDIO_TOKEN,
-    )
+    lengths = {"model_type": "audioflamingo3_encoder", "num_mel_bins": 16, "max_source_positions": 16}
+    text = {"model_type": "qwen2", **TEXT}
+    config = AudioFlamingo3Config(audio_config=lengths | encoder, text_config=text, audio_token_id=AUDIO_TOKEN)
     model = AudioFlamingo3ForConditionalGeneration(config).eval()
     spec, samples = build_model_spec(model), clips(2, 8, 5, 1, 5)
     found = measured(model, spec, samples, PretokenizedCollator())
     assert found == truth(model, spec, samples, PretokenizedCollator()) == {"audio": [(16, 256.0)] * 5}
 
 
-def test_encoders_of_a_composed_model_are_measured():
-    model, samples, collator = two_encoders().eval(), mixed_dataset(6), PretokenizedCollator()
-    spec = build_model_spec(model)
-    assert measured(model, spec, samples, collator) == truth(model, spec, samples, collator)
-
-
-def test_media_late_in_the_dataset_are_found():
-    model, collator = FAMILIES["llava"](), collate("llava")
-    spec = build_model_spec(model)
+def test_media_late_in_the_dataset_are_found(llava):
+    model, spec, collator = llava
     texts = [sample for sample in make_dataset("llava", 9) if "pixel_values" not in sample]
     data = ConcatDataset([texts * 200, Subset(make_dataset("llava", 5), [0, 1])])
     source = size_source(data, collator, spec)
     layers = measure_layers(model, spec, data, collator, source)
-    assert layers == {"vision": LayerTokens(1.25, 0.0, 5)}
+    assert layers == FIVE
     assert source.with_layers(layers)([0, 600, 601]).tokens["vision"].tolist() == [0, 5, 10]
 
 
@@ -181,58 +172,38 @@ def test_the_model_stays_as_it_is():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_what_can_not_be_measured_counts_rows():
-    def collator(samples):
-        raise OSError("gone")
-
-    model, samples = FAMILIES["llava"](), make_dataset("llava", 4)
-    spec = build_model_spec(model)
-    source = size_source(samples, collator, spec)
-    assert measure_layers(model, spec, samples, collator, source) == {}
-    assert source.with_layers({})(range(4)).tokens["vision"].tolist() == [4, 8, 0, 4]
+class Broken(list):
+    def __getitem__(self, index):
+        if index == 1:
+            raise OSError("image file is truncated")
+        return super().__getitem__(index)
 
 
-def test_samples_that_can_not_be_read_are_passed_over():
-    model, samples, collator = FAMILIES["llava"](), make_dataset("llava", 4), collate("llava")
-    spec = build_model_spec(model)
+@pytest.mark.parametrize("where", ["sizes", "dataset", "collator", "everywhere"])
+def test_samples_that_can_not_be_read_are_passed_over(llava, where):
+    model, spec, collator = llava
+    samples = make_dataset("llava", 4)
     source = size_source(samples, collator, spec)
     read = source.read
 
-    def broken(index):
-        if index == 1:
-            raise OSError("gone")
-        return read(index)
-
-    source.read = broken
-    assert measure_layers(model, spec, samples, collator, source) == {"vision": LayerTokens(1.25, 0.0, 5)}
-
-
-@pytest.mark.parametrize("in_collator", [False, True])
-def test_samples_whose_media_are_broken_are_passed_over(in_collator):
-    model, samples, collator = FAMILIES["llava"](), make_dataset("llava", 4), collate("llava")
-    spec = build_model_spec(model)
-    source = size_source(samples, collator, spec)
-
-    class Broken(list):
-        def __getitem__(self, index):
-            if index == 1:
-                raise OSError("image file is truncated")
-            return super().__getitem__(index)
-
     def refusing(batch):
-        if any(torch.equal(sample["input_ids"], samples[1]["input_ids"]) for sample in batch):
-            raise ValueError("no")
+        if where == "everywhere" or (where == "collator" and any(sample is samples[1] for sample in batch)):
+            raise OSError("no")
         return collator(batch)
 
-    data, collator_given = (samples, refusing) if in_collator else (Broken(samples), collator)
-    assert measure_layers(model, spec, data, collator_given, source) == {"vision": LayerTokens(1.25, 0.0, 5)}
+    if where == "sizes":
+        source.read = lambda indices: [OSError() if n == 1 else read([n])[0] for n in indices]
+    data = Broken(samples) if where == "dataset" else samples
+    found = measure_layers(model, spec, data, refusing, source)
+    assert found == ({} if where == "everywhere" else FIVE)
+    assert where == "sizes" or source.with_layers({})(range(4)).tokens["vision"].tolist() == [4, 8, 0, 4]  # rows
 
 
-def test_sizes_that_are_given_stay():
-    model, samples = FAMILIES["llava"](), [{**sample, "n": 3} for sample in make_dataset("llava", 4)]
-    spec = build_model_spec(model)
-    assert measure_layers(model, spec, samples, collate("llava"), None) == {}
+def test_sizes_that_are_given_stay(llava):
+    model, spec, collator = llava
+    samples = [{**sample, "n": 3} for sample in make_dataset("llava", 4)]
+    assert measure_layers(model, spec, samples, collator, None) == {}
     for data in (samples, Dataset.from_dict({"n": [3, 3]})):
-        given = size_source(data, collate("llava"), spec, columns={"language_model": "n", "vision": "n"})
-        assert measure_layers(model, spec, data, collate("llava"), given) == {}
+        given = size_source(data, collator, spec, columns={"language_model": "n", "vision": "n"})
+        assert measure_layers(model, spec, data, collator, given) == {}
         assert given.with_layers({"vision": LayerTokens(9.0)})([1]).tokens["vision"].tolist() == [3]

@@ -7,22 +7,20 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import ImageFile
 from torch.utils.data import ConcatDataset, Subset
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data import ChatCollator, PackingCollator, PretokenizedCollator
 from hf_mmparallel.data.media import readers
-from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests import tiny
 from tests.plan.specs import model_spec, vision_spec
 
-from .conversations import broken, conversation, image_file, undecoded
+from .conversations import conversation, image_file, inside, stored, undecoded
 from .processors import PROCESSORS
 
 VISION = {"vision": frozenset(["pixel_values", "image_grid_thw"])}
+MEDIA = ("pixel_values", "input_features")
 BOTH = {**VISION, "audio": frozenset(["input_features"])}
 SIZES = [[(40, 30)], [], [(25, 60), (33, 33)], [(50, 50)]]
 
@@ -34,26 +32,15 @@ def spec(inputs):
     return replace(base, modules={**encoders, LANGUAGE_MODEL: base.language_model})
 
 
-@pytest.fixture
-def loads(monkeypatch):
-    """The kinds of the files whose pixels are read."""
-    kinds, load = [], ImageFile.ImageFile.load
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: kinds.append(self.format) or load(self))
-    return kinds
-
-
-def chats(spoil: int | None = None) -> list[dict]:
+def chats() -> list[dict]:
     """Conversations with images as they are stored."""
-    rows = [conversation(sizes) for sizes in SIZES]
-    files = [[image_file(size) for size in sizes] for sizes in SIZES]
-    if spoil is not None:
-        files[spoil] = [broken(file) for file in files[spoil]]
-    return [{**row, "images": [undecoded(f) for f in own]} for row, own in zip(rows, files, strict=True)]
+    return [{**conversation(sizes), "images": [undecoded(image_file(size)) for size in sizes]} for sizes in SIZES]
 
 
-def chat_dataset(spoil: int | None = None) -> datasets.Dataset:
-    dataset = datasets.Dataset.from_list(chats(spoil))
-    return dataset.cast(datasets.Features({**dataset.features, "images": datasets.List(datasets.Image())}))
+def single(rows: list[dict]) -> datasets.Dataset:
+    """The conversations about one image each."""
+    rows = [{**row, "images": row["images"][0]} for row in rows if len(row["images"]) == 1]
+    return datasets.Dataset.from_list(rows).cast_column("images", datasets.Image())
 
 
 def batch(reader, indices=range(4)):
@@ -71,74 +58,50 @@ def chat() -> ChatCollator:
     return ChatCollator(PROCESSORS["qwen2_vl"]())
 
 
-def test_the_language_model_decodes_no_image(chat, loads):
-    dataset = chat_dataset()
-    whole = chat([dataset[index] for index in range(4)])
-    made = readers(dataset, chat, spec(VISION), VISION)
-    assert made["vision"].dataset is dataset and made["vision"].collator is chat
+@pytest.fixture(params=[False, True], ids=["padded", "packed"])
+def collator(request, chat):
+    if not request.param:
+        return chat
+    model = tiny.FAMILIES["llava"]()
+    model.set_attn_implementation({"text_config": "bitfield"})
+    plain = PackingCollator(lambda samples: {}, model)
+    assert plain.without_media() is plain  # a function that leaves nothing out
+    return PackingCollator(ChatCollator(PROCESSORS["llava"]()), model)
+
+
+@pytest.mark.parametrize("make", [stored, inside, single], ids=["column", "inside", "single"])
+def test_the_language_model_decodes_no_image(collator, loads, make):
+    dataset = make(chats())
+    whole = collator([dataset[index] for index in range(len(dataset))])
+    made = readers(dataset, collator, spec(VISION), VISION)
+    assert made["vision"].dataset is dataset and made["vision"].collator is collator
     loads.clear()
-    found = batch(made[LANGUAGE_MODEL])
+    assert_lacks_only(batch(made[LANGUAGE_MODEL], range(len(dataset))), whole, "pixel_values")
     assert not loads
-    assert_lacks_only(found, whole, "pixel_values")
-    assert "image_grid_thw" in found
-    assert_lacks_only(batch(made["vision"]), whole)
+    assert_lacks_only(batch(made["vision"], range(len(dataset))), whole)
     assert loads
 
 
-def test_a_broken_image_concerns_its_encoder_only(chat):
-    made = readers(chat_dataset(spoil=2), chat, spec(VISION), VISION)
-    whole = chat([chat_dataset()[index] for index in range(4)])
-    assert_lacks_only(batch(made[LANGUAGE_MODEL]), whole, "pixel_values")
-    assert_lacks_only(batch(made["vision"], [0, 1, 3]), chat([chat_dataset()[index] for index in (0, 1, 3)]))
-    with pytest.raises((OSError, SyntaxError)):
-        batch(made["vision"])
-
-
-def test_images_inside_messages_and_single_images(chat, loads):
-    rows = chats()
-    for row in rows:
-        images = iter(row.pop("images"))
-        for message in row["messages"]:
-            for part in message["content"]:
-                part.setdefault("text", None)
-                part["image"] = next(images) if part["type"] == "image" else None
-    inside = datasets.Dataset.from_list(rows)
-    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
-    messages = datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)})
-    inside = inside.cast(datasets.Features({"messages": messages}))
-    one = [{**row, "images": row["images"][0]} for row in chats() if len(row["images"]) == 1]
-    single = datasets.Dataset.from_list(one).cast_column("images", datasets.Image())
-    for dataset in (inside, single):
-        made = readers(dataset, chat, spec(VISION), VISION)
-        loads.clear()
-        found = batch(made[LANGUAGE_MODEL], range(len(dataset)))
-        assert not loads
-        assert_lacks_only(found, batch(made["vision"], range(len(dataset))), "pixel_values")
-        assert loads
-
-
 def test_parts_and_formats_of_a_dataset(chat, loads):
-    dataset = chat_dataset()
+    dataset = stored(chats())
     whole = chat([dataset[index] for index in (3, 0)])
-    views = {
-        "selected": (dataset.select([3, 0]), [0, 1]),
-        "subset": (Subset(dataset, [3, 0]), [0, 1]),
-        "concatenated": (ConcatDataset([dataset, dataset.select([0])]), [3, 4]),
-        "formatted": (dataset.with_format(columns=["messages", "images"]), [3, 0]),
-    }
-    for name, (view, places) in views.items():
+    for view, places in (
+        (dataset.select([3, 0]), [0, 1]),
+        (Subset(dataset, [3, 0]), [0, 1]),
+        (ConcatDataset([dataset, dataset.select([0])]), [3, 4]),
+        (dataset.with_format(columns=["messages", "images"]), [3, 0]),
+    ):
         reader = readers(view, chat, spec(VISION), VISION)[LANGUAGE_MODEL]
         loads.clear()
         assert_lacks_only(batch(reader, places), whole, "pixel_values")
-        assert not loads, name
-        assert len(reader.dataset) == len(view)
+        assert not loads and len(reader.dataset) == len(view)
     lean = readers(dataset, chat, spec(VISION), VISION)[LANGUAGE_MODEL].dataset
     assert pickle.loads(pickle.dumps(lean))[0] == lean[0]
     assert lean._fingerprint != dataset._fingerprint  # or a `map` of one would be taken for the other's
 
 
 def test_a_transform_gets_every_column_decoded(chat, loads):
-    dataset = chat_dataset().with_transform(lambda rows: {**rows, "images": [list(own) for own in rows["images"]]})
+    dataset = stored(chats()).with_transform(lambda rows: {**rows, "images": [list(own) for own in rows["images"]]})
     made = readers(dataset, chat, spec(VISION), VISION)
     assert made[LANGUAGE_MODEL].dataset is dataset
     assert_lacks_only(batch(made[LANGUAGE_MODEL]), batch(made["vision"]), "pixel_values")
@@ -147,29 +110,14 @@ def test_a_transform_gets_every_column_decoded(chat, loads):
 def test_an_encoder_decodes_only_its_own(chat, monkeypatch):
     heard = []
     monkeypatch.setattr(datasets.Audio, "decode_example", lambda self, value, **_: heard.append(value) or "sound")
-    rows = [{**row, "sound": undecoded(b"RIFF")} for row in chats()]
-    dataset = datasets.Dataset.from_list(rows)
-    features = {**dataset.features, "images": datasets.List(datasets.Image()), "sound": datasets.Audio()}
-    dataset = dataset.cast(datasets.Features(features))
+    dataset = stored([{**row, "sound": undecoded(b"RIFF")} for row in chats()])
+    dataset = dataset.cast_column("sound", datasets.Audio())
     assert dataset[0]["sound"] == "sound" and heard
     heard.clear()
     made = readers(dataset, chat, spec(BOTH), BOTH)
     assert_lacks_only(batch(made["audio"]), batch(made["vision"]), "pixel_values")
     assert_lacks_only(batch(made[LANGUAGE_MODEL]), batch(made["audio"]))
     assert not heard
-
-
-def test_packed_conversations(loads):
-    model = tiny.FAMILIES["llava"]()
-    model.set_attn_implementation({"text_config": "bitfield"})
-    collator = PackingCollator(ChatCollator(PROCESSORS["llava"]()), model)
-    made = readers(chat_dataset(), collator, spec(VISION), VISION)
-    loads.clear()
-    found = batch(made[LANGUAGE_MODEL])
-    assert not loads
-    assert_lacks_only(found, batch(made["vision"]), "pixel_values")
-    plain = PackingCollator(lambda samples: {}, model)
-    assert plain.without_media() is plain
 
 
 def tokens() -> list[dict]:
@@ -194,15 +142,10 @@ def test_columns_that_others_read_are_not_read():
     shaped = dataset.filter(lambda row: len(row["input_features"]) == 1).cast_column("input_features", array)
     for source in (dataset, shaped):
         made = readers(source, PretokenizedCollator(), spec(BOTH), BOTH)
-        present = set(source.column_names)
-        assert set(made[LANGUAGE_MODEL].dataset.column_names) == present - {"pixel_values", "input_features"}
-        assert set(made["vision"].dataset.column_names) == present - {"input_features"}
-        assert set(made["audio"].dataset.column_names) == present - {"pixel_values"}
-        rows = range(len(source))
-        whole = PretokenizedCollator()([source[index] for index in rows])
-        assert_lacks_only(batch(made[LANGUAGE_MODEL], rows), whole, "pixel_values", "input_features")
-        assert_lacks_only(batch(made["vision"], rows), whole, "input_features")
-        assert_lacks_only(batch(made["audio"], rows), whole, "pixel_values")
+        whole = PretokenizedCollator()([source[index] for index in range(len(source))])
+        for module, unread in {LANGUAGE_MODEL: MEDIA, "vision": MEDIA[1:], "audio": MEDIA[:1]}.items():
+            assert set(made[module].dataset.column_names) == set(source.column_names) - set(unread)
+            assert_lacks_only(batch(made[module], range(len(source))), whole, *unread)
 
 
 class Samples(torch.utils.data.Dataset):
@@ -219,9 +162,7 @@ class Samples(torch.utils.data.Dataset):
         return tokens()[index]
 
     def without_media(self, index):
-        return {
-            name: value for name, value in tokens()[index].items() if name not in ("pixel_values", "input_features")
-        }
+        return {name: value for name, value in tokens()[index].items() if name not in MEDIA}
 
 
 def test_a_dataset_may_leave_out_media_itself():
@@ -229,42 +170,22 @@ def test_a_dataset_may_leave_out_media_itself():
         dataset = Samples()
         made = readers(dataset, collator, spec(BOTH), BOTH)
         found = batch(made[LANGUAGE_MODEL], range(3))
-        assert dataset.whole == 0
+        assert dataset.whole == 0 and len(made[LANGUAGE_MODEL].dataset) == 3
         whole = collator([dataset[index] for index in range(3)])
-        assert_lacks_only(found, whole, "pixel_values", "input_features")
+        assert_lacks_only(found, whole, *MEDIA)
         assert_lacks_only(batch(made["vision"], range(3)), whole, "input_features")
-        assert len(made[LANGUAGE_MODEL].dataset) == 3
 
 
 def test_unknown_collators_get_whole_samples():
-    dataset = tokens()
-    made = readers(dataset, torch.utils.data.default_collate, spec(BOTH), BOTH)
-    assert all(reader.dataset is dataset for reader in made.values())
-    assert {reader.collator for reader in made.values()} == {torch.utils.data.default_collate}
-    for source in (chat_dataset(), datasets.Dataset.from_list(tokens())):
+    for source in (tokens(), stored(chats()), datasets.Dataset.from_list(tokens())):
         made = readers(source, list, spec(BOTH), BOTH)
-        assert all(reader.dataset is source for reader in made.values())
+        assert all(reader.dataset is source and reader.collator is list for reader in made.values())
 
 
 def test_modules_that_read_the_same_have_the_same_reader(chat):
-    dataset = chat_dataset()
+    dataset = stored(chats())
     for inputs in ({}, {**VISION, "other": VISION["vision"]}):
         made = readers(dataset, chat, spec(inputs), inputs)
         assert len({id(made[name]) for name in made if name != LANGUAGE_MODEL}) <= 1
         assert len({id(reader) for reader in made.values()}) == 1 + bool(inputs)
     assert readers(dataset, chat, spec({}), {})[LANGUAGE_MODEL].dataset is dataset
-
-
-def test_a_step_has_the_same_inputs_as_from_whole_samples(chat):
-    dataset = chat_dataset()
-    model = spec(VISION)
-    plan = resolve_plan(model, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin()})
-    step = contiguous_step(plan, [2, 0, 3, 1], 2)
-    unused = {LANGUAGE_MODEL: frozenset(["pixel_values"])}
-    for rank in range(plan.world_size):
-        inputs = RankInputs(plan, rank, unused)
-        whole = StepDataset(Reader(dataset, chat), inputs, 0).read(step)
-        found = StepDataset(readers(dataset, chat, model, VISION), inputs, 0).read(step)
-        assert found.batches.keys() == whole.batches.keys() != set()
-        for key, expected in whole.batches.items():
-            assert_lacks_only(found.batches[key], expected)

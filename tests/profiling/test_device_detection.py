@@ -1,10 +1,8 @@
 """The device of the ranks: the slowest of unlike ones, and measured where it is not in the table."""
 
-from __future__ import annotations
-
 import itertools
-import stat
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +12,7 @@ import torch.distributed as dist
 from hf_mmparallel.cost import Hardware, find_device
 from hf_mmparallel.cost.devices import PEAK_OF_DTYPE
 from hf_mmparallel.profiling import device_detection as devices
+from hf_mmparallel.profiling import links
 from hf_mmparallel.profiling.device_detection import (
     device_of_ranks,
     known_device,
@@ -37,8 +36,9 @@ def properties(name: str, gib: float, units: int) -> SimpleNamespace:
 
 def test_the_cpu_is_known_and_not_measured(monkeypatch):
     monkeypatch.setattr(devices, "measure_device", None)
-    assert known_device(CPU) == find_device("cpu") and reported_name(CPU) == "cpu"
+    assert known_device(CPU) == find_device("cpu") and reported_name(CPU) == "cpu" and power_limits(CPU) is None
     assert device_of_ranks(World()) == find_device("cpu")
+    assert known_device(torch.device("xpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,9 @@ def test_gpus_are_recognized_by_what_torch_reports(monkeypatch, name, gib, units
     assert reported_name(GPU) == name
 
 
-def test_other_accelerators_are_unknown():
-    assert known_device(torch.device("xpu")) is None
-
-
 class TestMeasuring:
     def test_the_cpu_can_be_measured(self):
-        found = measure_device(CPU, budget_s=0.5)
+        found = measure_device(CPU, budget_s=0.1)
         for field in PEAK_OF_DTYPE.values():
             assert 1e-6 < getattr(found, field) < 1e3
         assert found.tf32_tflops == found.fp32_tflops  # there are no such products on a CPU
@@ -95,7 +91,7 @@ class TestMeasuring:
             return product(left, right)
 
         monkeypatch.setattr(torch.Tensor, "__matmul__", refused)
-        found = measure_device(CPU, budget_s=0.2)
+        found = measure_device(CPU, budget_s=0.05)
         assert found.fp16_tflops == found.fp32_tflops
 
     def test_products_in_tf32_are_for_a_while(self):
@@ -138,59 +134,46 @@ def test_nothing_of_unlike_devices_is_faster_than_on_the_slowest(names):
 
 
 def test_an_order_of_ranks_changes_no_number():
-    h100, pcie = find_device("h100"), find_device("h100-pcie")
-    assert replace(slowest([pcie, h100]), name="", aliases=(), source="", multiprocessors=0) == replace(
-        slowest([h100, pcie]), name="", aliases=(), source="", multiprocessors=0
-    )
+    both = [find_device(name) for name in UNLIKE]
+    words = {"name": "", "aliases": (), "source": "", "multiprocessors": 0}
+    assert replace(slowest(both), **words) == replace(slowest(both[::-1]), **words)
 
 
-class TestPowerLimits:
-    @pytest.fixture(autouse=True)
-    def _gpu(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties("NVIDIA H100 NVL", 93, 132))
-
-    def tool(self, monkeypatch, folder, text: str) -> None:
-        path = folder / "nvidia-smi"
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(path.stat().st_mode | stat.S_IEXEC)
-        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-
-    def test_they_are_read(self, monkeypatch, tmp_path):
-        self.tool(monkeypatch, tmp_path, '[ "$2" = GPU-1-2 ] && echo "500.00, 700.00"')
-        assert power_limits(GPU) == (500, 700)
-
-    @pytest.mark.parametrize("text", ["echo '[N/A], [N/A]'", "exit 6", "echo"])
-    def test_where_they_cannot_be_read_nothing_is_said(self, monkeypatch, tmp_path, text):
-        self.tool(monkeypatch, tmp_path, text)
-        assert power_limits(GPU) is None
-
-    def test_the_cpu_has_none(self):
-        assert power_limits(CPU) is None
+@pytest.mark.parametrize(
+    ("script", "limits"),
+    [
+        ('[ "$2" = GPU-1-2 ] && echo "500.00, 700.00"', (500, 700)),
+        ("echo '[N/A], [N/A]'", None),
+        ("exit 6", None),
+        ("echo", None),
+    ],
+)
+def test_power_limits_are_what_the_tool_says(monkeypatch, tmp_path, script, limits):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties("NVIDIA H100 NVL", 93, 132))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert power_limits(GPU) == limits
 
 
-def _measured_by_all(unknown_rank: int) -> tuple[Hardware, list[str]]:
-    """One rank has a device that is not in the table."""
-    if dist.get_rank() == unknown_rank:
-        devices.known_device = lambda _: None
-        devices.reported_name = lambda _: "NVIDIA Something"
+def _on_a_rank() -> list[tuple[Hardware, list[str]]]:
+    """Where rank 1 has a device that is not in the table, and where ranks have unlike ones."""
     said: list[str] = []
     devices.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
-    devices._BUDGET_S = 0.2
-    return device_of_ranks(World()), said
+    devices.measure_device = partial(measure_device, budget_s=0.05)
+    links._IN_ROUND, links._BYTES["cpu"] = 2, 2**18
+    rank = dist.get_rank()
+    if rank == 1:
+        devices.known_device, devices.reported_name = lambda _: None, lambda _: "NVIDIA Something"
+    results = [(device_of_ranks(World()), said.copy())]
+    said.clear()
+    devices.known_device = lambda _: find_device(UNLIKE[rank])
+    devices.power_limits = lambda _: (300.0, 350.0) if rank == 1 else None
+    results.append((device_of_ranks(World()), said.copy()))
+    return results
 
 
-def _unlike() -> tuple[Hardware, list[str]]:
-    name = ["h100", "h100-pcie"][dist.get_rank() % 2]
-    limits = [None, (300.0, 350.0)][dist.get_rank() % 2]
-    devices.known_device = lambda _: find_device(name)
-    devices.power_limits = lambda _: limits
-    said: list[str] = []
-    devices.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
-    return device_of_ranks(World()), said
-
-
-def _on_a_rank() -> tuple[tuple[Hardware, list[str]], tuple[Hardware, list[str]]]:
-    return _measured_by_all(1), _unlike()
+UNLIKE = ["h100", "h100-pcie"]
 
 
 @pytest.mark.distributed
@@ -201,7 +184,7 @@ def test_ranks_agree_on_what_they_measured_and_on_unlike_devices_with_low_power_
     assert 1e-4 < first.link_gb_per_s < 1e3 and first.link_gb_per_s != find_device("cpu").link_gb_per_s
     (line,) = said
     assert "`NVIDIA Something`" in line and "bfloat16 " in line and "`gpu_spec`" in line
-    assert slow == other == slowest([find_device("h100"), find_device("h100-pcie")])
+    assert slow == other == slowest([find_device(name) for name in UNLIKE])
     assert "rank 1: 300 of 350 W" in of_unlike[0] and "1 x h100, 1 x h100-pcie" in of_unlike[1]
 
 

@@ -1,7 +1,5 @@
 """Links inside a node and between nodes, as messages and sums over ranks take them."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -13,6 +11,7 @@ from hf_mmparallel.cost import Hardware, find_device
 from hf_mmparallel.profiling import links
 from hf_mmparallel.profiling.links import link_constants, measured_links
 from hf_mmparallel.world import World
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 SLOW_S = 2e-2  # what whatever leaves a host waits
@@ -47,7 +46,7 @@ def slow_between(hosts: list[str]) -> None:
 
 def _measured(hosts: list[str], slow: bool = False) -> dict[str, float]:
     (slow_between if slow else pretend_hosts)(hosts)
-    links._IN_ROUND = 4
+    links._LARGE, links._IN_ROUND, links._BYTES["cpu"] = 2, 1, 2**20
     return link_constants(World())
 
 
@@ -81,25 +80,20 @@ def test_links_in_a_node_are_told_apart_from_those_between_nodes_and_are_of_the_
     assert (device.step_latency_us([0, 1]), device.step_latency_us(range(4))) == (20.0, 40.0)
 
 
-def _of_two() -> list[dict[str, float]]:
-    return [_measured(["a", "a"]), _measured(["a", "b"])]
-
-
 @pytest.mark.distributed
-def test_what_nodes_have_not_is_not_measured():
-    first, second = run_distributed(_of_two, 2)
-    assert first == second
-    one_node, single_ranks = first
-    assert set(one_node) == set(links._INSIDE) and all(0 < value < 1e6 for value in one_node.values())
-    assert set(single_ranks) == {*links._BETWEEN, "node_size", "network_cards"} and single_ranks["node_size"] == 1
-
-
-@pytest.mark.deep
-@pytest.mark.distributed
-def test_ranks_without_a_partner_on_the_other_node_wait():
-    found, *others = run_distributed(_measured, 3, ["a", "a", "b"])
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        (["a", "a"], {*links._INSIDE}),
+        (["a", "b"], {*links._BETWEEN, "node_size", "network_cards"}),
+        deep(["a", "a", "b"], {*links._INSIDE, *links._BETWEEN, "node_size", "network_cards"}),  # one has no partner
+    ],
+)
+def test_what_nodes_have_not_is_not_measured(hosts, names):
+    found, *others = run_distributed(_measured, len(hosts), hosts)
     assert all(own == found for own in others)
-    assert set(found) == {*links._INSIDE, *links._BETWEEN, "node_size", "network_cards"} and found["node_size"] == 1
+    assert found.keys() == names and all(0 < value < 1e6 for value in found.values())
+    assert found.get("node_size", 1) == 1
 
 
 def test_on_one_rank_nothing_is_measured():

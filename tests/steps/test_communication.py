@@ -1,12 +1,9 @@
 """The communication that pictures show is that which the simulated step waits for."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from hf_mmparallel.cost import StepCost, analytic_costs
@@ -27,8 +24,7 @@ def predicted(
     spec = replace(text_model(), tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
     costs = analytic_costs(spec, replace(PLAIN, overlap_efficiency=efficiency, link_gb_per_s=100.0))
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, zero_stage=zero_stage, **sizes)})
-    tokens = np.array([4096, 1024, 2048, 3072])
-    lengths = SampleSizes({LANGUAGE_MODEL: tokens}, {LANGUAGE_MODEL: tokens.astype(float) ** 2})
+    lengths = SampleSizes.of_sequences({LANGUAGE_MODEL: [[4096], [1024], [2048], [3072]]})
     groups = sync_groups(spec, plan)
     planner = StepPlanner(costs, plan, groups, 1, "contiguous", lengths.take)
     prediction = on_all_ranks(predict_arranged(planner, planner.arrange_batch(GlobalBatch((0, 1, 2, 3)))))
@@ -37,26 +33,22 @@ def predicted(
 
 
 def of_rank(simulation: Simulation, rank: int) -> list[TransferSpan]:
-    assert simulation.transfers is not None
-    return list(simulation.transfers(rank))
+    return list(simulation.transfers(rank))  # type: ignore[misc]
 
 
 def total_ms(spans, op: str, exposed: bool | None = None) -> float:
-    chosen = [span for span in spans if span.op == op and exposed in (None, span.is_exposed)]
-    return sum(span.end_ms - span.start_ms for span in chosen)
+    return sum(span.end_ms - span.start_ms for span in spans if span.op == op and exposed in (None, span.is_exposed))
 
 
 @pytest.mark.parametrize(("pp_size", "tied"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_a_rank_has_one_transfer_at_a_time_and_ends_with_the_step(zero_stage, pp_size, tied):
     prediction, simulation, _ = predicted(zero_stage, pp_size=pp_size, tied=tied)
-    ends = []
-    for rank in range(simulation.num_ranks):
-        spans = of_rank(simulation, rank)
-        assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(spans)), spans
-        assert {span.rank for span in spans} == {rank}
-        ends.append(spans[-1].end_ms)
-    assert max(ends) == pytest.approx(prediction.step_ms)
+    spans = [of_rank(simulation, rank) for rank in range(simulation.num_ranks)]
+    for rank, own in enumerate(spans):
+        assert all(a.end_ms <= b.start_ms + 1e-6 for a, b in pairwise(own)), own
+        assert {span.rank for span in own} == {rank}
+    assert max(own[-1].end_ms for own in spans) == pytest.approx(prediction.step_ms)
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -83,15 +75,10 @@ def test_exposed_communication_is_what_tasks_have_beside_computation():
     _, simulation, cost = predicted(3, efficiency=1.0)
     whole = predicted(0, efficiency=1.0)[2]
     before = [span for span in of_rank(simulation, 0) if span.end_ms <= simulation.iteration_ms + 1e-9]
-    exposed = total_ms(before, "gather", True)
-    exposed += total_ms(of_rank(simulation, 0), "sum", True)
-    slower = 0.0
-    for span in simulation.spans:
-        if span.rank == 0:
-            joint = [replace(span.task, replica=replica) for replica in (0, 1)]
-            longest = max(joint, key=cost)
-            slower += cost(longest) - whole(longest)
-    assert exposed == pytest.approx(slower) and exposed > 0
+    exposed = total_ms(before, "gather", True) + total_ms(of_rank(simulation, 0), "sum", True)
+    tasks = [span.task for span in simulation.spans if span.rank == 0]
+    longest = [max((replace(task, replica=replica) for replica in (0, 1)), key=cost) for task in tasks]
+    assert exposed == pytest.approx(sum(cost(task) - whole(task) for task in longest)) and exposed > 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])

@@ -1,15 +1,25 @@
-"""Interrupted epochs: every sample once, whatever the size of the batches is after each interruption."""
+"""Global batches: those of accelerate on each rank, and every sample once an epoch over any interruptions."""
 
 import itertools
+import random
 
 import pytest
 import torch
-from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_mmparallel.data.global_batches import DataPosition, GlobalBatch, GlobalBatchSampler, LengthGroups
+from hf_mmparallel.data.bad_samples import BadSample, BadSampleError
+from hf_mmparallel.data.global_batches import (
+    DataPosition,
+    EvenOrder,
+    GlobalBatch,
+    GlobalBatchSampler,
+    LengthGroups,
+    RankBatchSampler,
+)
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 
 SEED = 3
@@ -104,3 +114,45 @@ def test_a_position_comes_back_from_its_folder(tmp_path):
     position.save(tmp_path)
     assert DataPosition.load(tmp_path) == position
     assert DataPosition.load(tmp_path / "none") is None
+
+
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_the_samplers_order_gives_the_batches_of_accelerate(num_samples, num_ranks, size, count, drop_last):
+    order = random.Random(num_samples).sample(range(num_samples), num_samples)
+    batches = BatchSampler(order, size, drop_last)
+    shards = [BatchSamplerShard(batches, num_ranks, rank) for rank in range(num_ranks)] if num_ranks > 1 else [batches]
+
+    def contiguous(global_batch: GlobalBatch) -> list[list[range]]:
+        total = len(global_batch.samples)
+        parts = [range(start, min(start + size, total)) for start in range(0, total, size)]
+        return [parts[rank::num_ranks] for rank in range(num_ranks)]
+
+    even = EvenOrder(order, num_ranks * size, drop_last, fills=num_ranks > 1)
+    global_batches = GlobalBatchSampler(even, num_ranks * size * count)
+    for rank, shard in enumerate(shards):
+        ours = RankBatchSampler(global_batches, contiguous, rank, size, num_ranks)
+        assert list(ours) == list(shard) and len(ours) == len(shard) == len(list(shard))
+
+
+def test_epochs_reach_the_order_if_it_has_any():
+    epochs: list[int] = []
+
+    class Sampler(list):
+        set_epoch = lambda self, epoch: epochs.append(epoch)  # noqa: E731
+
+    order = EvenOrder(Sampler(range(4)), 2, False)
+    batches = RankBatchSampler(GlobalBatchSampler(order, 2), lambda _: [[[0, 1]]], 0, 2, 1)
+    batches.batch_sampler.set_epoch(3)
+    assert epochs == [3] and list(batches) == [[0, 1], [2, 3]]
+    sampler = GlobalBatchSampler(SequentialSampler(range(4)), 2)
+    sampler.batch_sampler.set_epoch(4)
+    assert list(sampler) == [GlobalBatch((0, 1), 4, 2), GlobalBatch((2, 3), 4, 4)]
+
+
+def test_a_sample_that_can_not_be_measured_ends_the_run():
+    class Batches(GlobalBatchSampler):
+        def __iter__(self):
+            yield GlobalBatch((3, 7), bad={1: BadSample(7, "a.png", "OSError: gone")})
+
+    with pytest.raises(BadSampleError, match=r"Sample 7 \(a.png\) .*: OSError: gone"):
+        list(RankBatchSampler(Batches([3, 7], 2), lambda _: [[[0, 1]]], 0, 2, 1))
