@@ -24,17 +24,22 @@ FROZEN_LAYER = 2 * 4 * HIDDEN + 4 * 4 + 4 * HIDDEN + 2 * WIDE
 LOSS = 4 * VOCABULARY
 
 
-def memory_of(spec, plan, num_microbatches=2):
-    step = contiguous_step(plan, range(4), 4 // num_microbatches)
-    program = build_program(plan, step, sync_groups(spec, plan))
-    in_flight = simulate(plan, program).peak_in_flight
-    return memory_per_rank(h100(spec), plan, step, SIZES, in_flight), in_flight
+def memory_of(spec, **plugins):
+    """Rank -> its memory in a simulated step of two microbatches."""
+    plan = resolve_plan(spec, plugins)
+    step = contiguous_step(plan, range(4), 2)
+    in_flight = simulate(plan, build_program(plan, step, sync_groups(spec, plan))).peak_in_flight
+    return memory_per_rank(h100(spec), plan, step, SIZES, in_flight)
+
+
+def stages_of(spec, **plugins):
+    """Stage -> its memory."""
+    return stage_memories(h100(spec), resolve_plan(spec, plugins))
 
 
 def test_weights_and_optimizer_state_have_the_type_of_the_weights_and_gradients_float32():
     spec = model(("vision",))
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
-    memory, _ = memory_of(spec, plan)
+    memory = memory_of(spec, language_model=ModulePlugin(pp_size=2, tp_size=2))
     assert set(memory) == set(range(5))
     frozen, projector = LAYERS * (LAYER_MATRICES + HIDDEN), HIDDEN * HIDDEN
     assert memory[0].weights == 2 * (frozen + projector)
@@ -51,54 +56,44 @@ def test_weights_and_optimizer_state_have_the_type_of_the_weights_and_gradients_
 def test_memory_of_settings_of_the_optimizer_and_of_frozen_weights():
     spec = model(("vision",))
     projector, frozen_layer = HIDDEN * HIDDEN, 2 * (LAYER_MATRICES + HIDDEN)
-    in_place = resolve_plan(spec, {"vision": ModulePlugin(master_weights=False)})
-    assert memory_of(spec, in_place)[0][0].optimizer == 4 * projector  # both moments in the weights' dtype
-    offloaded = memory_of(spec, resolve_plan(spec, {"vision": ModulePlugin(offload_optimizer=True)}))[0][0]
+    plain, in_place, offloaded, streamed = (
+        memory_of(spec, vision=ModulePlugin(**own))[0]
+        for own in ({}, {"master_weights": False}, {"offload_optimizer": True}, {"offload_params": True})
+    )
+    assert in_place.optimizer == 4 * projector  # both moments in the weights' dtype
     assert offloaded.optimizer == 0 and offloaded.host == (12 + 2 * 4) * projector  # and its gradients, twice
-    plain = memory_of(spec, resolve_plan(spec, {}))[0][0]
-    streamed = memory_of(spec, resolve_plan(spec, {"vision": ModulePlugin(offload_params=True)}))[0][0]
     assert streamed.host == LAYERS * frozen_layer
     assert streamed.weights == plain.weights - (LAYERS - 2) * frozen_layer
 
 
 def test_copies_sum_their_gradients_in_a_bucket(monkeypatch):
     spec = model(tied=False)
-    gradients = []
-    for plugin in (ModulePlugin(), ModulePlugin(dp_size=2), ModulePlugin(cp_size=2)):
-        memory, _ = memory_of(spec, resolve_plan(spec, {LANGUAGE_MODEL: plugin}))
-        gradients.append(memory[1].gradients)
-    assert gradients[1] == gradients[2] == 2 * gradients[0]
+    plugins = (ModulePlugin(), ModulePlugin(dp_size=2), ModulePlugin(cp_size=2))
+    alone, *copies = (memory_of(spec, language_model=plugin)[1].gradients for plugin in plugins)
+    assert copies == [2 * alone, 2 * alone]
     monkeypatch.setattr(stage_memory, "GRADIENT_BUCKET_BYTES", 1000)
     stage_memory._stage_memory.cache_clear()
-    memory, _ = memory_of(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2)}))
-    assert memory[1].gradients == gradients[0] + 1000
+    assert memory_of(spec, language_model=plugins[1])[1].gradients == alone + 1000
     stage_memory._stage_memory.cache_clear()
 
 
 def test_what_stages_keep_of_a_token():
-    spec = model(("vision",))
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-    memories = stage_memories(h100(spec), plan)
+    two_stages = {LANGUAGE_MODEL: ModulePlugin(pp_size=2)}
+    memories = stages_of(model(("vision",)), **two_stages)
     vision, first, last = (memories[key].saved.sum(axis=0)[1] for key in memories)
     assert vision == 2 * HIDDEN + 2 * HIDDEN  # what the projector reads, and the features
     assert first == 2 * LAYER + 2 * HIDDEN  # two layers, and what goes to the next stage
     assert last == 2 * LAYER + 2 * HIDDEN + LOSS  # the head reads the last hidden state
-    frozen = stage_memories(h100(model(("vision", LANGUAGE_MODEL))), plan)
+    frozen = stages_of(model(("vision", LANGUAGE_MODEL)), **two_stages)
     assert frozen[LANGUAGE_MODEL, 0, 1].saved.sum(axis=0)[1] == 2 * FROZEN_LAYER + LOSS
-    nothing = stage_memories(h100(_all_frozen()), plan)
-    assert not any(memory.saved.any() for memory in nothing.values())
-
-
-def _all_frozen():
-    spec = model()
-    modules = {name: module.with_frozen(True) for name, module in spec.modules.items()}
-    return type(spec)(modules, spec.tied)
+    whole = replace(model(), modules={name: own.with_frozen(True) for name, own in model().modules.items()})
+    assert not any(memory.saved.any() for memory in stages_of(whole, **two_stages).values())
 
 
 def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
-    spec = model()
-    plans = [resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=again)}) for again in (False, True)]
-    whole, again = (stage_memories(h100(spec), plan)["vision", 0, 0] for plan in plans)
+    whole, again = (
+        stages_of(model(), vision=ModulePlugin(activation_checkpointing=own))["vision", 0, 0] for own in (False, True)
+    )
     assert whole.saved[1:-2].sum() == LAYERS * LAYER and again.saved[1:-2].sum() == LAYERS * 2 * HIDDEN
     held = np.array([0.0, 100.0, 1.0])
     more = again.backward_bytes(held, False) - again.saved_bytes(held)
@@ -106,7 +101,7 @@ def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
 
 
 def test_a_first_backward_makes_gradients_while_it_frees_activations():
-    memory = stage_memories(h100(model()), resolve_plan(model(), {}))[LANGUAGE_MODEL, 0, 0]
+    memory = stages_of(model())[LANGUAGE_MODEL, 0, 0]
     few, many = np.array([0.0, 1.0, 1.0]), np.array([0.0, 1e5, 1.0])
     embedding = (2 + 4) * HEAD  # the second gradient of a tied matrix, before it is cast and added to the first
     assert memory.backward_bytes(few, True) == pytest.approx(memory.state.gradients + embedding, rel=0.01)
@@ -116,9 +111,8 @@ def test_a_first_backward_makes_gradients_while_it_frees_activations():
 
 
 def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
-    spec = model()
     alone, tp, cp = (
-        stage_memories(h100(spec), resolve_plan(spec, {LANGUAGE_MODEL: plugin}))[LANGUAGE_MODEL, 0, 0]
+        stages_of(model(), language_model=plugin)[LANGUAGE_MODEL, 0, 0]
         for plugin in (ModulePlugin(), ModulePlugin(tp_size=2), ModulePlugin(cp_size=2))
     )
     split = 2 * 4 * HIDDEN + 4 * 4 + 2 * 2 * WIDE
@@ -138,8 +132,7 @@ def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attenti
     spec = with_heads(4, attention)
     of_pair = 2 if whole else 4 * (4 + 2)  # a mask in bfloat16; scores of four heads in float32, and cast
     for tp_size in (1, 2):
-        plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
-        kept = stage_memories(h100(spec), plan)[LANGUAGE_MODEL, 0, 0].saved[:, 0].sum()
+        kept = stages_of(spec, language_model=ModulePlugin(tp_size=tp_size))[LANGUAGE_MODEL, 0, 0].saved[:, 0].sum()
         assert kept == LAYERS * of_pair / (1 if whole else tp_size)
 
 
@@ -164,20 +157,6 @@ LENGTHS = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_M
 STEP = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
 
 
-def test_microbatches_are_padded_unless_rows_are_packed():
-    spec, chunk = model(), (LANGUAGE_MODEL, 0, 1, 0)
-    plan = resolve_plan(spec, {})
-    held = activation_sizes(h100(spec), plan, STEP, LENGTHS)
-    assert held[chunk].tolist() == [3 * 20**2, 3 * 20, 1] and held[LANGUAGE_MODEL, 0, 0, 0].tolist() == [0, 5, 1]
-    assert held["vision", 0, 1, 0].tolist() == [0, 11, 1] and held["vision", 0, 0, 0].tolist() == [0, 0, 0]
-    cut = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(cp_size=2, cp_block=8)})
-    assert activation_sizes(h100(spec), cut, STEP, LENGTHS)[chunk].tolist() == [
-        0,
-        48,
-        1,
-    ]  # 39 in blocks of two times eight
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager"])
 @pytest.mark.parametrize(
     "plugins",
@@ -194,13 +173,9 @@ def test_microbatches_are_padded_unless_rows_are_packed():
 def test_the_bound_is_one(schedule, plugins, frozen):
     spec = model(frozen)
     plan = resolve_plan(spec, plugins, schedule=schedule)
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(0, 300, (2, 16))
+    images, texts = np.random.default_rng(0).integers(0, 300, (2, 16)).tolist()
     sizes = SampleSizes.of_sequences(
-        {
-            "vision": [[int(n)] if n > 60 else [] for n in lengths[0]],
-            LANGUAGE_MODEL: [[int(n) + 1] for n in lengths[1]],
-        }
+        {"vision": [[n] if n > 60 else [] for n in images], LANGUAGE_MODEL: [[n + 1] for n in texts]}
     )
     step = contiguous_step(plan, range(16), 2)
     cost = StepCost(h100(spec), plan, step, sizes)

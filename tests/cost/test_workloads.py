@@ -26,8 +26,7 @@ def test_a_sample_costs_what_a_task_of_it_alone_does(frozen, checkpointing):
     assert found.token_limits == {} and found.tokens["vision"].tolist() == [80, 0, 90]
     assert found.forward_ms["vision"][1] == 0
     for name in plan.modules:
-        forward = [cost(Task("fwd", name, 0, 0, index)) for index in range(3)]
-        backward = [cost(Task("bwd", name, 0, 0, index)) for index in range(3)]
+        forward, backward = ([cost(Task(kind, name, 0, 0, index)) for index in range(3)] for kind in ("fwd", "bwd"))
         assert found.forward_ms[name] == pytest.approx(forward)
         assert found.backward_ratio[name] * sum(forward) == pytest.approx(sum(backward))
         assert (found.forward_ms[name] == found.forward_ms[name].astype(np.float32)).all()
