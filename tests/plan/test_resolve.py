@@ -217,10 +217,7 @@ def test_what_does_not_fit_is_a_sentence(vision, language, message):
     ("settings", "sentence"),
     [
         ({"zero_stage": 2}, "`zero_stage=2` of `vision` has no effect: there is one copy of each of its"),
-        (
-            {"dp_size": 2, "zero_stage": 1, "shard_size": 1},
-            "`zero_stage=1` of `vision` has no effect with `sh",
-        ),
+        ({"dp_size": 2, "zero_stage": 1, "shard_size": 1}, "`zero_stage=1` of `vision` has no effect with `sh"),
         ({"dp_size": 2, "zero_stage": 3}, None),
         ({"dp_size": 2}, None),
     ],
@@ -274,8 +271,7 @@ def test_a_finished_plan_that_cuts_rows_in_no_known_way_is_refused(settings, mes
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
-    [("visions", "Did you mean `vision`?"), ("audio", "Known: `vision`, `language_model`.")],
+    ("name", "hint"), [("visions", "Did you mean `vision`?"), ("audio", "Known: `vision`, `language_model`.")]
 )
 def test_an_unknown_module_names_the_nearest(name, hint):
     with pytest.raises(ValueError, match=re.escape(f"The model has no `{name}`. {hint}")):
@@ -410,12 +406,7 @@ def test_a_plan_from_a_file_needs_no_edges_and_no_trainable_flags():
 
 
 def test_replicas_of_a_plan_may_have_different_stages():
-    uneven = change(
-        PLAN,
-        LANGUAGE_MODEL,
-        (Stage((0, 4), ((2,),)),),
-        (Stage((0, 1), ((3,),)), Stage((1, 4), ((4,),))),
-    )
+    uneven = change(PLAN, LANGUAGE_MODEL, (Stage((0, 4), ((2,),)),), (Stage((0, 1), ((3,),)), Stage((1, 4), ((4,),))))
     assert plan_for_model(MultimodalParallelPlugin(plan=uneven), SPEC, 5) == uneven
     with pytest.raises(ValueError, match="The plan is for 5 ranks"):
         plan_for_model(MultimodalParallelPlugin(plan=uneven), SPEC, 4)
