@@ -1,4 +1,4 @@
-"""The command: help without torch, versions, and plans whose sizes are given."""
+"""The command: help without torch, versions, plans whose sizes are given and their device; `launch`."""
 
 import dataclasses
 import json
@@ -11,10 +11,12 @@ from dataclasses import replace
 import pytest
 import transformers
 
+from hf_mmparallel.cli.launch_command import launch_parser
 from hf_mmparallel.cli.main import main
 from hf_mmparallel.papers.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
 from hf_mmparallel.planner.settings import SHORT_NAMES
+from hf_mmparallel.world.membership import Membership
 
 LAYOUT = ["--module", "vision:dp=2", "--module", "language_model:pp=2,tp=2"]
 
@@ -209,3 +211,89 @@ def test_the_stability_of_a_split_is_printed_where_there_is_one(model, run):
     )
     assert "(95% confidence, error 5%)" in split
     assert "the split of 4 GPUs by work" in split and "the split of" not in shared
+
+
+ONE_RANK = ["--module", "language_model:dp=1,pp=1,tp=1", "--seq-len", 4096, "--global-batch-size", 4]
+# A device whose products are slow.
+PRODUCTS = "like: h100\nname: products\nbf16_tflops: 10\nfp16_tflops: 10\ntf32_tflops: 5\nfp32_tflops: 1\n"
+
+
+@pytest.fixture
+def described(tmp_path):
+    """The options for a device of this description."""
+
+    def write(text: str) -> list:
+        path = tmp_path / "gpu.yaml"
+        path.write_text(text)
+        return ["--gpu-spec", path]
+
+    return write
+
+
+def test_each_dtype_takes_its_own_time(text_model, figures, described):
+    asked = ["plan", "--model", text_model, *ONE_RANK, *described(PRODUCTS + "memory_gb_per_s: 10000\n"), "--dtype"]
+    bfloat16, tf32, float32 = (figures(*asked, dtype)["step_ms"] for dtype in ("bfloat16", "tf32", "float32"))
+    assert float32 > 2 * tf32 > 3 * bfloat16
+
+
+def test_a_described_device_is_planned_for(text_model, tmp_path, run, figures, described):
+    device = described("like: a40\nname: fast-a40\nbf16_tflops: 300\nfp16_tflops: 300\nmemory_gib: 20.5\n")
+    asked, plan = ["plan", "--model", text_model, *ONE_RANK, *device], tmp_path / "plan.yaml"
+    assert figures(*asked, "--output", plan)["gpu_type"] == "fast-a40" and "fast-a40" in plan.read_text()
+    assert "fits the 18.45 GiB, 90% of the memory of fast-a40" in run(*asked, "--dry-run")
+    assert "fast-a40" in run("simulate", plan, "--model", text_model, *device)
+
+
+def test_a_what_if_may_name_a_device_of_the_table(text_model, figures, described):
+    asked = ["--gpus", 2, "--seq-len", 64, "--effort", 1, "--global-batch-size", 4, "--what-if", "gpu_type=h200"]
+    found = figures("plan", "--model", text_model, *asked, *described(PRODUCTS + "memory_gb_per_s: 1000\n"))
+    other = found["what_if"]["gpu_type=h200"]
+    assert (found["gpu_type"], other["gpu_type"]) == ("products", "h200") and other["step_ms"] < found["step_ms"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu-type", "v100"], "`gpu_type=v100` may be any of"),
+        (["--gpu-type", "a4000"], "is not in the table of devices"),
+        (["--what-if", "gpu_type=v100", "--gpus", "2"], "may be any of `v100-pcie-16gb`"),
+        (["--gpu-spec", "nothing.yaml"], "`gpu_spec=nothing.yaml` can't be read"),
+    ],
+)
+def test_devices_that_are_not_known_are_errors(text_model, fail, arguments, message):
+    assert message in fail("plan", "--model", text_model, *ONE_RANK, *arguments)
+
+
+def test_a_device_is_named_or_described_in_its_units(text_model, figures, fail, described, capsys):
+    asked = ["plan", "--model", text_model, *ONE_RANK]
+    found = figures(*asked, "--gpu-type", "NVIDIA A100-PCIE-40GB")  # as drivers report it
+    assert found["gpu_type"] == "a100-pcie-40gb"
+    error = fail(*asked, *described("like: h100\nbf16_tflops: 989400\n"))
+    assert "`bf16_tflops=989400` is not between" in error and "divide by 1,000" in error
+    with pytest.raises(SystemExit):
+        fail(*asked, "--gpu-type", "h200", *described("like: h100\n"))
+    assert "--gpu-spec: not allowed with argument --gpu-type" in capsys.readouterr().err
+
+
+def test_it_takes_the_arguments_of_accelerate():
+    given = ["--num_processes", "4", "--hang_timeout", "3", "train.py", "--hang_timeout", "7"]
+    args = launch_parser().parse_args(given)
+    assert (args.num_processes, args.hang_timeout, args.host_timeout, args.stall_timeout) == (4, 3.0, 2.0, 0.0)
+    assert (args.training_script, args.training_script_args) == ("train.py", ["--hang_timeout", "7"])
+
+
+def test_its_help_says_what_it_adds(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    said = capsys.readouterr().out
+    assert "In addition to `accelerate launch`" in said
+    assert "--num_processes" in said and "--host_timeout SECONDS" in said
+
+
+def test_limits_are_checked(fail):
+    assert "--host_timeout must be above 0" in fail("launch", "--host_timeout", "0", "train.py")
+
+
+def test_other_launchers_have_no_membership(monkeypatch):
+    monkeypatch.delenv("HF_MMPARALLEL_LAUNCH", raising=False)
+    assert Membership.from_environment() is None

@@ -27,7 +27,6 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
 from hf_mmparallel.search.comparison import StepComparer
 from tests.cost import models
 from tests.cost.test_profile import profile_of
-from tests.deep_cases import deep
 
 from ..search.measured_steps import (
     CPU,
@@ -54,20 +53,22 @@ def scales_of(*paths: Path) -> Mapping[str, Mapping[Any, TimeScale]]:
 
 
 @pytest.fixture(scope="module")
-def log_text(tmp_path_factory):
+def calibrated(tmp_path_factory):
+    """A log, and what it gives."""
     path = tmp_path_factory.mktemp("log") / "trainer_log.jsonl"
-    return write_log(path, counted(), corrected(counted(), SCALES)).read_text()
+    write_log(path, counted(), corrected(counted(), SCALES))
+    return path.read_text(), calibrate_logs([path])
 
 
 @pytest.fixture
-def log(tmp_path, log_text):
+def log(tmp_path, calibrated):
     path = tmp_path / "trainer_log.jsonl"
-    path.write_text(log_text)
+    path.write_text(calibrated[0])
     return path
 
 
-def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(log):
-    result = calibrate_logs([log])
+def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(calibrated):
+    _, result = calibrated
     found = result.calibration
     assert (result.fitted, result.judged, found.windows) == (4, 4, 8)
     for module, kinds in SCALES.items():
@@ -86,8 +87,8 @@ def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(log):
     assert abs(step.prediction.step_ms / wanted - 1) > 0.2
 
 
-def test_errors_are_those_of_windows_that_were_not_fitted(log):
-    errors = calibrate_logs([log]).calibration.errors or {}
+def test_errors_are_those_of_windows_that_were_not_fitted(calibrated, log):
+    errors = calibrated[1].calibration.errors
     assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in ("forward", "backward"))}
     for name, own in errors.items():
         assert own["after"].median < 0.02 < 0.1 < own["before"].median <= own["before"].worst, name
@@ -99,8 +100,8 @@ def test_errors_are_those_of_windows_that_were_not_fitted(log):
     assert errors["vision/forward"]["after"].median == pytest.approx(0.9, abs=0.02)
 
 
-def test_memory_of_activations_is_corrected(log):
-    found = calibrate_logs([log]).calibration
+def test_memory_of_activations_is_corrected(calibrated):
+    found = calibrated[1].calibration
     assert found.activations == pytest.approx(2.0)
     before, after = counted(), calibrated_costs(SPEC, CPU, replace(found, scales={}))
     step = measured_step(StepComparer(planner(before)), before, 0)
@@ -127,39 +128,26 @@ def test_a_factor_alone_stays_a_factor_alone(tmp_path):
 LAUNCHING = analytic_costs(SPEC, replace(CPU, launch_us=150.0))
 
 
-@pytest.mark.parametrize(("launch", "forward", "backward"), [(1.6, 2.0, 1.0), deep(0.5, 1.0, 0.5)])
-def test_launches_have_a_factor_of_their_own(tmp_path, launch, forward, backward):
-    factors = {"forward": forward, "backward": backward}
-    scales = {kind: TimeScale(factor, factor, launch=launch) for kind, factor in factors.items()}
-    path = write_log(tmp_path / "log.jsonl", LAUNCHING, corrected(LAUNCHING, {"vision": scales}))
-    result = calibrate_logs([path])
-    assert result.has_launches
-    for kind, factor in factors.items():
-        groups = [group for group in groups_of(path, "vision") if group.kind == kind]
-        shown = sum(launch * group.launch_ms > factor * group.base_ms for group in groups)
-        assert 0.2 < shown / len(groups) < 0.9, "the log must have tasks of both kinds"
-        found = result.calibration.scales["vision"][kind]
-        assert (found.launch, found.token, found.square) == pytest.approx((launch, factor, factor), rel=0.05)
-        errors = (result.calibration.errors or {})[f"vision/{kind}"]
-        assert errors["after"].worst < 0.03 < 0.1 < errors["before"].median
-    for found in result.calibration.scales[LANGUAGE_MODEL].values():  # as predicted
-        assert (found.launches, found.token) == pytest.approx((1.0, 1.0), rel=0.01)
-
-
-def test_each_coefficient_is_found_where_only_one_solution_fits(tmp_path):
+def test_launches_have_a_factor_of_their_own(tmp_path):
     """Tasks that all take their launches, or all what they compute, have many solutions; here are enough of both."""
     wanted = {"forward": TimeScale(2.0, 6.0, launch=1.5), "backward": TimeScale(1.5, 3.0, launch=1.5)}
     path = write_log(tmp_path / "log.jsonl", LAUNCHING, corrected(LAUNCHING, {"vision": wanted}), count=12)
-    found = scales_of(path)["vision"]
+    result = calibrate_logs([path])
+    assert result.has_launches
     for kind, scale in wanted.items():
         groups = [group for group in groups_of(path, "vision") if group.kind == kind]
         computed = [scale.token * (g.base_ms - g.squares_ms) + scale.square * g.squares_ms for g in groups]
         for times in (computed, [scale.launches * g.launch_ms for g in groups]):
             same = [g.measured_ms == pytest.approx(time, rel=1e-3) for g, time in zip(groups, times, strict=True)]
             assert sum(same) > 3, "more tasks of each sort than coefficients"
+        found = result.calibration.scales["vision"][kind]
         for name in ("token", "square", "launch"):
-            assert getattr(found[kind], name) == pytest.approx(getattr(scale, name), rel=0.01), (kind, name)
-        assert found[kind].layer_ms == 0.0
+            assert getattr(found, name) == pytest.approx(getattr(scale, name), rel=0.01), (kind, name)
+        assert found.layer_ms == 0.0
+        errors = (result.calibration.errors or {})[f"vision/{kind}"]
+        assert errors["after"].worst < 0.03 < 0.1 < errors["before"].median
+    for found in result.calibration.scales[LANGUAGE_MODEL].values():  # as predicted
+        assert (found.launches, found.token) == pytest.approx((1.0, 1.0), rel=0.01)
 
 
 CUT = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(tp_size=2)}
@@ -243,8 +231,8 @@ def test_every_cost_of_a_layer_is_corrected():
     assert started.forward == placed.forward * 2
 
 
-def test_a_calibration_is_read_as_it_was_written(log, tmp_path):
-    found, path = calibrate_logs([log]).calibration, tmp_path / "calibrated.json"
+def test_a_calibration_is_read_as_it_was_written(calibrated, tmp_path):
+    found, path = calibrated[1].calibration, tmp_path / "calibrated.json"
     found.save(path)
     assert read_costs(path) == found
     data = json.loads(path.read_text())

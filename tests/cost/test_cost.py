@@ -1,11 +1,20 @@
-"""Estimates of time and memory against numbers worked out by hand."""
+"""Estimates of time against numbers worked out by hand; of a graph as of its tasks one by one."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import StepCost, analytic_costs, layer_flops, layer_table, stage_costs, training_flops
+from hf_mmparallel.arrange import arrange_step, contiguous_step
+from hf_mmparallel.cost import (
+    StepCost,
+    analytic_costs,
+    batch_workloads,
+    layer_flops,
+    layer_table,
+    stage_costs,
+    training_flops,
+)
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -18,7 +27,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.schedule import Task, build_program
+from hf_mmparallel.schedule import Task, build_graph, build_program, find_representatives
 from tests.cost.models import (
     ENCODER_BYTES,
     HIDDEN,
@@ -212,3 +221,40 @@ def test_ranks_that_share_matrices_over_two_nodes_pay_for_the_network():
     slow = layer_table(analytic_costs(model(), network), LANGUAGE_MODEL, 2)
     assert forward_ms(3) == pytest.approx(slow.forward[:, 1].sum() * 1000 + slow.forward[:, 2].sum())
     assert forward_ms(3) > forward_ms(0)
+
+
+LAYOUTS = {
+    "unlike": {"vision": ModulePlugin(dp_size=5), LANGUAGE_MODEL: ModulePlugin(dp_size=3, pp_size=2)},
+    "colocated": {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, colocate_with="vision")},
+    "context": {"vision": ModulePlugin(pp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2, cp_block=16)},
+}
+
+
+@pytest.mark.parametrize("windows", [(), (8, 0, 64, 0)])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "bitfield"])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("blocking", [False, True])
+def test_of_a_graph_as_one_by_one(windows, attention, layout, blocking):
+    spec = model()
+    language = replace(spec.language_model, attention=attention, windows=windows)
+    spec = replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+    costs = analytic_costs(spec, replace(PLAIN, link_latency_us=3.0))
+    costs = replace(costs, engine=replace(costs.engine, blocking_messages=blocking))
+    plan = resolve_plan(spec, LAYOUTS[layout])
+    random = np.random.default_rng(0)
+    media = [[int(n)] if n > 9 else [] for n in random.integers(0, 90, 48)]
+    sizes = SampleSizes.of_sequences(
+        {"vision": media, LANGUAGE_MODEL: [[int(n)] for n in random.integers(1, 300, 48)]}
+    )
+    step = arrange_step(plan, range(48), batch_workloads(costs, plan, sizes), 4)
+    cost = StepCost(costs, plan, step, sizes)
+    for on_representatives in (False, True):
+        graph = build_graph(find_representatives(plan, ()).plan if on_representatives else plan, step)
+        assert cost.of_graph(graph).tolist() == [cost(task) for task in graph.tasks]
+        assert cost.messages_ms(graph) == [cost.message_ms(message) for message in graph.messages]
+        assert len(set(cost.messages_ms(graph))) > 2
+    known = stage_costs(costs, plan)
+    for part in find_representatives(plan, ()).parts(step):
+        few = StepCost(costs, part.whole_plan, part.step, sizes, (), known)
+        graph = build_graph(part.plan, part.step)
+        assert few.of_graph(graph).tolist() == [cost(task) for task in graph.tasks]
