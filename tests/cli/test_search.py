@@ -150,6 +150,7 @@ def test_what_if_refuses_what_it_does_not_know(model, fail):
         ("gpus=many", "whole number of at least 1"),
         ("schedule=2f2b", "not one of 1f1b, gpipe, eager"),
         ("frozen=audio", "The model has no `audio`"),
+        ("gpu_type=v100", "may be any of `v100-pcie-16gb`"),
     ):
         assert message in fail(*arguments, "--what-if", change)
 

@@ -115,15 +115,6 @@ def test_memory_of_activations_is_corrected(calibrated):
         assert memory.activations < twice[rank].activations <= 2 * memory.activations
 
 
-def test_a_factor_alone_stays_a_factor_alone(tmp_path):
-    truth = corrected(counted(), {"vision": SCALES["vision"]})
-    scales = scales_of(write_log(tmp_path / "log.jsonl", counted(), truth))
-    for module in SCALES:
-        for kind, scale in scales[module].items():
-            factor = {"forward": 3.0, "backward": 0.5}[kind] if module == "vision" else 1.0
-            assert (scale.token, scale.square, scale.layer_ms) == pytest.approx((factor, factor, 0.0), rel=1e-4)
-
-
 # A device of which small tasks take the time of their launches, and large ones what they compute.
 LAUNCHING = analytic_costs(SPEC, replace(CPU, launch_us=150.0))
 

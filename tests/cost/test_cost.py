@@ -157,7 +157,6 @@ def test_each_matrix_that_is_cut_by_columns_sums_the_gradient_of_its_input():
     ring = 2 * HIDDEN / H100.link_bytes_per_ms(range(2))  # two bytes a value, half of them twice
     inputs = 2 * 6 * HIDDEN * BYTE_MS / 2  # what of the matrices' inputs and outputs is on both ranks
     whole = (NORM_BYTES + 2 * 3 * 2 * HIDDEN) * BYTE_MS / 2
-    assert two.forward.token - one.forward.token / 2 == pytest.approx(2 * ring + inputs + whole)
     columns = sum(use.multiplies for use in model().uses[LANGUAGE_MODEL, 1]) - 2  # all but the last of both parts
     found = two.data_gradient.token - one.data_gradient.token / 2
     assert found == pytest.approx(columns * ring + inputs + 2 * whole)

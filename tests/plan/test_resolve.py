@@ -160,38 +160,25 @@ def test_deepstack_features_enter_at_their_layers_and_leave_a_stack_that_is_not_
         check_plan(cut, spec)
 
 
-COPIES = {"zero_stage": 1, "shard_size": 3, "dp_size": 4}
-UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "`pp_size=8` needs at least 8 layers; `vision` has 6. Use `pp_size<=6`": ({"pp_size": 8}, {}),
-    "`tp_size=3` .* 8 attention heads of `vision`. .* such as 2": ({"tp_size": 3}, {}),
-    "`tp_size=4` .* 2 key and value heads of `language_model`. .* such as 2": ({}, {"tp_size": 4}),
-    r"`layers_per_stage=\[2, 3\]` adds up to 5; `vision` has 6": ({"layers_per_stage": [2, 3]}, {}),
-    "`vision` can't be colocated with `language_model`, .*: none": ({"colocate_with": LANGUAGE_MODEL}, {}),
-    "can't be colocated with `visoin`, .*: `vision`": ({}, {"colocate_with": "visoin"}),
-    r"ranks of `vision` \(dp, pp, tp, cp = \(2, 1, 1, 1\)\) and can't have \(1, 1, 2, 1\)": (
-        {"dp_size": 2},
-        {"colocate_with": "vision", "tp_size": 2},
-    ),
-    r"`shard_size=3` does not divide 4, .*`dp_size=4` x `cp_size=1`\). Use one of 2, 4,": (COPIES, {}),
-    "`shard_size=2` does not divide 1, .* of `language_model` .* more copies": (
-        {},
-        {"zero_stage": 3, "shard_size": 2},
-    ),
-    "`shard_size=6` of `language_model`: .* `cp_size=4` or be a multiple .* `zero_stage=1`": (
-        {},
-        {"dp_size": 3, "cp_size": 4, "zero_stage": 2, "shard_size": 6},
-    ),
-    "`freeze='visual'` of module `vision` .* 8 parameters, .* `model.vision_tower.embeddings.weight`": (
-        {"freeze": "visual"},
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("message", UNFIT)
-def test_what_does_not_fit_is_a_sentence(message):
+@pytest.mark.parametrize(
+    ("vision", "language", "message"),
+    [
+        ({"pp_size": 8}, {}, "`pp_size=8` needs at least 8 layers; `vision` has 6. Use `pp_size<=6`"),
+        ({"tp_size": 3}, {}, "`tp_size=3` .* 8 attention heads of `vision`. .* such as 2"),
+        ({}, {"tp_size": 4}, "`tp_size=4` .* 2 key and value heads of `language_model`. .* such as 2"),
+        ({"layers_per_stage": [2, 3]}, {}, r"`layers_per_stage=\[2, 3\]` adds up to 5; `vision` has 6"),
+        ({"colocate_with": LANGUAGE_MODEL}, {}, "`vision` can't be colocated with `language_model`, .*: none"),
+        ({}, {"colocate_with": "visoin"}, "can't be colocated with `visoin`, .*: `vision`"),
+        ({"dp_size": 2}, {"colocate_with": "vision", "tp_size": 2}, r"cp = \(2, 1, 1, 1\)\) .* \(1, 1, 2, 1\)"),
+        ({"dp_size": 4, "zero_stage": 1, "shard_size": 3}, {}, "`shard_size=3` does not divide 4, .* one of 2, 4,"),
+        ({}, {"zero_stage": 3, "shard_size": 2}, "`shard_size=2` does not divide 1, .* of `language_model`"),
+        ({}, {"dp_size": 3, "cp_size": 4, "zero_stage": 2, "shard_size": 6}, "`shard_size=6` .* `cp_size=4`"),
+        ({"freeze": "visual"}, {}, "`freeze='visual'` of module `vision` .* 8 parameters, .*embeddings.weight`"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(vision, language, message):
     with pytest.raises(ValueError, match=message):
-        resolve(*UNFIT[message])
+        resolve(vision, language)
 
 
 @pytest.mark.parametrize(
@@ -244,56 +231,59 @@ UNLIKE = (whole((0,)), whole((1, 6)))  # of `vision`, on rank 0 and on the tp gr
 ROWS, TWO = resolve({}, {"cp_size": 2}), resolve({}, {"dp_size": 2})
 
 
+def vision(*replicas: tuple[Stage, ...], stage: int = 0) -> ParallelPlan:
+    return change(PLAN, "vision", *replicas, sharding=ShardingSettings(stage))
+
+
+def language(*replicas: tuple[Stage, ...]) -> ParallelPlan:
+    return change(PLAN, LANGUAGE_MODEL, *replicas)
+
+
+def on(*mesh: tuple[int, ...]) -> tuple[Stage, ...]:
+    """A replica of the language model on this grid of ranks."""
+    return whole(*mesh, layers=4)
+
+
 def in_context(*settings: Any, **named: Any) -> ParallelPlan:
     module = dataclasses.replace(ROWS.modules[LANGUAGE_MODEL], context=ContextSettings(*settings, **named))
     return dataclasses.replace(ROWS, modules={**ROWS.modules, LANGUAGE_MODEL: module})
 
 
-BAD_PLANS = {
-    r"`language_model` replica 0 have layers \[\(0, 2\), \(3, 4\)\], .* 0 to 4": change(
-        PLAN, LANGUAGE_MODEL, (Stage((0, 2), ((2,),)), Stage((3, 4), ((3,),)))
-    ),
-    "`vision` replica 1 have layers": change(PLAN, "vision", whole((0,)), whole((1,), layers=5)),
-    "gives rank 1 nothing to do": change(PLAN, "vision", whole((0,))),
-    "no `visions`. Did you mean `vision`": change(PLAN, "visions", whole((0,))),
-    "no ranks for module `vision`": dataclasses.replace(PLAN, modules={LANGUAGE_MODEL: PLAN.modules[LANGUAGE_MODEL]}),
-    "`tp_size=3` does not divide the 8 attention heads": change(PLAN, "vision", whole((0, 1, 6))),
-    "`language_model` has tp groups of 1 and 2 ranks": change(PLAN, LANGUAGE_MODEL, whole((2,), (3, 4), layers=4)),
-    "rank 0 the tp ranks 0 and 0 in `vision`, of 2 and 1 ranks": change(PLAN, "vision", whole((0, 1)), whole((0,))),
-    "`zero_stage=1` of `vision` .* tp groups of 1 and 2": change(
-        PLAN, "vision", *UNLIKE, sharding=ShardingSettings(1)
-    ),
-    "`cp_size=2` of `language_model` assigns tokens .* tp groups of 1 and 2": change(
-        PLAN, LANGUAGE_MODEL, whole((2,), (3,), layers=4), whole((4, 5), (6, 7), layers=4)
-    ),
-    "rank 1 the tp ranks 1 and 0 in `vision`": change(PLAN, "vision", whole((0, 1)), whole((1, 0))),
-    "stages of `language_model` have 1 and 2 tp groups": change(
-        PLAN, LANGUAGE_MODEL, (Stage((0, 2), ((2, 3), (4, 5))), Stage((2, 4), ((6, 7),)))
-    ),
-    "puts rank 3 twice": change(PLAN, LANGUAGE_MODEL, whole((2, 3), (3, 4), layers=4)),
-    "`cp_size=2` of `vision`: .* only supported for the language model": change(PLAN, "vision", whole((0,), (1,))),
-    "gives module `vision` no stages": change(PLAN, "vision"),
-    r"The plan's edges are \[.*\(1,\).*\], the model's \[.*'vision'.*\]": dataclasses.replace(
-        PLAN, edges=(Edge("vision", LANGUAGE_MODEL, (1,)),)
-    ),
-    r"`zero_stage=2` of `vision`: the ranks \[1, 0\]": change(
-        PLAN, "vision", whole((1,)), whole((0,)), sharding=ShardingSettings(2)
-    ),
-    "no `1f2b`. Did you mean `1f1b`": dataclasses.replace(PLAN, schedule="1f2b"),
-    "no `zigzg`. Did you mean `zigzag`": in_context(method="zigzg"),
-    "`cp_block=0`": in_context(block=0),
-    "`cp_mode='segments'` assigns whole samples": in_context("zigzag", "segments"),
-    r"`replica_microbatches=\[3, 1, 1\]` .* 3 numbers, but .* 2 replicas": dataclasses.replace(
-        TWO, replica_microbatches=(3, 1, 1)
-    ),
-    r"`replica_microbatches=\[3, 0\]`": dataclasses.replace(resolve({}, {"dp_size": 2}), replica_microbatches=(3, 0)),
-}
+GAP = (Stage((0, 2), ((2,),)), Stage((3, 4), ((3,),)))
+UNEVEN_ROWS = (Stage((0, 2), ((2, 3), (4, 5))), Stage((2, 4), ((6, 7),)))
+ONLY_LANGUAGE = dataclasses.replace(PLAN, modules={LANGUAGE_MODEL: PLAN.modules[LANGUAGE_MODEL]})
+OTHER_EDGE = dataclasses.replace(PLAN, edges=(Edge("vision", LANGUAGE_MODEL, (1,)),))
+BAD_PLANS = [
+    (language(GAP), r"`language_model` replica 0 have layers \[\(0, 2\), \(3, 4\)\], .* 0 to 4"),
+    (vision(whole((0,)), whole((1,), layers=5)), "`vision` replica 1 have layers"),
+    (vision(whole((0,))), "gives rank 1 nothing to do"),
+    (vision(), "gives module `vision` no stages"),
+    (change(PLAN, "visions", whole((0,))), "no `visions`. Did you mean `vision`"),
+    (ONLY_LANGUAGE, "no ranks for module `vision`"),
+    (vision(whole((0, 1, 6))), "`tp_size=3` does not divide the 8 attention heads"),
+    (language(on((2,), (3, 4))), "`language_model` has tp groups of 1 and 2 ranks"),
+    (vision(whole((0, 1)), whole((0,))), "rank 0 the tp ranks 0 and 0 in `vision`, of 2 and 1 ranks"),
+    (vision(whole((0, 1)), whole((1, 0))), "rank 1 the tp ranks 1 and 0 in `vision`"),
+    (vision(*UNLIKE, stage=1), "`zero_stage=1` of `vision` .* tp groups of 1 and 2"),
+    (vision(whole((1,)), whole((0,)), stage=2), r"`zero_stage=2` of `vision`: the ranks \[1, 0\]"),
+    (language(on((2,), (3,)), on((4, 5), (6, 7))), "`cp_size=2` of `language_model` .* tp groups of 1 and 2"),
+    (language(UNEVEN_ROWS), "stages of `language_model` have 1 and 2 tp groups"),
+    (language(on((2, 3), (3, 4))), "puts rank 3 twice"),
+    (vision(whole((0,), (1,))), "`cp_size=2` of `vision`: .* only supported for the language model"),
+    (OTHER_EDGE, r"The plan's edges are \[.*\(1,\).*\], the model's \[.*'vision'.*\]"),
+    (dataclasses.replace(PLAN, schedule="1f2b"), "no `1f2b`. Did you mean `1f1b`"),
+    (in_context(method="zigzg"), "no `zigzg`. Did you mean `zigzag`"),
+    (in_context(block=0), "`cp_block=0`"),
+    (in_context("zigzag", "segments"), "`cp_mode='segments'` assigns whole samples"),
+    (dataclasses.replace(TWO, replica_microbatches=(3, 1, 1)), r"=\[3, 1, 1\]` .* 3 numbers, but .* 2 replicas"),
+    (dataclasses.replace(TWO, replica_microbatches=(3, 0)), r"`replica_microbatches=\[3, 0\]`"),
+]
 
 
-@pytest.mark.parametrize("message", BAD_PLANS)
-def test_a_plan_from_a_file_is_checked(message):
+@pytest.mark.parametrize(("plan", "message"), BAD_PLANS)
+def test_a_plan_from_a_file_is_checked(plan, message):
     with pytest.raises(ValueError, match=message):
-        plan_for_model(MultimodalParallelPlugin.from_any(BAD_PLANS[message]), SPEC, None)
+        plan_for_model(MultimodalParallelPlugin.from_any(plan), SPEC, None)
 
 
 def test_copies_may_have_different_numbers_of_ranks_and_stages():
