@@ -83,6 +83,7 @@ def test_the_files_of_a_plan_that_was_searched_say_what_is_printed(tmp_path, ask
     explained = json.loads((tmp_path / "figures.json").read_text())["runners_up"]
     printed = ask.out.split("Next best plans")[1]
     assert f"│ {ms_text(figures['step_ms'])} │ │" in printed, "the first row is the plan itself"
+    assert explained
     for other in explained:
         assert f"│ {ms_text(other['step_ms'])} │ {other['step_ms'] / figures['step_ms'] - 1:.1%} │" in printed
     drawn = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page.read_text())).split())

@@ -234,9 +234,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("blocking", [False, True])
 def test_of_a_graph_as_one_by_one(windows, attention, layout, blocking):
-    spec = model()
-    language = replace(spec.language_model, attention=attention, windows=windows)
-    spec = replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+    spec = model(attention=attention, windows=windows)
     costs = analytic_costs(spec, replace(PLAIN, link_latency_us=3.0))
     costs = replace(costs, engine=replace(costs.engine, blocking_messages=blocking))
     plan = resolve_plan(spec, LAYOUTS[layout])

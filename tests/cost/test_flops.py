@@ -15,7 +15,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSi
 from hf_mmparallel.runtime.work import language_work
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests import tiny
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, VOCABULARY, model
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, VOCABULARY, model, text_model
 
 WINDOW = 8
 LENGTHS = (20, 5)
@@ -26,12 +26,6 @@ PER_TOKEN = 3 * 2 * (LAYERS * LAYER_MATRICES + VOCABULARY * HIDDEN)
 PER_SQUARE = 3 * LAYERS * 2 * HIDDEN
 
 
-def spec_with(windows: tuple[int, ...], attention: str = "sdpa") -> ModelSpec:
-    spec = model()
-    part = replace(spec.language_model, windows=windows, attention=attention)
-    return replace(spec, modules={LANGUAGE_MODEL: part})
-
-
 def sizes_of(lengths) -> SampleSizes:
     tokens = np.array(lengths)
     return SampleSizes({LANGUAGE_MODEL: tokens}, {LANGUAGE_MODEL: tokens.astype(float) ** 2})
@@ -39,9 +33,9 @@ def sizes_of(lengths) -> SampleSizes:
 
 @pytest.mark.parametrize("attention", ["sdpa", "bitfield"])
 def test_attention_under_a_window_counts_the_window_whatever_the_kernel_skips(attention):
-    found = model_flops(spec_with((WINDOW, 0) * 2, attention), sizes_of(LENGTHS))
+    found = model_flops(text_model(windows=(WINDOW, 0) * 2, attention=attention), sizes_of(LENGTHS))
     assert found == PER_TOKEN * 25 + PER_SQUARE * (328 + 25)
-    whole = model_flops(spec_with((), attention), sizes_of(LENGTHS))
+    whole = model_flops(text_model(attention=attention), sizes_of(LENGTHS))
     assert whole == PER_TOKEN * 25 + PER_SQUARE * (400 + 25)
 
 
@@ -50,7 +44,7 @@ def test_pairs_of_a_window_are_those_that_a_mask_lets_through():
     behind = place[:, None] - place
     for window in (1, 8, 20, 64):
         seen = ((behind >= 0) & (behind < window)).sum()
-        twice = float(attended_squares(spec_with((window,)).language_model, 20, 400))
+        twice = float(attended_squares(text_model(windows=(window,)).language_model, 20, 400))
         assert 2 * seen - min(window, 20) == twice  # a square stands for two pairs, and leaves out the diagonal
     encoder = replace(model().modules["vision"], windows=(4, 4, 4, 0))
     assert float(attended_squares(encoder, 16, 256)) == (3 * 64 + 256) / 4  # each of 16 patches sees four, or all
@@ -64,7 +58,7 @@ def test_planner_and_log_count_the_same():
     tokens, squares = language_work({"input_ids": torch.zeros_like(mask), "attention_mask": mask}, windows)
     assert (int(tokens), float(squares)) == (25, SQUARES)
     assert language_work({"input_ids": torch.zeros(3, 20)}, windows) == (60, 3 * 328)
-    spec = spec_with(windows)
+    spec = text_model(windows=windows)
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin()}, num_microbatches=1)
     found = StepPlanner(analytic_costs(spec, PLAIN), plan, [], 2).utilisation(sizes_of(LENGTHS), 3.0)
     assert found == pytest.approx((PER_TOKEN * 25 + PER_SQUARE * SQUARES) / (1e9 * PLAIN.bf16_tflops * 3.0))

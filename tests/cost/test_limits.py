@@ -67,9 +67,7 @@ def test_microbatches_of_as_many_tokens_fit_and_no_larger_ones(name, frozen):
 @pytest.mark.parametrize("heads", [4, 2])
 def test_masks_of_padded_rows_are_part_of_the_limit(heads):
     """Rows of unlike lengths have a dense mask under `"sdpa"`, and keys that are repeated for their groups."""
-    spec = model()
-    language = replace(spec.language_model, num_kv_heads=heads)
-    spec = replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+    spec = model(num_kv_heads=heads)
     plan = plan_of("shared ranks", spec)
     sizes = SampleSizes.of_sequences({"vision": [[1]] * 1024, LANGUAGE_MODEL: [[1000], [999]] * 512})
     size = fitting_tokens(h100(spec), plan, sizes, 5e8)[LANGUAGE_MODEL] / 1000

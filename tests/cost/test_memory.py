@@ -121,15 +121,9 @@ def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
     assert cp.saved_bytes(held) == alone.saved_bytes(held) / 2 and cp.state == alone.state
 
 
-def with_heads(num_kv_heads, attention="sdpa"):
-    spec = model(tied=False)
-    language = replace(spec.language_model, num_kv_heads=num_kv_heads, attention=attention)
-    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
-
-
 @pytest.mark.parametrize(("attention", "whole"), [("sdpa", True), ("bitfield", True), ("eager", False)])
 def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attention, whole):
-    spec = with_heads(4, attention)
+    spec = model(tied=False, attention=attention)
     of_pair = 2 if whole else 4 * (4 + 2)  # a mask in bfloat16; scores of four heads in float32, and cast
     for tp_size in (1, 2):
         kept = stages_of(spec, language_model=ModulePlugin(tp_size=tp_size))[LANGUAGE_MODEL, 0, 0].saved[:, 0].sum()
@@ -146,7 +140,7 @@ def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attenti
     ],
 )
 def test_each_tensor_parallel_rank_repeats_the_keys_of_its_own_heads(num_kv_heads, tp_size, copied_heads):
-    spec = with_heads(num_kv_heads)
+    spec = model(tied=False, num_kv_heads=num_kv_heads)
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
     held = activation_sizes(h100(spec), plan, STEP, LENGTHS)[LANGUAGE_MODEL, 0, 1, 0]
     tokens = 3 * 20  # three rows, padded to the longest

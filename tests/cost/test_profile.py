@@ -226,11 +226,9 @@ def test_sums_over_tensor_parallel_ranks_are_added():
     assert missing(costs) == []
 
 
-def windowed(spec: ModelSpec, window: int, attention: str = "bitfield") -> ModelSpec:
+def windowed(window: int, attention: str = "bitfield") -> ModelSpec:
     """The model with a window in all layers of its language model but the first."""
-    windows = (0, *[window] * (models.LAYERS - 1))
-    module = replace(spec.language_model, windows=windows, attention=attention)
-    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: module})
+    return models.model(windows=(0, *[window] * (models.LAYERS - 1)), attention=attention)
 
 
 def seen(tokens: float, squares: float, window: int) -> float:
@@ -249,7 +247,7 @@ def windowed_points(cost: LayerCost, window: int) -> tuple[MeasuredPoint, ...]:
 
 
 def test_curves_of_layers_with_a_window_are_of_the_squares_that_plans_count():
-    spec, window = windowed(models.model(), 128), 128
+    spec, window = windowed(128), 128
     found = windowed_points(times(3.0), window)
     layer = measured_layer(spec, LANGUAGE_MODEL, 2, 1, found, window)
     assert not layer.misfits
@@ -260,7 +258,7 @@ def test_curves_of_layers_with_a_window_are_of_the_squares_that_plans_count():
             forward, _ = table.times(point.tokens, point.squares)
             assert forward[3] == pytest.approx(point.forward, rel=1e-6)
     # An attention function that computes all pairs has no windows, whatever was measured.
-    whole = windowed(models.model(), 128, "sdpa")
+    whole = windowed(128, "sdpa")
     assert measured_costs(whole, H100, profile).layers.layer(LANGUAGE_MODEL, 2, 1).forward == (
         layer.within(0).curves["forward"].polynomial
     )
@@ -268,7 +266,7 @@ def test_curves_of_layers_with_a_window_are_of_the_squares_that_plans_count():
 
 def test_layers_with_a_window_scale_others_by_what_they_attend_to():
     """A machine three times as slow as counted gives a factor of three, also where windows were measured."""
-    spec = windowed(models.model(), 128)
+    spec = windowed(128)
     counted = analytic_costs(spec, UNLINKED).layers
     own = counted.layer(LANGUAGE_MODEL, 2, 1)
     slow = replace(own, **{name: getattr(own, name) * 3 for name in TIMES})

@@ -21,10 +21,7 @@ UNEVEN = (LANGUAGE_MODEL, 0, 1, 0)
 
 
 def with_attention(attention: str, packing: bool | None = None, device=PLAIN, **changes):
-    spec = model()
-    language = replace(spec.language_model, attention=attention, **changes)
-    costs = analytic_costs(replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language}), device)
-    return replace(costs, packing=packing)
+    return replace(analytic_costs(model(attention=attention, **changes), device), packing=packing)
 
 
 def chunks_of(costs, step, **plugins):

@@ -22,20 +22,15 @@ from hf_mmparallel.cost.sharded_passes import (
 )
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.cost.stage_times import layer_table, stage_costs
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
-from tests.cost.models import LAYER_MATRICES, LAYERS, PLAIN, model
+from tests.cost.models import LAYER_MATRICES, LAYERS, PLAIN, model, text_model
 
 STAGE = (LANGUAGE_MODEL, 0, 0)
 LINK = PLAIN.link_gb_per_s * 1e6
 
 
-def text_model(frozen: bool = False) -> ModelSpec:
-    spec = model((LANGUAGE_MODEL,) if frozen else (), tied=False)
-    return ModelSpec({LANGUAGE_MODEL: spec.language_model})
-
-
-COSTS = analytic_costs(text_model(), PLAIN)
+COSTS = analytic_costs(text_model(tied=False), PLAIN)
 ELEMENTS = sum(p.num_elements for p in COSTS.spec.language_model.parameters)
 
 
@@ -103,7 +98,7 @@ def test_groups_that_repeat_slices_sum_them():
     device = replace(PLAIN, node_size=2)
     inside = 4 * ELEMENTS / 2 / device.link_bytes_per_ms((0, 1))
     between = 2 * 4 * ELEMENTS / 2 / 2 / device.link_bytes_per_ms((0, 2))
-    costs = analytic_costs(text_model(), device)
+    costs = analytic_costs(text_model(tied=False), device)
     for stage, expected in ((1, inside + between), (2, between), (3, between)):
         assert sync_ms(costs, plan_of(costs.spec, stage, 2)) == pytest.approx(expected)
 
@@ -111,7 +106,7 @@ def test_groups_that_repeat_slices_sum_them():
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("link", [1e9, 3.0, 1e-3])
 def test_communication_is_beside_the_neighbours(stage, link):
-    costs = analytic_costs(text_model(), replace(PLAIN, overlap_efficiency=0.5, link_gb_per_s=link))
+    costs = analytic_costs(text_model(tied=False), replace(PLAIN, overlap_efficiency=0.5, link_gb_per_s=link))
     plan = replace(plan_of(costs.spec, stage), schedule="gpipe")
     (cost,) = {id(own): own for own in stage_costs(costs, plan).values()}.values()
     of_layers = [held_bytes(costs, LANGUAGE_MODEL, 1, (layer,)) for layer in range(LAYERS)]
@@ -135,13 +130,12 @@ def test_layers_without_a_backward_are_gathered_for_the_forward_only():
     # A backward of one layer follows another one, so that the layer stays gathered.
     assert beside.tolist() == [0.0, 0.0, 0.0] and exposed == 32.0 + 128.0
     assert transfers.of_pass(3, False)[0].tolist() == [2.0, 4.0, 0.0]
-    half = text_model().language_model
-    trained = tuple(replace(p, trainable=p.layer >= 1) for p in half.parameters)
-    costs = analytic_costs(ModelSpec({LANGUAGE_MODEL: replace(half, parameters=trained)}), PLAIN)
+    trained = tuple(replace(p, trainable=p.layer >= 1) for p in COSTS.spec.language_model.parameters)
+    costs = analytic_costs(text_model(tied=False, parameters=trained), PLAIN)
     assert transfers_of(costs, plan_of(costs.spec, 3), 0).first_backward == 1
     plan = plan_of(costs.spec, 3, pp_size=2)
     assert [transfers_of(costs, plan, index).first_backward for index in (0, 1)] == [1, 0]
-    frozen = analytic_costs(text_model(frozen=True), PLAIN)
+    frozen = analytic_costs(text_model((LANGUAGE_MODEL,), tied=False), PLAIN)
     sharded, whole = (stage_costs(frozen, plan_of(frozen.spec, stage))[STAGE] for stage in (3, 0))
     assert sharded.backward_ms(10.0, 100.0) == whole.backward_ms(10.0, 100.0) == 0.0
     assert sharded.forward_ms(10.0, 100.0) > whole.forward_ms(10.0, 100.0)
@@ -149,14 +143,14 @@ def test_layers_without_a_backward_are_gathered_for_the_forward_only():
 
 def test_gradients_may_be_sent_in_the_dtype_of_the_weights():
     for wide, num_bytes in ((True, 4), (False, 2)):
-        costs = analytic_costs(text_model(), PLAIN, engine=Engine(wide_sums=wide))
+        costs = analytic_costs(text_model(tied=False), PLAIN, engine=Engine(wide_sums=wide))
         weights, gradients = held_bytes(costs, LANGUAGE_MODEL, 1, tuple(range(-1, LAYERS + 1)))
         assert gradients == num_bytes / 2 * weights
 
 
 def test_stages_know_their_own_layers_and_ranks():
     device = replace(PLAIN, node_size=4)
-    costs = analytic_costs(text_model(), device)
+    costs = analytic_costs(text_model(tied=False), device)
     plan = plan_of(costs.spec, 3, pp_size=2, dp_size=4, tp_size=2)
     first, last = (transfers_of(costs, plan, index) for index in (0, 1))
     assert len(first.gather_ms) == len(last.gather_ms) == LAYERS // 2
@@ -190,9 +184,8 @@ def test_gathered_layers_and_their_gradients_exist_while_a_task_runs():
 
 
 def test_of_weights_that_several_stages_tie_only_the_optimizer_s_state_is_divided():
-    spec = ModelSpec({LANGUAGE_MODEL: model().language_model}, {"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)})
-    costs = analytic_costs(spec, PLAIN)
-    whole, split = (stage_memories(costs, plan_of(spec, 3, dp_size=2, pp_size=size))[STAGE] for size in (1, 2))
+    costs = analytic_costs(text_model(), PLAIN)
+    whole, split = (stage_memories(costs, plan_of(costs.spec, 3, dp_size=2, pp_size=size))[STAGE] for size in (1, 2))
     tied = 2 * costs.spec.parameters["embed_tokens.weight"].num_elements
     layers = held_bytes(costs, LANGUAGE_MODEL, 1, (0, 1))
     assert split.state.weights == tied + layers[0] / 2 and split.state.gradients == 2 * tied + layers[1] / 2

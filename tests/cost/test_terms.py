@@ -17,15 +17,10 @@ from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task, build_program, simulate
 from tests import tiny
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model, text_model
 
 LAUNCHING = replace(PLAIN, launch_us=10.0)
 LATE = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
-
-
-def text_model(**changes) -> ModelSpec:
-    spec = model()
-    return replace(spec, modules={LANGUAGE_MODEL: replace(spec.language_model, **changes)})
 
 
 def costs_on(device=PLAIN, spec=None, **settings):
