@@ -155,11 +155,10 @@ def test_what_is_no_profile_is_refused(tmp_path, text, complaint):
 
 def test_a_profile_of_another_model_is_refused():
     profile, spec = profile_of(models.model(), LAYERS), models.model()
-    language = spec.language_model
-    wider = tuple(replace(p, shape=(99, 64)) if ".2.mlp.up" in p.name else p for p in language.parameters)
-    other = replace(spec, modules={**spec.modules, LANGUAGE_MODEL: replace(language, parameters=wider)})
+    parameters = spec.language_model.parameters
+    wider = tuple(replace(p, shape=(99, 64)) if ".2.mlp.up" in p.name else p for p in parameters)
     with pytest.raises(ValueError, match="measured for `tiny`.*layer 2 of `language_model`"):
-        measured_costs(other, H100, profile)
+        measured_costs(models.model(parameters=wider), H100, profile)
     with pytest.raises(ValueError, match=r"\['language_model'\], the model \['vision'\]"):
         profile.check(replace(spec, modules={"vision": spec.modules["vision"]}))
 
