@@ -165,11 +165,11 @@ def test_a_dry_run_fails_when_a_rank_is_too_full(model, run, fail):
 
 
 def test_thousands_of_ranks_fit_a_screen(model, capsys):
-    arguments = ["--module", "vision:dp=128", "--module", "language_model:dp=512,pp=4,tp=2", "--gpu-type", "cpu"]
-    arguments += ["--global-batch-size", "512"]
+    arguments = ["--module", "vision:dp=128", "--module", "language_model:dp=256,pp=4,tp=2", "--gpu-type", "cpu"]
+    arguments += ["--global-batch-size", "256"]
     assert main(["plan", "--model", str(model), *arguments]) == 0
     out = capsys.readouterr().out
-    assert "Plan for 4,224 ranks" in out and "(1024 ranks)" in out
+    assert "Plan for 2,176 ranks" in out and "(512 ranks)" in out
     assert len(out.splitlines()) < 40
 
 

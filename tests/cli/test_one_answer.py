@@ -102,7 +102,7 @@ def test_ranks_that_wait_for_a_larger_replica_are_a_bubble(tmp_path, ask):
     """Fully sharded: each task takes as long as the largest of its replicas, wherever that is told."""
     sharded = "dp=4,zero_stage=3"
     layout = ["--module", f"vision:{sharded}", "--module", f"language_model:{sharded},colocate=vision"]
-    files = ["--picture", tmp_path / "step.png", "--trace", tmp_path / "step.json", "--html", tmp_path / "page.html"]
+    files = ["--trace", tmp_path / "step.json", "--html", tmp_path / "page.html"]
     request = ["--microbatch-assignment", "contiguous", "--microbatch-size", 3, *REQUEST]
     figures, lines = ask("plan", *layout, *request, *files)
     bubble = figures["bubble_fraction"]
