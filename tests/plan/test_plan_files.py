@@ -201,6 +201,7 @@ def test_what_is_no_plugin_is_a_sentence(value, message):
         ({"tp_size": 2.0}, "`tp_size=2.0`"),
         ({"pp_size": True}, "`pp_size=True`"),
         ({"cp_size": 0}, "`cp_size=0`"),
+        ({"activation_checkpointing": 1}, "`activation_checkpointing` is `1`; it must be `true` or `false`"),
         ({"cp_size": 2, "cp_method": "ltp"}, "no `ltp`. Did you mean `lpt`"),
         ({"cp_size": 2, "cp_mode": "rows"}, "no `rows`. Did you mean `row`"),
         ({"cp_size": 2, "cp_block": 0}, "`cp_block=0`"),
