@@ -45,7 +45,7 @@ def found(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("everything")
     files = [flag for name in FILES for flag in (f"--{name}", str(folder / FILES[name]))]
     asked = ["--explain", "--compare", "--what-if", "gpus=1,frozen=vision", "--freeze", "vision=tower"]
-    sizes = ["--gpus", "2", *map(str, SHORT), "--dataset", "chartqa", "--num-samples", "256"]
+    sizes = ["--gpus", "2", *map(str, SHORT), "--dataset", "chartqa"]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main(["plan", "--model", str(model), *sizes, *asked, *files]) == 0
@@ -60,7 +60,7 @@ def test_figures(found):
     assert data["search"]["num_candidates"] >= data["search"]["num_simulated"] > 1
     assert len(data["memory_gib"]) == 2 and max(data["memory_gib"]) == pytest.approx(data["peak_memory_gib"])
     assert 0 < data["flops_utilisation"] < 1 and 0 <= data["bubble_fraction"] < 1
-    assert data["microbatch_assignment"] in ARRANGEMENT_CANDIDATES and "256 samples" in data["samples"]
+    assert data["microbatch_assignment"] in ARRANGEMENT_CANDIDATES and "4,096 samples" in data["samples"]
     plan = MultimodalParallelPlugin.from_any(data["plan"]).plan
     assert plan == found.plugin.plan and plan is not None and plan.world_size == 2
     names = [own["name"] for own in data["comparison"]]
