@@ -53,7 +53,7 @@ def test_profile_prints_and_writes_what_plan_reads(model, tmp_path, run, steady)
 
 def test_only_some_modules_and_layouts(model, tmp_path, run, steady):
     path = tmp_path / "profile.json"
-    chosen = ["--lengths", 8, "--module", "language_model", "--tp", "1,2", "--device", "cpu"]
+    chosen = ["--lengths", 8, "--module", "language_model", "--tp", "1,2", "--max-seconds", 1, "--device", "cpu"]
     out = run("profile", "--model", model / "config.json", *chosen, "--output", path)
     profile = LayerProfile.load(path)
     assert {(layer.module, layer.tp_size) for layer in profile.layers} == {
