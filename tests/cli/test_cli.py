@@ -1,4 +1,4 @@
-"""The command: help without torch, versions, and plans whose sizes are given."""
+"""The command: help without torch, versions, plans whose sizes are given and their device; `launch`."""
 
 import dataclasses
 import json
@@ -11,10 +11,12 @@ from dataclasses import replace
 import pytest
 import transformers
 
+from hf_mmparallel.cli.launch_command import launch_parser
 from hf_mmparallel.cli.main import main
 from hf_mmparallel.papers.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
 from hf_mmparallel.planner.settings import SHORT_NAMES
+from hf_mmparallel.world.membership import Membership
 
 LAYOUT = ["--module", "vision:dp=2", "--module", "language_model:pp=2,tp=2"]
 
@@ -29,11 +31,8 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
     assert "12 samples, 4 microbatches of up to 3" in out
     # Two tensor-parallel pairs, one sum over the encoder's copies; each pair talks both ways.
     assert "3 besides the world; 12 channels between ranks" in out
-    assert (
-        "rank 5 language_model s1 |" in out
-        and "Dry run passed" in out
-        and "fits the 71.19 GiB, 90% of the memory of h100" in out
-    )
+    assert "rank 5 language_model s1 |" in out and "Dry run passed" in out
+    assert "fits the 71.19 GiB, 90% of the memory of h100" in out
     plan = ParallelPlan.load(files[0])
     assert plan.world_size == 6 and plan.num_microbatches == 4
     assert files[1].read_bytes().startswith(b"\x89PNG")
@@ -45,27 +44,27 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
 
 
 def test_the_tokens_of_a_row_can_be_shared(model, tmp_path, run):
-    out = run(
-        "plan", "--model", model, "--module", "language_model:cp=2,tp=2,cp_block=64", "--output", tmp_path / "p.yaml"
-    )
+    path = tmp_path / "plan.yaml"
+    out = run("plan", "--model", model, "--module", "language_model:cp=2,tp=2,cp_block=64", "--output", path)
     assert "dp/pp/cp/tp" in out and "│ language_model │ 1/1/2/2 │" in out
     # Two rows of tensor-parallel ranks, two columns that share tokens and sum gradients, and all four for gradients of
     # what each of them holds whole; vision talks to both rows.
     assert "5 besides the world; 8 channels between ranks" in out
-    assert ParallelPlan.load(tmp_path / "p.yaml").modules["language_model"].context.block == 64
+    assert ParallelPlan.load(path).modules["language_model"].context.block == 64
 
 
-def test_saved_plans_are_read_again(model, tmp_path, run):
+def test_saved_plans_are_read_again(model, tmp_path, run, fail):
     path = tmp_path / "plan.yaml"
     run("plan", "--model", model, *LAYOUT, "--output", path)
     out = run("plan", "--model", model / "config.json", "--parallel", path, "--gpus", 6)
     assert "Plan for 6 ranks" in out and "microbatches of up to 1" in out
-    out = run("simulate", path, "--picture", tmp_path / "again.png")
-    assert "a forward is 1 ms" in out and (tmp_path / "again.png").exists()
+    assert "a forward is 1 ms" in run("simulate", path, "--picture", tmp_path / "again.png")
+    assert (tmp_path / "again.png").exists()
     ParallelPlan.save(replace(ParallelPlan.load(path), schedule="eager"), path)
     out = run("simulate", path, "--model", model, "--gpu-type", "a100")
     assert "samples/s" in out and "a100" in out and "schedule eager" in out
     assert "schedule gpipe" in run("simulate", path, "--model", model, "--schedule", "gpipe")
+    assert "`--html` has no effect without `--model`" in fail("simulate", path, "--html", tmp_path / "page.html")
 
 
 def test_a_plan_says_how_many_microbatches_each_replica_has(model, tmp_path, run, fail):
@@ -87,13 +86,10 @@ def test_frozen_modules_travel_with_a_plan(model, tmp_path, figures):
     assert plugin.modules["vision"].freeze == "tower" and plugin.plan is not None
     beside = {"modules": {"vision": {"freeze": "tower"}}, "planned_for": planned["plan"]["planned_for"]}
     assert planned["plan"] == {**beside, "plan": plugin.plan.to_dict()}
-    again = figures("simulate", path, "--model", model)
-    assert again["step_ms"] == pytest.approx(planned["step_ms"])
-    trained = figures("plan", "--model", model, *LAYOUT)
-    assert trained["step_ms"] > planned["step_ms"]
-    assert figures("plan", "--model", model, "--module", "vision:dp=2,freeze=tower", LAYOUT[2], LAYOUT[3])[
-        "step_ms"
-    ] == pytest.approx(planned["step_ms"])
+    in_module = ["--module", "vision:dp=2,freeze=tower", *LAYOUT[2:]]
+    for again in (["simulate", path, "--model", model], ["plan", "--model", model, *in_module]):
+        assert figures(*again)["step_ms"] == pytest.approx(planned["step_ms"])
+    assert figures("plan", "--model", model, *LAYOUT)["step_ms"] > planned["step_ms"]
 
 
 @pytest.mark.parametrize(
@@ -101,17 +97,18 @@ def test_frozen_modules_travel_with_a_plan(model, tmp_path, figures):
     [
         ([*LAYOUT[:2], "--module", "language_model:dp=1,pp=2,tp=2", "--gpus", "7"], "No layout"),
         (["--module", "vision:dp=2,pp=1,tp=1", "--module", "language_model:dp=1,pp=2,tp=2", "--gpus", "7"], "7`: the"),
-        (["--module", "vison:dp=2"], "The model has no `vison`. Did you mean `vision`?"),
+        (["--module", "vison:dp=2"], "Did you mean `vision`"),
         (["--module", "audio"], "must look like `vision:dp=2,tp=2`"),
         (["--module", "vision:dp"], "must look like `vision:dp=2,tp=2`"),
         (["--module", "vision:layers=a/b"], "must be numbers with slashes"),
-        (["--module", "vision:tp_sze=2"], "Did you mean `tp_size`?"),
-        (["--module", "vision:dp=0"], "`dp_size=0` must be a whole number of at least 1"),
+        (["--module", "vision:tp_sze=2"], "Did you mean `tp_size`"),
+        (["--module", "vision:dp=0"], "`dp_size=0`"),
         (["--module", "vision:dp=2", "--module", "vision:tp=2"], "`--module vision` is given twice"),
-        (["--gpu-type", "h10"], "Did you mean `h100`?"),
-        (["--freeze", "visio"], "Did you mean `vision`?"),
+        (["--gpu-type", "h10"], "Did you mean `h100`"),
+        (["--gpu-spec", "nothing.yaml"], "`gpu_spec=nothing.yaml` can't be read"),
+        (["--freeze", "visio"], "Did you mean `vision`"),
         (["--freeze", "vision=nothing"], "matches none of its"),
-        (["--microbatch-assignment", "tapred"], "Did you mean `tapered`?"),
+        (["--microbatch-assignment", "tapred"], "Did you mean `tapered`"),
         (["--compare"], "Leave sizes out, and give `--gpus`"),
         (["--token-columns", "length"], "no effect without `--dataset`"),
         (["--gpus", "4", "--module", "vision:layers=1/3"], "is chosen by the search"),
@@ -122,20 +119,32 @@ def test_errors_are_one_line(model, fail, arguments, message):
     assert message in fail("plan", "--model", model, *arguments)
 
 
-def test_an_encoder_decoder_model_is_refused(tmp_path, fail):
-    sizes = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
-    transformers.BartConfig(**sizes, **heads, architectures=["BartForConditionalGeneration"]).save_pretrained(tmp_path)
-    assert "`BartForConditionalGeneration` is an encoder-decoder model" in fail("plan", "--model", tmp_path)
+BART = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64, "encoder_attention_heads": 4}
+BERT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def test_missing_files_and_foreign_plans_are_errors(model, tmp_path, fail):
+@pytest.mark.parametrize(
+    ("config", "name", "message"),
+    [
+        (transformers.BartConfig(**BART), "BartForConditionalGeneration", "is an encoder-decoder model"),
+        (transformers.BertConfig(**BERT), "BertForMaskedLM", "is a masked language model"),
+    ],
+)
+def test_models_that_no_plan_describes_are_refused(tmp_path, fail, config, name, message):
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    assert f"`{name}` {message}" in fail("plan", "--model", tmp_path, "--gpus", 2)
+
+
+def test_missing_files_and_foreign_plans_are_errors(model, tmp_path, monkeypatch, fail):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     settings, broken, torn = (tmp_path / name for name in ("settings.yaml", "broken.yaml", "torn.yaml"))
     settings.write_text("vision: {dp_size: 2}\n")
     broken.write_text("modules:\n  - vision: [1\n")
     torn.write_text("modules: {vision: {replicas: [[{ranks: [[0]]}]]}}\n")
     for arguments, message in (
         (["plan", "--model", tmp_path / "nothing"], "does not exist"),
+        (["plan", "--model", "nope", "--gpus", 2], "`--model nope` is not a folder here, and no configuration"),
         (["plan", "--model", tmp_path], "without a config.json"),
         (["plan", "--model", model, "--parallel", tmp_path / "plan.yaml"], "neither a file nor a JSON object"),
         (["simulate", tmp_path / "plan.yaml"], "neither a file nor a JSON object"),
@@ -144,12 +153,6 @@ def test_missing_files_and_foreign_plans_are_errors(model, tmp_path, fail):
         (["simulate", torn], "Stage 0 of `vision` replica 0 has no `layers`"),
     ):
         assert message in fail(*arguments)
-
-
-def test_what_needs_a_model_says_so(model, tmp_path, run, fail):
-    path = tmp_path / "plan.yaml"
-    run("plan", "--model", model, *LAYOUT, "--output", path)
-    assert "`--html` has no effect without `--model`" in fail("simulate", path, "--html", tmp_path / "page.html")
 
 
 def test_a_dry_run_fails_when_a_rank_is_too_full(model, run, fail):
@@ -162,23 +165,23 @@ def test_a_dry_run_fails_when_a_rank_is_too_full(model, run, fail):
 
 
 def test_thousands_of_ranks_fit_a_screen(model, capsys):
-    arguments = ["--module", "vision:dp=128", "--module", "language_model:dp=512,pp=4,tp=2", "--gpu-type", "cpu"]
-    arguments += ["--global-batch-size", "512"]
+    arguments = ["--module", "vision:dp=128", "--module", "language_model:dp=256,pp=4,tp=2", "--gpu-type", "cpu"]
+    arguments += ["--global-batch-size", "256"]
     assert main(["plan", "--model", str(model), *arguments]) == 0
     out = capsys.readouterr().out
-    assert "Plan for 4,224 ranks" in out and "(1024 ranks)" in out
+    assert "Plan for 2,176 ranks" in out and "(512 ranks)" in out
     assert len(out.splitlines()) < 40
 
 
 def test_a_page_is_announced_before_it_is_written(model, tmp_path, capsys):
     path = tmp_path / "page.html"
-    layout = ["--module", "language_model:dp=3"]
-    assert main(["plan", "--model", str(model), *layout, "--html", str(path)]) == 0
+    assert main(["plan", "--model", str(model), "--module", "language_model:dp=3", "--html", str(path)]) == 0
     printed = capsys.readouterr()
     assert "the page of 4 ranks" in " ".join(printed.err.split()) and "Page written to" in printed.out
 
 
-def test_help_imports_no_torch():
+def test_help_imports_no_torch_and_names_all_that_can_be_given():
+    """Settings of `--module` by their long or short names, and the rows of `--compare`."""
     code = (
         "import sys\nfrom hf_mmparallel.cli.main import main\n"
         "try:\n    main(['plan', '--help'])\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
@@ -186,7 +189,14 @@ def test_help_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "--module NAME:KEY=VALUE" in done.stdout and "vision:dp=2,freeze=tower" in done.stdout
+    out = " ".join(done.stdout.split())
+    assert "--module NAME:KEY=VALUE" in out and "vision:dp=2,freeze=tower" in out
+    settings = out.partition("settings of `--module`")[2].partition("settings of `--what-if`")[0]
+    short = {name: key for key, name in SHORT_NAMES.items()}
+    fields = {field.name for field in dataclasses.fields(ModulePlugin)} - {"named"}
+    assert {name for name in fields if not re.search(rf"\b{short.get(name, name)}\b", settings)} == set()
+    rows = out.partition("compare with six baselines")[2]
+    assert all(name in rows for name in (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED))
 
 
 def test_env_names_versions(run):
@@ -196,39 +206,81 @@ def test_env_names_versions(run):
 
 def test_the_stability_of_a_split_is_printed_where_there_is_one(model, run):
     arguments = ["plan", "--model", model, "--dataset", "synthchartnet", "--global-batch-size", 4]
-    layouts = (
-        ["--module", "vision:pp=2", "--module", "language_model:pp=2"],
-        ["--module", "vision:pp=2", "--module", "language_model:colocate=vision"],
+    split, shared = (
+        run(*arguments, "--module", "vision:pp=2", "--module", f"language_model:{own}")
+        for own in ("pp=2", "colocate=vision")
     )
-    split, shared = (run(*arguments, *layout) for layout in layouts)
     assert "(95% confidence, error 5%)" in split
     assert "the split of 4 GPUs by work" in split and "the split of" not in shared
 
 
-def test_help_names_all_that_can_be_given(capsys):
-    """Settings of `--module` by their long or short names, and the rows of `--compare`."""
+ONE_RANK = ["--module", "language_model:dp=1,pp=1,tp=1", "--seq-len", 4096, "--global-batch-size", 4]
+# A device whose products are slow.
+PRODUCTS = "like: h100\nname: products\nbf16_tflops: 10\nfp16_tflops: 10\ntf32_tflops: 5\nfp32_tflops: 1\n"
+
+
+@pytest.fixture
+def described(tmp_path):
+    """The options for a device of this description."""
+
+    def write(text: str) -> list:
+        path = tmp_path / "gpu.yaml"
+        path.write_text(text)
+        return ["--gpu-spec", path]
+
+    return write
+
+
+def test_each_dtype_takes_its_own_time(text_model, figures, described):
+    asked = ["plan", "--model", text_model, *ONE_RANK, *described(PRODUCTS + "memory_gb_per_s: 10000\n"), "--dtype"]
+    bfloat16, tf32, float32 = (figures(*asked, dtype)["step_ms"] for dtype in ("bfloat16", "tf32", "float32"))
+    assert float32 > 2 * tf32 > 3 * bfloat16
+
+
+def test_a_described_device_is_planned_for(text_model, tmp_path, run, figures, described):
+    device = described("like: a40\nname: fast-a40\nbf16_tflops: 300\nfp16_tflops: 300\nmemory_gib: 20.5\n")
+    asked, plan = ["plan", "--model", text_model, *ONE_RANK, *device], tmp_path / "plan.yaml"
+    assert figures(*asked, "--output", plan)["gpu_type"] == "fast-a40" and "fast-a40" in plan.read_text()
+    assert "fits the 18.45 GiB, 90% of the memory of fast-a40" in run(*asked, "--dry-run")
+    assert "fast-a40" in run("simulate", plan, "--model", text_model, *device)
+
+
+def test_a_what_if_may_name_a_device_of_the_table(text_model, figures, described):
+    asked = ["--gpus", 2, "--seq-len", 64, "--effort", 1, "--global-batch-size", 4, "--what-if", "gpu_type=h200"]
+    found = figures("plan", "--model", text_model, *asked, *described(PRODUCTS + "memory_gb_per_s: 1000\n"))
+    other = found["what_if"]["gpu_type=h200"]
+    assert (found["gpu_type"], other["gpu_type"]) == ("products", "h200") and other["step_ms"] < found["step_ms"]
+
+
+def test_a_device_is_named_or_described_in_its_units(text_model, figures, fail, described, capsys):
+    asked = ["plan", "--model", text_model, *ONE_RANK]
+    found = figures(*asked, "--gpu-type", "NVIDIA A100-PCIE-40GB")  # as drivers report it
+    assert found["gpu_type"] == "a100-pcie-40gb"
+    assert "`bf16_tflops=989400`" in fail(*asked, *described("like: h100\nbf16_tflops: 989400\n"))
     with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    settings = out.partition("settings of `--module`")[2].partition("settings of `--what-if`")[0]
-    short = {name: key for key, name in SHORT_NAMES.items()}
-    fields = {field.name for field in dataclasses.fields(ModulePlugin)} - {"named"}
-    assert {name for name in fields if not re.search(rf"\b{short.get(name, name)}\b", settings)} == set()
-    rows = out.partition("compare with six baselines")[2]
-    assert all(name in rows for name in (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED))
+        fail(*asked, "--gpu-type", "h200", *described("like: h100\n"))
+    assert "--gpu-spec: not allowed with argument --gpu-type" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_found_is_named(monkeypatch, fail):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    error = fail("plan", "--model", "nope", "--gpus", 2)
-    assert error.startswith(
-        "error: `--model nope` is not a folder here, and no configuration could be read from the Hub: "
-    )
-    assert error.endswith("Give a folder, a config.json or a model id.\n")
+def test_it_takes_the_arguments_of_accelerate():
+    given = ["--num_processes", "4", "--hang_timeout", "3", "train.py", "--hang_timeout", "7"]
+    args = launch_parser().parse_args(given)
+    assert (args.num_processes, args.hang_timeout, args.host_timeout, args.stall_timeout) == (4, 3.0, 2.0, 0.0)
+    assert (args.training_script, args.training_script_args) == ("train.py", ["--hang_timeout", "7"])
 
 
-def test_models_that_no_plan_describes_are_refused(tmp_path, fail):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.BertConfig(**sizes, architectures=["BertForMaskedLM"])
-    config.save_pretrained(tmp_path)
-    assert "`BertForMaskedLM` is a masked language model" in fail("plan", "--model", tmp_path, "--gpus", 2)
+def test_its_help_says_what_it_adds(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    said = capsys.readouterr().out
+    assert "In addition to `accelerate launch`" in said
+    assert "--num_processes" in said and "--host_timeout SECONDS" in said
+
+
+def test_limits_are_checked(fail):
+    assert "--host_timeout must be above 0" in fail("launch", "--host_timeout", "0", "train.py")
+
+
+def test_other_launchers_have_no_membership(monkeypatch):
+    monkeypatch.delenv("HF_MMPARALLEL_LAUNCH", raising=False)
+    assert Membership.from_environment() is None

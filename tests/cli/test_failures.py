@@ -1,4 +1,4 @@
-"""`plan --failures`: templates, what is guaranteed, throughput with fewer nodes, and the plan of all nodes."""
+"""`plan --failures`: templates and throughput with fewer nodes; `simulate --trace`: failures one after the other."""
 
 import json
 import re
@@ -26,8 +26,6 @@ def test_templates_and_throughput(model, run, tmp_path):
     plugin = MultimodalParallelPlugin.from_any(path)
     assert plugin.modules["vision"].freeze == "tower" and plugin.plan is not None
     assert plugin.plan.modules[LANGUAGE_MODEL].dp_size == 4 and plugin.plan.num_microbatches == 3
-    again = run("plan", "--model", model, *SHORT, "--parallel", path, "--nodes", 4, "--failures", 1)
-    assert "Any node may fail at once" in again
 
 
 def test_rates_are_those_of_the_step(model, run):
@@ -56,24 +54,21 @@ def test_what_is_reached_by_losses_is_not_faster_than_what_is_best(model, run, m
     assert all(float(best.replace(",", "")) >= float(reached.replace(",", "")) for _, best, reached in rows)
 
 
-def test_tensor_parallel_stages(model, run, tmp_path):
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "vision"),
+    [
+        (["--module", "vision:tp=2", "--module", "language_model:tp=2"], ["--nodes", 3, "--gpus", 12], 2),
+        (["--module", "vision:tp=1"], ["--nodes", 2, "--gpus", 20], 1),  # more ranks than layers need tp groups
+    ],
+)
+def test_sizes_are_kept_or_chosen(model, run, tmp_path, sizes, nodes, vision):
     path = tmp_path / "plan.json"
-    tp = ["--module", "vision:tp=2", "--module", "language_model:tp=2"]
-    out = run("plan", "--model", model, *SHORT, *tp, "--nodes", 3, "--gpus", 12, "--failures", 1, "--output", path)
-    assert "on 2 ranks" in out
+    asked = ["plan", "--model", model, *SHORT, "--failures", 1]
+    assert "on 2 ranks" in run(*asked, *sizes, *nodes, "--output", path)
     plan = ParallelPlan.load(path)
-    assert plan.world_size == 12 and plan.modules["vision"].tp_size == 2
-
-
-def test_sizes_that_are_left_out_are_chosen(model, run, tmp_path):
-    """More ranks than layers need tp groups; a size that is given is kept."""
-    path = tmp_path / "plan.json"
-    nodes = ["--nodes", 2, "--gpus", 20, "--failures", 1, "--output", path]
-    run("plan", "--model", model, *SHORT, "--module", "vision:tp=1", *nodes)
-    plan = ParallelPlan.load(path)
-    assert plan.world_size == 20 and plan.modules["vision"].tp_sizes == (1,)
-    assert plan.modules[LANGUAGE_MODEL].tp_size == 2
-    again = run("plan", "--model", model, *SHORT, "--parallel", path, "--nodes", 2, "--failures", 1)
+    assert plan.world_size == nodes[-1]
+    assert plan.modules["vision"].tp_sizes == (vision,) and plan.modules[LANGUAGE_MODEL].tp_size == 2
+    again = run(*asked, "--parallel", path, *nodes[:2])
     assert "on 2 ranks" in again and "Any node may fail at once" in again
 
 
@@ -82,31 +77,83 @@ def test_layers_that_can_not_be_cut(model, fail, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vision_feature_layer": 1}))
     error = fail("plan", "--model", tmp_path, *SHORT, *SINGLE, "--nodes", 2, "--gpus", 16, "--failures", 1)
-    assert "A node of 8 ranks can't be divided among the 6 layers that can be on different stages" in error
+    assert "A node of 8 ranks can't be divided among the 6 layers" in error
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (
-            ["--nodes", 4, "--gpus", 4, "--failures", 4],
-            "5 copies of the model on 1 nodes each, 5 nodes; there are 4. To go",
-        ),
-        (["--failures", 1], "`--failures` plans for nodes that may fail. Give `--nodes`, `--gpus`, or both."),
-        (["--nodes", 3, "--gpus", 4, "--failures", 1], "`--gpus 4` does not make 3 nodes with equal numbers of ranks"),
-        (["--gpus", 12, "--failures", 1], "`--gpus 12` does not make 1 nodes of 8 ranks with equal numbers"),
+        (["--nodes", 4, "--gpus", 4, "--failures", 4], "5 copies of the model on 1 nodes each, 5 nodes; there are 4"),
+        (["--failures", 1], "Give `--nodes`, `--gpus`, or both"),
+        (["--nodes", 3, "--gpus", 4, "--failures", 1], "`--gpus 4` does not make 3 nodes"),
+        (["--gpus", 12, "--failures", 1], "`--gpus 12` does not make 1 nodes of 8 ranks"),
         (["--nodes", 3], "`--nodes 3` has no effect without `--failures`"),
         ([*FOUR, "--explain"], "`--explain` has no effect with `--failures`"),
-        (
-            [*FOUR, "--module", "language_model:pp=2"],
-            "`pp_size=2` of `language_model`: with `--failures` templates have",
-        ),
-        ([*FOUR, "--module", "vision:zero_stage=1"], "`zero_stage=1` of `vision` divides the optimizer's state"),
-        (
-            [*SINGLE, "--nodes", 2, "--failures", 1, "--gpus", 32],
-            "A node of 16 ranks can't be divided among the 8 layers",
-        ),
+        ([*FOUR, "--module", "language_model:pp=2"], "`pp_size=2` of `language_model`: with `--failures`"),
+        ([*FOUR, "--module", "vision:zero_stage=1"], "`zero_stage=1` of `vision` divides"),
+        ([*SINGLE, "--nodes", 2, "--failures", 1, "--gpus", 32], "of 16 ranks can't be divided among the 8 layers"),
     ],
 )
 def test_what_is_refused(model, fail, arguments, error):
     assert error in fail("plan", "--model", model, *SHORT, *arguments)
+
+
+SIZES = ["--global-batch-size", 64, "--microbatch-size", 2, "--gpu-type", "a100"]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "failures.csv"
+    rows = [f"0,add,node{index}" for index in range(4)]
+    path.write_text("\n".join([*rows, "60000,remove,node2", "120000,add,node9", "180000,remove,node0"]) + "\n")
+    return path
+
+
+def test_a_trace_is_replayed(model, trace, tmp_path, run, figures) -> None:
+    arguments = ["simulate", "--trace", trace, "--model", model, "--node-size", 2, *SIZES]
+    out = run(*arguments)
+    assert "2 nodes lost, 3.7 nodes on average and at most 4, of 2 ranks each (a100)" in out
+    assert "one copy of the model needs 1 node of 2 ranks" in out and "Any node may fail at once" in out
+    assert "checkpoints of" in out and "only when too few nodes are left" in out
+    told = figures(*arguments, "--picture", tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert told["nodes"] == [[0.0, 4], [60.0, 3], [120.0, 4], [180.0, 3]]
+    found = told["recoveries"]["templates"]
+    assert found["samples"] == pytest.approx(180 * found["samples_per_second"]) and found["samples"] % 64 == 0
+    assert sum(found["shares"].values()) == pytest.approx(1.0)
+    assert sum(found["rates"]) / len(found["rates"]) == pytest.approx(found["samples_per_second"])
+
+
+def test_regular_losses_need_no_file(text_model, run) -> None:
+    out = run("simulate", "--nodes", 6, "--lose-every", 10, "--model", text_model, "--failures", 2, *SIZES)
+    assert "0.50 hours, 3 nodes lost" in out and "Any 2 nodes may fail at once" in out
+
+
+def test_checkpoints_and_copies_cost_what_the_arguments_say(text_model, trace, figures) -> None:
+    def found(*more) -> dict:
+        return figures("simulate", "--trace", trace, "--model", text_model, *SIZES, *more)["recoveries"]["templates"]
+
+    none, *saving = found(), *(found("--save-every", 100, "--storage-gb-per-s", rate) for rate in ("0.1", "0.01"))
+    assert none["shares"]["saving"] == 0.0 < saving[0]["shares"]["saving"] < saving[1]["shares"]["saving"]
+    assert none["samples"] > saving[0]["samples"] > saving[1]["samples"]
+    copies = [found("--copy-gb-per-s", rate)["shares"]["copying"] for rate in ("1", "0.1")]
+    assert copies[1] == pytest.approx(10 * copies[0]) and copies[0] > 0, "of the node that joins"
+
+
+def test_what_can_not_be_replayed_says_so(model, trace, tmp_path, fail) -> None:
+    before, plan = trace.read_text(), tmp_path / "plan.yaml"
+    base = ["simulate", "--trace", trace, "--model", model]
+    plan.write_text("")
+    for arguments, message in (
+        ([*base, "--failures", 4], "need 5 copies of the model on 1 nodes each, 5 nodes; there are 4"),
+        (["simulate", "--trace", trace], "Give `--model`"),
+        (["simulate", "--model", model], "There is nothing to simulate"),
+        (["simulate", "--trace", tmp_path / "none.csv", "--model", model], "does not exist"),
+        ([*base, "--nodes", 4], "`--nodes` has no effect beside `--trace`"),
+        ([*base, "--html", tmp_path / "page.html"], "`--html` has no effect on a trace"),
+        (["simulate", plan, "--trace", trace], "Leave the plan out"),
+    ):
+        assert message in fail(*arguments)
+    assert trace.read_text() == before
+    trace.write_text("0,add,a\n9,remove,b\n")
+    assert "line 2: node `b` is removed and was never added" in fail(*base)

@@ -1,6 +1,7 @@
 """A small model whose operations and bytes are worked out by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device
 from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
@@ -45,9 +46,17 @@ def module(name: str, frozen: bool = False) -> ModuleSpec:
     return ModuleSpec(name, f"{name}.layers", LAYERS, HIDDEN, 4, 4, WIDE, tuple(parameters), features)
 
 
-def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
+def model(frozen: tuple[str, ...] = (), tied: bool = True, **changes: Any) -> ModelSpec:
+    """The model; `changes` are fields of its language model."""
     modules = {name: module(name, name in frozen) for name in ("vision", LANGUAGE_MODEL)}
+    modules[LANGUAGE_MODEL] = replace(modules[LANGUAGE_MODEL], **changes)
     return ModelSpec(modules, tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
+
+
+def text_model(frozen: tuple[str, ...] = (), tied: bool = True, **changes: Any) -> ModelSpec:
+    """Its language model alone."""
+    spec = model(frozen, tied, **changes)
+    return replace(spec, modules={LANGUAGE_MODEL: spec.language_model})
 
 
 def h100(spec: ModelSpec) -> CostModel:

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.cost import analytic_costs
 from hf_mmparallel.cost.activations import Precision, saved_activations
+from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.spec import activation_copies
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, resolve_plan
+from tests.cost.models import PLAIN
 
 SIZES = {
     "hidden_size": 64,
@@ -24,29 +30,22 @@ SIZES = {
 }
 LENGTH, SAMPLES = 48, 2
 FAMILIES = {
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
-    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 32}),
-    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config, {}),
-    "qwen3_moe": (
-        transformers.Qwen3MoeForCausalLM,
-        transformers.Qwen3MoeConfig,
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16},
-    ),
+    "llama": {},
+    "qwen3": {"head_dim": 32},
+    "phi3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16},
 }
 
 
 def build(family: str, **settings: Any) -> Any:
     """A language model in training."""
-    cls, config, own = FAMILIES[family]
     torch.manual_seed(0)
-    return cls(config(**{**SIZES, **own, **settings})).train()
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **settings})
+    return AutoModelForCausalLM.from_config(config).train()
 
 
 def saved_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False) -> dict[int, int]:
-    """
-    Layer -> bytes of the tensors that its operations keep, each storage once and in the layer that keeps it first;
-    what comes after the layers counts as one more. Weights do not count.
-    """
+    """Layer, or one more for what is behind them -> bytes that its operations are the first to keep, but weights."""
     layers = model.get_decoder().layers
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, tuple[int, int]] = {}
@@ -127,15 +126,11 @@ def test_a_module_of_which_some_layers_are_trained():
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
 @pytest.mark.parametrize("is_narrow", [False, True])
 def test_adapters_keep_the_inputs_of_the_layers_that_they_adapt(targets, is_narrow):
-    from peft import LoraConfig, inject_adapter_in_model
-
     model: Any = build("llama")
-    model = model.bfloat16() if is_narrow else model
-    model = inject_adapter_in_model(LoraConfig(r=8, target_modules=targets), model)
-    if is_narrow:
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.data = parameter.data.float()
+    model = inject_adapter_in_model(LoraConfig(r=8, target_modules=targets), model.bfloat16() if is_narrow else model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
     check(model, 0.06, 2 if is_narrow else 4)
 
 
@@ -144,6 +139,18 @@ def test_scores_and_masks_grow_with_the_square():
     check(build("llama", attn_implementation="eager").bfloat16(), value_bytes=2)
     for attention in ("sdpa", "bitfield"):  # which takes the same mask where it gets no words
         check(build("llama", num_key_value_heads=4, attn_implementation=attention), 0.01, is_uneven=True)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_keys_and_values_repeated_under_a_dense_mask_are_kept(kv_heads):
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8}
+    model = build("llama", **sizes, num_key_value_heads=kv_heads).bfloat16()
+    spec = build_model_spec(model)
+    costs, plan = analytic_costs(spec, PLAIN), resolve_plan(spec, {})
+    rows = SampleSizes.of_sequences({LANGUAGE_MODEL: [[LENGTH // 2], [LENGTH]]})
+    (held,) = activation_sizes(costs, plan, contiguous_step(plan, range(SAMPLES), SAMPLES), rows).values()
+    layer = costs.layers.layer(LANGUAGE_MODEL, 1, 1).activations
+    assert layer.square * held[0] + layer.token * held[1] == pytest.approx(saved_by_autograd(model, True)[1], rel=1e-3)
 
 
 def test_a_mixture_keeps_what_its_chosen_experts_take():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_mmparallel.cost import CostModel, Hardware, Polynomial, StepCost, analytic_costs, memory_per_rank
+from hf_mmparallel.cost import Polynomial, StepCost, analytic_costs, memory_per_rank
 from hf_mmparallel.cost.calibrate import MIN_WINDOWS, calibrate_logs
 from hf_mmparallel.cost.calibration import (
     Calibration,
@@ -21,12 +22,11 @@ from hf_mmparallel.cost.calibration import (
     uncalibrated,
 )
 from hf_mmparallel.cost.profile import measured_costs
-from hf_mmparallel.cost.run_log import KINDS, LoggedWindow, read_run_log
+from hf_mmparallel.cost.run_log import KINDS, TaskGroup, read_run_log
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
 from hf_mmparallel.search.comparison import StepComparer
 from tests.cost import models
 from tests.cost.test_profile import profile_of
-from tests.deep_cases import deep
 
 from ..search.measured_steps import (
     CPU,
@@ -42,25 +42,33 @@ from ..search.measured_steps import (
 )
 
 
-def windows_of(path: Path) -> list[LoggedWindow]:
-    return [window for run in read_run_log(path) for window in run.windows]
+def groups_of(path: Path, module: str) -> list[TaskGroup]:
+    """Tasks of a module in all windows of a log."""
+    windows = [window for run in read_run_log(path) for window in run.windows]
+    return [group for window in windows for group in window.groups if group.module == module]
+
+
+def scales_of(*paths: Path) -> Mapping[str, Mapping[Any, TimeScale]]:
+    return calibrate_logs(list(paths)).calibration.scales
 
 
 @pytest.fixture(scope="module")
-def log_text(tmp_path_factory):
+def calibrated(tmp_path_factory):
+    """A log, and what it gives."""
     path = tmp_path_factory.mktemp("log") / "trainer_log.jsonl"
-    return write_log(path, counted(), corrected(counted(), SCALES)).read_text()
+    write_log(path, counted(), corrected(counted(), SCALES))
+    return path.read_text(), calibrate_logs([path])
 
 
 @pytest.fixture
-def log(tmp_path, log_text):
+def log(tmp_path, calibrated):
     path = tmp_path / "trainer_log.jsonl"
-    path.write_text(log_text)
+    path.write_text(calibrated[0])
     return path
 
 
-def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(log):
-    result = calibrate_logs([log])
+def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(calibrated):
+    _, result = calibrated
     found = result.calibration
     assert (result.fitted, result.judged, found.windows) == (4, 4, 8)
     for module, kinds in SCALES.items():
@@ -79,25 +87,21 @@ def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(log):
     assert abs(step.prediction.step_ms / wanted - 1) > 0.2
 
 
-def test_errors_are_those_of_windows_that_were_not_fitted(log):
-    errors = calibrate_logs([log]).calibration.errors
-    assert errors is not None
+def test_errors_are_those_of_windows_that_were_not_fitted(calibrated, log):
+    errors = calibrated[1].calibration.errors
     assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in ("forward", "backward"))}
     for name, own in errors.items():
         assert own["after"].median < 0.02 < 0.1 < own["before"].median <= own["before"].worst, name
-    lines = log.read_text().splitlines()
-    for index in (5, 6, 7, 8):  # the last windows took ten times as long: no fit of the first ones knows
-        data = json.loads(lines[index])
-        for group in data["groups"]:
-            group["measured_ms"] *= 10
-        lines[index] = json.dumps(data)
-    log.write_text("\n".join(lines))
-    errors = calibrate_logs([log]).calibration.errors
-    assert errors is not None and errors["vision/forward"]["after"].median == pytest.approx(0.9, abs=0.02)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for group in (group for line in lines[5:] for group in line["groups"]):
+        group["measured_ms"] *= 10  # the last windows took ten times as long: no fit of the first ones knows
+    log.write_text("\n".join(map(json.dumps, lines)))
+    errors = calibrate_logs([log]).calibration.errors or {}
+    assert errors["vision/forward"]["after"].median == pytest.approx(0.9, abs=0.02)
 
 
-def test_memory_of_activations_is_corrected(log):
-    found = calibrate_logs([log]).calibration
+def test_memory_of_activations_is_corrected(calibrated):
+    found = calibrated[1].calibration
     assert found.activations == pytest.approx(2.0)
     before, after = counted(), calibrated_costs(SPEC, CPU, replace(found, scales={}))
     step = measured_step(StepComparer(planner(before)), before, 0)
@@ -111,100 +115,64 @@ def test_memory_of_activations_is_corrected(log):
         assert memory.activations < twice[rank].activations <= 2 * memory.activations
 
 
-def test_a_factor_alone_stays_a_factor_alone(tmp_path):
-    path = write_log(tmp_path / "log.jsonl", counted(), corrected(counted(), {"vision": SCALES["vision"]}))
-    scales = calibrate_logs([path]).calibration.scales
-    for module in SCALES:
-        for kind, scale in scales[module].items():
-            factor = {"forward": 3.0, "backward": 0.5}[kind] if module == "vision" else 1.0
-            assert (scale.token, scale.square, scale.layer_ms) == pytest.approx((factor, factor, 0.0), rel=1e-4)
+# A device of which small tasks take the time of their launches, and large ones what they compute.
+LAUNCHING = analytic_costs(SPEC, replace(CPU, launch_us=150.0))
 
 
-LAUNCHING = replace(CPU, launch_us=150.0)
-"""A device of which small tasks take the time of their launches, and large ones what they compute."""
-
-
-def launching(device: Hardware = LAUNCHING) -> CostModel:
-    return analytic_costs(SPEC, device)
-
-
-@pytest.mark.parametrize(("launch", "forward", "backward"), [(1.6, 2.0, 1.0), deep(0.5, 1.0, 0.5)])
-def test_launches_have_a_factor_of_their_own(tmp_path, launch, forward, backward):
-    scales: dict[str, dict[Any, TimeScale]] = {
-        "vision": {
-            "forward": TimeScale(forward, forward, launch=launch),
-            "backward": TimeScale(backward, backward, launch=launch),
-        }
-    }
-    truth = corrected(launching(), scales)
-    path = write_log(tmp_path / "log.jsonl", launching(), truth)
-    for kind, wanted in scales["vision"].items():
-        groups = [g for window in windows_of(path) for g in window.groups if (g.module, g.kind) == ("vision", kind)]
-        shown = sum(launch * group.launch_ms > wanted.token * group.base_ms for group in groups)
-        assert 0.2 < shown / len(groups) < 0.9, "the log must have tasks of both kinds"
+@pytest.mark.parametrize(
+    ("forward", "backward", "launch", "count", "tolerance"),
+    [((2.0, 6.0), (1.5, 3.0), 1.5, 12, 0.01), ((2.0, 2.0), (1.0, 1.0), 1.6, 8, 0.05)],
+)
+def test_launches_have_a_factor_of_their_own(tmp_path, forward, backward, launch, count, tolerance):
+    """Tasks that all take their launches, or all what they compute, have many solutions; here are enough of both."""
+    wanted = {"forward": TimeScale(*forward, launch=launch), "backward": TimeScale(*backward, launch=launch)}
+    path = write_log(tmp_path / "log.jsonl", LAUNCHING, corrected(LAUNCHING, {"vision": wanted}), count=count)
     result = calibrate_logs([path])
     assert result.has_launches
-    for kind, wanted in scales["vision"].items():
-        found = result.calibration.scales["vision"][kind]
-        assert (found.launch, found.token, found.square) == pytest.approx(
-            (launch, wanted.token, wanted.square), rel=0.05
-        )
-    for found in result.calibration.scales[LANGUAGE_MODEL].values():  # as predicted
-        assert (found.launches, found.token) == pytest.approx((1.0, 1.0), rel=0.01)
-    errors = result.calibration.errors
-    assert errors is not None
-    for kind in KINDS:
-        own = errors[f"vision/{kind}"]
-        assert own["after"].worst < 0.03 < 0.1 < own["before"].median
-
-
-def test_each_coefficient_is_found_where_only_one_solution_fits(tmp_path):
-    """Tasks that all take their launches, or all what they compute, have many solutions; here are enough of both."""
-    wanted = {"forward": TimeScale(2.0, 6.0, launch=1.5), "backward": TimeScale(1.5, 3.0, launch=1.5)}
-    path = write_log(tmp_path / "log.jsonl", launching(), corrected(launching(), {"vision": wanted}), count=12)
-    found = calibrate_logs([path]).calibration.scales["vision"]
-    for kind in KINDS:
-        scale = wanted[kind]
-        groups = [g for window in windows_of(path) for g in window.groups if (g.module, g.kind) == ("vision", kind)]
+    for kind, scale in wanted.items():
+        groups = [group for group in groups_of(path, "vision") if group.kind == kind]
         computed = [scale.token * (g.base_ms - g.squares_ms) + scale.square * g.squares_ms for g in groups]
         for times in (computed, [scale.launches * g.launch_ms for g in groups]):
             same = [g.measured_ms == pytest.approx(time, rel=1e-3) for g, time in zip(groups, times, strict=True)]
             assert sum(same) > 3, "more tasks of each sort than coefficients"
+        found = result.calibration.scales["vision"][kind]
         for name in ("token", "square", "launch"):
-            assert getattr(found[kind], name) == pytest.approx(getattr(scale, name), rel=0.01), (kind, name)
-        assert found[kind].layer_ms == 0.0
+            assert getattr(found, name) == pytest.approx(getattr(scale, name), rel=tolerance), (kind, name)
+        assert found.layer_ms == 0.0
+        errors = (result.calibration.errors or {})[f"vision/{kind}"]
+        assert errors["after"].worst < 0.03 < 0.1 < errors["before"].median
+    for found in result.calibration.scales[LANGUAGE_MODEL].values():  # as predicted
+        assert (found.launches, found.token) == pytest.approx((1.0, 1.0), rel=0.01)
 
 
-SLOW_LINKS = replace(CPU, collective_latency_us=200.0, link_gb_per_s=0.05)
 CUT = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(tp_size=2)}
 
 
 def test_sums_of_tensor_parallel_ranks_have_a_factor_of_their_own(tmp_path):
     """A machine that computes at another speed has the same links, and the other way round."""
-    linked = analytic_costs(SPEC, SLOW_LINKS)
+    linked = analytic_costs(SPEC, replace(CPU, collective_latency_us=200.0, link_gb_per_s=0.05))
     scale, slow = TimeScale(0.5, 0.5), TimeScale(0.5, 0.5, sum=3.0)
     computes, both = (
         corrected(linked, {LANGUAGE_MODEL: dict.fromkeys(KINDS, own), "vision": dict.fromkeys(KINDS, scale)})
         for own in (scale, slow)
     )
     alone = write_log(tmp_path / "alone.jsonl", linked, computes)  # no ranks that share matrices
-    assert all(group.sums_ms == 0.0 for window in windows_of(alone) for group in window.groups)
-    for own in calibrate_logs([alone]).calibration.scales[LANGUAGE_MODEL].values():
+    assert all(group.sums_ms == 0.0 for name in SPEC.modules for group in groups_of(alone, name))
+    for own in scales_of(alone)[LANGUAGE_MODEL].values():
         assert (own.token, own.sum) == (pytest.approx(0.5, rel=1e-4), None)
     cut = {
         name: write_log(tmp_path / f"{name}.jsonl", linked, truth, plugins=CUT)
         for name, truth in (("computes", computes), ("both", both))
     }
-    groups = [g for window in windows_of(cut["both"]) for g in window.groups if g.module == LANGUAGE_MODEL]
-    assert all(0.2 * group.measured_ms < 3.0 * group.sums_ms < 0.95 * group.measured_ms for group in groups)
+    for group in groups_of(cut["both"], LANGUAGE_MODEL):
+        assert 0.2 * group.measured_ms < 3.0 * group.sums_ms < 0.95 * group.measured_ms
     for logs, wanted in (([cut["computes"]], 1.0), ([cut["both"]], 3.0), ([alone, cut["both"]], 3.0)):
-        result = calibrate_logs(logs).calibration
-        for own in result.scales[LANGUAGE_MODEL].values():
+        for own in scales_of(*logs)[LANGUAGE_MODEL].values():
             assert (own.token, own.sums) == pytest.approx((0.5, wanted), rel=0.02), logs
 
 
 def test_launches_that_no_task_shows_keep_their_time(tmp_path):
-    quick = launching(replace(CPU, launch_us=0.01))
+    quick = analytic_costs(SPEC, replace(CPU, launch_us=0.01))
     truth = corrected(quick, {name: {kind: TimeScale(3.0, 3.0) for kind in KINDS} for name in SPEC.modules})
     result = calibrate_logs([write_log(tmp_path / "log.jsonl", quick, truth)])
     assert result.has_launches
@@ -219,7 +187,7 @@ def test_a_run_by_calibrated_costs_is_calibrated_anew(tmp_path):
     half = corrected(counted(), {"vision": {"forward": TimeScale(1.7, 1.7)}})
     assert uncalibrated(half).layers is not half.layers and profile_digest(half) is None
     paths = [write_log(tmp_path / f"{index}.jsonl", costs, truth) for index, costs in enumerate((counted(), half))]
-    first, second = (calibrate_logs([path]).calibration.scales for path in paths)
+    first, second = map(scales_of, paths)
     for module, kinds in first.items():
         for kind, scale in kinds.items():
             own = second[module][kind]
@@ -258,31 +226,29 @@ def test_every_cost_of_a_layer_is_corrected():
     assert started.forward == placed.forward * 2
 
 
-def test_a_calibration_is_read_as_it_was_written(log, tmp_path):
-    found = calibrate_logs([log]).calibration
-    found.save(tmp_path / "calibrated.json")
-    assert read_costs(tmp_path / "calibrated.json") == found
-    data = json.loads((tmp_path / "calibrated.json").read_text())
-    for change, complaint in (
-        ({"calibration": 9}, "is a calibration of version 9"),
-        ({"scales": None}, "is a calibration with fields missing"),
+def test_a_calibration_is_read_as_it_was_written(calibrated, tmp_path):
+    found, path = calibrated[1].calibration, tmp_path / "calibrated.json"
+    found.save(path)
+    assert read_costs(path) == found
+    data = json.loads(path.read_text())
+    for content, complaint in (
+        (json.dumps({**data, "calibration": 9}), "version 9"),
+        (json.dumps({**data, "scales": None}), "fields missing"),
+        ("no JSON", "holds no costs"),
     ):
-        (tmp_path / "other.json").write_text(json.dumps({**data, **change}))
+        path.write_text(content)
         with pytest.raises(ValueError, match=complaint):
-            read_costs(tmp_path / "other.json")
-    (tmp_path / "other.json").write_text("no JSON")
-    with pytest.raises(ValueError, match="holds no costs"):
-        read_costs(tmp_path / "other.json")
+            read_costs(path)
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"modules": {"vision": "0"}}, "another model: `vision` has parameters of other shapes"),
-        ({"modules": {"sight": "0"}}, r"another model: it has \['sight'\], the model"),
-        ({"device": "h100"}, "corrects costs of `h100` .*, not of `cpu`"),
-        ({"package": "0.0.9"}, "corrects operation counts of hf_mmparallel 0.0.9"),
-        ({"dtype": "float32"}, "of runs in float32, not in bfloat16. Plan for float32"),
+        ({"modules": {"vision": "0"}}, "another model: `vision`"),
+        ({"modules": {"sight": "0"}}, r"another model: .*\['sight'\]"),
+        ({"device": "h100"}, "`h100` .*, not of `cpu`"),
+        ({"package": "0.0.9"}, "0.0.9"),
+        ({"dtype": "float32"}, "float32, not in bfloat16"),
     ],
 )
 def test_a_calibration_of_something_else_is_refused(changes, complaint):
@@ -292,7 +258,7 @@ def test_a_calibration_of_something_else_is_refused(changes, complaint):
 
 def test_logs_that_are_too_short_or_of_different_runs_are_refused(tmp_path):
     short = write_log(tmp_path / "short.jsonl", counted(), counted(), MIN_WINDOWS - 1)
-    with pytest.raises(ValueError, match=f"has {MIN_WINDOWS - 1} windows .* needs {MIN_WINDOWS}.* Train longer"):
+    with pytest.raises(ValueError, match=f"has {MIN_WINDOWS - 1} windows .* needs {MIN_WINDOWS}"):
         calibrate_logs([short])
     assert calibrate_logs([short, short]).calibration.windows == 2 * (MIN_WINDOWS - 1)
     others: dict[str, dict[str, Any]] = {
@@ -303,7 +269,7 @@ def test_logs_that_are_too_short_or_of_different_runs_are_refused(tmp_path):
     }
     for what, changes in others.items():
         path = write_log(tmp_path / f"{what}.jsonl", counted(), counted(), 1, **changes)
-        with pytest.raises(ValueError, match=f"different {what}.*Calibrate each run by itself"):
+        with pytest.raises(ValueError, match=f"different {what}"):
             calibrate_logs([short, path])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -61,10 +62,8 @@ def text_model() -> ModelSpec:
     """Layers of two matrices that have a bucket each, and one that fits into the bucket of the layer's norm."""
     shapes = {"up": (4 * HIDDEN, HIDDEN), "down": (HIDDEN, 4 * HIDDEN), "gate": (HIDDEN, 8), "norm": (HIDDEN,)}
     parameters = [ParameterSpec("embed_tokens.weight", (VOCABULARY, HIDDEN), -1, "bfloat16")]
-    for layer in range(LAYERS):
-        parameters += [
-            ParameterSpec(f"layers.{layer}.{name}.weight", shape, layer, "bfloat16") for name, shape in shapes.items()
-        ]
+    for layer, (name, shape) in itertools.product(range(LAYERS), shapes.items()):
+        parameters.append(ParameterSpec(f"layers.{layer}.{name}.weight", shape, layer, "bfloat16"))
     module = ModuleSpec(LANGUAGE_MODEL, "layers", LAYERS, HIDDEN, 16, 16, 4 * HIDDEN, tuple(parameters))
     return ModelSpec({LANGUAGE_MODEL: module})
 
@@ -163,23 +162,17 @@ def test_a_pass_is_as_long_as_its_actions(data, num_layers, alternates, kind, ef
     assert [transfer.action for transfer in timed] == [a for a in issued if a.op in ("gather", "sum")]
 
 
-def test_parts_outside_of_layers_hide_the_first_gather_in_the_times_as_well():
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_parts_outside_of_layers_hide_the_first_gather(is_backward):
     transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (1, 1), False, 1.0)
-    timed, length = transfers.timed(np.full(5, 10.0), False)
-    assert [(str(t.action), t.start_ms, t.end_ms) for t in timed] == [
-        ("gather 0", 0.0, 1.0),
-        ("gather 1", 10.0, 12.0),
-        ("gather 2", 20.0, 24.0),
+    forward = [("gather 0", 0.0, 1.0), ("gather 1", 10.0, 12.0), ("gather 2", 20.0, 24.0)]
+    backward = [
+        *(("gather 2", 0.0, 4.0), ("gather 1", 10.0, 12.0), ("gather 0", 20.0, 21.0)),
+        *(("sum 2", 21.0, 53.0), ("sum 1", 53.0, 69.0), ("sum 0", 79.0, 87.0), ("sum rest", 87.0, 215.0)),
     ]
-    assert length == 50.0
-    timed, length = transfers.timed(np.full(5, 10.0), True)
-    assert [(str(t.action), t.start_ms, t.end_ms) for t in timed] == [
-        ("gather 2", 0.0, 4.0),
-        ("gather 1", 10.0, 12.0),
-        ("gather 0", 20.0, 21.0),
-        ("sum 2", 21.0, 53.0),
-        ("sum 1", 53.0, 69.0),
-        ("sum 0", 79.0, 87.0),
-        ("sum rest", 87.0, 215.0),
-    ]
-    assert length == 215.0 and timed[3].computed_ms == 30.0
+    compute = np.full(5, 10.0)
+    timed, length = transfers.timed(compute, is_backward)
+    assert [(str(t.action), t.start_ms, t.end_ms) for t in timed] == (backward if is_backward else forward)
+    assert length == (215.0 if is_backward else 50.0) and (not is_backward or timed[3].computed_ms == 30.0)
+    beside, exposed = transfers.of_pass(5, is_backward)
+    assert length == compute.sum() + longer_ms(compute, beside, 1.0).sum() + exposed

@@ -1,4 +1,4 @@
-"""The bound of a rank's memory, worked out by hand on a small model in bfloat16."""
+"""The bound of a rank's memory, and what it keeps over a step, worked out by hand on a small model in bfloat16."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import StepCost, memory_per_rank, memory_timeline, stage_memory
+from hf_mmparallel.cost import StepCost, activation_peaks, memory_per_rank, memory_timeline, stage_memory
 from hf_mmparallel.cost.activations import Precision, transient_memory
-from hf_mmparallel.cost.memory import activation_sizes
+from hf_mmparallel.cost.memory import activation_sizes, sample_features
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.schedule import build_program, simulate
+from hf_mmparallel.schedule import Span, Task, build_program, simulate
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, h100, model
 from tests.schedule.builders import make_step
 
@@ -24,17 +24,22 @@ FROZEN_LAYER = 2 * 4 * HIDDEN + 4 * 4 + 4 * HIDDEN + 2 * WIDE
 LOSS = 4 * VOCABULARY
 
 
-def memory_of(spec, plan, num_microbatches=2):
-    step = contiguous_step(plan, range(4), 4 // num_microbatches)
-    program = build_program(plan, step, sync_groups(spec, plan))
-    in_flight = simulate(plan, program).peak_in_flight
-    return memory_per_rank(h100(spec), plan, step, SIZES, in_flight), in_flight
+def memory_of(spec, **plugins):
+    """Rank -> its memory in a simulated step of two microbatches."""
+    plan = resolve_plan(spec, plugins)
+    step = contiguous_step(plan, range(4), 2)
+    in_flight = simulate(plan, build_program(plan, step, sync_groups(spec, plan))).peak_in_flight
+    return memory_per_rank(h100(spec), plan, step, SIZES, in_flight)
+
+
+def stages_of(spec, **plugins):
+    """Stage -> its memory."""
+    return stage_memories(h100(spec), resolve_plan(spec, plugins))
 
 
 def test_weights_and_optimizer_state_have_the_type_of_the_weights_and_gradients_float32():
     spec = model(("vision",))
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
-    memory, _ = memory_of(spec, plan)
+    memory = memory_of(spec, language_model=ModulePlugin(pp_size=2, tp_size=2))
     assert set(memory) == set(range(5))
     frozen, projector = LAYERS * (LAYER_MATRICES + HIDDEN), HIDDEN * HIDDEN
     assert memory[0].weights == 2 * (frozen + projector)
@@ -51,54 +56,44 @@ def test_weights_and_optimizer_state_have_the_type_of_the_weights_and_gradients_
 def test_memory_of_settings_of_the_optimizer_and_of_frozen_weights():
     spec = model(("vision",))
     projector, frozen_layer = HIDDEN * HIDDEN, 2 * (LAYER_MATRICES + HIDDEN)
-    in_place = resolve_plan(spec, {"vision": ModulePlugin(master_weights=False)})
-    assert memory_of(spec, in_place)[0][0].optimizer == 4 * projector  # both moments in the weights' dtype
-    offloaded = memory_of(spec, resolve_plan(spec, {"vision": ModulePlugin(offload_optimizer=True)}))[0][0]
+    plain, in_place, offloaded, streamed = (
+        memory_of(spec, vision=ModulePlugin(**own))[0]
+        for own in ({}, {"master_weights": False}, {"offload_optimizer": True}, {"offload_params": True})
+    )
+    assert in_place.optimizer == 4 * projector  # both moments in the weights' dtype
     assert offloaded.optimizer == 0 and offloaded.host == (12 + 2 * 4) * projector  # and its gradients, twice
-    plain = memory_of(spec, resolve_plan(spec, {}))[0][0]
-    streamed = memory_of(spec, resolve_plan(spec, {"vision": ModulePlugin(offload_params=True)}))[0][0]
     assert streamed.host == LAYERS * frozen_layer
     assert streamed.weights == plain.weights - (LAYERS - 2) * frozen_layer
 
 
 def test_copies_sum_their_gradients_in_a_bucket(monkeypatch):
     spec = model(tied=False)
-    gradients = []
-    for plugin in (ModulePlugin(), ModulePlugin(dp_size=2), ModulePlugin(cp_size=2)):
-        memory, _ = memory_of(spec, resolve_plan(spec, {LANGUAGE_MODEL: plugin}))
-        gradients.append(memory[1].gradients)
-    assert gradients[1] == gradients[2] == 2 * gradients[0]
+    plugins = (ModulePlugin(), ModulePlugin(dp_size=2), ModulePlugin(cp_size=2))
+    alone, *copies = (memory_of(spec, language_model=plugin)[1].gradients for plugin in plugins)
+    assert copies == [2 * alone, 2 * alone]
     monkeypatch.setattr(stage_memory, "GRADIENT_BUCKET_BYTES", 1000)
     stage_memory._stage_memory.cache_clear()
-    memory, _ = memory_of(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2)}))
-    assert memory[1].gradients == gradients[0] + 1000
+    assert memory_of(spec, language_model=plugins[1])[1].gradients == alone + 1000
     stage_memory._stage_memory.cache_clear()
 
 
 def test_what_stages_keep_of_a_token():
-    spec = model(("vision",))
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-    memories = stage_memories(h100(spec), plan)
+    two_stages = {LANGUAGE_MODEL: ModulePlugin(pp_size=2)}
+    memories = stages_of(model(("vision",)), **two_stages)
     vision, first, last = (memories[key].saved.sum(axis=0)[1] for key in memories)
     assert vision == 2 * HIDDEN + 2 * HIDDEN  # what the projector reads, and the features
     assert first == 2 * LAYER + 2 * HIDDEN  # two layers, and what goes to the next stage
     assert last == 2 * LAYER + 2 * HIDDEN + LOSS  # the head reads the last hidden state
-    frozen = stage_memories(h100(model(("vision", LANGUAGE_MODEL))), plan)
+    frozen = stages_of(model(("vision", LANGUAGE_MODEL)), **two_stages)
     assert frozen[LANGUAGE_MODEL, 0, 1].saved.sum(axis=0)[1] == 2 * FROZEN_LAYER + LOSS
-    nothing = stage_memories(h100(_all_frozen()), plan)
-    assert not any(memory.saved.any() for memory in nothing.values())
-
-
-def _all_frozen():
-    spec = model()
-    modules = {name: module.with_frozen(True) for name, module in spec.modules.items()}
-    return type(spec)(modules, spec.tied)
+    whole = replace(model(), modules={name: own.with_frozen(True) for name, own in model().modules.items()})
+    assert not any(memory.saved.any() for memory in stages_of(whole, **two_stages).values())
 
 
 def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
-    spec = model()
-    plans = [resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=again)}) for again in (False, True)]
-    whole, again = (stage_memories(h100(spec), plan)["vision", 0, 0] for plan in plans)
+    whole, again = (
+        stages_of(model(), vision=ModulePlugin(activation_checkpointing=own))["vision", 0, 0] for own in (False, True)
+    )
     assert whole.saved[1:-2].sum() == LAYERS * LAYER and again.saved[1:-2].sum() == LAYERS * 2 * HIDDEN
     held = np.array([0.0, 100.0, 1.0])
     more = again.backward_bytes(held, False) - again.saved_bytes(held)
@@ -106,7 +101,7 @@ def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
 
 
 def test_a_first_backward_makes_gradients_while_it_frees_activations():
-    memory = stage_memories(h100(model()), resolve_plan(model(), {}))[LANGUAGE_MODEL, 0, 0]
+    memory = stages_of(model())[LANGUAGE_MODEL, 0, 0]
     few, many = np.array([0.0, 1.0, 1.0]), np.array([0.0, 1e5, 1.0])
     embedding = (2 + 4) * HEAD  # the second gradient of a tied matrix, before it is cast and added to the first
     assert memory.backward_bytes(few, True) == pytest.approx(memory.state.gradients + embedding, rel=0.01)
@@ -116,9 +111,8 @@ def test_a_first_backward_makes_gradients_while_it_frees_activations():
 
 
 def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
-    spec = model()
     alone, tp, cp = (
-        stage_memories(h100(spec), resolve_plan(spec, {LANGUAGE_MODEL: plugin}))[LANGUAGE_MODEL, 0, 0]
+        stages_of(model(), language_model=plugin)[LANGUAGE_MODEL, 0, 0]
         for plugin in (ModulePlugin(), ModulePlugin(tp_size=2), ModulePlugin(cp_size=2))
     )
     split = 2 * 4 * HIDDEN + 4 * 4 + 2 * 2 * WIDE
@@ -127,19 +121,12 @@ def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
     assert cp.saved_bytes(held) == alone.saved_bytes(held) / 2 and cp.state == alone.state
 
 
-def with_heads(num_kv_heads, attention="sdpa"):
-    spec = model(tied=False)
-    language = replace(spec.language_model, num_kv_heads=num_kv_heads, attention=attention)
-    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
-
-
 @pytest.mark.parametrize(("attention", "whole"), [("sdpa", True), ("bitfield", True), ("eager", False)])
 def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attention, whole):
-    spec = with_heads(4, attention)
+    spec = model(tied=False, attention=attention)
     of_pair = 2 if whole else 4 * (4 + 2)  # a mask in bfloat16; scores of four heads in float32, and cast
     for tp_size in (1, 2):
-        plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
-        kept = stage_memories(h100(spec), plan)[LANGUAGE_MODEL, 0, 0].saved[:, 0].sum()
+        kept = stages_of(spec, language_model=ModulePlugin(tp_size=tp_size))[LANGUAGE_MODEL, 0, 0].saved[:, 0].sum()
         assert kept == LAYERS * of_pair / (1 if whole else tp_size)
 
 
@@ -153,7 +140,7 @@ def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attenti
     ],
 )
 def test_each_tensor_parallel_rank_repeats_the_keys_of_its_own_heads(num_kv_heads, tp_size, copied_heads):
-    spec = with_heads(num_kv_heads)
+    spec = model(tied=False, num_kv_heads=num_kv_heads)
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
     held = activation_sizes(h100(spec), plan, STEP, LENGTHS)[LANGUAGE_MODEL, 0, 1, 0]
     tokens = 3 * 20  # three rows, padded to the longest
@@ -162,20 +149,6 @@ def test_each_tensor_parallel_rank_repeats_the_keys_of_its_own_heads(num_kv_head
 
 LENGTHS = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [7]]})
 STEP = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
-
-
-def test_microbatches_are_padded_unless_rows_are_packed():
-    spec, chunk = model(), (LANGUAGE_MODEL, 0, 1, 0)
-    plan = resolve_plan(spec, {})
-    held = activation_sizes(h100(spec), plan, STEP, LENGTHS)
-    assert held[chunk].tolist() == [3 * 20**2, 3 * 20, 1] and held[LANGUAGE_MODEL, 0, 0, 0].tolist() == [0, 5, 1]
-    assert held["vision", 0, 1, 0].tolist() == [0, 11, 1] and held["vision", 0, 0, 0].tolist() == [0, 0, 0]
-    cut = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(cp_size=2, cp_block=8)})
-    assert activation_sizes(h100(spec), cut, STEP, LENGTHS)[chunk].tolist() == [
-        0,
-        48,
-        1,
-    ]  # 39 in blocks of two times eight
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager"])
@@ -194,13 +167,9 @@ def test_microbatches_are_padded_unless_rows_are_packed():
 def test_the_bound_is_one(schedule, plugins, frozen):
     spec = model(frozen)
     plan = resolve_plan(spec, plugins, schedule=schedule)
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(0, 300, (2, 16))
+    images, texts = np.random.default_rng(0).integers(0, 300, (2, 16)).tolist()
     sizes = SampleSizes.of_sequences(
-        {
-            "vision": [[int(n)] if n > 60 else [] for n in lengths[0]],
-            LANGUAGE_MODEL: [[int(n) + 1] for n in lengths[1]],
-        }
+        {"vision": [[n] if n > 60 else [] for n in images], LANGUAGE_MODEL: [[n + 1] for n in texts]}
     )
     step = contiguous_step(plan, range(16), 2)
     cost = StepCost(h100(spec), plan, step, sizes)
@@ -228,3 +197,90 @@ def test_a_frozen_layer_has_nothing_to_free_while_its_activation_function_runs_b
     outside = 2 * 2 * HIDDEN  # before and behind the layer
     assert found[(LANGUAGE_MODEL,)] == gradients * 2 * WIDE + outside
     assert found[()] == (gradients - 1) * 2 * WIDE + outside
+
+
+FEATURE = 2 * HIDDEN
+TEXT = 24  # bytes of a token's id, label and place in the mask
+TWO = SampleSizes.uniform({"vision": 8, LANGUAGE_MODEL: 10}, 2)
+# Sample 1 is encoded with sample 0 and taken a microbatch later.
+DEFERRED = make_step({"vision": [[[0, 1]]], LANGUAGE_MODEL: [[[0], [1]]]})
+ONE, PAIR = np.array([0.0, 8.0, 1.0]), np.array([0.0, 10.0, 1.0])
+
+
+def spans_of(rank: int, start: int, module: str, *tasks: str) -> list[Span]:
+    """Tasks of a rank, one ms each, such as `fwd 0.1` for the forward of the second chunk of the first microbatch."""
+    found = []
+    for index, text in enumerate(tasks):
+        kind, place = text.split()
+        task = Task.parse(f"{kind} {module}.r0.s0 mb{place.replace('.', '.c')}")
+        found.append(Span(rank, task, start + index, start + index + 1))
+    return found
+
+
+def levels(timeline, *places: float) -> list[float]:
+    """Bytes at these times."""
+    times, num_bytes = timeline
+    return [num_bytes[np.searchsorted(times, place, "right") - 1] for place in places]
+
+
+def test_chunks_and_features_are_followed_over_a_step():
+    spec = model(("vision",))
+    plan = resolve_plan(spec, {})
+    memories = stage_memories(h100(spec), plan)
+    vision, language = memories["vision", 0, 0], memories[LANGUAGE_MODEL, 0, 0]
+    spans = spans_of(0, 0, "vision", "fwd 0.0", "fwd 0.1")
+    spans += spans_of(1, 2, LANGUAGE_MODEL, "fwd 0.0", "bwd 0.0", "fwd 1.0", "bwd 1.0")
+    peaks = activation_peaks(h100(spec), plan, DEFERRED, TWO, spans)
+    inputs, features = TEXT * 20, 8 * FEATURE
+    # One chunk waits while the other is computed; there is no span for their backwards here.
+    assert peaks[0] == vision.forward_bytes(ONE)
+    assert peaks[1] == language.backward_bytes(PAIR, False) + features + inputs
+    spans += spans_of(0, 6, "vision", "bwd 0.0", "bwd 0.1")
+    holds = max(vision.forward_bytes(ONE), vision.backward_bytes(ONE, False))
+    assert activation_peaks(h100(spec), plan, DEFERRED, TWO, spans)[0] == vision.saved_bytes(ONE) + holds
+    timeline = memory_timeline(h100(spec), plan, DEFERRED, TWO, spans)[1]
+    gradients, idle = language.state.gradients, language.state.weights + language.state.optimizer + inputs
+    above = [
+        0,
+        language.forward_bytes(PAIR) + features,
+        language.backward_bytes(PAIR, True) + features,
+        gradients + language.forward_bytes(PAIR) + features,
+        gradients + language.backward_bytes(PAIR, False) + features,
+        gradients,
+    ]
+    assert levels(timeline, 0.5, 2.5, 3.5, 4.5, 5.5, 6.5) == pytest.approx([idle + own for own in above])
+
+
+def test_features_without_a_backward_wait_until_they_are_taken():
+    spec = model(("vision",))
+    spec = replace(spec, modules={**spec.modules, "vision": spec.modules["vision"].with_frozen(True)})
+    plan = resolve_plan(spec, {})
+    vision = stage_memories(h100(spec), plan)["vision", 0, 0]
+    spans = spans_of(0, 0, "vision", "fwd 0.0", "fwd 0.1") + spans_of(1, 2, LANGUAGE_MODEL, "fwd 0.0", "fwd 1.0")
+    timeline = memory_timeline(h100(spec), plan, DEFERRED, TWO, spans)[0]
+    held = [vision.forward_bytes(ONE), vision.forward_bytes(ONE) + 8 * FEATURE, 8 * FEATURE, 0]
+    assert levels(timeline, 0.5, 1.5, 2.5, 3.5) == pytest.approx([vision.state.weights + more for more in held])
+
+
+def test_peaks_grow_with_what_is_in_flight_and_each_rank_of_a_grid_has_them():
+    spec = model()
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
+    step = make_step({name: [[[i] for i in range(6)]] for name in ("vision", LANGUAGE_MODEL)})
+    sizes = SampleSizes.uniform({"vision": 8, LANGUAGE_MODEL: 10}, 6)
+    simulation = simulate(plan, build_program(plan, step, []))
+    peaks = activation_peaks(h100(spec), plan, step, sizes, simulation.spans)
+    assert set(peaks) == set(range(5)) and peaks[1] == peaks[2] and peaks[3] == peaks[4]
+    memories = stage_memories(h100(spec), plan)
+    for key, count in simulation.peak_in_flight.items():
+        memory, rank = memories[key], plan.stage(*key).all_ranks[0]
+        held = ONE if key[0] == "vision" else PAIR
+        running = memory.backward_bytes(held, False) - memory.saved_bytes(held)
+        features = 8 * FEATURE if key == (LANGUAGE_MODEL, 0, 0) else 0
+        inputs = memory.input_bytes * 6 * held[1]
+        assert peaks[rank] == pytest.approx(count * (memory.saved_bytes(held) + features) + running + inputs)
+
+
+@pytest.mark.parametrize(("tokens", "taken"), [(40, 10), (8, 8)])
+def test_features_are_no_more_than_the_tokens_that_take_them(tokens, taken):
+    sizes = SampleSizes.uniform({"vision": tokens, LANGUAGE_MODEL: 10}, 3)
+    assert sample_features(h100(model()), sizes, "vision").tolist() == [taken * FEATURE] * 3

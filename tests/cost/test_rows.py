@@ -1,4 +1,4 @@
-"""Tokens and pairs of tokens that chunks compute, padded and packed, in time and in memory."""
+"""Tokens and pairs of tokens that chunks compute, padded and packed, and what samples cost in a module."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange import arrange_step, step_balance
-from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads
+from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads, find_device
 from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
-from tests.cost.models import PLAIN, h100, model
+from tests.cost.models import PLAIN, model
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [12]]})
@@ -20,11 +20,17 @@ EVEN = make_step({"vision": [[[0], [1, 2, 3]]], LANGUAGE_MODEL: [[[0], [1], [2, 
 UNEVEN = (LANGUAGE_MODEL, 0, 1, 0)
 
 
-def with_attention(attention: str, packing: bool | None = None):
-    spec = model()
-    language = replace(spec.language_model, attention=attention)
-    costs = h100(replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language}))
-    return replace(costs, packing=packing)
+def with_attention(attention: str, packing: bool | None = None, device=PLAIN, **changes):
+    return replace(analytic_costs(model(attention=attention, **changes), device), packing=packing)
+
+
+def chunks_of(costs, step, **plugins):
+    return chunk_sizes(costs, resolve_plan(costs.spec, plugins), step, SIZES)
+
+
+def alike(lengths) -> SampleSizes:
+    """Samples of as many tokens in both modules."""
+    return SampleSizes.of_sequences({name: [[n] for n in lengths.tolist()] for name in ("vision", LANGUAGE_MODEL)})
 
 
 @pytest.mark.parametrize(
@@ -46,48 +52,41 @@ def test_an_uneven_chunk_computes_its_padding_unless_it_is_packed(attention, pac
 
 
 def test_rows_of_one_length_need_no_dense_mask():
-    costs = with_attention("sdpa")
-    plan = resolve_plan(costs.spec, {})
-    found = chunk_sizes(costs, plan, EVEN, SIZES)
+    found = chunks_of(with_attention("sdpa"), EVEN)
     assert found[LANGUAGE_MODEL, 0, 2, 0] == (24, 2 * 12**2, 0) and found[LANGUAGE_MODEL, 0, 0, 0] == (20, 20**2, 0)
     assert found["vision", 0, 1, 0] == (0, 0, 0)  # encoders compute what they are given
-    eager = chunk_sizes(with_attention("eager"), plan, EVEN, SIZES)
+    eager = chunks_of(with_attention("eager"), EVEN)
     assert eager[LANGUAGE_MODEL, 0, 2, 0] == (24, 2 * 2 * 12**2, 2 * 12**2)
 
 
 @pytest.mark.parametrize(("window", "masked"), [(0, ()), (20, (0,)), (12, (0, 2)), (5, (0, 1, 2)), (21, ())])
 def test_rows_as_long_as_a_window_have_a_dense_mask(window, masked):
-    costs = with_attention("sdpa")
-    language = replace(costs.spec.language_model, windows=(window, 0) * 2)
-    costs = replace(costs, spec=replace(costs.spec, modules={**costs.spec.modules, LANGUAGE_MODEL: language}))
-    found = chunk_sizes(costs, resolve_plan(costs.spec, {}), EVEN, SIZES)
+    found = chunks_of(with_attention("sdpa", windows=(window, 0) * 2), EVEN)
     pairs = {0: 20**2, 1: 5**2, 2: 2 * 12**2}  # rows of 20, of 5, and two of 12 tokens, none of them padded
     for index, expected in pairs.items():
         assert found[LANGUAGE_MODEL, 0, index, 0].scores == (expected if index in masked else 0)
 
 
 def test_ranks_that_share_rows_have_whole_blocks():
-    costs = with_attention("sdpa")
-    plan = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(cp_size=2, cp_block=10)})
-    assert chunk_sizes(costs, plan, STEP, SIZES)[UNEVEN] == (40, 20**2 + 12**2, 0)
+    found = chunks_of(with_attention("sdpa"), STEP, language_model=ModulePlugin(cp_size=2, cp_block=10))
+    assert found[UNEVEN] == (40, 20**2 + 12**2, 0)
+
+
+def test_a_dense_mask_takes_the_slow_kernel():
+    slow = with_attention("sdpa", device=replace(PLAIN, masked_attention_share=0.5))
+    assert chunks_of(slow, STEP)[UNEVEN].squares == 2 * 2 * 20**2 / 0.5
+    assert chunks_of(slow, EVEN)[LANGUAGE_MODEL, 0, 2, 0].squares == 2 * 12**2  # without padding there is no mask
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "bitfield"])
 def test_workloads_of_microbatches_are_what_their_tasks_take(attention):
-    costs = with_attention(attention)
-    device = replace(PLAIN, memory_gb_per_s=1e30)  # reading weights takes no time
-    costs = analytic_costs(costs.spec, device)
+    costs = with_attention(attention, device=replace(PLAIN, memory_gb_per_s=1e30))  # reading weights takes no time
     plan = resolve_plan(costs.spec, {})
-    rng = np.random.default_rng(0)
-    lengths = np.append(rng.integers(1, 4000, 28), [700] * 4)
-    sizes = SampleSizes.of_sequences(
-        {"vision": [[int(n)] for n in lengths], LANGUAGE_MODEL: [[int(n)] for n in lengths]}
-    )
+    sizes = alike(np.append(np.random.default_rng(0).integers(1, 4000, 28), [700] * 4))
     workloads = batch_workloads(costs, plan, sizes)
     assert (workloads.row_ms is None) == (attention == "bitfield")
-    step = make_step(
-        {name: [[list(range(start, start + 4)) for start in range(0, 32, 4)]] for name in ("vision", LANGUAGE_MODEL)}
-    )
+    rows = [[list(range(start, start + 4)) for start in range(0, 32, 4)]]
+    step = make_step({"vision": rows, LANGUAGE_MODEL: rows})
     cost = StepCost(costs, plan, step, sizes)
     for name, (times,) in step_balance(step, workloads).forward_ms.items():
         assert times == pytest.approx([cost(Task("fwd", name, 0, 0, index)) for index in range(8)], rel=1e-5)
@@ -102,11 +101,8 @@ def test_samples_that_are_all_alike_are_not_padded():
 def test_padded_microbatches_hold_samples_of_similar_length():
     costs = with_attention("sdpa")
     plan = resolve_plan(costs.spec, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
-    rng = np.random.default_rng(0)
-    lengths = np.exp(rng.normal(6, 0.8, 128)).astype(int) + 1
-    sizes = SampleSizes.of_sequences(
-        {"vision": [[int(n)] for n in lengths], LANGUAGE_MODEL: [[int(n)] for n in lengths]}
-    )
+    lengths = np.exp(np.random.default_rng(0).normal(6, 0.8, 128)).astype(int) + 1
+    sizes = alike(lengths)
     workloads = batch_workloads(costs, plan, sizes)
     computed = {}
     for arrangement in ("contiguous", "hierarchical", "tapered"):
@@ -115,3 +111,46 @@ def test_padded_microbatches_hold_samples_of_similar_length():
         computed[arrangement] = sum(size.tokens for key, size in chunks.items() if key[0] == LANGUAGE_MODEL)
     assert computed["contiguous"] > 1.5 * lengths.sum()
     assert computed["hierarchical"] < 1.15 * lengths.sum() and computed["tapered"] < 1.15 * lengths.sum()
+
+
+THREE = SampleSizes.of_sequences({"vision": [[40, 40], [], [90]], LANGUAGE_MODEL: [[200], [50], [120]]})
+ALONE = make_step({"vision": [[[0], [1], [2]]], LANGUAGE_MODEL: [[[0], [1], [2]]]})
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_sample_costs_what_a_task_of_it_alone_does(frozen, checkpointing):
+    spec = model(frozen)
+    costs = analytic_costs(spec, replace(PLAIN, memory_gb_per_s=1e30))  # reading weights takes no time
+    plan = resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=checkpointing)})
+    cost = StepCost(costs, plan, ALONE, THREE)
+    found = batch_workloads(costs, plan, THREE)
+    assert found.token_limits == {} and found.tokens["vision"].tolist() == [80, 0, 90]
+    assert found.forward_ms["vision"][1] == 0
+    for name in plan.modules:
+        forward, backward = ([cost(Task(kind, name, 0, 0, index)) for index in range(3)] for kind in ("fwd", "bwd"))
+        assert found.forward_ms[name] == pytest.approx(forward)
+        assert found.backward_ratio[name] * sum(forward) == pytest.approx(sum(backward))
+        assert (found.forward_ms[name] == found.forward_ms[name].astype(np.float32)).all()
+
+
+def test_stages_and_ranks_do_not_change_what_a_sample_costs():
+    spec = model((LANGUAGE_MODEL,), tied=False)
+    costs = analytic_costs(spec, replace(PLAIN, link_gb_per_s=1e30, memory_gb_per_s=1e30))
+    whole = batch_workloads(costs, resolve_plan(spec, {}), THREE)
+    cut = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(pp_size=4, tp_size=2)}
+    parts = batch_workloads(costs, resolve_plan(spec, cut), THREE)
+    assert parts.backward_ratio == pytest.approx(whole.backward_ratio)
+    assert all((parts.forward_ms[name] == whole.forward_ms[name]).all() for name in whole.forward_ms)
+
+
+def test_the_tighter_limit_counts():
+    spec = model()
+    costs = analytic_costs(spec, find_device("h100"))
+    plan = resolve_plan(spec, {})
+    assert batch_workloads(costs, plan, THREE, 77).token_limits == {LANGUAGE_MODEL: 77}
+    fits = batch_workloads(costs, plan, THREE, None, 1e8).token_limits
+    assert set(fits) == set(plan.modules)
+    less = batch_workloads(costs, plan, THREE, fits[LANGUAGE_MODEL] - 1, 1e8).token_limits
+    assert less == {**fits, LANGUAGE_MODEL: fits[LANGUAGE_MODEL] - 1}
+    assert batch_workloads(costs, plan, THREE, fits[LANGUAGE_MODEL] + 1, 1e8).token_limits == fits

@@ -1,4 +1,4 @@
-"""What ZeRO changes: when gradients and weights are sent, what passes wait for, and what ranks hold."""
+"""What ZeRO and offloading change: when ranks send gradients and weights, what passes wait for, what ranks hold."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ import pytest
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, memory_per_rank
+from hf_mmparallel.cost.devices import HostStep, host_step_ms
 from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.layers import Engine
 from hf_mmparallel.cost.memory import state_per_rank
-from hf_mmparallel.cost.sharded_passes import PassTransfers, held_bytes, pass_transfers
+from hf_mmparallel.cost.sharded_passes import (
+    PassTransfers,
+    held_bytes,
+    pass_transfers,
+    streamed_transfers,
+    transfers_in_passes,
+)
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.cost.stage_times import layer_table, stage_costs
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
-from hf_mmparallel.schedule import REST, pass_actions
-from tests.cost.models import LAYERS, PLAIN, model
+from tests.cost.models import LAYER_MATRICES, LAYERS, PLAIN, model, text_model
 
-SIZES = SampleSizes.uniform({LANGUAGE_MODEL: 10}, 8)
-DEVICE = replace(PLAIN, overlap_efficiency=0.5)
+STAGE = (LANGUAGE_MODEL, 0, 0)
+LINK = PLAIN.link_gb_per_s * 1e6
 
 
-def text_model(frozen: bool = False) -> ModelSpec:
-    spec = model((LANGUAGE_MODEL,) if frozen else (), tied=False)
-    return ModelSpec({LANGUAGE_MODEL: spec.language_model})
+COSTS = analytic_costs(text_model(tied=False), PLAIN)
+ELEMENTS = sum(p.num_elements for p in COSTS.spec.language_model.parameters)
 
 
 def plan_of(spec, stage: int, shard_size: int | None = None, **sizes):
@@ -35,9 +40,17 @@ def plan_of(spec, stage: int, shard_size: int | None = None, **sizes):
     return replace(plan, modules={LANGUAGE_MODEL: module})
 
 
-def cost_of(costs, plan, sizes=SIZES, microbatch_size=1):
-    step = contiguous_step(plan, range(sizes.num_samples), microbatch_size)
-    return StepCost(costs, plan, step, sizes, sync_groups(costs.spec, plan))
+def sync_ms(costs, plan) -> float:
+    sizes = SampleSizes.uniform({LANGUAGE_MODEL: 10}, 8)
+    return StepCost(costs, plan, contiguous_step(plan, range(8), 1), sizes, sync_groups(costs.spec, plan)).sync_ms(0)
+
+
+def update_ms(plan) -> float:
+    return optimizer_ms(COSTS, plan, sync_groups(COSTS.spec, plan))
+
+
+def memory_of(stage: int, shard_size: int | None = None, **sizes):
+    return stage_memories(COSTS, plan_of(COSTS.spec, stage, shard_size, **sizes))[STAGE]
 
 
 def waited(computes, gather, reduce, efficiency: float) -> float:
@@ -69,201 +82,173 @@ def transfers_of(costs, plan, index: int) -> PassTransfers:
     return transfers
 
 
-class TestSums:
-    def test_gradients_come_before_the_step_and_weights_after_it(self):
-        """A reduce-scatter of four bytes, an all-gather of two; an all-reduce of four sends them twice."""
-        costs = analytic_costs(text_model(), PLAIN)
-        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
-        whole, divided = plan_of(costs.spec, 0), plan_of(costs.spec, 1)
-        gathered_ms = 3 / 4 * elements / (PLAIN.link_gb_per_s * 1e6)
-        sums = [sum(map(cost_of(costs, plan).sync_ms, range(1))) for plan in (whole, divided)]
-        assert sums == pytest.approx([8 * gathered_ms, 4 * gathered_ms])
-        groups = [sync_groups(costs.spec, plan) for plan in (whole, divided)]
-        updates = [optimizer_ms(costs, plan, own) for plan, own in zip((whole, divided), groups, strict=True)]
-        assert updates[1] == pytest.approx(updates[0] / 4 + 2 * gathered_ms)
-
-    def test_groups_that_repeat_slices_sum_them(self):
-        """Nodes of two: a reduce-scatter in each, and an all-reduce of half of the gradients over the network."""
-        device = replace(PLAIN, node_size=2)
-        costs = analytic_costs(text_model(), device)
-        num_bytes = 4 * sum(p.num_elements for p in costs.spec.language_model.parameters)
-        inside = num_bytes / 2 / device.link_bytes_per_ms((0, 1))
-        between = 2 * num_bytes / 2 / 2 / device.link_bytes_per_ms((0, 2))
-        for stage, expected in ((1, inside + between), (2, between), (3, between)):
-            assert cost_of(costs, plan_of(costs.spec, stage, 2)).sync_ms(0) == pytest.approx(expected)
-
-    def test_passes_that_reduce_leave_nothing_to_sum(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        for stage in (2, 3):
-            assert cost_of(costs, plan_of(costs.spec, stage)).sync_ms(0) == 0.0
-
-    def test_weights_that_passes_gather_are_not_gathered_after_the_step(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        plans = [plan_of(costs.spec, stage) for stage in (2, 3)]
-        kept, gathered = (optimizer_ms(costs, plan, sync_groups(costs.spec, plan)) for plan in plans)
-        elements = sum(p.num_elements for p in costs.spec.language_model.parameters if p.layer >= 0)
-        assert kept - gathered == pytest.approx(3 / 4 * 2 * elements / (PLAIN.link_gb_per_s * 1e6))
+def test_gradients_come_before_the_step_and_weights_after_it():
+    """A reduce-scatter of four bytes, an all-gather of two; an all-reduce of four sends them twice."""
+    whole, divided, reduced, gathered = (plan_of(COSTS.spec, stage) for stage in range(4))
+    gathered_ms = 3 / 4 * ELEMENTS / LINK
+    sums = [sync_ms(COSTS, plan) for plan in (whole, divided, reduced, gathered)]
+    assert sums == pytest.approx([8 * gathered_ms, 4 * gathered_ms, 0, 0])  # passes that reduce leave nothing
+    assert update_ms(divided) == pytest.approx(update_ms(whole) / 4 + 2 * gathered_ms)
+    in_layers = sum(p.num_elements for p in COSTS.spec.language_model.parameters if p.layer >= 0)
+    assert update_ms(reduced) - update_ms(gathered) == pytest.approx(3 / 4 * 2 * in_layers / LINK)
 
 
-class TestPasses:
-    @pytest.mark.parametrize("stage", [2, 3])
-    @pytest.mark.parametrize("link", [1e9, 3.0, 1e-3])
-    def test_communication_is_beside_the_neighbours(self, stage, link):
-        costs = analytic_costs(text_model(), replace(DEVICE, link_gb_per_s=link))
-        plan = replace(plan_of(costs.spec, stage), schedule="gpipe")
-        (cost,) = {id(own): own for own in stage_costs(costs, plan).values()}.values()
-        of_layers = [held_bytes(costs, LANGUAGE_MODEL, 1, (layer,)) for layer in range(LAYERS)]
-        weights, gradients = (3 / 4 * np.array(of_layers) / (link * 1e6)).T
-        outer = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 1, (-1,))[1] / (link * 1e6)
-        weights = weights * (stage == 3)
-        table = layer_table(costs, LANGUAGE_MODEL)
-        layers = [None, *range(LAYERS), None]
-        for tokens in (10.0, 1e4):
-            forward, backward = (own[:, 0].tolist() for own in table.times([tokens], [tokens**2]))
-            expected = waited(list(zip(layers, forward, strict=True)), weights, np.zeros(LAYERS), 0.5)
-            assert cost.forward_ms(tokens, tokens**2) == pytest.approx(expected)
-            parts = list(zip(layers, backward, strict=True))[::-1]
-            expected = waited(parts, weights, gradients, 0.5) + outer
-            assert cost.backward_ms(tokens, tokens**2) == pytest.approx(expected)
-
-    def test_a_pass_begins_with_the_layer_that_the_one_before_ended_with(self):
-        """One stage runs a forward and a backward in turns; several stages run forwards in a row."""
-        costs = analytic_costs(text_model(), DEVICE)
-        single, several = plan_of(costs.spec, 3), plan_of(costs.spec, 3, pp_size=2)
-        alternates = [transfers_of(costs, plan, 0).alternates for plan in (single, several)]
-        assert alternates == [True, False]
-        transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5)
-        kept = replace(transfers, alternates=True)
-        for own, first, second, last in ((transfers, 1.0, 2.0, 4.0), (kept, 0.0, 0.0, 0.0)):
-            beside, exposed = own.of_pass(3, False)
-            assert beside.tolist() == [second, 4.0, 0.0] and exposed == first
-            beside, exposed = own.of_pass(3, True)
-            assert beside.tolist() == [16.0, 1.0 + 32.0, second] and exposed == last + 8.0 + 128.0
-
-    def test_layers_without_a_backward_are_gathered_for_the_forward_only(self):
-        transfers = PassTransfers((1.0, 2.0, 4.0), (0.0, 0.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5, 2)
-        beside, exposed = transfers.of_pass(3, True)
-        # A backward of one layer follows another one, so that the layer stays gathered.
-        assert beside.tolist() == [0.0, 0.0, 0.0] and exposed == 32.0 + 128.0
-        assert transfers.of_pass(3, False)[0].tolist() == [2.0, 4.0, 0.0]
-        half = model((LANGUAGE_MODEL,), tied=False).language_model
-        trained = tuple(replace(p, trainable=p.layer >= 1) for p in half.parameters)
-        costs = analytic_costs(ModelSpec({LANGUAGE_MODEL: replace(half, parameters=trained)}), PLAIN)
-        assert transfers_of(costs, plan_of(costs.spec, 3), 0).first_backward == 1
-        plan = plan_of(costs.spec, 3, pp_size=2)
-        assert [transfers_of(costs, plan, index).first_backward for index in (0, 1)] == [1, 0]
-
-    @pytest.mark.parametrize("kind", ["fwd", "bwd"])
-    @pytest.mark.parametrize("alternates", [False, True])
-    def test_communication_is_that_of_the_actions_that_run(self, kind, alternates):
-        """What a pass issues between two computations runs beside the second one, but for the first gather."""
-        gather, reduce = (1.0, 2.0, 4.0), (8.0, 16.0, 32.0)
-        transfers = PassTransfers(gather, reduce, 64.0, 128.0, (0, 0), alternates, 0.5)
-        other = {"fwd": "bwd", "bwd": "fwd"}[kind] if alternates else kind
-        beside, pending, exposed = np.zeros(3), 0.0, 0.0
-        for action in pass_actions(kind, 3, previous=other, following=other):
-            if action.op == "compute":
-                beside[action.layer], pending = pending, 0.0
-            elif action.op == "gather" and action.layer == {"fwd": 0, "bwd": 2}[kind]:
-                exposed += gather[action.layer]
-            elif action.op == "gather":
-                pending += gather[action.layer]
-            elif action.op == "sum":
-                pending += 128.0 if action.layer == REST else reduce[action.layer]
-        found = transfers.of_pass(3, kind == "bwd")
-        assert found[0].tolist() == beside.tolist() and found[1] == exposed + pending
-
-    def test_what_is_frozen_is_gathered_for_the_forward_only(self):
-        costs = analytic_costs(text_model(frozen=True), DEVICE)
-        sharded, whole = (next(iter(stage_costs(costs, plan_of(costs.spec, stage)).values())) for stage in (3, 0))
-        assert sharded.backward_ms(10.0, 100.0) == whole.backward_ms(10.0, 100.0) == 0.0
-        assert sharded.forward_ms(10.0, 100.0) > whole.forward_ms(10.0, 100.0)
-
-    def test_parts_outside_of_layers_hide_the_first_gather(self):
-        transfers = PassTransfers((1.0, 2.0, 4.0), (8.0, 16.0, 32.0), 64.0, 128.0, (1, 1), False, 0.5)
-        beside, exposed = transfers.of_pass(5, True)
-        assert beside.tolist() == [0.0, 16.0, 1.0 + 32.0, 2.0, 4.0] and exposed == 8.0 + 128.0
-        beside, exposed = transfers.of_pass(5, False)
-        assert beside.tolist() == [1.0, 2.0, 4.0, 0.0, 0.0] and exposed == 0.0
-
-    def test_gradients_may_be_sent_in_the_dtype_of_the_weights(self):
-        for wide, num_bytes in ((True, 4), (False, 2)):
-            costs = analytic_costs(text_model(), PLAIN, engine=Engine(wide_sums=wide))
-            weights, gradients = held_bytes(costs, LANGUAGE_MODEL, 1, tuple(range(-1, LAYERS + 1)))
-            assert gradients == num_bytes / 2 * weights
-
-    def test_stages_know_their_own_layers_and_ranks(self):
-        device = replace(PLAIN, node_size=4)
-        costs = analytic_costs(text_model(), device)
-        plan = plan_of(costs.spec, 3, pp_size=2, dp_size=4, tp_size=2)
-        first, last = (transfers_of(costs, plan, index) for index in (0, 1))
-        assert len(first.gather_ms) == len(last.gather_ms) == LAYERS // 2
-        assert (first.outer_rows, last.outer_rows) == ((1, 0), (0, 1))
-        expected = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 2, (0,))[0] / device.link_bytes_per_ms((0, 4, 8, 12))
-        assert first.gather_ms[1] == last.gather_ms[0] == pytest.approx(expected)
-        assert pass_transfers(costs, plan_of(costs.spec, 1), LANGUAGE_MODEL, 0) is None
-        assert pass_transfers(costs, plan_of(costs.spec, 3, dp_size=1), LANGUAGE_MODEL, 0) is None
+def test_groups_that_repeat_slices_sum_them():
+    """Nodes of two: a reduce-scatter in each, and an all-reduce of half of the gradients over the network."""
+    device = replace(PLAIN, node_size=2)
+    inside = 4 * ELEMENTS / 2 / device.link_bytes_per_ms((0, 1))
+    between = 2 * 4 * ELEMENTS / 2 / 2 / device.link_bytes_per_ms((0, 2))
+    costs = analytic_costs(text_model(tied=False), device)
+    for stage, expected in ((1, inside + between), (2, between), (3, between)):
+        assert sync_ms(costs, plan_of(costs.spec, stage, 2)) == pytest.approx(expected)
 
 
-class TestMemory:
-    @pytest.mark.parametrize(
-        ("stage", "weights", "gradients", "optimizer"),
-        [(0, 2, 4, 12), (1, 2, 4, 3), (2, 2, 1, 3), (3, 0.5, 1, 3)],
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("link", [1e9, 3.0, 1e-3])
+def test_communication_is_beside_the_neighbours(stage, link):
+    costs = analytic_costs(text_model(tied=False), replace(PLAIN, overlap_efficiency=0.5, link_gb_per_s=link))
+    plan = replace(plan_of(costs.spec, stage), schedule="gpipe")
+    (cost,) = {id(own): own for own in stage_costs(costs, plan).values()}.values()
+    of_layers = [held_bytes(costs, LANGUAGE_MODEL, 1, (layer,)) for layer in range(LAYERS)]
+    weights, gradients = (3 / 4 * np.array(of_layers) / (link * 1e6)).T
+    outer = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 1, (-1,))[1] / (link * 1e6)
+    weights = weights * (stage == 3)
+    table = layer_table(costs, LANGUAGE_MODEL)
+    layers = [None, *range(LAYERS), None]
+    for tokens in (10.0, 1e4):
+        forward, backward = (own[:, 0].tolist() for own in table.times([tokens], [tokens**2]))
+        expected = waited(list(zip(layers, forward, strict=True)), weights, np.zeros(LAYERS), 0.5)
+        assert cost.forward_ms(tokens, tokens**2) == pytest.approx(expected)
+        parts = list(zip(layers, backward, strict=True))[::-1]
+        expected = waited(parts, weights, gradients, 0.5) + outer
+        assert cost.backward_ms(tokens, tokens**2) == pytest.approx(expected)
+
+
+def test_layers_without_a_backward_are_gathered_for_the_forward_only():
+    transfers = PassTransfers((1.0, 2.0, 4.0), (0.0, 0.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5, 2)
+    beside, exposed = transfers.of_pass(3, True)
+    # A backward of one layer follows another one, so that the layer stays gathered.
+    assert beside.tolist() == [0.0, 0.0, 0.0] and exposed == 32.0 + 128.0
+    assert transfers.of_pass(3, False)[0].tolist() == [2.0, 4.0, 0.0]
+    trained = tuple(replace(p, trainable=p.layer >= 1) for p in COSTS.spec.language_model.parameters)
+    costs = analytic_costs(text_model(tied=False, parameters=trained), PLAIN)
+    assert transfers_of(costs, plan_of(costs.spec, 3), 0).first_backward == 1
+    plan = plan_of(costs.spec, 3, pp_size=2)
+    assert [transfers_of(costs, plan, index).first_backward for index in (0, 1)] == [1, 0]
+    frozen = analytic_costs(text_model((LANGUAGE_MODEL,), tied=False), PLAIN)
+    sharded, whole = (stage_costs(frozen, plan_of(frozen.spec, stage))[STAGE] for stage in (3, 0))
+    assert sharded.backward_ms(10.0, 100.0) == whole.backward_ms(10.0, 100.0) == 0.0
+    assert sharded.forward_ms(10.0, 100.0) > whole.forward_ms(10.0, 100.0)
+
+
+def test_gradients_may_be_sent_in_the_dtype_of_the_weights():
+    for wide, num_bytes in ((True, 4), (False, 2)):
+        costs = analytic_costs(text_model(tied=False), PLAIN, engine=Engine(wide_sums=wide))
+        weights, gradients = held_bytes(costs, LANGUAGE_MODEL, 1, tuple(range(-1, LAYERS + 1)))
+        assert gradients == num_bytes / 2 * weights
+
+
+def test_stages_know_their_own_layers_and_ranks():
+    device = replace(PLAIN, node_size=4)
+    costs = analytic_costs(text_model(tied=False), device)
+    plan = plan_of(costs.spec, 3, pp_size=2, dp_size=4, tp_size=2)
+    first, last = (transfers_of(costs, plan, index) for index in (0, 1))
+    assert len(first.gather_ms) == len(last.gather_ms) == LAYERS // 2
+    assert (first.outer_rows, last.outer_rows) == ((1, 0), (0, 1))
+    expected = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 2, (0,))[0] / device.link_bytes_per_ms((0, 4, 8, 12))
+    assert first.gather_ms[1] == last.gather_ms[0] == pytest.approx(expected)
+    assert pass_transfers(costs, plan_of(costs.spec, 1), LANGUAGE_MODEL, 0) is None
+    assert pass_transfers(costs, plan_of(costs.spec, 3, dp_size=1), LANGUAGE_MODEL, 0) is None
+    # One stage runs a forward and a backward in turns; several stages run forwards in a row.
+    assert transfers_of(costs, plan_of(costs.spec, 3), 0).alternates and not first.alternates
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"), [(0, 2, 4, 12), (1, 2, 4, 3), (2, 2, 1, 3), (3, 0.5, 1, 3)]
+)
+def test_state_is_divided(stage, weights, gradients, optimizer):
+    """The optimizer has two moments and a float32 copy of the 16-bit weights."""
+    state = memory_of(stage).state
+    found = [state.weights, state.gradients, state.optimizer]
+    assert found == pytest.approx([ELEMENTS * n for n in (weights, gradients, optimizer)])
+    if stage == 3:  # shards of a group of two are larger
+        assert memory_of(3, 2).state.total == pytest.approx(2 * state.total)
+
+
+def test_gathered_layers_and_their_gradients_exist_while_a_task_runs():
+    plain, reduced, gathered = (memory_of(stage) for stage in (0, 2, 3))
+    (weights, gradients), outer = (held_bytes(COSTS, LANGUAGE_MODEL, 1, layers) for layers in ((0,), (-1,)))
+    assert gathered.transient[:, 2].max() - reduced.transient[:, 2].max() == pytest.approx(3 * weights)
+    assert reduced.largest.max() - plain.largest.max() == pytest.approx(2 * gradients + outer[1])
+    assert (plain.kept_bytes, reduced.kept_bytes, gathered.kept_bytes) == (0.0, 0.0, outer[0])
+
+
+def test_of_weights_that_several_stages_tie_only_the_optimizer_s_state_is_divided():
+    costs = analytic_costs(text_model(), PLAIN)
+    whole, split = (stage_memories(costs, plan_of(costs.spec, 3, dp_size=2, pp_size=size))[STAGE] for size in (1, 2))
+    tied = 2 * costs.spec.parameters["embed_tokens.weight"].num_elements
+    layers = held_bytes(costs, LANGUAGE_MODEL, 1, (0, 1))
+    assert split.state.weights == tied + layers[0] / 2 and split.state.gradients == 2 * tied + layers[1] / 2
+    assert split.state.optimizer == (6 * tied + 6 * layers[0]) / 2 and split.kept_bytes == 0.0
+    assert whole.state.weights == (tied + 2 * layers[0]) / 2 and whole.kept_bytes == tied
+
+
+def test_summed_slices_exist_beside_whole_gradients_but_not_beside_activations():
+    whole, divided = (plan_of(COSTS.spec, stage, dp_size=2) for stage in (0, 1))
+    memory = memory_of(1, dp_size=2)
+    assert memory.slice_bytes == 2 * ELEMENTS  # four bytes, over two ranks
+    state = state_per_rank(divided, stage_memories(COSTS, divided))[0]
+    assert state.gradients == memory.state.gradients + memory.bucket_bytes
+    for length, is_larger in ((1, True), (100_000, False)):
+        sizes = SampleSizes.uniform({LANGUAGE_MODEL: length}, 8)
+        step = contiguous_step(whole, range(8), 1)
+        before, found = (
+            memory_per_rank(COSTS, plan, step, sizes, {STAGE: 1.0})[0].activations for plan in (whole, divided)
+        )
+        assert found == max(before, memory.slice_bytes) and (found > before) == is_larger
+
+
+HOST = replace(PLAIN, host_link_gb_per_s=10.0, host_memory_gb_per_s=80.0, host_memory_gib=64, node_size=8)
+LAYER_MS = 2 * (LAYER_MATRICES + 64) / 10e6  # two bytes a weight, with the norm
+
+
+def frozen_costs(device=HOST):
+    return analytic_costs(model(("vision",)), device)
+
+
+def test_the_slowest_of_three_counts():
+    assert host_step_ms(HOST, HostStep(memory_bytes=1e7)) == pytest.approx(1.0)  # an eighth of 80 GB/s
+    assert host_step_ms(HOST, HostStep(1e7, received_bytes=3e7)) == pytest.approx(3.0)
+    assert host_step_ms(HOST, HostStep(1e7, 3e7, sent_bytes=5e7)) == pytest.approx(5.0)
+    assert host_step_ms(replace(HOST, host_link_gb_per_s=None), HostStep(1e7)) == 0.0
+
+
+@pytest.mark.parametrize("master_weights", [None, False])
+def test_an_optimizer_step_on_the_cpu(master_weights):
+    costs = frozen_costs()
+    on_device, on_cpu = (
+        resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(offload_optimizer=own, master_weights=master_weights)})
+        for own in (False, True)
     )
-    def test_state_is_divided(self, stage, weights, gradients, optimizer):
-        """The optimizer has two moments and a float32 copy of the 16-bit weights."""
-        costs = analytic_costs(text_model(), PLAIN)
-        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
-        (memory,) = {id(own): own for own in stage_memories(costs, plan_of(costs.spec, stage)).values()}.values()
-        state = memory.state
-        found = [state.weights, state.gradients, state.optimizer]
-        assert found == pytest.approx([elements * n for n in (weights, gradients, optimizer)])
+    memories = stage_memories(costs, on_cpu)
+    step = memories[LANGUAGE_MODEL, 0, 0].host_step
+    count = sum(p.num_elements for p in costs.spec.language_model.parameters)
+    wide = 4 if master_weights is None else 2
+    assert step == HostStep(count * (6 * wide + 2 * 4 + 2), 4.0 * count, 2.0 * count)
+    assert memories["vision", 0, 0].host_step == HostStep()
+    assert optimizer_ms(costs, on_cpu) >= host_step_ms(HOST, step) > optimizer_ms(costs, on_device)
 
-    def test_shards_of_a_group_are_larger(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        all_ranks, pairs = (
-            stage_memories(costs, plan_of(costs.spec, 3, size))[LANGUAGE_MODEL, 0, 0].state for size in (None, 2)
-        )
-        assert pairs.total == pytest.approx(2 * all_ranks.total)
 
-    def test_gathered_layers_and_their_gradients_exist_while_a_task_runs(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        plain, reduced, gathered = (
-            stage_memories(costs, plan_of(costs.spec, stage))[LANGUAGE_MODEL, 0, 0] for stage in (0, 2, 3)
-        )
-        (weights, gradients), outer = (held_bytes(costs, LANGUAGE_MODEL, 1, layers) for layers in ((0,), (-1,)))
-        assert gathered.transient[:, 2].max() - reduced.transient[:, 2].max() == pytest.approx(3 * weights)
-        assert reduced.largest.max() - plain.largest.max() == pytest.approx(2 * gradients + outer[1])
-        assert (plain.kept_bytes, reduced.kept_bytes, gathered.kept_bytes) == (0.0, 0.0, outer[0])
-
-    def test_of_weights_that_several_stages_tie_only_the_optimizer_s_state_is_divided(self):
-        spec = ModelSpec({LANGUAGE_MODEL: model().language_model}, {"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)})
-        costs = analytic_costs(spec, PLAIN)
-        whole, split = (
-            stage_memories(costs, plan_of(spec, 3, dp_size=2, pp_size=size))[LANGUAGE_MODEL, 0, 0] for size in (1, 2)
-        )
-        tied = 2 * costs.spec.parameters["embed_tokens.weight"].num_elements
-        layers = held_bytes(costs, LANGUAGE_MODEL, 1, (0, 1))
-        assert split.state.weights == tied + layers[0] / 2 and split.state.gradients == 2 * tied + layers[1] / 2
-        assert split.state.optimizer == (6 * tied + 6 * layers[0]) / 2 and split.kept_bytes == 0.0
-        assert whole.state.weights == (tied + 2 * layers[0]) / 2 and whole.kept_bytes == tied
-
-    def test_summed_slices_exist_beside_whole_gradients_but_not_beside_activations(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        whole, divided = (plan_of(costs.spec, stage, dp_size=2) for stage in (0, 1))
-        memory = next(iter(stage_memories(costs, divided).values()))
-        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
-        assert memory.slice_bytes == 2 * elements  # four bytes, over two ranks
-        state = state_per_rank(divided, stage_memories(costs, divided))[0]
-        assert state.gradients == memory.state.gradients + memory.bucket_bytes
-        larger = []
-        for length in (1, 100_000):
-            sizes = SampleSizes.uniform({LANGUAGE_MODEL: length}, 8)
-            step = contiguous_step(whole, range(8), 1)
-            before, found = (
-                memory_per_rank(costs, plan, step, sizes, {(LANGUAGE_MODEL, 0, 0): 1.0})[0].activations
-                for plan in (whole, divided)
-            )
-            assert found == max(before, memory.slice_bytes)
-            larger.append(found > before)
-        assert larger == [True, False]
+def test_what_the_computation_does_not_hide_of_streamed_layers_is_waited_for():
+    costs = frozen_costs()
+    transfers = streamed_transfers(costs, "vision", (0, LAYERS), 1)
+    assert transfers is not None and transfers.gather_ms == pytest.approx((LAYER_MS,) * LAYERS)
+    assert streamed_transfers(frozen_costs(replace(HOST, host_link_gb_per_s=None)), "vision", (0, LAYERS), 1) is None
+    plans = [resolve_plan(costs.spec, {"vision": ModulePlugin(offload_params=own)}) for own in (False, True)]
+    kept, streamed = (stage_costs(costs, plan)["vision", 0, 0] for plan in plans)
+    few, many = (1.0, 1.0), (1e6, 1e9)  # tokens and squared tokens
+    assert streamed.forward_ms(*few) == pytest.approx(LAYERS * LAYER_MS, rel=0.05)
+    hidden = streamed.forward_ms(*many) - kept.forward_ms(*many)
+    assert hidden == pytest.approx(LAYER_MS, rel=1e-6)  # of the first layer alone
+    found = [transfers_in_passes(costs, plans[1], name, 0) for name in ("vision", LANGUAGE_MODEL)]
+    assert found[0] is not None and found[1] is None

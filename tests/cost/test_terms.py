@@ -1,321 +1,136 @@
 """Each term of the counted costs: what is slower because of it, and by how much."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import AutoConfig
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, layer_table
-from hf_mmparallel.cost.activations import grouped_copies
 from hf_mmparallel.cost.collectives import all_gather, all_reduce
 from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.layers import Engine
-from hf_mmparallel.cost.memory import activation_sizes
-from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.cost.stage_times import windowed_squares
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task, build_program, simulate
 from tests import tiny
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model, text_model
 
 LAUNCHING = replace(PLAIN, launch_us=10.0)
+LATE = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
 
 
-def text_model(**changes) -> ModelSpec:
-    spec = model()
-    return replace(spec, modules={LANGUAGE_MODEL: replace(spec.language_model, **changes)})
+def costs_on(device=PLAIN, spec=None, **settings):
+    return analytic_costs(spec or text_model(), device, **settings)
 
 
-def step_of(costs, sizes, microbatch_size, **plugin):
+def layer_on(device=PLAIN, tp_size: int = 1, spec=None, **settings):
+    """Costs of the first layer."""
+    return costs_on(device, spec, **settings).layers.layer(LANGUAGE_MODEL, 0, tp_size)
+
+
+def cost_of(costs, microbatch_size: int, num_tokens: int = 64, **plugin):
     plan = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(**plugin)})
-    step = contiguous_step(plan, range(sizes.num_samples), microbatch_size)
-    return plan, step, StepCost(costs, plan, step, sizes)
+    step = contiguous_step(plan, range(16), microbatch_size)
+    return StepCost(costs, plan, step, SampleSizes.uniform({LANGUAGE_MODEL: num_tokens}, 16))
 
 
-def step_ms(costs, microbatch_size, num_tokens=64, **plugin):
-    plan, step, cost = step_of(costs, SampleSizes.uniform({LANGUAGE_MODEL: num_tokens}, 16), microbatch_size, **plugin)
-    return simulate(plan, build_program(plan, step, [], cost), cost, cost.message_ms).iteration_ms
+def step_ms(costs, microbatch_size: int, num_tokens: int = 64, **plugin) -> float:
+    cost = cost_of(costs, microbatch_size, num_tokens, **plugin)
+    return simulate(cost.plan, build_program(cost.plan, cost.step, [], cost), cost, cost.message_ms).iteration_ms
 
 
-class TestLaunches:
-    def test_small_microbatches_cost_their_launches(self):
-        costs = analytic_costs(text_model(), LAUNCHING)
-        one, four = (step_ms(costs, size) for size in (1, 4))
-        assert one == pytest.approx(4 * four)  # nothing but launches, for each microbatch
-        without = [step_ms(analytic_costs(text_model(), PLAIN), size) for size in (1, 4)]
-        assert without[0] < 2 * without[1] < four
-
-    def test_a_device_that_computes_longer_hides_them(self):
-        times = [step_ms(analytic_costs(text_model(), device), 4, 10**6) for device in (PLAIN, LAUNCHING)]
-        assert times[0] == times[1]
-
-    def test_recomputation_launches_the_forward_again(self):
-        costs = analytic_costs(text_model(), LAUNCHING)
-        plain, again = (layer_table(costs, LANGUAGE_MODEL, 1, recomputed).launches for recomputed in (False, True))
-        assert again[1:-1, 1] == pytest.approx(2 * plain[1:-1, 1]) and again[-1, 1] == plain[-1, 1]
-        frozen = analytic_costs(
-            replace(costs.spec, modules={LANGUAGE_MODEL: costs.spec.language_model.with_frozen(True)}), LAUNCHING
-        )
-        assert layer_table(frozen, LANGUAGE_MODEL).launches[:, 1].tolist() == [0.0] * (LAYERS + 2)
+def in_float32() -> ModelSpec:
+    return text_model(parameters=tuple(replace(p, dtype="float32") for p in model().language_model.parameters))
 
 
-class TestPrecision:
-    def test_float32_takes_its_own_peak(self):
-        wide = replace(
-            model().language_model,
-            parameters=tuple(replace(p, dtype="float32") for p in model().language_model.parameters),
-        )
-        spec = ModelSpec({LANGUAGE_MODEL: wide})
-        costs = analytic_costs(spec, PLAIN, 4)
-        assert costs.device.dtype == "float32" and costs.device.peak_tflops == 66.9
-        tf32 = analytic_costs(spec, PLAIN.computing_in("tf32"), 4)
-        half = analytic_costs(text_model(), PLAIN)
-        times = [float(own.layers.layer(LANGUAGE_MODEL, 0, 1).forward.token) for own in (costs, tf32, half)]
-        assert times[0] > times[1] > times[2]
-        products = 2 * LAYER_MATRICES / 1e9 / PLAIN.matmul_efficiency
-        assert times[0] - times[1] == pytest.approx(products / 66.9 - products / 494.7)
-
-    def test_autocast_casts_weights_and_inputs(self):
-        parameters = tuple(replace(p, dtype="float32") for p in model().language_model.parameters)
-        spec = text_model(parameters=parameters)
-        cast, plain = (analytic_costs(own, PLAIN).layers.layer(LANGUAGE_MODEL, 0, 1) for own in (spec, text_model()))
-        assert analytic_costs(spec, PLAIN).device.dtype == "bfloat16"
-        read = cast.forward.constant / plain.forward.constant
-        assert read == pytest.approx((4 + 2 + 2) / 2)  # read in four bytes, written and read in two
-        assert cast.forward.token > plain.forward.token
+def all_frozen() -> ModelSpec:
+    return ModelSpec({LANGUAGE_MODEL: model().language_model.with_frozen(True)})
 
 
-class TestNarrowMatrices:
-    def test_a_matrix_cut_by_tensor_parallelism_is_slower_for_each_operation(self):
-        costs = analytic_costs(text_model(), replace(PLAIN, link_gb_per_s=1e30))
-        one, four = (costs.layers.layer(LANGUAGE_MODEL, 0, size).weight_gradient.token for size in (1, 4))
-        inputs = 2 * 6 * HIDDEN / PLAIN.memory_bytes_per_ms  # of six matrices each rank reads or writes it whole
-        assert four == pytest.approx(one / 4 + inputs * 3 / 4)
+def test_small_microbatches_cost_their_launches_unless_the_device_computes_longer():
+    one, four = (step_ms(costs_on(LAUNCHING), size) for size in (1, 4))
+    assert one == pytest.approx(4 * four)  # nothing but launches, for each microbatch
+    without = [step_ms(costs_on(), size) for size in (1, 4)]
+    assert without[0] < 2 * without[1] < four
+    assert step_ms(costs_on(), 4, 10**6) == step_ms(costs_on(LAUNCHING), 4, 10**6)
 
 
-class TestForms:
-    def test_each_form_of_attention_has_its_own_speed(self):
-        device = replace(PLAIN, masked_attention_share=0.5, block_attention_share=0.8)
-        flash, block, flex = (
-            analytic_costs(text_model(attention=attention), device).layers.layer(LANGUAGE_MODEL, 0, 1).forward.square
-            for attention in ("flash_attention_2", "bitfield", "flex_attention")
-        )
-        assert flash == pytest.approx(2 * HIDDEN / (1e9 * 989.4 * 0.4))
-        assert block == flex == pytest.approx(flash / 0.8)
-
-    def test_a_dense_mask_takes_the_slow_kernel_and_all_pairs(self):
-        """
-        Samples of 30 and 20 tokens: two rows of 30, both halves of each, at half the speed. Without padding there is
-        no mask.
-        """
-        spec = text_model(attention="sdpa")
-        slow = analytic_costs(spec, replace(PLAIN, masked_attention_share=0.5))
-        for lengths, squares in (((30, 20), 2 * 2 * 900 / 0.5), ((30, 30), 2 * 900)):
-            tokens = np.array(lengths)
-            sizes = SampleSizes({LANGUAGE_MODEL: tokens}, {LANGUAGE_MODEL: tokens.astype(float) ** 2})
-            plan, step, _ = step_of(slow, sizes, 2)
-            (size,) = chunk_sizes(slow, plan, step, sizes).values()
-            assert size.squares == squares
+def test_recomputation_launches_the_forward_again():
+    plain, again = (layer_table(costs_on(LAUNCHING), LANGUAGE_MODEL, 1, own).launches for own in (False, True))
+    assert again[1:-1, 1] == pytest.approx(2 * plain[1:-1, 1]) and again[-1, 1] == plain[-1, 1]
+    frozen = costs_on(LAUNCHING, all_frozen())
+    assert layer_table(frozen, LANGUAGE_MODEL).launches[:, 1].tolist() == [0.0] * (LAYERS + 2)
 
 
-class TestWindows:
-    @pytest.mark.parametrize("length", [3, 8, 9, 100])
-    @pytest.mark.parametrize("is_causal", [True, False])
-    def test_squares_are_those_of_the_tokens_that_are_seen(self, length, is_causal):
-        window = 8
-        found = float(windowed_squares(5 * length, 5 * length**2, window, is_causal))
-        if is_causal:  # a squared token stands for half a pair; tokens near the start see fewer
-            exact = sum(min(place, window) for place in range(length + 1))
-            assert found == pytest.approx(5 * 2 * exact, abs=5 * length)
-        else:
-            assert found == 5 * min(length**2, window * length)
-
-    def test_layers_with_a_window_cost_less_where_the_kernel_skips(self):
-        windows = (8, 0, 8, 0)
-        tables = {
-            attention: layer_table(
-                analytic_costs(text_model(windows=windows, attention=attention), PLAIN), LANGUAGE_MODEL
-            )
-            for attention in ("bitfield", "sdpa")
-        }
-        tokens, squares = 1000.0, 1000.0**2
-        sliding, whole, *_ = tables["bitfield"].step_ms(tokens, squares)
-        same = tables["sdpa"].step_ms(tokens, squares)
-        assert same[1] == whole and same[0] > sliding
-        per_square = (tables["sdpa"].forward + tables["sdpa"].backward)[1, 0]
-        seen = float(windowed_squares(tokens, squares, 8, True))
-        assert same[0] - sliding == pytest.approx(per_square * (squares - seen))
-
-    def test_a_stage_costs_the_sum_of_its_layers(self):
-        costs = analytic_costs(text_model(windows=(8, 0, 16, 0), attention="flash_attention_2"), PLAIN)
-        sizes = SampleSizes.uniform({LANGUAGE_MODEL: 300}, 16)
-        _, _, cost = step_of(costs, sizes, 2)
-        forward, backward = layer_table(costs, LANGUAGE_MODEL).times(600, 2 * 300**2)
-        assert cost(Task("fwd", LANGUAGE_MODEL, 0, 0, 0)) == pytest.approx(forward.sum())
-        assert cost(Task("bwd", LANGUAGE_MODEL, 0, 0, 0)) == pytest.approx(backward.sum())
-
-    def test_they_are_read_off_the_configuration(self):
-        spec = build_model_spec(tiny.FAMILIES["qwen2_5_vl"]())
-        config = tiny.FAMILIES["qwen2_5_vl"]().config.vision_config
-        window = (config.window_size // config.patch_size) ** 2
-        expected = [0 if layer in config.fullatt_block_indexes else window for layer in range(config.depth)]
-        assert [spec.modules["vision"].window(layer) for layer in range(config.depth)] == expected
-        settings = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 32}
-        config = AutoConfig.for_model("mistral", **settings, intermediate_size=64, sliding_window=16)
-        mistral = build_model_spec(build_on_meta(config)).language_model
-        assert mistral.windows == (16,) * 4 and mistral.window(0) == 0  # sdpa computes what the mask hides
-        config = AutoConfig.for_model(
-            "gemma3_text", **settings, intermediate_size=64, sliding_window=16, sliding_window_pattern=2, head_dim=16
-        )
-        assert set(build_model_spec(build_on_meta(config)).language_model.windows) == {0, 16}
-        llama = build_model_spec(build_on_meta(AutoConfig.for_model("llama", **settings, intermediate_size=64)))
-        assert llama.language_model.windows == ()
+def test_float32_takes_its_own_peak():
+    costs = costs_on(PLAIN, in_float32(), value_bytes=4)
+    assert costs.device.dtype == "float32" and costs.device.peak_tflops == 66.9
+    wide, tf32 = (layer_on(device, spec=in_float32(), value_bytes=4) for device in (PLAIN, PLAIN.computing_in("tf32")))
+    assert wide.forward.token > tf32.forward.token > layer_on().forward.token
+    products = 2 * LAYER_MATRICES / 1e9 / PLAIN.matmul_efficiency
+    assert wide.forward.token - tf32.forward.token == pytest.approx(products / 66.9 - products / 494.7)
 
 
-class TestCollectives:
-    def test_messages_of_a_tree_and_bytes_of_a_ring(self):
-        device = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
-        for count, steps in ((2, 1), (3, 2), (8, 3)):
-            found = all_reduce(device, range(count))
-            assert found(0.0) == pytest.approx(2 * steps * 2e-3)
-            travels = 2 * (count - 1) / count / 450e6
-            assert found(1e9) == pytest.approx(found(0.0) + travels * 1e9)
-            polynomial = found.of_tokens(1000.0)
-            assert (polynomial.token, polynomial.constant) == pytest.approx((1000 * travels, found(0.0)))
-        assert all_reduce(device, range(16))(0.0) == pytest.approx(2 * 4 * 20e-3)
-        assert all_reduce(device, range(1))(1e9) == 0.0
-
-    def test_gathers_take_a_ring_whose_steps_within_and_between_nodes_differ(self):
-        device = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
-        slow = 1e12  # bytes, where the latency of a slower protocol is gained back
-        for ranks, within, between in (
-            (range(2), 1, 0),
-            (range(8), 7, 0),
-            (range(4096), 4096 - 512, 511),
-            (range(0, 64, 4), 8, 7),
-        ):
-            latency_ms = (within * 2 + between * 20) / 1e3
-            travels = (len(ranks) - 1) / len(ranks) * slow / device.link_bytes_per_ms(ranks)
-            found = all_gather(device, ranks)
-            assert found(slow) == pytest.approx(travels + latency_ms)
-            assert 0.25 * latency_ms <= found(0.0) <= 0.28 * latency_ms, "LL for small messages"
-            assert found(1e7) <= 1e7 / slow * travels + latency_ms
-            plain = all_gather(replace(device, name="cpu"), ranks)
-            assert plain(0.0) == pytest.approx(latency_ms) and plain(slow) == pytest.approx(found(slow))
-
-    def test_gathers_of_one_rank_a_node_may_take_a_tree(self):
-        """PAT, at small sizes: with two ranks on each node there is only the ring."""
-        device = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
-        one, two = (all_gather(device, ranks)(0.0) for ranks in (range(0, 8 * 1024, 8), range(0, 8 * 1024, 4)))
-        assert one == pytest.approx((10 * 20 / 3.5 + 1024 * 2.8) / 1e3) and two > 0.25 * 1023 * 20 / 1e3
-        large = 1e12
-        ring_ms = 1023 * 20 / 1e3 + 1023 / 1024 * large / device.link_bytes_per_ms(range(0, 8 * 1024, 8))
-        assert all_gather(device, range(0, 8 * 1024, 8))(large) == pytest.approx(ring_ms)
-
-    def test_messages_have_a_latency(self):
-        times = [
-            step_ms(analytic_costs(text_model(), replace(PLAIN, link_latency_us=latency)), 16, pp_size=2)
-            for latency in (0.0, 1e6)
-        ]
-        assert times[1] - times[0] == pytest.approx(2000.0)  # hidden states there, their gradient back
+def test_autocast_casts_weights_and_inputs():
+    cast, plain = layer_on(spec=in_float32()), layer_on()
+    assert costs_on(spec=in_float32()).device.dtype == "bfloat16"
+    # Read in four bytes, written and read in two.
+    assert cast.forward.constant / plain.forward.constant == pytest.approx((4 + 2 + 2) / 2)
+    assert cast.forward.token > plain.forward.token
 
 
-class TestOptimizer:
-    def test_a_step_moves_weights_gradients_and_state(self):
-        costs = analytic_costs(text_model(), PLAIN)
-        plan = resolve_plan(costs.spec, {})
-        elements = sum(p.num_elements for p in costs.spec.language_model.parameters)
-        # Master weights and two moments are read and written in four bytes, weights written in two; gradients move in
-        # four, five times.
-        num_bytes = elements * (3 * 2 * 4 + 2 + 5 * 4)
-        assert optimizer_ms(costs, plan) == pytest.approx(num_bytes / PLAIN.memory_bytes_per_ms)
-        in_place = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(master_weights=False)})
-        num_bytes = elements * (3 * 2 * 2 + 5 * 4)
-        assert optimizer_ms(costs, in_place) == pytest.approx(num_bytes / PLAIN.memory_bytes_per_ms)
-        half = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-        assert optimizer_ms(costs, half) < optimizer_ms(costs, plan)
-        frozen = costs.with_spec(ModelSpec({LANGUAGE_MODEL: costs.spec.language_model.with_frozen(True)}))
-        assert optimizer_ms(frozen, plan) == 0.0
+def test_a_matrix_cut_by_tensor_parallelism_is_slower_for_each_operation():
+    one, four = (layer_on(replace(PLAIN, link_gb_per_s=1e30), size).weight_gradient.token for size in (1, 4))
+    inputs = 2 * 6 * HIDDEN / PLAIN.memory_bytes_per_ms  # of six matrices each rank reads or writes it whole
+    assert four == pytest.approx(one / 4 + inputs * 3 / 4)
 
 
-class TestEngines:
-    @pytest.mark.parametrize(
-        ("flag", "tp_size"),
-        [("fused", 1), ("fused_loss", 1), ("merged_sums", 2), ("hidden_sums", 2), ("split_norms", 2)],
+@pytest.mark.parametrize(
+    ("attention", "share"), [("flash_attention_2", 1.0), ("bitfield", 0.8), ("flex_attention", 0.8)]
+)
+def test_each_form_of_attention_has_its_own_speed(attention, share):
+    device = replace(PLAIN, masked_attention_share=0.5, block_attention_share=0.8)
+    found = layer_on(device, spec=text_model(attention=attention)).forward.square
+    assert found == pytest.approx(2 * HIDDEN / (1e9 * 989.4 * 0.4) / share)
+
+
+@pytest.mark.parametrize("length", [3, 8, 9, 100])
+def test_squares_of_a_window_are_those_of_the_tokens_that_are_seen(length):
+    causal, both = (float(windowed_squares(5 * length, 5 * length**2, 8, own)) for own in (True, False))
+    # A squared token stands for half a pair; tokens near the start see fewer.
+    exact = sum(min(place, 8) for place in range(length + 1))
+    assert causal == pytest.approx(5 * 2 * exact, abs=5 * length) and both == 5 * min(length**2, 8 * length)
+
+
+def test_layers_with_a_window_cost_less_where_the_kernel_skips():
+    tables = {
+        attention: layer_table(costs_on(spec=text_model(windows=(8, 0, 8, 0), attention=attention)), LANGUAGE_MODEL)
+        for attention in ("bitfield", "sdpa")
+    }
+    tokens, squares = 1000.0, 1000.0**2
+    sliding, whole, *_ = tables["bitfield"].step_ms(tokens, squares)
+    same = tables["sdpa"].step_ms(tokens, squares)
+    assert same[1] == whole and same[0] > sliding
+    per_square = (tables["sdpa"].forward + tables["sdpa"].backward)[1, 0]
+    assert same[0] - sliding == pytest.approx(
+        per_square * (squares - float(windowed_squares(tokens, squares, 8, True)))
     )
-    def test_what_another_engine_does_is_faster(self, flag, tp_size):
-        device = replace(PLAIN, link_gb_per_s=50.0)
-        spec = text_model()
-        ours, theirs = (
-            layer_table(analytic_costs(spec, device, engine=engine), LANGUAGE_MODEL, tp_size).step_ms(4000, 4e6)
-            for engine in (Engine(), replace(Engine(), **{flag: True}))
-        )
-        assert theirs[-1] < ours[-1] and (theirs <= ours).all()
-
-    def test_stages_that_stand_still_while_they_send(self):
-        device = replace(PLAIN, link_gb_per_s=1.0)
-        blocked, ours = (
-            step_ms(analytic_costs(text_model(), device, engine=Engine(blocking_messages=blocks)), 1, pp_size=4)
-            for blocks in (True, False)
-        )
-        assert blocked > ours
-        slow = Engine(blocking_messages=True, message_gb_per_s=(0.1, 0.1))
-        assert step_ms(analytic_costs(text_model(), device, engine=slow), 1, pp_size=4) > 3 * blocked
 
 
-@pytest.mark.parametrize("kv_heads", [8, 2, 1])
-def test_keys_and_values_repeated_under_a_dense_mask_are_kept(kv_heads):
-    """Bytes that one layer more keeps, with rows of unlike lengths, against those that autograd keeps."""
-    width, rows, length = 512, 4, 256
-    config = AutoConfig.for_model(
-        "llama",
-        hidden_size=width,
-        intermediate_size=1408,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        vocab_size=64,
-        attn_implementation="sdpa",
-    )
-    ids, mask = torch.zeros(rows, length, dtype=torch.long), torch.ones(rows, length, dtype=torch.long)
-    mask[1:, 200:] = 0
-    kept, predicted = [], []
-    for num_layers in (1, 2):
-        config.num_hidden_layers = num_layers
-        net: Any = LlamaForCausalLM(config).to(dtype=torch.bfloat16)
-        own = {p.untyped_storage().data_ptr() for p in net.parameters()}
-        seen: dict[int, torch.UntypedStorage] = {}
-
-        def pack(tensor, own=own, seen=seen):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                seen[storage.data_ptr()] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = net(input_ids=ids, attention_mask=mask)
-        kept.append(sum(storage.nbytes() for storage in seen.values()))
-        del output
-        spec = build_model_spec(net)
-        costs = analytic_costs(spec, PLAIN)
-        sizes = SampleSizes.of_sequences({LANGUAGE_MODEL: [[length], *([[200]] * (rows - 1))]})
-        plan, step, _ = step_of(costs, sizes, rows)
-        (held,) = activation_sizes(costs, plan, step, sizes).values()
-        layer = costs.layers.layer(LANGUAGE_MODEL, 0, 1).activations
-        per_layer = layer.square * held[0] + layer.token * held[1]
-        predicted.append(num_layers * per_layer)
-        assert grouped_copies(spec.language_model) == (2 * 6 * 64 if kv_heads == 2 else 0)
-    one_more = (kept[1] - kept[0]) / (rows * length)
-    assert (predicted[1] - predicted[0]) / (rows * length) == pytest.approx(one_more, rel=0.001)
+def test_a_stage_costs_the_sum_of_its_layers():
+    costs = costs_on(spec=text_model(windows=(8, 0, 16, 0), attention="flash_attention_2"))
+    cost = cost_of(costs, 2, 300)
+    forward, backward = layer_table(costs, LANGUAGE_MODEL).times(600, 2 * 300**2)
+    assert cost(Task("fwd", LANGUAGE_MODEL, 0, 0, 0)) == pytest.approx(forward.sum())
+    assert cost(Task("bwd", LANGUAGE_MODEL, 0, 0, 0)) == pytest.approx(backward.sum())
 
 
 def test_samples_are_arranged_by_windows_too():
-    costs = analytic_costs(text_model(windows=(8,) * LAYERS, attention="bitfield"), PLAIN)
+    costs = costs_on(spec=text_model(windows=(8,) * LAYERS, attention="bitfield"))
     table = layer_table(costs, LANGUAGE_MODEL)
     tokens = np.array([10.0, 1000.0])
     forward, backward = table.sample_ms(tokens, tokens**2)
@@ -324,3 +139,98 @@ def test_samples_are_arranged_by_windows_too():
         assert forward[index] == pytest.approx(both[0].sum() - table.forward[:, 2].sum())
         assert backward[index] == pytest.approx(both[1].sum() - table.backward[:, 2].sum())
     assert forward[1] < 110 * forward[0]  # in proportion to tokens, where squares would be 10,000 times as many
+
+
+def test_windows_are_read_off_the_configuration():
+    qwen = tiny.FAMILIES["qwen2_5_vl"]()
+    spec, config = build_model_spec(qwen), qwen.config.vision_config
+    window = (config.window_size // config.patch_size) ** 2
+    expected = [0 if layer in config.fullatt_block_indexes else window for layer in range(config.depth)]
+    assert [spec.modules["vision"].window(layer) for layer in range(config.depth)] == expected
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 32}
+
+    def language_model(family: str, **settings):
+        config = AutoConfig.for_model(family, **sizes, intermediate_size=64, **settings)
+        return build_model_spec(build_on_meta(config)).language_model
+
+    mistral = language_model("mistral", sliding_window=16)
+    assert mistral.windows == (16,) * 4 and mistral.window(0) == 0  # sdpa computes what the mask hides
+    gemma = language_model("gemma3_text", sliding_window=16, sliding_window_pattern=2, head_dim=16)
+    assert set(gemma.windows) == {0, 16} and language_model("llama").windows == ()
+
+
+@pytest.mark.parametrize(("count", "steps"), [(2, 1), (3, 2), (8, 3)])
+def test_sums_have_the_messages_of_a_tree_and_the_bytes_of_a_ring(count, steps):
+    found = all_reduce(LATE, range(count))
+    travels = 2 * (count - 1) / count / 450e6
+    assert found(0.0) == pytest.approx(2 * steps * 2e-3)
+    assert found(1e9) == pytest.approx(found(0.0) + travels * 1e9)
+    polynomial = found.of_tokens(1000.0)
+    assert (polynomial.token, polynomial.constant) == pytest.approx((1000 * travels, found(0.0)))
+    assert all_reduce(LATE, range(16))(0.0) == pytest.approx(2 * 4 * 20e-3)
+    assert all_reduce(LATE, range(1))(1e9) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "within", "between"),
+    [(range(2), 1, 0), (range(8), 7, 0), (range(4096), 4096 - 512, 511), (range(0, 64, 4), 8, 7)],
+)
+def test_gathers_take_a_ring_whose_steps_within_and_between_nodes_differ(ranks, within, between):
+    slow = 1e12  # bytes, where the latency of a slower protocol is gained back
+    latency_ms = (within * 2 + between * 20) / 1e3
+    travels = (len(ranks) - 1) / len(ranks) * slow / LATE.link_bytes_per_ms(ranks)
+    found = all_gather(LATE, ranks)
+    assert found(slow) == pytest.approx(travels + latency_ms)
+    assert 0.25 * latency_ms <= found(0.0) <= 0.28 * latency_ms, "LL for small messages"
+    assert found(1e7) <= 1e7 / slow * travels + latency_ms
+    plain = all_gather(replace(LATE, name="cpu"), ranks)
+    assert plain(0.0) == pytest.approx(latency_ms) and plain(slow) == pytest.approx(found(slow))
+
+
+def test_gathers_of_one_rank_a_node_may_take_a_tree():
+    """PAT, at small sizes: with two ranks on each node there is only the ring."""
+    one, two = (all_gather(LATE, range(0, 8 * 1024, step)) for step in (8, 4))
+    assert one(0.0) == pytest.approx((10 * 20 / 3.5 + 1024 * 2.8) / 1e3) and two(0.0) > 0.25 * 1023 * 20 / 1e3
+    travels = 1023 / 1024 * 1e12 / LATE.link_bytes_per_ms(range(0, 8 * 1024, 8))
+    assert one(1e12) == pytest.approx(1023 * 20 / 1e3 + travels)
+
+
+def test_messages_have_a_latency():
+    times = [step_ms(costs_on(replace(PLAIN, link_latency_us=own)), 16, pp_size=2) for own in (0.0, 1e6)]
+    assert times[1] - times[0] == pytest.approx(2000.0)  # hidden states there, their gradient back
+
+
+def test_an_optimizer_step_moves_weights_gradients_and_state():
+    costs = costs_on()
+    plan, in_place, half = (
+        resolve_plan(costs.spec, {LANGUAGE_MODEL: plugin})
+        for plugin in (ModulePlugin(), ModulePlugin(master_weights=False), ModulePlugin(pp_size=2))
+    )
+    byte_ms = sum(p.num_elements for p in costs.spec.language_model.parameters) / PLAIN.memory_bytes_per_ms
+    # Master weights and two moments are read and written in four bytes, weights written in two; gradients move in
+    # four, five times.
+    assert optimizer_ms(costs, plan) == pytest.approx((3 * 2 * 4 + 2 + 5 * 4) * byte_ms)
+    assert optimizer_ms(costs, in_place) == pytest.approx((3 * 2 * 2 + 5 * 4) * byte_ms)
+    assert optimizer_ms(costs, half) < optimizer_ms(costs, plan)
+    assert optimizer_ms(costs.with_spec(all_frozen()), plan) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flag", "tp_size"), [("fused", 1), ("fused_loss", 1), ("merged_sums", 2), ("hidden_sums", 2), ("split_norms", 2)]
+)
+def test_what_another_engine_does_is_faster(flag, tp_size):
+    ours, theirs = (
+        layer_table(costs_on(replace(PLAIN, link_gb_per_s=50.0), engine=engine), LANGUAGE_MODEL, tp_size)
+        for engine in (Engine(), replace(Engine(), **{flag: True}))
+    )
+    gained = ours.step_ms(4000, 4e6) - theirs.step_ms(4000, 4e6)
+    assert gained[-1] > 0 and (gained >= 0).all()
+
+
+def test_stages_that_stand_still_while_they_send():
+    slow = Engine(blocking_messages=True, message_gb_per_s=(0.1, 0.1))
+    ours, blocked, slowly = (
+        step_ms(costs_on(replace(PLAIN, link_gb_per_s=1.0), engine=engine), 1, pp_size=4)
+        for engine in (Engine(blocking_messages=False), Engine(blocking_messages=True), slow)
+    )
+    assert ours < blocked < slowly / 3

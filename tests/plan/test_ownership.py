@@ -23,7 +23,19 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.plan.ownership import trainable_stages
 from tests.plan.specs import EMBEDDINGS, model_spec, specs_and_plans
 
-STAGE = Stage((0, 4), ((0,),))  # of the whole language model
+SPEC = model_spec()
+MLP = "model.language_model.layers.0.mlp.weight"
+
+
+def group_names(spec, plan) -> dict[tuple[int, ...], tuple[str, ...]]:
+    """Ranks that sum gradients -> the parameters whose."""
+    return {group.ranks: group.parameters for group in sync_groups(spec, plan)}
+
+
+def with_language(replicas, **plugins) -> ParallelPlan:
+    """A plan whose language model has these replicas."""
+    plan = resolve_plan(SPEC, plugins)
+    return dataclasses.replace(plan, modules={**plan.modules, LANGUAGE_MODEL: ModulePlan(tuple(replicas))})
 
 
 def copies(spec, plan, name) -> list[tuple]:
@@ -114,70 +126,27 @@ def test_a_stage_is_trainable_when_it_holds_a_trainable_parameter(case):
             assert found == [(module_name, replica, index) in held for index in range(len(stages))]
 
 
-def test_ranks_that_share_tokens_sum_the_gradients_of_equal_shards():
-    spec = model_spec()
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2, tp_size=2)})
-    groups = {group.ranks for group in sync_groups(spec, plan)}
-    assert groups == {(1, 3, 5, 7), (2, 4, 6, 8)}
-
-
 def test_tied_embeddings_are_summed_over_the_pipeline_and_the_copies():
     spec = model_spec(tied=True)
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2, tp_size=2)})
-    shards = parameter_shards(spec, plan)[EMBEDDINGS].shards
-    assert [shard.holders for shard in shards] == [(1, 3, 5, 7), (2, 4, 6, 8)]
-    groups = {group.ranks: group for group in sync_groups(spec, plan)}
-    assert groups[1, 3, 5, 7].parameters == (EMBEDDINGS,)
-    assert set(groups[1, 3, 5, 7].stages) == {(LANGUAGE_MODEL, d, s) for d in range(2) for s in range(2)}
-    assert "model.language_model.norm.weight" in groups[4, 8].parameters
+    groups = group_names(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2, tp_size=2)}))
+    assert groups[1, 3, 5, 7] == (EMBEDDINGS,) and "model.language_model.norm.weight" in groups[4, 8]
     assert sorted(groups) == [(1, 3, 5, 7), (1, 5), (2, 4, 6, 8), (2, 6), (3, 7), (4, 8)]
 
 
 def test_copies_with_different_stages_are_summed_layer_by_layer():
-    spec = model_spec()
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-    (first, second), module = plan.modules[LANGUAGE_MODEL].replicas[0], plan.modules[LANGUAGE_MODEL]
-    whole = dataclasses.replace(first, layers=(0, 4), mesh=((3,),))
-    module = dataclasses.replace(module, replicas=((first, second), (whole,)))
-    plan = dataclasses.replace(plan, modules={**plan.modules, LANGUAGE_MODEL: module})
-    groups = {group.ranks: group.parameters for group in sync_groups(spec, plan)}
+    first, second, whole = (Stage(layers, ((rank,),)) for layers, rank in (((0, 2), 1), ((2, 4), 2), ((0, 4), 3)))
+    groups = group_names(SPEC, with_language([(first, second), (whole,)]))
     assert set(groups) == {(1, 3), (2, 3)}
     assert {name.split(".")[-3] for name in groups[2, 3] if "mlp" in name} == {"2", "3"}
     assert EMBEDDINGS in groups[1, 3] and EMBEDDINGS not in groups[2, 3]
 
 
-def test_one_copy_needs_no_sum():
-    spec = model_spec(tied=True)
-    assert sync_groups(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=2)})) == []
-
-
 def test_parameters_that_live_alike_share_one_table_of_ranks():
     """Their number follows from the stages, not from the parameters: ranks are put together once for each."""
-    spec = model_spec()
-    plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=4), LANGUAGE_MODEL: ModulePlugin(dp_size=4, pp_size=2)})
-    table = parameter_shards(spec, plan)
+    plan = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=4), LANGUAGE_MODEL: ModulePlugin(dp_size=4, pp_size=2)})
+    table = parameter_shards(SPEC, plan)
     assert len({id(shards) for shards in table.values()}) == 3 < len(table)
-    assert len(sync_groups(spec, plan)) == 3
-
-
-def test_a_parameter_that_tp_ranks_hold_whole_has_one_shard():
-    spec = model_spec()
-    decoder = spec.language_model
-    decoder = dataclasses.replace(
-        decoder,
-        parameters=tuple(dataclasses.replace(p, tp_dim=0 if "mlp" in p.name else None) for p in decoder.parameters),
-    )
-    spec = dataclasses.replace(spec, modules={**spec.modules, LANGUAGE_MODEL: decoder})
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, tp_size=2)})
-    table = parameter_shards(spec, plan)
-    assert table[EMBEDDINGS].shards == (Shard((), (1, 2, 3, 4), 1),)
-    assert table["model.language_model.layers.0.mlp.weight"].shards == (
-        Shard((Cut("tp", 0, 0, 2),), (1, 3), 1),
-        Shard((Cut("tp", 0, 1, 2),), (2, 4), 2),
-    )
-    groups = {group.ranks: group.parameters for group in sync_groups(spec, plan)}
-    assert set(groups) == {(1, 2, 3, 4), (1, 3), (2, 4)}
-    assert EMBEDDINGS in groups[1, 2, 3, 4] and groups[1, 3] == groups[2, 4]
+    assert len(sync_groups(SPEC, plan)) == 3
 
 
 def part(array: np.ndarray, cuts: tuple[Cut, ...]) -> np.ndarray:
@@ -191,10 +160,8 @@ def part(array: np.ndarray, cuts: tuple[Cut, ...]) -> np.ndarray:
     return array
 
 
-def counts(
-    table: dict[str, ParameterShards], shapes: dict[str, tuple[int, ...]], num_ranks: int
-) -> dict[str, set[int]]:
-    """Parameter -> how often the norm counts an element of it, over all ranks."""
+def counts(table: dict[str, ParameterShards], shapes: dict[str, tuple[int, ...]], num_ranks: int):
+    """Parameter -> the set of how often the norm counts an element of it, over all ranks."""
     result = {}
     for name, shards in table.items():
         elements = np.arange(np.prod(shapes[name])).reshape(shapes[name])
@@ -214,12 +181,8 @@ def test_experts_over_ranks_are_shards_like_others():
     table = {"norm": dense, "experts": experts, "gate_up": both}
     assert [(s.holders, s.owner) for s in experts.shards] == [((0, 2), 0), ((1, 3), 1)]
     assert [(s.holders, s.owner) for s in both.shards] == [((rank,), rank) for rank in range(4)]
-    groups = sync_groups_of(table, [LANGUAGE_MODEL])
-    assert {group.ranks: group.parameters for group in groups} == {
-        (0, 1, 2, 3): ("norm",),
-        (0, 2): ("experts",),
-        (1, 3): ("experts",),
-    }
+    groups = {group.ranks: group.parameters for group in sync_groups_of(table, [LANGUAGE_MODEL])}
+    assert groups == {(0, 1, 2, 3): ("norm",), (0, 2): ("experts",), (1, 3): ("experts",)}
     assert counts(table, {"norm": (3,), "experts": (4, 2, 3), "gate_up": (4, 8, 3)}, 4) == dict.fromkeys(table, {1})
     assert [len(experts.on_rank(rank)) for rank in range(4)] == [1, 1, 1, 1]
 
@@ -229,55 +192,43 @@ def test_optimizer_shards_over_replicas_are_shards_like_others():
     ZeRO over three replicas: all hold the whole parameter and sum its gradient; each owns a slice, which it counts and
     of which it has the optimizer state. One parameter is cut by tp before.
     """
-    stages = ((LANGUAGE_MODEL, 0, 0),)
-    replicas = (0, 2, 4)
-    flat = ParameterShards(stages, tuple(Shard((Cut("dp", None, i, 3),), replicas, r) for i, r in enumerate(replicas)))
-    cut = ParameterShards(
-        stages,
-        tuple(
-            Shard((Cut("tp", 1, t, 2), Cut("dp", None, i, 3)), tuple(r + t for r in replicas), rank + t)
-            for t in range(2)
-            for i, rank in enumerate(replicas)
-        ),
-    )
-    table = {"bias": flat, "weight": cut}
-    groups = sync_groups_of(table, [LANGUAGE_MODEL])
-    assert {group.ranks: group.parameters for group in groups} == {
-        (0, 2, 4): ("bias", "weight"),
-        (1, 3, 5): ("weight",),
-    }
+    stages, replicas = ((LANGUAGE_MODEL, 0, 0),), (0, 2, 4)
+    slices = [(Cut("dp", None, index, 3), rank) for index, rank in enumerate(replicas)]
+    flat = ParameterShards(stages, tuple(Shard((own,), replicas, rank) for own, rank in slices))
+    both = [
+        Shard((Cut("tp", 1, t, 2), own), tuple(r + t for r in replicas), rank + t)
+        for t in range(2)
+        for own, rank in slices
+    ]
+    table = {"bias": flat, "weight": ParameterShards(stages, tuple(both))}
+    groups = {group.ranks: group.parameters for group in sync_groups_of(table, [LANGUAGE_MODEL])}
+    assert groups == {(0, 2, 4): ("bias", "weight"), (1, 3, 5): ("weight",)}
     assert counts(table, {"bias": (7,), "weight": (3, 4)}, 6) == dict.fromkeys(table, {1})
-    assert [len(cut.owned_by(rank)) for rank in range(6)] == [1] * 6
-    assert len(cut.on_rank(3)) == 3 and flat.on_rank(1) == () and flat.owner == 0
+    assert [len(table["weight"].owned_by(rank)) for rank in range(6)] == [1] * 6
+    assert len(table["weight"].on_rank(3)) == 3 and flat.on_rank(1) == () and flat.owner == 0
+
+
+def unlike(*parts: tuple[int, ...], **plugins) -> ParallelPlan:
+    """A plan whose copies of the language model are tp groups of these ranks."""
+    return with_language([(Stage((0, 4), (ranks,)),) for ranks in parts], **plugins)
 
 
 def test_tp_groups_of_unlike_sizes_share_the_slices_between_all_of_their_borders():
-    spec = model_spec()
-    parts = [((2, 3),), ((4, 5, 6),), ((7,),)]
-    replicas = tuple((dataclasses.replace(STAGE, mesh=mesh),) for mesh in parts)
-    plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2)})
-    modules = {**plan.modules, LANGUAGE_MODEL: ModulePlan(replicas)}
-    table = parameter_shards(spec, dataclasses.replace(plan, modules=modules))
-    shards = table["model.language_model.layers.0.mlp.weight"].shards
-    assert [(shard.cuts, shard.holders, shard.owner) for shard in shards] == [
-        ((Cut("tp", 0, 0, 3),), (2, 4, 7), 2),
-        ((Cut("tp", 0, 2, 6),), (2, 5, 7), 2),
-        ((Cut("tp", 0, 3, 6),), (3, 5, 7), 3),
-        ((Cut("tp", 0, 2, 3),), (3, 6, 7), 3),
+    plan = unlike((2, 3), (4, 5, 6), (7,), vision=ModulePlugin(dp_size=2))
+    shards = parameter_shards(SPEC, plan)[MLP].shards
+    assert [(*shard.cuts, shard.holders, shard.owner) for shard in shards] == [
+        (Cut("tp", 0, 0, 3), (2, 4, 7), 2),
+        (Cut("tp", 0, 2, 6), (2, 5, 7), 2),
+        (Cut("tp", 0, 3, 6), (3, 5, 7), 3),
+        (Cut("tp", 0, 2, 3), (3, 6, 7), 3),
     ]
     assert [shard.cuts[0].bounds(24) for shard in shards] == [(0, 8), (8, 12), (12, 16), (16, 24)]
-    groups = [group.ranks for group in sync_groups(spec, dataclasses.replace(plan, modules=modules))]
-    assert groups == [(2, 4, 7), (2, 5, 7), (3, 5, 7), (3, 6, 7), (0, 1)]
+    assert list(group_names(SPEC, plan)) == [(2, 4, 7), (2, 5, 7), (3, 5, 7), (3, 6, 7), (0, 1)]
 
 
 def test_slices_between_the_borders_of_four_and_six_ranks():
     """Two slices of twelve lie side by side on the same ranks: they are one of six."""
-    spec = model_spec()
-    replicas = tuple((dataclasses.replace(STAGE, mesh=(ranks,)),) for ranks in (tuple(range(4)), tuple(range(4, 10))))
-    plan = ParallelPlan({**resolve_plan(spec, {}).modules, LANGUAGE_MODEL: ModulePlan(replicas)})
-    shards = parameter_shards(spec, plan)["model.language_model.layers.0.mlp.weight"].shards
-    assert [shard.cuts[0].bounds(12) for shard in shards] == [
-        *((0, 2), (2, 3), (3, 4), (4, 6)),
-        *((6, 8), (8, 9), (9, 10), (10, 12)),
-    ]
+    shards = parameter_shards(SPEC, unlike(tuple(range(1, 5)), tuple(range(5, 11))))[MLP].shards
+    borders = [0, 2, 3, 4, 6, 8, 9, 10, 12]
+    assert [shard.cuts[0].bounds(12) for shard in shards] == list(zip(borders, borders[1:], strict=False))
     assert shards[0].cuts == (Cut("tp", 0, 0, 6),) and shards[1].cuts == (Cut("tp", 0, 2, 12),)
