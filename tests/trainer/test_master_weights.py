@@ -147,8 +147,8 @@ def test_without_copies_16_bit_weights_train_as_in_the_stock_trainer_and_adapter
 # Checkpoints
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, **ADAMW}
-ZERO = {LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1}}
-HOST = {LM: {"pp_size": 2, "tp_size": 2, "offload_optimizer": True}}
+ZERO = {LM: {"dp_size": 2, "zero_stage": 1}}
+HOST = {LM: {"tp_size": 2, "offload_optimizer": True}}
 
 
 def continued(folder: Path, parallel: Any, checkpoint: Path | None = None) -> tuple[runs.Run, dict]:
@@ -169,7 +169,7 @@ def moved(folder: Path) -> list[tuple[runs.Run, dict]]:
 
 @pytest.mark.distributed
 def test_copies_move_to_any_layout(tmp_path: Path):
-    (straight, masters), (again, same), (back, _), (host, _) = run_distributed(moved, 4, tmp_path, timeout=200)[0]
+    (straight, masters), (again, same), (back, _), (host, _) = run_distributed(moved, 2, tmp_path, timeout=200)[0]
     assert again.logs == straight.logs and all(torch.equal(same[name], masters[name]) for name in masters)
     runs.assert_same_run(host, straight, rtol=1e-2, atol=2e-3)
     runs.assert_same_run(back, straight, rtol=1e-2, atol=2e-3)
