@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel.trainer import checkpoint_saves
 from hf_mmparallel.trainer.checkpoint_saves import save_advice
@@ -62,10 +61,6 @@ def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path):
     _assert_close(other, straight)
     single = run_distributed(_train, 1, tmp_path / "single", None, str(checkpoint))[0]
     _assert_close(single, straight)
-    tiny_class = type(tiny.FAMILIES["qwen2_vl"]())
-    loaded, info = tiny_class.from_pretrained(tmp_path / "checkpoint-4", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    _assert_close(dict(loaded.state_dict()), straight, exact=True)
 
 
 def _best_and_limit(folder: Path, async_save: bool) -> dict[str, Any]:
@@ -184,7 +179,7 @@ class _Hub:
 
 
 def _save_card_and_push(source: Path, folder: Path) -> dict[str, Any]:
-    """Metrics of a run that is saved and pushed, what is uploaded, and final weights with those of a live model."""
+    """What is uploaded of a run that is saved and pushed, and its weights with those of a live model."""
     import transformers.trainer
 
     hub = _Hub()
@@ -197,7 +192,7 @@ def _save_card_and_push(source: Path, folder: Path) -> dict[str, Any]:
     trainer.push_to_hub(tags="test")
     dist.barrier()
     live = runs.parallel_run("llava", PAIR).weights
-    return {"metrics": trainer.evaluate(), "uploads": hub.uploads, "weights": (weights, live)}
+    return {"uploads": hub.uploads, "weights": (weights, live)}
 
 
 @pytest.mark.distributed
@@ -218,8 +213,3 @@ def test_a_folder_trains_like_a_live_model_and_the_final_one_has_card_plan_and_p
     assert (out / "schedule.png").stat().st_size > 1000
     plan = json.loads((out / "parallel_plan.json").read_text())
     assert set(plan["modules"]) == {"vision", "language_model"}
-    model = type(tiny.FAMILIES["llava"]()).from_pretrained(out)
-    args = TrainingArguments(output_dir=str(tmp_path / "x"), use_cpu=True, report_to=[], disable_tqdm=True)
-    data: Any = tiny.make_dataset("llava", 7)
-    stock = Trainer(model=model, args=args, eval_dataset=data, data_collator=tiny.collate("llava")).evaluate()
-    assert first["metrics"]["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Models that `get_peft_model` made train under a plan as with the stock Trainer and are saved as `peft` saves."""
+"""Models that `get_peft_model` made train and are saved as with the stock Trainer; `test_saved_folders` opens them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.peft_models import is_peft_model, unwrap_peft_model
@@ -35,12 +35,10 @@ THREE_STEPS = {"max_steps": 3, "warmup_steps": 0}
 BIASED = {**THREE_STEPS, "learning_rate": 0.1}
 
 
-def adapted(name: str = "default", base: str | None = None, **settings: Any) -> Any:
+def adapted(name: str = "default", **settings: Any) -> Any:
     """A model with adapters in both modules and a projector that is trained whole."""
     set_seed(7)
     model = tiny.FAMILIES["llava"]()
-    if base is not None:
-        model = type(model).from_pretrained(base)
     return get_peft_model(model, LoraConfig(**{**LORA, "modules_to_save": PARTS, **settings}), adapter_name=name)
 
 
@@ -79,25 +77,23 @@ def assert_same(run: Trained, stock: Trained) -> None:
     assert_close(run[1], stock[1])
 
 
-def train_layouts(folder: str, base: str) -> dict[str, Trained]:
+def train_layouts(folder: Path) -> dict[str, Trained]:
     """Logs and weights of every layout; that of the pipeline has another name."""
     result = {}
     for layout, sizes in LAYOUTS.items():
-        model = adapted("mine" if layout == "pipeline" else "default", base)
+        model = adapted("mine" if layout == "pipeline" else "default")
         trainer = runs.make_trainer("llava", sizes, model=model, **THREE_STEPS)
         result[layout] = trained_run(trainer)
-        trainer.save_model(f"{folder}/{layout}")
+        trainer.save_model(str(folder / layout))
     return result
 
 
 @pytest.mark.distributed
-def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(tmp_path: Path):
-    base = str(tmp_path / "base")
-    tiny.FAMILIES["llava"]().save_pretrained(base)
-    stock, wanted = stock_run(adapted(base=base), **THREE_STEPS)
+def test_every_layout_trains_and_saves_as_the_stock_trainer(tmp_path: Path):
+    stock, wanted = stock_run(adapted(), **THREE_STEPS)
     stock.save_model(str(tmp_path / "stock"))
     expected = json.loads((tmp_path / "stock" / "adapter_config.json").read_text())
-    for layout, run in run_distributed(train_layouts, 3, str(tmp_path), base, timeout=200)[0].items():
+    for layout, run in run_distributed(train_layouts, 3, tmp_path, timeout=200)[0].items():
         assert_same(run, wanted)
         folder = tmp_path / layout / ("mine" if layout == "pipeline" else "")
         assert_close(*(load_file(own / "adapter_model.safetensors") for own in (folder, tmp_path / "stock")))
@@ -105,17 +101,6 @@ def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(t
         for setting in set(expected) - {"modules_to_save", "target_modules"}:
             assert config[setting] == expected[setting], setting
         assert set(config["target_modules"]) == set(expected["target_modules"])
-    batch = tiny.collate("llava")(tiny.make_dataset("llava", 2))
-    folders = (tmp_path / "pipeline" / "mine", tmp_path / "tensor", tmp_path / "stock")
-    plain = type(stock.model.get_base_model()).from_pretrained(base)
-    loaded = PeftModel.from_pretrained(plain, str(folders[0]))
-    assert_close(trained(loaded), wanted[1])
-    with torch.no_grad():
-        want = stock.model.eval()(**batch).logits
-        torch.testing.assert_close(loaded.eval()(**batch).logits, want, rtol=1e-4, atol=1e-5)
-        autos = [AutoModelForImageTextToText.from_pretrained(str(path)).eval()(**batch).logits for path in folders]
-    for logits in autos[:2]:
-        torch.testing.assert_close(logits, autos[2], rtol=1e-4, atol=1e-5)
 
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
