@@ -19,38 +19,7 @@ TEXT: dict[str, Any] = {
     "decoder_ffn_dim": 32,
     "vocab_size": 64,
 }
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-GEMMA: dict[str, Any] = {
-    **SIZES,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-
-
-def pp_formulanet() -> PreTrainedModel:
-    vision = {
-        "hidden_size": 32,
-        "output_channels": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 64,
-        "mlp_dim": 32,
-        "window_size": 2,
-        "global_attn_indexes": [1],
-        "post_conv_in_channels": 16,
-        "post_conv_mid_channels": 16,
-        "post_conv_out_channels": 32,
-        "decoder_hidden_size": 32,
-    }
-    return hf.PPFormulaNetForConditionalGeneration(hf.PPFormulaNetConfig(vision_config=vision, text_config=TEXT))
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def florence2() -> PreTrainedModel:
@@ -64,13 +33,6 @@ def florence2() -> PreTrainedModel:
     }
     text = {"model_type": "bart", **TEXT}
     return hf.Florence2ForConditionalGeneration(hf.Florence2Config(vision_config=vision, text_config=text))
-
-
-def t5_gemma2() -> PreTrainedModel:
-    vision = {**SIZES, "image_size": 16, "patch_size": 8}
-    encoder = {"text_config": GEMMA, "vision_config": vision}
-    config = hf.T5Gemma2Config(encoder=encoder, decoder=GEMMA, image_token_index=60, eoi_token_index=61)
-    return hf.T5Gemma2ForConditionalGeneration(config)
 
 
 def _whisper_config() -> hf.WhisperConfig:
@@ -87,22 +49,15 @@ def bart() -> PreTrainedModel:
 
 def blip2_t5() -> PreTrainedModel:
     """One whose language model is an encoder-decoder."""
-    text = {
-        "model_type": "t5",
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "vocab_size": 64,
-    }
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    text = {"model_type": "t5", **sizes}
     vision = {**SIZES, "image_size": 16, "patch_size": 8}
     former = {**SIZES, "encoder_hidden_size": 32, "vocab_size": 64}
     config = hf.Blip2Config(vision_config=vision, qformer_config=former, text_config=text)
     return hf.Blip2ForConditionalGeneration(config)
 
 
-ALL = (pp_formulanet, florence2, t5_gemma2, whisper, bart, blip2_t5)
+ALL = (florence2, whisper, bart, blip2_t5)
 
 
 def bart_decoder() -> PreTrainedModel:

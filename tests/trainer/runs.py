@@ -68,7 +68,6 @@ def deep_but(cases: Iterable[str], *core: str) -> list[Any]:
 
 
 def step_logs(trainer: Trainer) -> list[dict[str, float]]:
-    """Loss, gradient norm and learning rate of each step."""
     kept = ("loss", "grad_norm", "learning_rate", "num_input_tokens_seen")
     return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history if "loss" in row]
 

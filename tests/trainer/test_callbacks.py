@@ -12,24 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
-from hf_mmparallel.callbacks import LossProgressCallback, RecoveryCallback
-from hf_mmparallel.callbacks import metrics as metrics_module
-from hf_mmparallel.callbacks.metrics import (
-    RankWindow,
-    RanStep,
-    arrangement_metrics,
-    efficiency,
-    flops_utilisation,
-    forward_metrics,
-    mean_of,
-    measure,
-)
+from hf_mmparallel.callbacks import LossProgressCallback, RecoveryCallback, metrics
+from hf_mmparallel.callbacks.metrics import RankWindow, RanStep, efficiency, forward_metrics, mean_of
 from hf_mmparallel.callbacks.step_timelines import cost_from
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.runtime.work import ModuleWork, StepResult, TimedTask
@@ -59,29 +48,23 @@ def window(duration: float, busy: float, wall: float | None = None, **changes: A
 
 
 def test_the_bubble_is_the_share_of_time_outside_of_tasks():
-    metrics = efficiency([window(100, 80), window(100, 60), window(100, 100)], core_per_rank=True)
-    assert metrics == {"parallel/bubble_fraction": pytest.approx(0.2)}
-    assert efficiency([window(100, 80), window(50, 50)], True)["parallel/bubble_fraction"] == pytest.approx(0.35)
+    def bubble(*windows: RankWindow) -> float:
+        return efficiency(windows, core_per_rank=True)["parallel/bubble_fraction"]
+
+    assert bubble(window(100, 80), window(100, 60), window(100, 100)) == pytest.approx(0.2)
+    assert bubble(window(100, 80), window(50, 50)) == pytest.approx(0.35)
     assert efficiency([window(100, 80)], core_per_rank=False) == {}
     assert efficiency([window(0, 0), window(0, 0)], core_per_rank=True) == {}
 
 
-def test_rows_of_all_ranks_per_second_of_the_slowest_with_all_it_does():
+def test_rows_of_all_ranks_per_second_of_the_slowest_and_replicas_are_compared_by_the_time_in_their_tasks():
     works = {VISION: ModuleWork(30)}, {VISION: ModuleWork(20), LM: ModuleWork(100)}
     windows = [window(300, 1, wall=500, work=works[0]), window(400, 1, work=works[1])]
-    metrics = efficiency(windows, core_per_rank=False)
-    assert metrics == {"parallel/tokens_per_second/vision": 100.0, "parallel/tokens_per_second/language_model": 200.0}
-
-
-def test_replicas_are_compared_by_the_time_in_their_tasks():
-    windows = [
-        window(9, 9, replicas_ms={(LM, 0): 6.0}),
-        window(9, 9, replicas_ms={(LM, 1): 9.0}),
-        window(9, 9, replicas_ms={(VISION, 0): 3.0}),
-        window(9, 9, replicas_ms={(LM, 1): 9.0}),
-    ]
-    metrics = efficiency(windows, core_per_rank=False)
-    assert metrics == {"parallel/replica_imbalance/language_model": pytest.approx(0.5)}  # 18 over the mean of 6 and 18
+    found = efficiency(windows, core_per_rank=False)
+    assert found == {"parallel/tokens_per_second/vision": 100.0, "parallel/tokens_per_second/language_model": 200.0}
+    times = [{(LM, 0): 6.0}, {(LM, 1): 9.0}, {(VISION, 0): 3.0}, {(LM, 1): 9.0}]
+    found = efficiency([window(9, 9, replicas_ms=of_rank) for of_rank in times], core_per_rank=False)
+    assert found == {"parallel/replica_imbalance/language_model": pytest.approx(0.5)}  # 18 over the mean of 6 and 18
 
 
 def test_microbatches_are_compared_in_each_step_then_steps_are_averaged():
@@ -92,7 +75,7 @@ def test_microbatches_are_compared_in_each_step_then_steps_are_averaged():
     }
     before = Balance({LM: (np.array([1.0, 5.0]),)}, {})
     after = Balance({LM: (np.array([3.0, 3.0]),)}, {}, deferred_fraction=0.5)
-    assert mean_of([arrangement_metrics(before, after), {}]) == {
+    assert mean_of([metrics.arrangement_metrics(before, after), {}]) == {
         "parallel/workload_std/language_model": 0.0,
         "parallel/workload_std_before/language_model": 2.0,
         "parallel/deferred_fraction": 0.5,
@@ -103,23 +86,20 @@ def test_forwards_of_all_ranks_are_summed_by_microbatch(monkeypatch: pytest.Monk
     counts = {VISION: (2, 1), LM: (2,)}
     steps = [RanStep(StepResult(), counts, np.arange(5.0)), RanStep(StepResult(), {LM: (1,)}, np.array([7.0]))]
     monkeypatch.setattr(World, "all_reduce", lambda _, tensor, activity: tensor.mul_(2))  # as of two ranks
-    first, second = measure(steps, World())
+    first, second = metrics.measure(steps, World())
     assert [times.tolist() for times in first.forward_ms[VISION]] == [[0, 2], [4]]
     assert [times.tolist() for times in first.forward_ms[LM]] == [[6, 8]]
     assert [times.tolist() for times in second.forward_ms[LM]] == [[14]] and steps[0].forward_ms[4] == 4
 
 
 def test_a_window_adds_up_steps():
-    def step(*timed: tuple[Task, float, float], duration: float, rows: int) -> StepResult:
-        tasks = [TimedTask(task, start, end) for task, start, end in timed]
+    def step(duration: float, rows: int, *timed: tuple[Task, float, float]) -> StepResult:
+        tasks = [TimedTask(*task) for task in timed]
         return StepResult(timeline=tasks, duration_ms=duration, work={LM: ModuleWork(rows)})
 
     first, second = (Task("fwd", LM, 0, 0, index) for index in range(2))
     back = Task("bwd", LM, 0, 0, 0)
-    results = [
-        step((first, 0, 2), (back, 3, 7), duration=8, rows=10),
-        step((first, 0, 1), (second, 1, 4), duration=6, rows=5),
-    ]
+    results = [step(8, 10, (first, 0, 2), (back, 3, 7)), step(6, 5, (first, 0, 1), (second, 1, 4))]
     wanted = RankWindow(14, 20, 10, {(LM, 0): 10}, {LM: ModuleWork(15)})
     assert RankWindow.of(results, wall_ms=20) == wanted
     assert RankWindow.of(results, wall_ms=1).wall_ms == 14  # two clocks may differ a little
@@ -135,23 +115,17 @@ def test_a_window_adds_up_steps():
 )
 def test_utilisation_is_of_the_peak_of_a_gpu(monkeypatch, device, key):
     window = RankWindow(10.0, 10.0, 5.0, {(LM, 0): 5.0}, {LM: ModuleWork(8, 32)})
-    monkeypatch.setattr(metrics_module, "core_per_rank", lambda _: True)
-    monkeypatch.setattr(metrics_module, "measure", lambda *_: [])
+    monkeypatch.setattr(metrics, "core_per_rank", lambda _: True)
+    monkeypatch.setattr(metrics, "measure", lambda *_: [])
     monkeypatch.setattr(RankWindow, "of", lambda *_: window)
     callback, spec = ParallelMetricsCallback(), model()
+    assert callback.parallel_metrics() == {}  # the stock Trainer has no engine
     engine: Any = SimpleNamespace(costs=SimpleNamespace(device=device), world=World(), spec=spec)
     callback.engine = engine
-    ran: Any = SimpleNamespace(result=None, arrangement={})
-    callback.steps.append(ran)
+    callback.steps.append(SimpleNamespace(result=None, arrangement={}))  # type: ignore[arg-type]
     callback.ends_s.extend([0.0, 0.01])
-    logged = callback.parallel_metrics()
-    found = {name: value for name, value in logged.items() if "utilisation" in name}
-    wanted = {} if key is None else {key: flops_utilisation(spec, [window], device.peak_tflops)}
-    assert found == wanted
-
-
-def test_the_stock_trainer_has_no_metrics():
-    assert ParallelMetricsCallback().parallel_metrics() == {}  # the stock Trainer has no engine
+    found = {name: value for name, value in callback.parallel_metrics().items() if "utilisation" in name}
+    assert found == ({} if key is None else {key: metrics.flops_utilisation(spec, [window], device.peak_tflops)})
 
 
 def test_costs_of_a_picture_are_mean_durations():
@@ -185,8 +159,6 @@ def test_the_bar_carries_the_loss_and_other_logs_stand_above(capsys: pytest.Capt
 
 
 class _Draws(TrainerCallback):
-    """Draws a number after each step and each evaluation."""
-
     def __init__(self):
         self.drawn: list[float] = []
 
@@ -196,44 +168,32 @@ class _Draws(TrainerCallback):
     on_evaluate = on_step_end
 
 
-def _drawn_on_rank() -> list[float]:
-    """What callbacks draw, which is to be equal on all ranks."""
-    draws = _Draws()
-    trainer = runs.make_trainer("llava", PIPELINE, callbacks=[draws], eval_strategy="steps", eval_steps=2)
-    trainer.train()
-    return draws.drawn
+class Late(TimelineCallback):
+    def __init__(self):
+        super().__init__(steps=[1, 3], folder="elsewhere")
 
 
 def logs_and_timeline(folder: Path) -> dict[str, Any]:
-    """What two steps leave in the log, with a timeline of the second one."""
-    timeline = TimelineCallback(steps={2})
-    trainer = runs.make_trainer(
-        "llava", PIPELINE, str(folder), max_steps=3, logging_steps=1, callbacks=[timeline, Late()]
-    )
+    """What three steps leave in the log, with timelines, what callbacks draw, and a run without metrics."""
+    timeline, draws = TimelineCallback(steps={2}), _Draws()
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 3}
+    trainer = runs.make_trainer("llava", PIPELINE, str(folder), callbacks=[timeline, Late(), draws], **evaluated)
     trainer.train()
     bare = runs.make_trainer("llava", PIPELINE, "bare", max_steps=1)
     bare.remove_callback(ParallelMetricsCallback)
     bare.train()
-    dist.barrier()
     return {
         "logs": [row for row in trainer.state.log_history if "loss" in row],
         "bare": [name for row in bare.state.log_history for name in row if name.startswith("parallel/")],
         "attached": timeline.engine is trainer.engine is not None,
-        "drawn": _drawn_on_rank(),
+        "drawn": draws.drawn,
     }
-
-
-class Late(TimelineCallback):
-    """A timeline with a folder of its own."""
-
-    def __init__(self):
-        super().__init__(steps=[1, 3], folder="elsewhere")
 
 
 @pytest.mark.distributed
 def test_efficiency_is_in_the_log_timelines_on_disk_and_draws_are_equal(tmp_path: Path):
     ranks = run_distributed(logs_and_timeline, 3, tmp_path / "out")
-    assert len(set(ranks[0]["drawn"])) == len(ranks[0]["drawn"]) == 6
+    assert len(set(ranks[0]["drawn"])) == len(ranks[0]["drawn"]) == 4
     for rank in ranks:
         assert rank["attached"] and rank["bare"] == [] and rank["drawn"] == ranks[0]["drawn"]
         for row, first in zip(rank["logs"], ranks[0]["logs"], strict=True):
@@ -248,11 +208,9 @@ def test_efficiency_is_in_the_log_timelines_on_disk_and_draws_are_equal(tmp_path
             assert 0 <= measured["parallel/deferred_fraction"] <= 1
             assert not any("replica_imbalance" in name for name in measured)  # one copy of each
     _check_timeline(tmp_path / "out" / "timeline-2")
-    assert sorted(path.name for path in Path("elsewhere").iterdir()) == [
-        *(f"timeline-{step}.{kind}" for step in (1, 3) for kind in ("json", "png")),
-        "workloads-1.png",
-        "workloads-3.png",
-    ]
+    files = [f"timeline-{step}.{kind}" for step in (1, 3) for kind in ("json", "png")]
+    written = sorted(path.name for path in Path("elsewhere").iterdir())
+    assert written == [*files, "workloads-1.png", "workloads-3.png"]
     assert not (tmp_path / "out" / "timeline-1.png").exists()
 
 

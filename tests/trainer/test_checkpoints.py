@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_mmparallel.trainer import checkpoint_saves
+from hf_mmparallel.trainer.checkpoint_saves import save_advice
 from tests import tiny
-from tests.deep_cases import deep
-from tests.distributed import RankFailure, run_distributed
+from tests.distributed import run_distributed
 
 from . import runs
-
-pytestmark = pytest.mark.distributed
+from .contexts import arguments
 
 PLAN = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 PAIR: dict[str, Any] = {"vision": {}, "language_model": {}}
@@ -33,7 +31,6 @@ def _train(
     family: str = "qwen2_vl",
     **arguments: Any,
 ) -> dict[str, torch.Tensor] | None:
-    """Final weights on rank 0."""
     trainer = runs.make_trainer(family, parallel, str(folder), **{**SAVING, **arguments})
     trainer.train(resume_from_checkpoint=resume)
     whole = trainer.gather_model()
@@ -49,39 +46,35 @@ def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], e
             torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _train_twice(folder: Path, checkpoint: Path) -> list[dict[str, torch.Tensor] | None]:
-    """A straight run, and one from its second step on."""
-    return [_train(folder, PLAN), _train(folder / "again", PLAN, str(checkpoint))]
+def _train_and_resume(folder: Path, checkpoint: Path) -> list[dict[str, torch.Tensor] | None]:
+    """A straight run, one from its second step on, and one that goes on there under another layout."""
+    other = {"vision": {"dp_size": 2}, "language_model": {"tp_size": 2}}
+    straight, again = _train(folder, PLAN), _train(folder / "again", PLAN, str(checkpoint))
+    return [straight, again, _train(folder / "other", other, str(checkpoint))]
 
 
+@pytest.mark.distributed
 def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path):
     checkpoint = tmp_path / "checkpoint-2"
-    straight, resumed = run_distributed(_train_twice, 4, tmp_path, checkpoint)[0]
+    straight, resumed, other = run_distributed(_train_and_resume, 4, tmp_path, checkpoint, timeout=200)[0]
     _assert_close(resumed, straight, exact=True)
-    other = run_distributed(_train, 3, tmp_path / "other", {"language_model": {"tp_size": 2}}, str(checkpoint))[0]
     _assert_close(other, straight)
     single = run_distributed(_train, 1, tmp_path / "single", None, str(checkpoint))[0]
     _assert_close(single, straight)
-    tiny_class = type(tiny.FAMILIES["qwen2_vl"]())
-    loaded, info = tiny_class.from_pretrained(tmp_path / "checkpoint-4", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-    _assert_close(dict(loaded.state_dict()), straight, exact=True)
 
 
-def _best_and_limit(folder: Path, parallel: dict[str, Any], async_save: bool) -> dict[str, Any]:
+def _best_and_limit(folder: Path, async_save: bool) -> dict[str, Any]:
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2}
     trainer = runs.make_trainer(
         "llava",
-        parallel,
+        PAIR,
         str(folder),
         async_save=async_save,
         max_steps=6,
         save_strategy="steps",
         save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        save_total_limit=2,
         learning_rate=2.0,  # diverges, so that the best checkpoint is not the last
+        **evaluated,
     )
     trainer.train()
     whole = trainer.gather_model()
@@ -93,44 +86,47 @@ def _best_and_limit(folder: Path, parallel: dict[str, Any], async_save: bool) ->
     }
 
 
-@pytest.mark.parametrize(("parallel", "size", "async_save"), [(PAIR, 2, True), deep(PLAN, 4, False)])
-def test_the_best_checkpoint_is_loaded_and_old_ones_go(
-    tmp_path: Path, parallel: dict[str, Any], size: int, async_save: bool
-):
-    ranks = run_distributed(_best_and_limit, size, tmp_path, parallel, async_save)
-    best = Path(ranks[0]["best"])
-    left = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
-    assert best.name in left and "checkpoint-6" in left and len(left) <= 2
-    for rank in ranks:
-        assert rank["best"] == str(best) and rank["loss"] == pytest.approx(rank["best_metric"], rel=1e-5)
-    model = type(tiny.FAMILIES["llava"]()).from_pretrained(best)
-    _assert_close(ranks[0]["weights"], dict(model.state_dict()), exact=True)
+Costs = tuple[float, float, float | None]
 
 
-def _killed_while_saving(folder: Path) -> None:
-    from hf_mmparallel.runtime import optimizer_checkpoint
+def _both_ways(folder: Path) -> tuple[list[dict[str, Any]], list[Costs]]:
+    """Runs without and with `async_save`, and the costs of which their lines on how often to save are made."""
+    lines: list[Costs] = []
 
-    trainer = runs.make_trainer("llava", PLAN, str(folder), **SAVING)
-    saved = optimizer_checkpoint.save_optimizer
+    def note(blocked_s: float, write_s: float, step_s: float | None, args: Any) -> str:
+        lines.append((blocked_s, write_s, step_s))
+        return save_advice(blocked_s, write_s, step_s, args)
 
-    def dies_at_the_second(*args: Any, **kwargs: Any) -> Any:
-        groups = saved(*args, **kwargs)
-        if trainer.state.global_step == 4 and dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return groups
-
-    optimizer_checkpoint.save_optimizer = dies_at_the_second
-    trainer.train()
+    checkpoint_saves.save_advice = note
+    return [_best_and_limit(folder / str(async_save), async_save) for async_save in (False, True)], lines
 
 
-@pytest.mark.deep
-def test_a_killed_save_leaves_the_last_checkpoint_loadable(tmp_path: Path):
-    with pytest.raises(RankFailure):
-        run_distributed(_killed_while_saving, 4, tmp_path)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-    resumed = run_distributed(_train, 4, tmp_path, PLAN, str(tmp_path / "checkpoint-2"), family="llava")[0]
-    assert resumed is not None
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2", "checkpoint-4"]
+@pytest.mark.distributed
+def test_the_best_checkpoint_is_loaded_old_ones_go_and_the_first_rank_says_once_what_saves_cost(tmp_path: Path):
+    (found, costs), (others, unsaid) = run_distributed(_both_ways, 2, tmp_path, timeout=200)
+    for run, other in zip(found, others, strict=True):
+        best = Path(run["best"])
+        left = sorted(path.name for path in best.parent.glob("checkpoint-*"))
+        assert best.name in left and "checkpoint-6" in left and len(left) <= 2
+        for rank in (run, other):
+            assert rank["best"] == str(best) and rank["loss"] == pytest.approx(rank["best_metric"], rel=1e-5)
+        model = type(tiny.FAMILIES["llava"]()).from_pretrained(best)
+        _assert_close(run["weights"], dict(model.state_dict()), exact=True)
+    assert unsaid == [] and [write_s > 0 for _, write_s, _ in costs] == [False, True]
+    assert all(blocked_s > 0 and step_s is not None and step_s > 0 for blocked_s, _, step_s in costs)
+
+
+def test_the_line_on_how_often_to_save_has_cost_interval_and_what_is_set():
+    found = save_advice(2.0, 30.0, 4.0, arguments(save_steps=500))
+    for value in (" 2 s", "30 s", "24 h", "147 steps of 4 s", "0.68%", "`save_steps=500`"):
+        assert value in found
+    hourly = arguments(save_strategy="epoch", mean_time_between_failures_h=1)
+    found = save_advice(0.001, 200.0, 300.0, hourly)
+    assert "every 1 h" in found and "saves every step of 300 s" in found and "`save_strategy='epoch'`" in found
+    assert "saves every 200 s" in save_advice(0.001, 200.0, None, hourly)
+    assert "training waited 40 s. With" in save_advice(40.0, 0.0, 1.0, hourly)
+    with pytest.raises(ValueError, match="mean_time_between_failures_h=0"):
+        arguments(mean_time_between_failures_h=0)
 
 
 def _refusals(folders: dict[str, Path], source: Path, out: Path) -> dict[str, str]:
@@ -152,6 +148,7 @@ DAMAGED = ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "
 DAMAGED += ["data_position.json", "rng_state_1.pth"]
 
 
+@pytest.mark.distributed
 def test_what_cannot_be_gone_on_from_is_named_on_every_rank(tmp_path: Path):
     tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "source")
     weights = tmp_path / "source" / "model.safetensors"
@@ -164,7 +161,7 @@ def test_what_cannot_be_gone_on_from_is_named_on_every_rank(tmp_path: Path):
             file = folder / "checkpoint-4" / name
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     (folders["none"] / "checkpoint-4" / "trainer_state.json").unlink()
-    for said in run_distributed(_refusals, 2, folders, tmp_path / "source", tmp_path / "out"):
+    for said in run_distributed(_refusals, 2, folders, tmp_path / "source", tmp_path / "out", timeout=200):
         assert "another model" in said["model"] and "source/model.safetensors" in said["source"]
         assert "no `trainer_state.json`" in said["none"] and "checkpoint-2`" in said["none"]
         for name in DAMAGED:
@@ -172,19 +169,7 @@ def test_what_cannot_be_gone_on_from_is_named_on_every_rank(tmp_path: Path):
             assert "weights_only" not in said[name]
 
 
-def _from_folder(source: Path, folder: Path) -> list[dict[str, torch.Tensor] | None]:
-    return [_train(folder, PLAN, family="llava", **model) for model in ({}, {"model": str(source)})]
-
-
-def test_a_model_given_as_a_folder_trains_like_a_live_one(tmp_path: Path):
-    tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "source")
-    live, read = run_distributed(_from_folder, 4, tmp_path / "source", tmp_path / "out")[0]
-    _assert_close(read, live, exact=True)
-
-
 class _Hub:
-    """Stands in for the Hub: keeps what would be uploaded."""
-
     def __init__(self):
         self.uploads: list[dict[str, Any]] = []
 
@@ -193,40 +178,38 @@ class _Hub:
         self.uploads.append({**request, "files": sorted(path.name for path in folder.iterdir())})
 
 
-def _save_card_and_push(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Metrics of a run that is saved and pushed, and what is uploaded."""
+def _save_card_and_push(source: Path, folder: Path) -> dict[str, Any]:
+    """What is uploaded of a run that is saved and pushed, and its weights with those of a live model."""
     import transformers.trainer
 
     hub = _Hub()
     transformers.trainer.hf_api = lambda: hub
-    trainer = runs.make_trainer("llava", PLAN, str(folder), pictures=True, hub_model_id="me/tiny")
+    trainer = runs.make_trainer("llava", PAIR, str(folder), model=str(source), pictures=True, hub_model_id="me/tiny")
     trainer.hub_model_id = "me/tiny"
-    trainer.train()
+    weights = runs.run_of(trainer).weights
     trainer.save_model()
     trainer.create_model_card(model_name="tiny", tags="test")
     trainer.push_to_hub(tags="test")
     dist.barrier()
-    return trainer.evaluate(), hub.uploads
+    live = runs.parallel_run("llava", PAIR).weights
+    return {"uploads": hub.uploads, "weights": (weights, live)}
 
 
-def test_the_final_folder_has_model_card_plan_and_picture_and_is_pushed_once(tmp_path: Path):
-    ranks = run_distributed(_save_card_and_push, 4, tmp_path)
-    assert [len(uploads) for _, uploads in ranks] == [1, 0, 0, 0]
-    metrics, (upload,) = ranks[0]
-    assert upload["repo_id"] == "me/tiny"
-    assert {"README.md", "config.json", "model.safetensors.index.json", "parallel_plan.json", "schedule.png"} <= set(
-        upload["files"]
-    )
-    card = (tmp_path / "README.md").read_text()
+@pytest.mark.distributed
+def test_a_folder_trains_like_a_live_model_and_the_final_one_has_card_plan_and_picture_and_is_pushed_once(
+    tmp_path: Path,
+):
+    tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "source")
+    out = tmp_path / "out"
+    first, second = run_distributed(_save_card_and_push, 2, tmp_path / "source", out)
+    _assert_close(*first["weights"], exact=True)
+    (upload,) = first["uploads"]
+    assert second["uploads"] == [] and upload["repo_id"] == "me/tiny"
+    files = {"README.md", "config.json", "parallel_plan.json", "schedule.png"}
+    assert files | {"model.safetensors.index.json"} <= set(upload["files"])
+    card = (out / "README.md").read_text()
     assert card.count("### Parallel plan") == 1 and "schedule.png" in card and "hf_mmparallel" in card
     assert "total_train_batch_size: 8" in card and "tokens per second" in card
-    assert (tmp_path / "schedule.png").stat().st_size > 1000
-    plan = json.loads((tmp_path / "parallel_plan.json").read_text())
+    assert (out / "schedule.png").stat().st_size > 1000
+    plan = json.loads((out / "parallel_plan.json").read_text())
     assert set(plan["modules"]) == {"vision", "language_model"}
-    model = type(tiny.FAMILIES["llava"]()).from_pretrained(tmp_path)
-    from transformers import Trainer, TrainingArguments
-
-    args = TrainingArguments(output_dir=str(tmp_path / "x"), use_cpu=True, report_to=[], disable_tqdm=True)
-    data = tiny.make_dataset("llava", 7)
-    stock = Trainer(model=model, args=args, eval_dataset=data, data_collator=tiny.collate("llava")).evaluate()
-    assert metrics["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-4)

@@ -14,7 +14,10 @@ from datasets import Dataset
 from torch import nn
 from transformers import (
     LlamaConfig,
+    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -25,10 +28,10 @@ from transformers import (
 
 from hf_mmparallel import ChatCollator, MultimodalParallelTrainer, MultimodalTrainingArguments, PackingCollator
 from hf_mmparallel.trainer import agreement, evaluation
+from hf_mmparallel.trainer.start_checks import check_model
 from tests import tiny
 from tests.data.conversations import conversation
 from tests.data.processors import PROCESSORS, tokenizer
-from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -58,8 +61,16 @@ class Regression(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-def classifier(**settings: Any) -> PreTrainedModel:
-    return LlamaForSequenceClassification(LlamaConfig(**{**tiny.TEXT, "num_hidden_layers": 1}, **settings))
+def classifier(cls: Any = LlamaForSequenceClassification, **settings: Any) -> PreTrainedModel:
+    return cls(LlamaConfig(**{**tiny.TEXT, "num_hidden_layers": 1}, **settings))
+
+
+@pytest.mark.parametrize(
+    "cls", [LlamaForSequenceClassification, LlamaForTokenClassification, LlamaForQuestionAnswering]
+)
+def test_a_plan_refuses_models_that_are_not_trained_on_the_next_token(cls: Any):
+    with pytest.raises(ValueError, match=f"`{cls.__name__}`"):
+        check_model(classifier(cls))
 
 
 def translator() -> PreTrainedModel:
@@ -68,7 +79,6 @@ def translator() -> PreTrainedModel:
 
 
 def samples(labels: Callable[[int, list[int]], Any], ragged: bool = False) -> list[dict[str, Any]]:
-    """Twelve samples, of one length or of several."""
     found = []
     for index in range(12):
         ids = [(7 * index + 3 * place) % 40 + 1 for place in range(5 + (index % 3 if ragged else 0))]
@@ -77,8 +87,11 @@ def samples(labels: Callable[[int, list[int]], Any], ragged: bool = False) -> li
 
 
 CASES: dict[str, tuple[Callable[[], Any], list[dict[str, Any]]]] = {
-    "classes": (classifier, samples(lambda i, ids: i % 2)),
     "ragged classes": (classifier, samples(lambda i, ids: i % 2, ragged=True)),
+    "classes of tokens": (
+        lambda: classifier(LlamaForTokenClassification),
+        samples(lambda i, ids: [place % 2 for place in ids]),
+    ),
     "numbers": (lambda: classifier(num_labels=1), samples(lambda i, ids: i / 7)),
     "several classes": (
         lambda: classifier(problem_type="multi_label_classification"),
@@ -87,6 +100,8 @@ CASES: dict[str, tuple[Callable[[], Any], list[dict[str, Any]]]] = {
     "another length": (translator, samples(lambda i, ids: [*ids, 1, 2])),
     "no mask": (Regression, samples(lambda i, ids: ids)),
 }
+STOCK = (Trainer, TrainingArguments)
+OURS = (MultimodalParallelTrainer, MultimodalTrainingArguments)
 
 
 def _trained(cls: Any, args_cls: Any, name: str, as_rows: bool, resume: bool = False) -> Trainer:
@@ -102,15 +117,11 @@ def _trained(cls: Any, args_cls: Any, name: str, as_rows: bool, resume: bool = F
     return trainer
 
 
-@pytest.mark.parametrize(
-    "name",
-    [deep(name, unless=name not in ("classes", "numbers", "several classes")) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_without_a_collator_size_1_is_the_stock_trainer(name: str):
     """Also when it is resumed in the middle of an epoch, which draws the same batches."""
     for as_rows, resume in ((True, False), (False, True)):
-        ours = _trained(MultimodalParallelTrainer, MultimodalTrainingArguments, name, as_rows, resume)
-        stock = _trained(Trainer, TrainingArguments, name, as_rows, resume)
+        ours, stock = (_trained(*classes, name, as_rows, resume) for classes in (OURS, STOCK))
         assert runs.step_logs(ours) == runs.step_logs(stock) != []
         assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
         for own, wanted in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
@@ -120,24 +131,26 @@ def test_without_a_collator_size_1_is_the_stock_trainer(name: str):
 # A plan
 
 
+def on_rank(model: Any, data: Any, parallel: Any = None, words: Any = None, **arguments: Any) -> runs.Run:
+    """The run of our Trainer on this rank, or on one process; weights on rank 0."""
+    torch.set_num_threads(1)
+    runs.draw_nothing()
+    sizes = {"global_batch_size": 4, "per_device_train_batch_size": 1 if parallel else 4, "max_steps": 2}
+    given = {**runs.COMMON, **sizes, "remove_unused_columns": True, **arguments}
+    given |= {"ddp_backend": "gloo"} if parallel else {}
+    args = MultimodalTrainingArguments(output_dir="unused", parallel=parallel, **given)
+    trainer = MultimodalParallelTrainer(model, args, train_dataset=data, **(words or {}))
+    if parallel:
+        return runs.run_of(trainer)
+    trainer.train()
+    return runs.Run(runs.step_logs(trainer), dict(trainer.model.state_dict()))
+
+
 def one_image_each(size: int, ragged: bool, listed: bool) -> list[dict[str, Any]]:
     """Samples of Llava with an image, `[3, height, width]` or as a list of one."""
     data = tiny.make_dataset("llava", 3 * size, shapes=[tiny.Shape(1, 0, 6)] * 3 * size)
     data = data[:size] if ragged else data[::3]
     return [{**sample, "pixel_values": sample["pixel_values"][slice(None) if listed else 0]} for sample in data]
-
-
-def _train(data: list[dict[str, Any]], **arguments: Any) -> runs.Run:
-    """Our Trainer without a collator on this rank."""
-    torch.set_num_threads(1)
-    runs.draw_nothing()
-    arguments = {**runs.COMMON, "global_batch_size": 4, "per_device_train_batch_size": 1, "max_steps": 2, **arguments}
-    args = MultimodalTrainingArguments(
-        output_dir="unused", parallel={VISION: {}}, ddp_backend="gloo", remove_unused_columns=True,
-        **{name: value for name, value in arguments.items() if name != "remove_unused_columns"},
-    )  # fmt: skip
-    trainer = MultimodalParallelTrainer(tiny.FAMILIES["llava"](), args, train_dataset=data)
-    return runs.run_of(trainer)
 
 
 FORMS = {
@@ -148,19 +161,19 @@ FORMS = {
 }
 
 
-def _all_forms() -> list[runs.Run]:
-    return [_train(one_image_each(8, ragged, listed), **extra) for ragged, listed, extra in FORMS.values()]
+def _all_forms() -> dict[str, runs.Run]:
+    return {
+        name: on_rank(tiny.FAMILIES["llava"](), one_image_each(8, ragged, listed), {VISION: {}}, **extra)
+        for name, (ragged, listed, extra) in FORMS.items()
+    }
 
 
 @pytest.mark.distributed
 def test_images_that_the_stock_trainer_stacks_train_alike_under_a_plan(on_ranks: list[dict[str, Any]]):
-    found = dict(zip(FORMS, on_ranks[0]["forms"], strict=True))
+    found = on_ranks[0]["forms"]
     args = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2, "remove_unused_columns": True}
-    stock = Trainer(
-        tiny.FAMILIES["llava"](),
-        TrainingArguments(output_dir="unused", **args),
-        train_dataset=one_image_each(8, ragged=False, listed=False),  # type: ignore[arg-type]
-    )
+    data: Any = one_image_each(8, ragged=False, listed=False)
+    stock = Trainer(tiny.FAMILIES["llava"](), TrainingArguments(output_dir="unused", **args), train_dataset=data)
     stock.train()
     wanted = runs.Run(runs.step_logs(stock), dict(stock.model.state_dict()))
     for form in ("stacked", "stacked, packed", "lists"):
@@ -174,8 +187,7 @@ def test_images_that_the_stock_trainer_stacks_train_alike_under_a_plan(on_ranks:
 # Columns
 
 
-def chat_model() -> PreTrainedModel:
-    """Llava for the tokens and images of the tiny processor."""
+def chat_model(attention: str = "sdpa") -> PreTrainedModel:
     processor = PROCESSORS["llava"]()
     model = tiny.FAMILIES["llava"]()
     config = model.config
@@ -184,54 +196,23 @@ def chat_model() -> PreTrainedModel:
     config.text_config.vocab_size = len(processor.tokenizer) + 8
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return type(model)(config)
+        model = type(model)(config)
+    model.set_attn_implementation({"text_config": attention})
+    return model
 
 
-def chats(count: int, roles: tuple[str, str] = ("user", "assistant")) -> list[dict[str, Any]]:
-    """Conversations, some about an image."""
-    names = dict(zip(("user", "assistant"), roles, strict=True))
-    found = [conversation([(28, 28)] * (index % 2), index) for index in range(count)]
-    for sample in found:
-        sample["messages"] = [{**message, "role": names[message["role"]]} for message in sample["messages"]]
-    return found
+def chats(count: int, column: str = "messages", assistant: str = "assistant") -> list[dict[str, Any]]:
+    """Conversations in a column, some about an image."""
+    result = []
+    for index in range(count):
+        sample = conversation([(28, 28)] * (index % 2), index)
+        messages = sample.pop("messages")
+        roles = {"user": "user", "assistant": assistant}
+        result.append({column: [{**message, "role": roles[message["role"]]} for message in messages], **sample})
+    return result
 
 
-def _chat_trainer(parallel: Any, data: Any, **words: Any) -> Any:
-    torch.set_num_threads(1)
-    runs.draw_nothing()
-    keep = words.pop("remove_unused_columns", True)
-    settings = {**runs.COMMON, "remove_unused_columns": keep, "max_steps": 2, "save_strategy": "no"}
-    settings |= {"global_batch_size": 4, "per_device_train_batch_size": 2 if parallel else 4}
-    settings |= {"ddp_backend": "gloo"} if parallel else {}
-    args = MultimodalTrainingArguments(output_dir="unused", parallel=parallel, **settings)
-    model = words.pop("model", None) or chat_model()
-    return MultimodalParallelTrainer(model, args, train_dataset=data, **words)
-
-
-def refused(parallel: Any, data: Any, **words: Any) -> str:
-    """The sentence with which a Trainer is refused, or its training."""
-    try:
-        _chat_trainer(parallel, data, **words).train()
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
-def _losses(parallel: Any, data: Any, **words: Any) -> list[float]:
-    trainer = _chat_trainer(parallel, data, **words)
-    trainer.train()
-    return [row["loss"] for row in runs.step_logs(trainer)]
-
-
-def renamed(data: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    return [{name if key == "messages" else key: value for key, value in sample.items()} for sample in data]
-
-
-def llava_format(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Conversations of `from` and `value`."""
-    return [{"id": str(i), "conversations": [{"from": "human", "value": "a"}]} for i, _ in enumerate(data)]
-
-
+LLAVA_FORMAT = [{"id": str(i), "conversations": [{"from": "human", "value": "a"}]} for i in range(4)]
 SENTENCES = {
     "no processor": "`train_dataset` .*`messages`.*`processing_class`",
     "no template": "`PreTrainedConfig`",
@@ -240,62 +221,57 @@ SENTENCES = {
     "Llava's format": "`train_dataset` .*`conversations`, .* `from` to `role`",
     "Llava's messages": r"`train_dataset` .*\['from', 'value'\].* `role`",
     "nothing": r"\['question', 'answer'\].*`messages`",
+    "no assistant": "`labels` are -100",
 }
 
 
-def sentences(parallel: Any) -> dict[str, str]:
-    """Name -> why a case is refused."""
-    from transformers import PreTrainedConfig
+def chat(column: str = "messages") -> ChatCollator:
+    return ChatCollator(PROCESSORS["llava"](), max_length=99, messages_column=column)
 
-    processor, data = PROCESSORS["llava"](), chats(4)
-    model = chat_model()
-    model.set_attn_implementation({"text_config": "bitfield"})
-    chat = ChatCollator(processor, max_length=99)
-    talks = ChatCollator(processor, messages_column="conversations")
-    rows = llava_format(data)
-    return {
-        "no processor": refused(parallel, data),
-        "no template": refused(parallel, data, processing_class=PreTrainedConfig()),
-        "wrong name": refused(parallel, renamed(data, "talks"), data_collator=chat),
-        "wrong name, wrapped": refused(
-            parallel, renamed(data, "talks"), model=model, data_collator=PackingCollator(chat, model)
-        ),
-        "Llava's format": refused(parallel, rows, processing_class=processor),
-        "Llava's messages": refused(parallel, Dataset.from_list(rows), data_collator=talks),
-        "nothing": refused(parallel, Dataset.from_list([{"question": "a", "answer": "b"}] * 4)),
-        "no assistant": refused(parallel, chats(4, ("user", "gpt")), data_collator=chat),
+
+def refusals(parallel: Any) -> dict[str, str]:
+    model, talks = chat_model("bitfield"), chats(4, "talks")
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "no processor": (chats(4), {}),
+        "no template": (chats(4), {"processing_class": PreTrainedConfig()}),
+        "wrong name": (talks, {"data_collator": chat()}),
+        "wrong name, wrapped": (talks, {"data_collator": PackingCollator(chat(), model)}),
+        "Llava's format": (LLAVA_FORMAT, {"processing_class": PROCESSORS["llava"]()}),
+        "Llava's messages": (Dataset.from_list(LLAVA_FORMAT), {"data_collator": chat("conversations")}),
+        "nothing": (Dataset.from_list([{"question": "a", "answer": "b"}] * 4), {}),
     }
+    if parallel:
+        cases["no assistant"] = chats(4, assistant="gpt"), {"data_collator": chat()}
+    said = {}
+    for name, (data, words) in cases.items():
+        with pytest.raises(ValueError) as raised:
+            on_rank(model, data, parallel, words)
+        said[name] = str(raised.value)
+    return said
 
 
-def _chat_runs() -> tuple[dict[str, str], dict[str, list[float]]]:
-    """On this rank: what is refused, and the losses of collators that the user makes."""
-    processor, plan = PROCESSORS["llava"](), {VISION: {}}
-    packed = chat_model()
-    packed.set_attn_implementation({"text_config": "bitfield"})
-    chat = ChatCollator(processor, max_length=99)
-    losses = {
-        "default": _losses(plan, chats(8), processing_class=processor),
-        "own": _losses(plan, chats(8), data_collator=chat),
-        "renamed": _losses(
-            plan, renamed(chats(8), "talks"), data_collator=ChatCollator(processor, messages_column="talks")
-        ),
-        "packed": _losses(plan, chats(8), model=packed, data_collator=PackingCollator(chat, packed)),
-    }
-    return sentences(plan), losses
+def _chat_runs() -> tuple[dict[str, str], list[runs.Run]]:
+    """On this rank: what is refused, and runs with the default collator, a user's own, and one that packs."""
+    model, plan = chat_model("bitfield"), {VISION: {}}
+    processor: Any = {"processing_class": PROCESSORS["llava"]()}
+    return refusals(plan), [
+        on_rank(chat_model(), chats(8), plan, processor),
+        on_rank(chat_model(), chats(8, "talks"), plan, {"data_collator": chat("talks")}),
+        on_rank(model, chats(8), plan, {"data_collator": PackingCollator(chat(), model)}),
+    ]
 
 
 @pytest.mark.distributed
 def test_chat_collators_keep_their_columns_and_missing_ones_are_named(on_ranks: list[dict[str, Any]]):
-    wanted = _losses(None, chats(8), data_collator=ChatCollator(PROCESSORS["llava"]()))
-    alone = sentences(None)
-    (on_first, losses_of), (on_second, _) = (rank["chats"] for rank in on_ranks)
+    (on_first, found), (on_second, _) = (rank["chats"] for rank in on_ranks)
     assert on_first == on_second
-    for said in (alone, on_first):
-        for name, sentence in SENTENCES.items():
-            assert re.search(sentence, said[name]), (name, said[name])
-    assert "`labels` are -100" in on_first["no assistant"]
-    for name, losses in losses_of.items():
-        assert losses == pytest.approx(wanted, rel=1e-5), name
+    assert on_first.keys() == SENTENCES.keys()
+    for said in (on_first, refusals(None)):
+        for name, sentence in said.items():
+            assert re.search(SENTENCES[name], sentence), (name, sentence)
+    wanted = on_rank(chat_model(), chats(8), words={"data_collator": chat()})
+    for run in found:
+        assert [row["loss"] for row in run.logs] == pytest.approx([row["loss"] for row in wanted.logs], rel=1e-5)
 
 
 def tokens_of(rows: dict[str, list[Any]]) -> dict[str, Any]:
@@ -304,15 +280,16 @@ def tokens_of(rows: dict[str, list[Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _transformed(parallel: Any) -> list[float]:
+def _transformed(parallel: Any = None) -> list[float]:
     """Losses of a dataset whose transform tokenises; nothing but the transform knows the columns of samples."""
     data = Dataset.from_list([{"messages": sample["messages"]} for sample in chats(8)]).with_transform(tokens_of)
-    return _losses(parallel, data, model=tiny.FAMILIES["llama_tied"](), remove_unused_columns=False)
+    run = on_rank(tiny.FAMILIES["llama_tied"](), data, parallel, remove_unused_columns=False)
+    return [row["loss"] for row in run.logs]
 
 
 @pytest.mark.distributed
 def test_columns_are_those_that_a_transform_makes(on_ranks: list[dict[str, Any]]):
-    assert on_ranks[0]["transformed"] == pytest.approx(_transformed(None), rel=1e-5)
+    assert on_ranks[0]["transformed"] == pytest.approx(_transformed(), rel=1e-5)
 
 
 def _without_targets() -> tuple[list[str], float]:
@@ -331,14 +308,12 @@ def _without_targets() -> tuple[list[str], float]:
 
 @pytest.mark.distributed
 def test_batches_without_targets_are_told_of(on_ranks: list[dict[str, Any]]):
-    """The first one ends a run, see above."""
     (training, evaluation), loss = on_ranks[0]["without targets"]
     assert "`labels` are -100" in training and "NaN" in evaluation
     assert math.isnan(loss)
 
 
 def _on_a_rank() -> dict[str, Any]:
-    """All that this rank has to show."""
     return {
         "forms": _all_forms(),
         "chats": _chat_runs(),

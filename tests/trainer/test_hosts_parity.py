@@ -36,24 +36,15 @@ def _places(output: str) -> list[str]:
     return sorted(re.findall(r"(rank \d.*): trained", output))
 
 
-def _run(folder: Path) -> runs.Run:
-    return runs.Run(**torch.load(folder / "run.pt"))
-
-
 @pytest.fixture(scope="module")
 def one_host(tmp_path_factory: pytest.TempPathFactory) -> runs.Run:
     """The run of four processes on this host."""
     folder = tmp_path_factory.mktemp("hosts") / "one"
-    done = subprocess.run(
-        _launch("one_host_4cpu.yaml", *_script(folder)),
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command, environment = _launch("one_host_4cpu.yaml", *_script(folder)), {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _places(done.stdout) == [f"rank {rank} of 4, local {rank}, on cpu" for rank in range(4)]
-    return _run(folder)
+    return runs.Run(**torch.load(folder / "run.pt"))
 
 
 def test_a_launched_script_trains_as_the_stock_trainer_and_exits_cleanly(one_host):
@@ -70,6 +61,6 @@ def test_two_hosts_train_as_one(one_host, tmp_path):
         assert result.returncode == 0, result.output
         places = [f"rank {2 * host + local} of 4, local {local}, on cpu" for local in range(2)]
         assert _places(result.output) == places
-    two = _run(tmp_path / "two")
+    two = runs.Run(**torch.load(tmp_path / "two" / "run.pt"))
     runs.assert_same_run(two, one_host, rtol=1e-6, atol=1e-7)
     assert two.metrics["eval_loss"] == pytest.approx(one_host.metrics["eval_loss"], rel=1e-6)

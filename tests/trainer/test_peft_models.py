@@ -1,4 +1,4 @@
-"""Models that `get_peft_model` made train under a plan as with the stock Trainer and are saved as `peft` saves."""
+"""Models that `get_peft_model` made train and are saved as with the stock Trainer; `test_saved_folders` opens them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.peft_models import is_peft_model, unwrap_peft_model
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.trainer.build import adapter_configs
 from tests import tiny
-from tests.distributed import assert_ranks_raise, run_distributed
+from tests.distributed import run_distributed
 from tests.folders import run_folder
 from tests.trainer import runs
 
@@ -31,14 +31,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "fc1"]}
 PARTS = ["multi_modal_projector"]
+THREE_STEPS = {"max_steps": 3, "warmup_steps": 0}
+BIASED = {**THREE_STEPS, "learning_rate": 0.1}
 
 
-def adapted(name: str = "default", base: str | None = None, **settings: Any) -> Any:
+def adapted(name: str = "default", **settings: Any) -> Any:
     """A model with adapters in both modules and a projector that is trained whole."""
     set_seed(7)
     model = tiny.FAMILIES["llava"]()
-    if base is not None:
-        model = type(model).from_pretrained(base)
     return get_peft_model(model, LoraConfig(**{**LORA, "modules_to_save": PARTS, **settings}), adapter_name=name)
 
 
@@ -49,11 +49,21 @@ def trained(model: Any) -> dict[str, torch.Tensor]:
     return {k: v.detach().clone() for k, v in peft.get_peft_model_state_dict(model, adapter_name=name).items()}
 
 
-def trained_run(trainer: Any, checkpoint: str | None = None) -> tuple[list[dict[str, float]], Any]:
+Trained = tuple[list[dict[str, float]], Any]
+
+
+def trained_run(trainer: Any, checkpoint: str | None = None) -> Trained:
     """Logs and trained weights, these on rank 0."""
     trainer.train(resume_from_checkpoint=checkpoint)
     whole = trainer.gather_model()
     return runs.step_logs(trainer), None if whole is None else trained(whole)
+
+
+def stock_run(model: Any, **arguments: Any) -> tuple[Any, Trained]:
+    """The stock Trainer after its run, and what it leaves."""
+    stock = runs.stock_trainer(model=model, **arguments)
+    stock.train()
+    return stock, (runs.step_logs(stock), trained(stock.model))
 
 
 def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 2e-5) -> None:
@@ -62,115 +72,121 @@ def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rt
         torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def train_layouts(folder: str, base: str) -> dict[str, Any]:
-    """Logs and weights of every layout; that of the pipeline has another name and is saved."""
+def assert_same(run: Trained, stock: Trained) -> None:
+    assert run[0] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in stock[0]]
+    assert_close(run[1], stock[1])
+
+
+def train_layouts(folder: Path) -> dict[str, Trained]:
+    """Logs and weights of every layout; that of the pipeline has another name."""
     result = {}
     for layout, sizes in LAYOUTS.items():
-        model = adapted("mine" if layout == "pipeline" else "default", base)
-        trainer = runs.make_trainer("llava", sizes, model=model)
+        model = adapted("mine" if layout == "pipeline" else "default")
+        trainer = runs.make_trainer("llava", sizes, model=model, **THREE_STEPS)
         result[layout] = trained_run(trainer)
-        trainer.save_model(f"{folder}/{layout}")
+        trainer.save_model(str(folder / layout))
     return result
 
 
 @pytest.mark.distributed
-def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(tmp_path: Path):
-    base = str(tmp_path / "base")
-    tiny.FAMILIES["llava"]().save_pretrained(base)
-    stock = runs.stock_trainer(model=adapted(base=base))
-    stock.train()
-    logs, weights = runs.step_logs(stock), trained(stock.model)
+def test_every_layout_trains_and_saves_as_the_stock_trainer(tmp_path: Path):
+    stock, wanted = stock_run(adapted(), **THREE_STEPS)
     stock.save_model(str(tmp_path / "stock"))
-    for layout, (got_logs, got) in run_distributed(train_layouts, 3, str(tmp_path), base, timeout=200)[0].items():
-        assert got_logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in logs], layout
-        assert_close(got, weights)
+    expected = json.loads((tmp_path / "stock" / "adapter_config.json").read_text())
+    for layout, run in run_distributed(train_layouts, 3, tmp_path, timeout=200)[0].items():
+        assert_same(run, wanted)
         folder = tmp_path / layout / ("mine" if layout == "pipeline" else "")
         assert_close(*(load_file(own / "adapter_model.safetensors") for own in (folder, tmp_path / "stock")))
-        config, expected = (
-            json.loads((own / "adapter_config.json").read_text()) for own in (folder, tmp_path / "stock")
-        )
+        config = json.loads((folder / "adapter_config.json").read_text())
         for setting in set(expected) - {"modules_to_save", "target_modules"}:
             assert config[setting] == expected[setting], setting
         assert set(config["target_modules"]) == set(expected["target_modules"])
-        loaded = PeftModel.from_pretrained(type(stock.model.get_base_model()).from_pretrained(base), str(folder))
-        assert_close(trained(loaded), weights)
-        batch = tiny.collate("llava")(tiny.make_dataset("llava", 2))
-        autos = [AutoModelForImageTextToText.from_pretrained(str(path)) for path in (folder, tmp_path / "stock")]
-        with torch.no_grad():
-            want = stock.model.eval()(**batch).logits
-            torch.testing.assert_close(loaded.eval()(**batch).logits, want, rtol=1e-4, atol=1e-5)
-            first, second = (auto.eval()(**batch).logits for auto in autos)
-            torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
-
-
-def train_on(folder: str) -> Any:
-    """Goes on with the adapter in a folder."""
-    model = PeftModel.from_pretrained(tiny.FAMILIES["llava"](), folder, is_trainable=True)
-    return trained_run(runs.make_trainer("llava", LAYOUTS["pipeline"], model=model))
-
-
-@pytest.mark.distributed
-@pytest.mark.deep
-def test_an_adapter_that_was_trained_before_is_trained_on(tmp_path: Path):
-    first = runs.stock_trainer(model=adapted(use_dora=True), max_steps=2)
-    first.train()
-    first.save_model(str(tmp_path))
-    stock = runs.stock_trainer(
-        model=PeftModel.from_pretrained(tiny.FAMILIES["llava"](), str(tmp_path), is_trainable=True)
-    )
-    stock.train()
-    logs, weights = run_distributed(train_on, 3, str(tmp_path))[0]
-    assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
-    assert_close(weights, trained(stock.model))
 
 
 CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
 
 
-def interrupted(folder: str) -> Any:
-    """A run whose first half has a pipeline, and whose second half has tensor parallelism."""
+def biased() -> Any:
+    return adapted(target_modules=["q_proj", "o_proj", "fc1"], lora_bias=True)
+
+
+def more_runs(folder: str, before: str) -> dict[str, Trained]:
+    """
+    A run whose first half has a pipeline, and whose second half has tensor parallelism; one that trains on with the
+    adapter in a folder; one of biased adapters, with SGD, which hides no scale.
+    """
 
     def made(layout: str) -> Any:
         return runs.make_trainer("llava", LAYOUTS[layout], folder, model=adapted("mine"), **CHECKPOINTS)
 
-    return trained_run(made("pipeline")), trained_run(made("tensor"), f"{folder}/checkpoint-2")
+    again: Any = PeftModel.from_pretrained(tiny.FAMILIES["llava"](), before, is_trainable=True)
+    return {
+        "first": trained_run(made("pipeline")),
+        "second": trained_run(made("tensor"), f"{folder}/checkpoint-2"),
+        "again": trained_run(runs.make_trainer("llava", LAYOUTS["pipeline"], model=again, **THREE_STEPS)),
+        "biases": trained_run(runs.make_trainer("llava", LAYOUTS["tensor"], model=biased(), **BIASED)),
+    }
 
 
 @pytest.mark.distributed
-def test_a_run_is_resumed_under_another_layout_and_on_one_process(tmp_path: Path):
-    stock = runs.stock_trainer(model=adapted("mine"), **CHECKPOINTS)
-    stock.train()
-    (first, _), (second, weights) = run_distributed(interrupted, 3, str(tmp_path), timeout=120)[0]
-    expected = [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
-    assert first == expected and second == expected
-    assert_close(weights, trained(stock.model), rtol=1e-3)
+def test_runs_are_resumed_under_other_layouts_adapters_trained_on_and_biases_follow_their_layers(tmp_path: Path):
+    _, resumed = stock_run(adapted("mine"), **CHECKPOINTS)
+    before = str(tmp_path / "before")
+    stock_run(adapted(use_dora=True), max_steps=2)[0].save_model(before)
+    _, again = stock_run(PeftModel.from_pretrained(tiny.FAMILIES["llava"](), before, is_trainable=True), **THREE_STEPS)
+    _, biases = stock_run(biased(), **BIASED)
+    found = run_distributed(more_runs, 3, str(tmp_path), before, timeout=200)[0]
+    expected = [pytest.approx(row, rel=1e-4, abs=1e-5) for row in resumed[0]]
+    assert found["first"][0] == expected and found["second"][0] == expected
+    assert_close(found["second"][1], resumed[1], rtol=1e-3)
+    assert_same(found["again"], again)
+    assert any(name.endswith("lora_B.bias") and tensor.abs().max() > 1e-4 for name, tensor in biases[1].items())
+    assert_same(found["biases"], biases)
 
 
 # What can't hold
 
 
+PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2, "target_modules": None}
+# Kind -> settings of its adapters, what the refusal names
+OTHER_CONFIGS: dict[str, dict[str, Any]] = {
+    "AdaLoraConfig": {"total_step": 4},
+    "IA3Config": {"target_modules": ["down_proj"], "feedforward_modules": ["down_proj"]},
+    "VeraConfig": {},
+    "OFTConfig": {"oft_block_size": 4},
+    "LoHaConfig": {},
+    "PrefixTuningConfig": PROMPT,
+    "PromptTuningConfig": PROMPT,
+}
+LORA_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "bias": ({"bias": "lora_only"}, "`bias='none'`"),
+    "token rows": ({"trainable_token_indices": [1, 2]}, "`trainable_token_indices="),
+    "parameters": ({"target_parameters": ["mlp.down_proj.weight"], "target_modules": []}, "`target_parameters="),
+    "aLoRA": ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, "`ALoraLinearVariant`"),
+    "tied": ({"modules_to_save": ["lm_head"]}, "`lm_head.weight`"),
+    "tied adapters": ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "`ensure_weight_tying=False`"),
+}
+REFUSED = {
+    **{name: f"`{name}`.*`LoraConfig`" for name in OTHER_CONFIGS},
+    **{kind: named for kind, (_, named) in LORA_CONFIGS.items()},
+    "PeftMixedModel": "`PeftMixedModel`",
+    "several": r"delete_adapter\('second'\)",
+    "merged": "`model.unmerge_adapter",
+    "base weights": "q_proj.base_layer.weight`",
+    "for inference": "is_trainable=True",
+}
+
+
 def with_adapter(kind: str) -> Any:
-    """A tiny text model with adapters of a kind that a plan refuses."""
+    """A tiny text model with adapters of a kind that a plan refuses, or plain ones."""
     base: Any = tiny.FAMILIES["llama_tied" if kind.startswith("tied") else "llama"]()
     targets: dict[str, Any] = {"target_modules": ["q_proj"]}
-    configs: dict[str, Any] = {
-        "AdaLoraConfig": lambda: peft.AdaLoraConfig(total_step=4, **targets),
-        "IA3Config": lambda: peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]),
-        "VeraConfig": lambda: peft.VeraConfig(**targets),
-        "OFTConfig": lambda: peft.OFTConfig(oft_block_size=4, **targets),
-        "LoHaConfig": lambda: peft.LoHaConfig(**targets),
-        "PrefixTuningConfig": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-        "PromptTuningConfig": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-        "bias": lambda: LoraConfig(bias="lora_only", **targets),
-        "token rows": lambda: LoraConfig(trainable_token_indices=[1, 2], **targets),
-        "parameters": lambda: LoraConfig(target_parameters=["mlp.down_proj.weight"], target_modules=[]),
-        "aLoRA": lambda: LoraConfig(alora_invocation_tokens=[1], task_type="CAUSAL_LM", **targets),
-        "tied": lambda: LoraConfig(modules_to_save=["lm_head"], **targets),
-        "tied adapters": lambda: LoraConfig(target_modules=["lm_head"], ensure_weight_tying=True),
-    }
-    if kind == "PeftMixedModel":
-        return get_peft_model(base, LoraConfig(**targets), mixed=True)
-    model: Any = get_peft_model(base, configs.get(kind, lambda: LoraConfig(**targets))())
+    if kind in OTHER_CONFIGS:
+        given = {**targets, **OTHER_CONFIGS[kind]}
+        config = getattr(peft, kind)(**{name: value for name, value in given.items() if value is not None})
+    else:
+        config = LoraConfig(**{**targets, **LORA_CONFIGS.get(kind, ({}, ""))[0]})
+    model: Any = get_peft_model(base, config, mixed=kind == "PeftMixedModel")
     if kind == "several":
         model.add_adapter("second", LoraConfig(**targets))
     elif kind == "merged":
@@ -180,23 +196,6 @@ def with_adapter(kind: str) -> Any:
     elif kind == "for inference":
         model.requires_grad_(False)
     return model
-
-
-KINDS = ("AdaLora", "IA3", "Vera", "OFT", "LoHa", "PrefixTuning", "PromptTuning")
-REFUSED = {
-    **{f"{name}Config": f"`{name}Config`.*`LoraConfig`" for name in KINDS},
-    "PeftMixedModel": "`PeftMixedModel`",
-    "several": r"delete_adapter\('second'\)",
-    "bias": "`bias='none'`",
-    "token rows": "`trainable_token_indices=",
-    "parameters": "`target_parameters=",
-    "aLoRA": "`ALoraLinearVariant`",
-    "tied": "`lm_head.weight`",
-    "tied adapters": "`ensure_weight_tying=False`",
-    "merged": "`model.unmerge_adapter",
-    "base weights": "q_proj.base_layer.weight`",
-    "for inference": "is_trainable=True",
-}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -211,19 +210,11 @@ def test_adapters_that_cannot_be_laid_out_are_refused_by_name(kind: str):
 
 def test_adapters_that_transformers_added_are_taken_too():
     model: Any = tiny.FAMILIES["llama"]()
+    assert not is_peft_model(model)
     model.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="own")
-    assert is_peft_model(model) and not is_peft_model(tiny.FAMILIES["llama"]())
+    assert is_peft_model(model)
     base, adapter = unwrap_peft_model(model)
     assert base is model and adapter.name == "own" and adapter.config.r == 8
-
-
-def lay_out(kind: str) -> None:
-    runs.make_trainer("llama", {LM: {"pp_size": 2}}, model=with_adapter(kind))
-
-
-@pytest.mark.distributed
-def test_every_rank_refuses_before_anything_is_built():
-    assert_ranks_raise(lay_out, 2, "PrefixTuningConfig", match="`PrefixTuningConfig`")
 
 
 def test_a_model_with_adapters_gets_no_more():
@@ -232,46 +223,16 @@ def test_a_model_with_adapters_gets_no_more():
         adapter_configs(with_adapter("plain"), more)
 
 
-def test_all_sizes_one_is_the_stock_trainer_for_every_kind():
-    for kind in ("IA3Config", "PrefixTuningConfig", "several", "plain"):
-        logs = []
-        for ours in (False, True):
-            set_seed(5)
-            arguments = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2}
-            given: dict[str, Any] = {
-                "model": with_adapter(kind),
-                "train_dataset": tiny.make_dataset("llama", 8),
-                "data_collator": tiny.collate("llama"),
-            }
-            folder = run_folder()
-            if ours:
-                args = MultimodalTrainingArguments(output_dir=folder, parallel={LM: {}}, **arguments)
-                trainer: Any = MultimodalParallelTrainer(args=args, **given)
-            else:
-                trainer = Trainer(args=TrainingArguments(output_dir=folder, **arguments), **given)
-            trainer.train()
-            logs.append(runs.step_logs(trainer))
-        assert logs[0] == logs[1], kind
-
-
-def train_with_biases() -> Any:
-    """Logs and weights of biased adapters of column-parallel and row-parallel layers; SGD, which hides no scale."""
-    sizes = {VISION: {"tp_size": 2}, LM: {"tp_size": 2}}
-    return trained_run(runs.make_trainer("llava", sizes, model=biased(), learning_rate=0.1))
-
-
-def biased() -> Any:
-    return adapted(target_modules=["q_proj", "o_proj", "fc1"], lora_bias=True)
-
-
-@pytest.mark.distributed
-@pytest.mark.deep
-def test_biases_of_adapters_follow_the_layers_that_they_adapt():
-    """They were whole tensors beside shards: `aten.addmm.default got mixed torch.Tensor and DTensor`."""
-    logs, weights = run_distributed(train_with_biases, 4, timeout=120)[0]
-    stock = runs.stock_trainer(model=biased(), learning_rate=0.1)
-    stock.train()
-    want = trained(stock.model)
-    assert any(name.endswith("lora_B.bias") and tensor.abs().max() > 1e-4 for name, tensor in want.items())
-    assert_close(weights, want)
-    assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in runs.step_logs(stock)], rel=2e-5)
+@pytest.mark.parametrize("kind", ["IA3Config", "PrefixTuningConfig", "several", "plain"])
+def test_all_sizes_one_is_the_stock_trainer_for_every_kind(kind: str):
+    logs = []
+    arguments = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2}
+    ours = (MultimodalParallelTrainer, MultimodalTrainingArguments, {"parallel": {LM: {}}})
+    for cls, args_cls, own in ((Trainer, TrainingArguments, {}), ours):
+        set_seed(5)
+        args: Any = args_cls(output_dir=run_folder(), **own, **arguments)
+        data: Any = tiny.make_dataset("llama", 8)
+        trainer = cls(with_adapter(kind), args, tiny.collate("llama"), data)
+        trainer.train()
+        logs.append(runs.step_logs(trainer))
+    assert logs[0] == logs[1]

@@ -1,18 +1,24 @@
-"""The layouts of a run whose nodes are lost and join."""
+"""The layouts of a run whose nodes are lost and join, and what a rank that joins is told of it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerCallback
 
+from hf_mmparallel.callbacks import RecoveryCallback
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, resolve_plan
 from hf_mmparallel.resilience.resilience_settings import ResilienceSettings
 from hf_mmparallel.trainer.build import PreparedModel
 from hf_mmparallel.trainer.recovery_plan import NodeLayouts, node_layouts
+from hf_mmparallel.trainer.survival import ToldRun
 from tests import tiny
 from tests.resilience.test_resilient_planner import planner_of
 
@@ -22,31 +28,20 @@ def layouts() -> NodeLayouts:
     return NodeLayouts(planner_of("llava", 3, 2, 1))
 
 
-def test_whole_nodes_that_join_get_a_place(layouts):
+def test_whole_nodes_that_join_get_a_place_and_others_none(layouts):
     first = layouts.planner.first()
-    after = layouts.with_members(first, {8, 9})
+    after = layouts.with_members(first, {8, 9, 10})
     assert sorted(after.members) == [0, 1, 2, 3, 4, 5, 8, 9]
     held = {(t.name, t.target) for t in layouts.transfers(first, after)}
     for rank, member in enumerate(after.members):
         if member in (8, 9):
             assert {(name, rank) for name in layouts.needed(after, rank)} <= held, "they hold nothing before"
-
-
-def test_members_of_nodes_that_have_not_joined_whole_are_left_out(layouts):
-    first = layouts.planner.first()
-    assert sorted(layouts.with_members(first, {8, 9, 10}).members) == [0, 1, 2, 3, 4, 5, 8, 9]
     assert layouts.with_members(first, {9, 10}) is first
-
-
-def test_nodes_that_no_pipelines_could_use_are_left_out(layouts):
-    first = layouts.planner.first()
-    many = range(6, 2 * 10_000)
-    assert layouts.with_members(first, many) is first
+    assert layouts.with_members(first, range(6, 2 * 10_000)) is first, "no pipelines could use so many"
 
 
 def test_a_node_that_joins_after_a_loss_takes_its_place(layouts):
-    first = layouts.planner.first()
-    left = layouts.without(first, {2})
+    left = layouts.without(layouts.planner.first(), {2})
     assert set(left.members) == {0, 1, 4, 5}, "the node is lost as a whole"
     assert sorted(layouts.with_members(left, {6, 7}).members) == [0, 1, 4, 5, 6, 7]
 
@@ -86,3 +81,81 @@ def test_stages_after_a_plan_of_the_user_have_its_sizes() -> None:
     plan = resolve_plan(spec, two, num_microbatches=8)
     layouts = layouts_of(MultimodalParallelPlugin(plan=plan))
     assert layouts.planner.plans.chain.tp_sizes == {"vision": (2,), LANGUAGE_MODEL: (2,)}
+
+
+# What a rank that joins is told
+
+
+class Steps:
+    def save(self, folder: Path, step: int) -> None:
+        (folder / "position.json").write_text(f"after step {step}")
+
+
+def _trainer(num_groups: int) -> Any:
+    """A Trainer with what is told; its optimizer has groups of one parameter."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": 0.1 * n} for n in range(num_groups)]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    callbacks, control = [TrainerCallback(), EarlyStoppingCallback(4), RecoveryCallback(8)], TrainerControl()
+    stateful: Any = [callbacks[1], control]
+    return SimpleNamespace(
+        state=TrainerState(
+            global_step=3, epoch=0.5, log_history=[{"loss": 2.0, "step": 3}], stateful_callbacks=stateful
+        ),
+        control=control,
+        callback_handler=SimpleNamespace(callbacks=callbacks),
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        args=SimpleNamespace(device="cpu"),
+        _tr_loss=torch.tensor(1.5),
+        _total_loss_scalar=6.0,
+        _globalstep_last_logged=2,
+        current_flos=1e6,
+    )
+
+
+def _told() -> ToldRun:
+    trainer = _trainer(2)
+    for _ in range(3):
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    trainer.callback_handler.callbacks[1].early_stopping_patience_counter = 3
+    trainer.callback_handler.callbacks[2]._num_ranks = 5
+    states = dict(trainer.state.stateful_callbacks)
+    told = ToldRun.from_bytes(ToldRun.of(trainer, Steps()).to_bytes())
+    assert trainer.state.stateful_callbacks == states, "telling changes nothing"
+    return told
+
+
+def test_the_state_and_the_position_are_a_checkpoint():
+    with _told().checkpoint() as folder:
+        state = TrainerState.load_from_json(str(Path(folder, "trainer_state.json")))
+        assert Path(folder, "position.json").read_text() == "after step 3"
+    assert (state.global_step, state.epoch, state.log_history) == (3, 0.5, [{"loss": 2.0, "step": 3}])
+    assert not Path(folder).exists()
+
+
+def test_the_schedule_goes_on_with_the_groups_of_the_others():
+    joined = _trainer(1)
+    _told().restore_schedule(joined.optimizer, joined.lr_scheduler)
+    assert [(g["weight_decay"], g["lr"], g["params"]) for g in joined.optimizer.param_groups] == [
+        (0.0, 0.25, []),
+        (0.1, 0.25, []),
+    ]
+    joined.optimizer.step()
+    joined.lr_scheduler.step()
+    assert joined.lr_scheduler.get_last_lr() == [0.2, 0.2]
+
+
+def test_callbacks_decide_as_those_of_the_others_and_sums_between_two_logs_go_on():
+    joined = _trainer(2)
+    joined._tr_loss, joined._total_loss_scalar, joined._globalstep_last_logged = torch.tensor(0.0), 0.0, 0
+    plain, stopping, recoveries = joined.callback_handler.callbacks
+    told = _told()
+    told.restore_callbacks(joined)
+    told.restore_sums(joined)
+    assert joined.callback_handler.callbacks == [plain, stopping, recoveries], "the same objects of the user"
+    assert (stopping.early_stopping_patience, stopping.early_stopping_patience_counter) == (4, 3)
+    assert recoveries._num_ranks == 5
+    assert torch.equal(joined._tr_loss, torch.tensor(1.5)) and joined._total_loss_scalar == 6.0
+    assert joined._globalstep_last_logged == 2 and isinstance(joined._globalstep_last_logged, int)

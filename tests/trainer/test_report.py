@@ -26,18 +26,11 @@ from hf_mmparallel.planner.inputs import ModelSource, Samples
 from hf_mmparallel.planner.settings import Settings
 from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.steps.representatives import ArrangementChoice
-from hf_mmparallel.trainer import start_report
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.build import RowChoice
 from hf_mmparallel.trainer.model_card import RunSummary, plan_section
-from hf_mmparallel.trainer.start_report import (
-    PlanReport,
-    StepReport,
-    arrangement_lines,
-    settings_without_effect,
-    size_origin,
-)
+from hf_mmparallel.trainer.start_report import StepReport, arrangement_lines, settings_without_effect
 from hf_mmparallel.trainer.training_sizes import StartSizes, TrainingSizes, representative_batch
 from tests.plan.specs import model_spec
 from tests.trainer.contexts import arguments, context
@@ -54,25 +47,24 @@ def prediction(before: Balance, after: Balance) -> StepReport:
 
 
 def test_the_report_says_what_the_arrangement_evens_out():
-    lines = arrangement_lines("disttrain", "the column `length`", prediction(BEFORE, AFTER))
-    assert lines == [
-        "Samples are arranged by `disttrain`, with sizes from the column `length`.",
-        "Predicted, in the sampler's order -> arranged: a step 20.2 -> 12.5 ms, the optimizer's with it; standard "
-        "deviation of a microbatch's forward vision 1 -> 0 ms, language_model 3 -> 0.5 ms. 25% of samples are "
-        "deferred.",
-    ]
-    assert arrangement_lines("contiguous", "`sample_tokens`", prediction(BEFORE, BEFORE)) == [
-        "Samples are in the sampler's order, `contiguous`.",
-        "Predicted by sizes from `sample_tokens`: a step 12.5 ms, the optimizer's with it; standard deviation of a "
-        "microbatch's forward "
-        "vision 1 ms, language_model 3 ms.",
-    ]
+    chosen, predicted = arrangement_lines("disttrain", "the column `length`", prediction(BEFORE, AFTER))
+    assert "`disttrain`" in chosen and "the column `length`" in chosen
+    assert "a step 20.2 -> 12.5 ms, the optimizer's with it;" in predicted
+    assert "vision 1 -> 0 ms, language_model 3 -> 0.5 ms. 25% of samples" in predicted
+    chosen, predicted = arrangement_lines("contiguous", "`sample_tokens`", prediction(BEFORE, BEFORE))
+    assert "`contiguous`" in chosen and "`sample_tokens`" in predicted
+    assert "a step 12.5 ms, the optimizer's with it;" in predicted
+    assert "vision 1 ms, language_model 3 ms." in predicted
+    choice = ArrangementChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5, "contiguous": 20.25})
+    told = arrangement_lines("tapered", "`sample_tokens`", replace(prediction(BEFORE, AFTER), choice=choice))[0]
+    assert "12.5 ms a step (`hierarchical` 14, `contiguous` 20.25)" in told
 
 
-def test_steps_have_the_optimizer_as_those_that_a_choice_compared():
-    told = replace(prediction(BEFORE, AFTER), step_ms=14.0)
-    assert "a step 20.2 -> 14 ms, the optimizer's with it;" in arrangement_lines("disttrain", "here", told)[1]
-    assert "a step 14 ms, the optimizer's with it;" in arrangement_lines("contiguous", "here", told)[1]
+def test_unknown_sizes_are_said_with_what_would_help():
+    unknown = StepReport(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None, 12.5)
+    (line,) = arrangement_lines("disttrain", "the dataset's metadata", unknown)
+    assert "unknown, all count the same" in line and "`token_columns`" in line
+    assert "unknown" in arrangement_lines("contiguous", "the dataset's metadata", unknown)[0]
 
 
 @pytest.mark.parametrize("named", [None, "contiguous"])
@@ -93,7 +85,7 @@ def test_the_report_of_a_plan_has_the_step_that_the_planner_predicts(named: str 
         context=run, of_rank=lambda data: drawn.take, at_start=lambda *_: StartSizes(drawn, True)
     )
     engine: Any = SimpleNamespace(costs=costs, plan=plan, sync_groups=groups)
-    planner, told = start_report.predict(engine, sizes, 32, request, measured if is_searched else None)
+    planner, told = report.predict(engine, sizes, 32, request, measured if is_searched else None)
     assert planner.arrangement == answer.arrangement
     assert told.step_ms == pytest.approx(answer.step_ms, rel=1e-9)
     assert told.simulation.bubble_fraction == pytest.approx(answer.drawn.bubble_fraction, rel=1e-9)
@@ -111,29 +103,12 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
     step = SimpleNamespace(samples=range(32), microbatches={LM: [[()] * 3, [()] * 3]})
     engine: Any = SimpleNamespace(plan=plan, device=torch.device("cpu"))
     sizes = TrainingSizes(context([], per_device_train_batch_size=4))
-    told = PlanReport(engine, sizes, 32, RowChoice(False, "`packing=False`"))
+    told = report.PlanReport(engine, sizes, 32, RowChoice(False, "`packing=False`"))
     predicted: Any = replace(prediction(BEFORE, AFTER), planned=SimpleNamespace(step=step))
     for arrangement, size in (("hierarchical", "on average 5.33"), ("contiguous", "up to 4")):
         planner: Any = SimpleNamespace(arrangement=arrangement)
         first, second, *_ = told.lines(planner, predicted)
-        assert first.startswith(f"Global batch of 32 samples: 3 microbatches of {size} samples on each")
-        assert second == "Samples are padded to the longest of their microbatch: `packing=False`."
-
-
-def test_an_arrangement_that_nobody_named_is_told_with_its_reason():
-    choice = ArrangementChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5, "contiguous": 20.25})
-    told = replace(prediction(BEFORE, AFTER), choice=choice)
-    assert arrangement_lines("tapered", "`sample_tokens`", told)[0] == (
-        "Samples are arranged by `tapered`, with sizes from `sample_tokens`: predicted to be fastest, 12.5 ms a step "
-        "(`hierarchical` 14, `contiguous` 20.25)."
-    )
-
-
-def test_unknown_sizes_are_said_with_what_would_help():
-    unknown = StepReport(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None, 12.5)
-    (line,) = arrangement_lines("disttrain", "the dataset's metadata", unknown)
-    assert line.startswith("Sizes of samples are unknown, all count the same") and "`token_columns`" in line
-    assert arrangement_lines("contiguous", "the dataset's metadata", unknown)[0].endswith("Their sizes are unknown.")
+        assert f"32 samples: 3 microbatches of {size} samples" in first and "`packing=False`" in second
 
 
 @pytest.mark.parametrize(
@@ -147,7 +122,7 @@ def test_unknown_sizes_are_said_with_what_would_help():
     ],
 )
 def test_the_origin_of_sizes_has_a_name(token_columns, function, dataset, wanted):
-    assert size_origin(context(dataset, function, token_columns=token_columns)) == wanted
+    assert report.size_origin(context(dataset, function, token_columns=token_columns)) == wanted
 
 
 class Numbers(IterableDataset):
@@ -194,17 +169,16 @@ def test_far_fewer_microbatches_than_asked_for_are_warned_of(
     planner: Any = SimpleNamespace(arrangement=arrangement, microbatch_size=4)
     report.warn_of_few_microbatches(planner, arrange_step(plan, range(64), workloads, 4, arrangement))
     assert len(said) == (arrangement == "entrain" and num_pictures == 2)
-    assert all("makes 1 microbatches or fewer" in text and "asks for 8" in text for text in said)
+    assert all("1 microbatches or fewer" in text and "asks for 8" in text for text in said)
 
 
 def test_settings_that_change_nothing_say_so():
-    args = arguments(max_tokens_per_microbatch=64, memory_limit_gib=2.0, microbatch_assignment="disttrain")
-    assert settings_without_effect(args, sizes_known=False) == [
-        "`max_tokens_per_microbatch=64` has no effect: sizes of samples are unknown.",
-        "`memory_limit_gib=2.0` has no effect: sizes of samples are unknown.",
-    ]
+    limits = {"max_tokens_per_microbatch": 64, "memory_limit_gib": 2.0}
+    args = arguments(**limits, microbatch_assignment="disttrain")
+    for line, (name, value) in zip(settings_without_effect(args, sizes_known=False), limits.items(), strict=True):
+        assert f"`{name}={value}` has no effect" in line
     first, _ = settings_without_effect(args, sizes_known=True)
-    assert first.startswith("`max_tokens_per_microbatch=64` does not limit microbatches") and "hierarchical" in first
+    assert "`max_tokens_per_microbatch=64`" in first and "hierarchical" in first
     assert settings_without_effect(arguments(microbatch_assignment="disttrain"), sizes_known=False) == []
     assert settings_without_effect(arguments(max_tokens_per_microbatch=64), sizes_known=True) == []
 
@@ -213,19 +187,14 @@ def test_settings_of_a_plan_are_idle_without_one():
     def said(args: TrainingArguments, **given: Any) -> list[str]:
         return list(settings_without_plan(args, given))
 
-    assert said(arguments()) == []
+    assert said(arguments()) == said(arguments(), sample_tokens=None) == []
     assert said(TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])) == []
     plan, arrangement = said(arguments(on_bad_sample="skip", token_columns="length"))
-    assert plan == "No effect without a plan: `on_bad_sample='skip'`. Give a layout in `parallel`."
-    assert arrangement.startswith(
-        "No effect on the batches of the stock Trainer: `token_columns='length'`. Give `micro"
-    )
+    assert "`on_bad_sample='skip'`" in plan and "`parallel`" in plan
+    assert "`token_columns='length'`" in arrangement and "`microbatch_assignment`" in arrangement
     assert said(arguments(token_columns="length", microbatch_assignment="disttrain"), sample_tokens=len) == []
     (line,) = said(arguments(), sample_tokens=len)
-    assert line.startswith(
-        "No effect on the batches of the stock Trainer: `sample_tokens`. Give `microbatch_assignment`"
-    )
-    assert said(arguments(), sample_tokens=None) == []
+    assert "`sample_tokens`" in line and "`microbatch_assignment`" in line
 
 
 def test_the_model_card_says_how_samples_were_arranged(tmp_path: Path):
@@ -233,8 +202,7 @@ def test_the_model_card_says_how_samples_were_arranged(tmp_path: Path):
     engine: Any = SimpleNamespace(plan=plan, planner=SimpleNamespace(arrangement="disttrain"))
     (tmp_path / "workloads.png").touch()
     logs = [{"parallel/forward_ms_std/vision": 1.25, "loss": 2.0}, {"parallel/workload_std_before/vision": 12.0}]
-    lines = plan_section(tmp_path, engine, 8, RunSummary(logs)).splitlines()
-    assert "The samples of a global batch are arranged by `disttrain`." in lines
-    assert "![Predicted forward of each microbatch of one step](workloads.png)" in lines
-    assert not any("schedule.png" in line for line in lines)
-    assert lines[-3:-1] == ["| forward std, vision (ms) | 1.25 |", "| workload std before, vision (ms) | 12 |"]
+    card = plan_section(tmp_path, engine, 8, RunSummary(logs))
+    assert "`disttrain`" in card and "(workloads.png)" in card and "schedule.png" not in card
+    rows = ["| forward std, vision (ms) | 1.25 |", "| workload std before, vision (ms) | 12 |"]
+    assert card.splitlines()[-3:-1] == rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from transformers import Trainer, TrainingArguments, set_seed
 from hf_mmparallel import ModulePlugin, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
 from tests import tiny
-from tests.deep_cases import deep
 
 from . import runs
 
@@ -53,20 +53,13 @@ def assert_identical(ours: Trainer, stock: Trainer) -> None:
         assert torch.equal(weights[name], value), name
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        pytest.param(None, id="none"),
-        deep({}, id="empty"),
-        deep({VISION: ModulePlugin()}, id="a default plugin"),
-        pytest.param({VISION: {}, LM: {"dp_size": 1, "tp_size": 1, "pp_size": 1}}, id="sizes of one"),
-    ],
-)
-def test_without_sizes_the_run_is_the_stock_trainers(parallel: Any):
-    ours = train(our_trainer(parallel=parallel, per_device_train_batch_size=4))
-    stock = train(stock_trainer(per_device_train_batch_size=4))
+@pytest.mark.parametrize("parallel", [None, {VISION: {}, LM: {"dp_size": 1, "tp_size": 1, "pp_size": 1}}])
+def test_without_sizes_the_run_is_the_stock_trainers_with_accumulation_for_a_global_batch(parallel: Any):
+    ours = train(our_trainer(parallel=parallel, global_batch_size=6, per_device_train_batch_size=2))
+    stock = train(stock_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=3))
     assert_identical(ours, stock)
     assert ours.engine is None and ours.plan is None
+    assert ours.args.gradient_accumulation_steps == 3 and ours.state.max_steps == stock.state.max_steps
     assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
     assert ours.gather_model() is ours.model
 
@@ -76,32 +69,16 @@ def test_plain_training_arguments_work_too():
     assert_identical(train(ours), train(stock_trainer()))
 
 
-@pytest.mark.parametrize("parallel", [None, {VISION: {}}])
-def test_a_global_batch_becomes_gradient_accumulation(parallel: Any):
-    arguments = {"global_batch_size": 6, "per_device_train_batch_size": 2}
-    ours = train(our_trainer(parallel=parallel, **arguments))
-    stock = train(stock_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=3))
-    assert_identical(ours, stock)
-    assert ours.args.gradient_accumulation_steps == 3
-    assert ours.state.max_steps == stock.state.max_steps
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            {"global_batch_size": 7, "per_device_train_batch_size": 2},
-            r"`global_batch_size=7` is no multiple of `per_device_train_batch_size=2`.* divides it",
-        ),
-        (
-            {"global_batch_size": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
-            r"`global_batch_size=8` contradicts .*`gradient_accumulation_steps=3`.* = 6. Leave",
-        ),
+        ({"global_batch_size": 7}, "`per_device_train_batch_size=2`"),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 3}, "`gradient_accumulation_steps=3`.* = 6"),
     ],
 )
 def test_a_global_batch_that_does_not_add_up_is_refused(arguments: dict[str, int], sentence: str):
-    with pytest.raises(ValueError, match=sentence):
-        our_trainer(**arguments)
+    with pytest.raises(ValueError, match=f"`global_batch_size={arguments['global_batch_size']}` .*{sentence}"):
+        our_trainer(per_device_train_batch_size=2, **arguments)
 
 
 def test_saving_and_resuming_equal_a_straight_run(tmp_path: Path):
@@ -115,10 +92,7 @@ def test_saving_and_resuming_equal_a_straight_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("parallel", [None, {VISION: {}}])
-@pytest.mark.parametrize("folder", ["checkpoint-7", "run/checkpoint-7", "/nowhere/checkpoint-7"])
-def test_a_missing_checkpoint_is_not_looked_for_on_the_hub(
-    folder: str, parallel: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_checkpoint_is_not_looked_for_on_the_hub(parallel: Any, monkeypatch: pytest.MonkeyPatch):
     ours = our_trainer(parallel=parallel)
     asked: list[str] = []
 
@@ -130,31 +104,28 @@ def test_a_missing_checkpoint_is_not_looked_for_on_the_hub(
     monkeypatch.setattr("socket.getaddrinfo", ask)
     monkeypatch.setattr("transformers.utils.hub.hf_hub_download", ask)
     monkeypatch.setattr("transformers.utils.hub.snapshot_download", ask)
-    with pytest.raises(ValueError, match=f"Can't find a valid checkpoint at {folder}"):
-        ours.train(resume_from_checkpoint=folder)
+    for folder in ("checkpoint-7", "run/checkpoint-7", "/nowhere/checkpoint-7"):
+        with pytest.raises(ValueError, match=folder):
+            ours.train(resume_from_checkpoint=folder)
     assert asked == []
 
 
-@pytest.mark.parametrize(
-    ("freeze", "trained"),
-    [
-        (True, lambda name: False),
-        ("tower", lambda name: "multi_modal_projector" in name),
-        deep(
-            r"layers\.[01]\.",
-            lambda name: ".layers.0." not in name and ".layers.1." not in name,
-        ),
-        deep(
-            ["projector", "embeddings"],
-            lambda name: "projector" not in name and "embeddings" not in name,
-        ),
-    ],
-)
-def test_frozen_parts_stay_what_they_are(freeze: Any, trained: Any):
+FROZEN: dict[str, tuple[Any, str]] = {
+    "all": (True, "."),
+    "the tower": ("tower", "^(?!.*multi_modal_projector)"),
+    "layers": (r"layers\.[01]\.", r"\.layers\.[01]\."),
+    "several": (["projector", "embeddings"], "projector|embeddings"),
+}
+"""What is frozen of vision, and a pattern of the names of its parameters that are."""
+
+
+@pytest.mark.parametrize("what", FROZEN)
+def test_frozen_parts_stay_what_they_are(what: str):
+    freeze, pattern = FROZEN[what]
     before = tiny.FAMILIES["llava"]().state_dict()
     ours = our_trainer(parallel={VISION: {"freeze": freeze}})
     names = [parameter.name for parameter in build_model_spec(ours.model).modules[VISION].parameters]
-    frozen = {name for name in names if not trained(name)}
+    frozen = {name for name in names if re.search(pattern, name)}
     assert frozen and {name for name, p in ours.model.named_parameters() if not p.requires_grad} == frozen
     train(ours)
     after = ours.model.state_dict()
@@ -163,13 +134,12 @@ def test_frozen_parts_stay_what_they_are(freeze: Any, trained: Any):
 
 
 def test_activation_checkpointing_recomputes_one_module_and_changes_no_number():
-    ours = our_trainer(parallel={LM: {"activation_checkpointing": True}})
+    recomputed = {LM: {"activation_checkpointing": True}}
+    ours = our_trainer(parallel=recomputed)
     recomputing = {name for name, module in ours.model.named_modules() if getattr(module, "gradient_checkpointing", 0)}
     assert recomputing and all("language_model" in name for name in recomputing)
     assert_identical(train(ours), train(stock_trainer()))
-    some = our_trainer(
-        parallel={LM: {"activation_checkpointing": True}}, activation_checkpointing_kwargs={"every_n_layers": 2}
-    )
+    some = our_trainer(parallel=recomputed, activation_checkpointing_kwargs={"every_n_layers": 2})
     layers = some.model.model.language_model.layers
     assert [layer.gradient_checkpointing for layer in layers] == [True, False, True, False]
 
@@ -198,20 +168,14 @@ def test_adapters_equal_those_that_peft_makes(tmp_path: Path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
 
 
-def test_an_unknown_module_is_named():
-    with pytest.raises(ValueError, match=r"The model has no `visoin`. Did you mean `vision`\?"):
+def test_plans_that_are_not_for_this_process_are_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="`visoin`.*`vision`"):
         our_trainer(parallel={"visoin": {}})
-
-
-def test_processes_that_would_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch):
-    """Four processes that found no group: `WORLD_SIZE` says 4, the arguments see a world of one."""
+    with pytest.raises(ValueError, match="3 ranks .*1 was launched"):
+        our_trainer(parallel={LM: {"pp_size": 2}})
+    # Four processes that found no group: `WORLD_SIZE` says 4, the arguments see a world of one.
     args = MultimodalTrainingArguments(output_dir="unused", **COMMON)
     assert args.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="`WORLD_SIZE` says that 4 processes were launched, but this one is alone"):
+    with pytest.raises(ValueError, match="`WORLD_SIZE` .* 4 "):
         MultimodalParallelTrainer(model=tiny.FAMILIES["llava"](), args=args)
-
-
-def test_a_layout_of_several_ranks_on_one_process_names_the_launch():
-    with pytest.raises(ValueError, match="The plan is for 3 ranks .*but 1 was launched. Launch 3 processes"):
-        our_trainer(parallel={LM: {"pp_size": 2}})
