@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertForMaskedLM, BertModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.plan import MultimodalParallelPlugin
@@ -20,6 +20,7 @@ from hf_mmparallel.trainer.build import prepare_model
 from hf_mmparallel.trainer.start_checks import check_model
 from hf_mmparallel.world import World
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import encoder_decoders, runs
@@ -29,16 +30,7 @@ PIPELINE = {LM: {"pp_size": 2}}
 
 
 UNLIKE = {"replicas": [[{"layers": [0, 4], "ranks": [[rank]]}] for rank in (0, 1)]}
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "other microbatches than the batch has": (
-        {"modules": {VISION: UNLIKE, LM: UNLIKE}, "replica_microbatches": [3, 2]},
-        {},
-    ),
-    "too many ranks": ({LM: {"pp_size": 4}}, {}),
-    "a module that is not there": ({"vison": {"dp_size": 2}}, {}),
-    "batches that contradict": ({}, {"global_batch_size": 8, "gradient_accumulation_steps": 3}),
-    "fp16": ({}, {"fp16": True}),
-}
+COUNTS = {"modules": {VISION: UNLIKE, LM: UNLIKE}, "replica_microbatches": [3, 2]}
 
 
 class OwnLoss(MultimodalParallelTrainer):
@@ -55,6 +47,15 @@ class Bag:
         return iter(tiny.make_dataset("llava", 4))
 
 
+@functools.cache
+def arguments() -> MultimodalTrainingArguments:
+    return runs.make_trainer("llava", {}).args
+
+
+def our_trainer(cls: Any = MultimodalParallelTrainer, **changed: Any) -> Any:
+    return cls(**{"args": arguments(), **runs.words_of("llava", {}), "eval_dataset": None, **changed})
+
+
 def different_models() -> None:
     model = tiny.FAMILIES["llava"]()
     if dist.get_rank() == 1:
@@ -68,228 +69,91 @@ def different_plans() -> None:
     runs.make_trainer("llava", shared if dist.get_rank() else {LM: {}})
 
 
-def different_batches() -> None:
-    runs.make_trainer("llava", {}, global_batch_size=8 if dist.get_rank() else 7).train()
-
-
-def different_datasets() -> None:
-    trainer = runs.make_trainer("llava", {}, max_steps=20)
-    if dist.get_rank() == 1:
+def different_batches(**of_rank: Any) -> None:
+    """The argument that differs has a value for each rank; the dataset of rank 1 is shorter without one."""
+    trainer = runs.make_trainer("llava", {}, max_steps=20, **{k: v[dist.get_rank()] for k, v in of_rank.items()})
+    if not of_rank and dist.get_rank() == 1:
         trainer.train_dataset = trainer.train_dataset[:-9]
     trainer.train()
 
 
-def different_seeds() -> None:
-    runs.make_trainer("llava", {}, data_seed=dist.get_rank()).train()
+def different_folders(saves_steps: bool) -> None:
+    folder = f"run-{dist.get_rank()}"
+    if saves_steps:
+        runs.make_trainer("llava", {}, folder, save_strategy="steps", save_steps=2)
+    runs.make_trainer("llava", {}).save_model(folder)
 
 
-def different_folders_to_save_checkpoints() -> None:
-    runs.make_trainer("llava", {}, f"run-{dist.get_rank()}", save_strategy="steps", save_steps=2)
-
-
-def different_folders_to_save_the_model() -> None:
-    runs.make_trainer("llava", {}).save_model(f"run-{dist.get_rank()}")
-
-
-DISAGREEMENTS = {
-    different_folders_to_save_checkpoints: "`run-0` on rank 0 and `run-1` on rank 1",
-    different_folders_to_save_the_model: "`run-0` on rank 0 and `run-1` on rank 1",
-    different_models: r"`lm_head.weight` is different on .*0.* than on rank.* 1",
-    different_plans: r"different plans \(rank 0: \w+, rank 1: \w+\)",
-    different_batches: "different global batches",
-    different_datasets: "different global batches",
-    different_seeds: "different global batches",
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a loss": (lambda: our_trainer(OwnLoss), "OwnLoss.compute_loss"),
+    "optimizers": (
+        lambda: our_trainer(optimizers=(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)),
+        "`optimizers`",
+    ),
+    "no model": (lambda: our_trainer(model=None), "model=None"),
+    "a bag": (lambda: our_trainer(train_dataset=Bag()).train(), "`Bag`"),
+    "an evaluated bag": (lambda: our_trainer(eval_dataset=Bag()).evaluate(), "`Bag`"),
+    "nothing to train on": (lambda: our_trainer(train_dataset=None).train(), "train_dataset"),
+    "nothing to evaluate on": (lambda: our_trainer().evaluate(), "eval_dataset"),
+    "forward": (lambda: (own := our_trainer())._wrap_model(own.model)(input_ids=None), "gather_model"),
+    "counts of microbatches": (lambda: runs.make_trainer("llava", COUNTS), r"replica_microbatches=\[3, 2\]"),
+    "ranks": (lambda: runs.make_trainer("llava", {LM: {"pp_size": 4}}), "5 ranks .* but 2 "),
+    "fp16": (lambda: runs.make_trainer("llava", {}, fp16=True), "fp16=True"),
+    "different models": (different_models, r"`lm_head.weight` is different on .*0.* than on rank.* 1"),
+    "different plans": (different_plans, r"different plans \(rank 0: \w+, rank 1: \w+\)"),
+    "different datasets": (different_batches, "different global batches"),
+    "different batches": (lambda: different_batches(global_batch_size=(7, 8)), "different global batches"),
+    "different seeds": (lambda: different_batches(data_seed=(0, 1)), "different global batches"),
+    "different checkpoints": (lambda: different_folders(True), "`run-0` on rank 0 and `run-1` on rank 1"),
+    "different folders": (lambda: different_folders(False), "`run-0` on rank 0 and `run-1` on rank 1"),
 }
-SAID = {
-    "other microbatches than the batch has": r"replica_microbatches=\[3, 2\]",
-    "too many ranks": r"5 ranks \(vision: dp 1 x pp 1 x tp 1 = 1; language_model: dp 1 x pp 4 x tp 1 = 4\), but 2 ",
-    "a module that is not there": "`vison`",
-    "batches that contradict": "gradient_accumulation_steps=3",
-    "fp16": "fp16=True",
-    "compute_loss": "OwnLoss.compute_loss",
-    "optimizers": "`optimizers`",
-    "no model": "model=None",
-    "a bag": "`Bag`",
-    "an evaluated bag": "`Bag`",
-    "nothing to train on": "train_dataset",
-    "nothing to evaluate on": "eval_dataset",
-    "forward": "gather_model",
-    **{fn.__name__: pattern for fn, pattern in DISAGREEMENTS.items()},
-}
-"""Case -> what is in its sentence."""
+"""What differs among ranks, or can't be -> who meets it, and what is said."""
 
 
 def refusals() -> dict[str, str]:
     """Case -> why it is refused on this rank."""
-    result = {}
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        try:
+    said = {}
+    for name, (call, _) in REFUSED.items():
+        with pytest.raises((ValueError, RuntimeError)) as raised:
             call()
-        except (ValueError, RuntimeError) as error:
-            result[name] = str(error)
-
-    for name, (parallel, arguments) in LAYOUTS.items():
-        attempt(name, lambda: runs.make_trainer("llava", parallel, **arguments))  # noqa: B023
-    first = runs.make_trainer("llava", {})
-    given = {"args": first.args, "train_dataset": first.train_dataset, "data_collator": first.data_collator}
-
-    def trainer(cls: Any = MultimodalParallelTrainer, **changed: Any) -> Any:
-        return cls(**{"model": tiny.FAMILIES["llava"](), **given, **changed})
-
-    optimizer = torch.optim.SGD(first.model.parameters(), lr=1.0)
-    attempt("compute_loss", lambda: trainer(OwnLoss))
-    attempt("optimizers", lambda: trainer(optimizers=(optimizer, None)))
-    attempt("no model", lambda: trainer(model=None))
-    attempt("a bag", lambda: trainer(train_dataset=Bag()).train())
-    attempt("an evaluated bag", lambda: trainer(eval_dataset=Bag()).evaluate())
-    attempt("nothing to train on", lambda: trainer(train_dataset=None).train())
-    attempt("nothing to evaluate on", lambda: trainer().evaluate())
-    attempt("forward", lambda: first._wrap_model(first.model)(input_ids=torch.ones(1, 2).long()))
-    for fn in DISAGREEMENTS:
-        attempt(fn.__name__, fn)
-    return result
-
-
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each of two ranks says to each case; one set of ranks for all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("refusals"))
-        return run_distributed(refusals, 2)
+        said[name] = str(raised.value)
+    return said
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", SAID)
-def test_what_cannot_be_right_is_refused_alike_on_all_ranks(said: list[dict[str, str]], name: str):
-    first, second = (rank.get(name, "not refused") for rank in said)
-    assert first == second and re.search(SAID[name], first), (first, second)
+def test_what_cannot_be_right_is_refused_alike_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = run_distributed(refusals, 2)
+    assert first == second
+    for name, (_, text) in REFUSED.items():
+        assert re.search(text, first[name]), (name, first[name])
 
 
-class Broken(list):
-    """A dataset with one sample that can't be read, on one rank or on all; it has an image, so that all need it."""
-
-    def __init__(self, samples: list, rank: int | None):
-        super().__init__(samples)
-        self.rank = rank
-        with_images = (index for index in range(5, len(samples)) if len(samples[index].get("pixel_values", ())))
-        self.broken = next(with_images)  # not among those from which columns are read
-
-    def __getitem__(self, index: Any) -> Any:
-        if index == self.broken and self.rank in (None, dist.get_rank()):
-            raise OSError("images/5.png is truncated")
-        return super().__getitem__(index)
-
-
-def a_sample_cannot_be_read(rank: int | None, workers: int = 0) -> None:
-    if workers:
-        multiprocessing.set_start_method("fork", force=True)  # what a loader uses outside of the tests' own server
-    trainer = runs.make_trainer("llava", PIPELINE, dataloader_num_workers=workers)
-    trainer.train_dataset = Broken(trainer.train_dataset, rank)
-    trainer.train()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("rank", "workers"), [(2, 0), pytest.param(None, 1, marks=pytest.mark.deep)])
-def test_a_sample_that_cannot_be_read_ends_all_ranks(rank: int | None, workers: int):
-    errors = assert_ranks_raise(a_sample_cannot_be_read, 3, rank, workers, match=r"images/5.png is truncated")
-    if rank is not None:
-        assert all(f"rank {rank}: BadSampleError" in error for other, error in enumerate(errors) if other != rank)
-
-
-def media_missing() -> None:
-    """Placeholders without an image: no sample has pixels."""
-    trainer = runs.make_trainer("llava", PIPELINE)
-    trainer.train_dataset = [{k: v for k, v in s.items() if k != "pixel_values"} for s in trainer.train_dataset]
-    trainer.train()
-
-
-def one_image_too_few() -> None:
-    """The placeholders of some samples ask for more rows than their images have."""
-    trainer = runs.make_trainer("llava", {VISION: {"freeze": True}, **PIPELINE})
+def image_missing(all_of_them: bool) -> None:
+    """Placeholders that ask for more rows than the images of their sample have, or for those of no image."""
+    trainer = runs.make_trainer("llava", PIPELINE if all_of_them else {VISION: {"freeze": True}, **PIPELINE})
     for sample in trainer.train_dataset:
-        if len(sample.get("pixel_values", ())) == 2:
+        if all_of_them:
+            sample.pop("pixel_values", None)
+        elif len(sample.get("pixel_values", ())) == 2:
             sample["pixel_values"] = sample["pixel_values"][:1]
     trainer.train()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("fn", [pytest.param(media_missing, marks=pytest.mark.deep), one_image_too_few])
-def test_placeholders_without_their_image_are_counted(fn: Any):
-    assert_ranks_raise(fn, 3, match=r"\d+ .*`image`.*`vision` .*\d+")
+@pytest.mark.parametrize("all_of_them", [deep(True), False])
+def test_placeholders_without_their_image_are_counted(all_of_them: bool):
+    assert_ranks_raise(image_missing, 3, all_of_them, match=r"\d+ .*`image`.*`vision` .*\d+")
 
 
 def an_evaluation_fails() -> None:
-    trainer = runs.make_trainer("llava", {}, compute_metrics=lambda prediction: {"x": 1 / 0})
-    trainer.evaluate()
+    runs.make_trainer("llava", {}, compute_metrics=lambda prediction: {"x": 1 / 0}).evaluate()
 
 
 @pytest.mark.distributed
 def test_metrics_that_raise_end_all_ranks():
     errors = assert_ranks_raise(an_evaluation_fails, 2, match="division by zero")
     assert all("rank 0: ZeroDivisionError" in error for error in errors[1:])
-
-
-def test_losses_and_norms_over_a_whole_batch_are_refused():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "vocab_size": 32}
-    quiet = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads))
-    check_model(quiet)
-    quiet.config.output_router_logits = True
-    with pytest.raises(ValueError, match="output_router_logits=True"):
-        check_model(quiet)
-    with pytest.raises(ValueError, match="`1` is a `BatchNorm1d`"):
-        check_model(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
-
-
-@pytest.mark.parametrize("make", encoder_decoders.ALL)
-def test_encoder_decoder_models_are_refused(make: Callable[[], Any]):
-    model = make()
-    with pytest.raises(ValueError, match=f"`{type(model).__name__}`"):
-        check_model(model)
-
-
-def test_layers_in_no_module_are_told_of(monkeypatch: pytest.MonkeyPatch):
-    """They run as parts of the language model, whose times and layout they then are not."""
-    told: list[str] = []
-    monkeypatch.setattr(checks.logger, "warning", told.append)
-    model = tiny.FAMILIES["voxtral"]()
-    check_model(model)
-    assert not told
-    model.config.audio_token_id = None
-    check_model(model)
-    (text,) = told
-    assert "`model.audio_tower.layers` (4 `Voxtral" in text
-    with pytest.raises(ValueError, match="model.audio_tower.layers.*`multimodal_parts`"):
-        check_model(model, is_searched=True)
-    assert len(told) == 1
-
-
-def test_models_without_the_loss_of_the_next_token_are_refused():
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = BertConfig(vocab_size=64, num_attention_heads=4, **sizes)
-    with torch.device("meta"), pytest.raises(ValueError, match="is_decoder=True"):
-        check_model(BertForMaskedLM(config))
-    with torch.device("meta"), pytest.raises(ValueError, match="`BertModel`"):
-        check_model(BertModel(config))
-
-
-def test_a_plan_is_not_searched_for_where_its_prediction_would_leave_out_layers(tmp_path: Path):
-    model = tiny.FAMILIES["voxtral"]()
-    model.config.audio_token_id = None
-    args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    prepare_model(model, args, MultimodalParallelPlugin.from_any({"language_model": {}}), World())
-    with pytest.raises(ValueError, match="model.audio_tower.layers"):
-        prepare_model(model, args, MultimodalParallelPlugin.from_any("auto"), World())
-
-
-@pytest.mark.parametrize(
-    "make", [encoder_decoders.with_whisper, encoder_decoders.bart_decoder, tiny.FAMILIES["voxtral"]]
-)
-def test_encoders_and_decoders_of_such_models_are_not_refused(make: Callable[[], Any]):
-    check_model(make())
 
 
 def no_labels() -> None:
@@ -302,3 +166,62 @@ def no_labels() -> None:
 @pytest.mark.distributed
 def test_a_dataset_without_labels_is_refused_at_its_first_step():
     assert_ranks_raise(no_labels, 2, match="no `labels`")
+
+
+# Models
+
+
+def router_losses() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "vocab_size": 32}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads))
+    check_model(model)
+    model.config.output_router_logits = True
+    return model
+
+
+def bert(cls: Any) -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    with torch.device("meta"):
+        return cls(BertConfig(vocab_size=64, num_attention_heads=4, **sizes))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a loss of a whole batch": (router_losses, "output_router_logits=True"),
+    "a norm over a whole batch": (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(2)), "`0` is a `BatchNorm1d`"),
+    "masked tokens": (lambda: bert(BertForMaskedLM), "is_decoder=True"),
+    "no loss": (lambda: bert(BertModel), "`BertModel`"),
+    **{make.__name__: (make, "") for make in encoder_decoders.ALL},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_without_the_loss_of_the_next_token_are_refused(name: str):
+    make, said = MODELS[name]
+    model = make()
+    with pytest.raises(ValueError, match=said or f"`{type(model).__name__}`"):
+        check_model(model)
+
+
+@pytest.mark.parametrize(
+    "make", [encoder_decoders.with_whisper, encoder_decoders.bart_decoder, tiny.FAMILIES["voxtral"]]
+)
+def test_encoders_and_decoders_of_such_models_are_not_refused(make: Callable[[], Any]):
+    check_model(make())
+
+
+def test_layers_in_no_module_are_told_of_and_no_plan_is_searched_for(monkeypatch: pytest.MonkeyPatch):
+    """They run as parts of the language model, whose times and layout they then are not."""
+    told: list[str] = []
+    monkeypatch.setattr(checks.logger, "warning", told.append)
+    model = tiny.FAMILIES["voxtral"]()
+    check_model(model)
+    assert not told
+    model.config.audio_token_id = None
+    args = MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to="none")
+    prepare_model(model, args, MultimodalParallelPlugin.from_any({LM: {}}), World())
+    (text,) = told
+    assert "`model.audio_tower.layers` (4 `Voxtral" in text
+    with pytest.raises(ValueError, match=r"model.audio_tower.layers.*`multimodal_parts`"):
+        prepare_model(model, args, MultimodalParallelPlugin.from_any("auto"), World())
+    assert len(told) == 1

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import TrainerCallback
 
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
@@ -22,11 +21,11 @@ from hf_mmparallel.plan import ModulePlugin, resolve_plan
 from hf_mmparallel.runtime import host_memory, offload
 from hf_mmparallel.runtime.updated_copies import entries_of, is_offloaded
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
-
-pytestmark = pytest.mark.distributed
+from .moments import AfterSteps
 
 VISION, LM = "vision", "language_model"
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
@@ -36,10 +35,9 @@ STREAM = {"freeze": True, "offload_params": True}
 # The optimizer
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "one of two modules": ("llava", 3, {LM: {"dp_size": 2, **HOST}}),
     "one process": ("llama", 1, {LM: HOST}),
     "slices": ("llava", 3, {VISION: HOST, LM: {"dp_size": 2, "zero_stage": 1, **HOST}}),
-    "dp and tp": ("llava", 5, {VISION: HOST, LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1, **HOST}}),
+    "one of two modules, dp and tp": ("llava", 5, {LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1, **HOST}}),
     "frozen tower, tied": ("paligemma", 3, {VISION: {"freeze": "tower", **HOST}, LM: {"pp_size": 2, **HOST}}),
 }
 
@@ -57,6 +55,7 @@ def host_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[r
     return run, keys, len(entries)
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "slices", "frozen tower, tied"))
 def test_a_step_on_the_cpu_equals_the_stock_trainer(name: str):
     family, world_size, parallel = LAYOUTS[name]
@@ -67,6 +66,7 @@ def test_a_step_on_the_cpu_equals_the_stock_trainer(name: str):
     assert offloaded and all(keys == {"step", "exp_avg", "exp_avg_sq"} for keys in offloaded)
 
 
+@pytest.mark.distributed
 @pytest.mark.deep
 @pytest.mark.timeout(900)
 def test_a_step_of_deepspeed_equals_the_stock_trainer():
@@ -78,23 +78,23 @@ def test_a_step_of_deepspeed_equals_the_stock_trainer():
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
 
 
-SAVED: dict[str, tuple[int, Any]] = {
-    "host": (3, {VISION: HOST, LM: {"tp_size": 2, **HOST}}),
-    "slices": (3, {LM: {"dp_size": 2, "zero_stage": 1}}),
-    "one": (1, None),
-}
-MOVES = {
-    f"{source} to {target}": (source, target)
-    for source, target in (("host", "slices"), ("slices", "host"), ("host", "one"), ("host", "host"))
-}
+ON_HOST = {VISION: {"tp_size": 2, **HOST}, LM: {"tp_size": 2, "colocate_with": VISION, **HOST}}
+IN_SLICES = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "zero_stage": 1, "colocate_with": VISION}}
 
 
-@pytest.mark.parametrize("move", runs.deep_but(MOVES, "host to slices"))
-def test_state_in_host_memory_moves_to_any_layout_and_back(move: str, tmp_path: Path):
-    (number, source), (other_number, target) = (SAVED[name] for name in MOVES[move])
-    run_distributed(runs.saving_run, number, "llava", tmp_path / "from", source, **ADAMW)
-    checkpoint = tmp_path / "from" / "checkpoint-2"
-    run = run_distributed(runs.saving_run, other_number, "llava", tmp_path / "to", target, checkpoint, **ADAMW)[0]
+def moved_run(folder: Path, source: dict[str, Any], target: dict[str, Any]) -> runs.Run:
+    """A run that goes on from its second step under another layout."""
+    runs.saving_run("llava", folder / "a", source, **ADAMW)
+    return runs.saving_run("llava", folder / "b", target, folder / "a" / "checkpoint-2", **ADAMW)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [pytest.param(ON_HOST, IN_SLICES, id="to the device"), deep(IN_SLICES, ON_HOST, id="to the host")],
+)
+def test_state_in_host_memory_moves_to_any_layout_and_back(source: Any, target: Any, tmp_path: Path):
+    run = run_distributed(moved_run, 2, tmp_path, source, target)[0]
     runs.assert_same_run(run, runs.stock("llava", **ADAMW), rtol=1e-4, atol=2e-5)
 
 
@@ -125,32 +125,25 @@ STREAMED: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-class _Places(TrainerCallback):
-    """Bytes of streamed weights on the device after each step."""
-
-    def __init__(self):
-        self.trainer: Any = None
-        self.kept: list[int] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.kept += [streamed.bytes_on_device for streamed in self.trainer.engine.streamed.values()]
-
-
 def streamed_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[runs.Run, dict[str, Any]]:
-    """A run, and for each module with weights in host memory what was on the device of them."""
-    places = _Places()
-    trainer = places.trainer = runs.make_trainer(family, parallel, callbacks=[places], **arguments)
+    """
+    A run, and for each module with weights in host memory the bytes of its layers, the most that was on the device,
+    and what was left there after each step.
+    """
+    trainer = runs.make_trainer(family, parallel, **arguments)
+    streams, kept = trainer.engine.streamed, []
+    trainer.add_callback(AfterSteps(lambda _: kept.extend(own.bytes_on_device for own in streams.values())))
     run = runs.run_of(trainer, evaluate=True)
     found = {}
-    for name, streamed in trainer.engine.streamed.items():
+    for name, streamed in streams.items():
         hosts = {index: host.untyped_storage().data_ptr() for index, host in streamed._host.items()}
         for index, parameters in streamed.parameters.items():
             assert all(local(p).untyped_storage().data_ptr() == hosts[index] for p in parameters)
-        sizes = [host.numel() for host in streamed._host.values()]
-        found[name] = (sizes, streamed.peak_bytes, places.kept)
+        found[name] = ([host.numel() for host in streamed._host.values()], streamed.peak_bytes, kept)
     return run, found
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize(
     "name",
     runs.deep_but(STREAMED, "encoder without a backward", "language model behind a trained encoder"),
@@ -167,21 +160,19 @@ def test_streamed_weights_equal_the_stock_trainer(name: str):
         assert len(sizes) < 3 or peak < sum(sizes)
 
 
-def adapters_run(streams: bool) -> runs.Run:
-    """A run of adapters on frozen weights."""
+def adapters_runs() -> list[runs.Run]:
+    """Runs of adapters on frozen weights, in host memory and on the device."""
     lora = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
-    where = {"offload_params": streams}
-    return runs.parallel_run(
-        "llava", {VISION: {"freeze": True, **where}, LM: {"pp_size": 2, **lora, **where}}, **ADAMW
-    )
+    found = []
+    for streams in (True, False):
+        modules = {VISION: {"freeze": True, "offload_params": streams}, LM: {**lora, "offload_params": streams}}
+        found.append(runs.parallel_run("llava", modules, max_steps=3, **ADAMW))
+    return found
 
 
-def both_adapters_runs() -> list[runs.Run]:
-    return [adapters_run(streams) for streams in (True, False)]
-
-
+@pytest.mark.distributed
 def test_adapters_train_on_streamed_weights():
-    runs.assert_same_run(*run_distributed(both_adapters_runs, 3)[0])
+    runs.assert_same_run(*run_distributed(adapters_runs, 2)[0])
 
 
 class RefusingHostMemory(TorchDispatchMode):
@@ -198,10 +189,10 @@ class RefusingHostMemory(TorchDispatchMode):
 
     def moved(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         result = self.move(tensor, *args, **kwargs)
-        if not isinstance(tensor, DTensor) and self.is_on_host(tensor) and args and isinstance(args[0], torch.device):
-            self.num_moved += 1
-            return result.clone()
-        return result
+        if isinstance(tensor, DTensor) or not (args and isinstance(args[0], torch.device) and self.is_on_host(tensor)):
+            return result
+        self.num_moved += 1
+        return result.clone()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -222,6 +213,7 @@ def saved_and_gathered(folder: Path) -> tuple[dict[str, torch.Tensor] | None, in
     return weights, refusing.num_moved
 
 
+@pytest.mark.distributed
 def test_shards_in_host_memory_are_saved_and_gathered_on_the_device(tmp_path: Path):
     ranks = run_distributed(saved_and_gathered, 3, tmp_path)
     model = tiny.FAMILIES["llava"]()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -20,44 +19,30 @@ from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
-from .test_checkpoints import PAIR, PLAN
+from .moments import messages
 
 pytestmark = pytest.mark.distributed
 
-LONG = {"max_steps": 8, "optim": "adamw_torch", "learning_rate": 1e-3}
+PAIR: dict[str, Any] = {"vision": {}, "language_model": {}}
+PIPELINE: dict[str, Any] = {"vision": {}, "language_model": {"pp_size": 2}}
+LONG = {"max_steps": 5, "optim": "adamw_torch", "learning_rate": 1e-3}
 
 
-class Signals(TrainerCallback):
-    """Sends a signal to this process, or to one of its data workers, at the start of a step or while it is saved."""
-
-    def __init__(self, step: int, number: int, when: str = "begin"):
-        self.step, self.number, self.when = step, number, when
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.when == "begin" and state.global_step + 1 == self.step:
-            os.kill(os.getpid(), self.number)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.when == "optimizer" and state.global_step + 1 == self.step:
-            os.kill(os.getpid(), self.number)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.when == "save":
-            os.kill(os.getpid(), self.number)
+Signals = dict[int, tuple[int, str]]  # rank -> signal and the event of the third step at which the process gets it
 
 
-def preempted(
-    folder: Path, parallel: dict[str, Any] | None, signals: dict[int, Signals], **arguments: Any
-) -> dict[str, Any]:
+def preempted(folder: Path, parallel: dict[str, Any] | None, signals: Signals, **arguments: Any) -> dict[str, Any]:
     """A run in which some ranks get signals."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger(preemption.__name__).addHandler(handler)
-    mine = [signals[dist.get_rank()]] if dist.get_rank() in signals else []
-    trainer = runs.make_trainer(
-        "llava", parallel, str(folder), save_on_preemption=True, callbacks=mine, **{**LONG, **arguments}
-    )
+    said, sender = messages(preemption.__name__), TrainerCallback()
+
+    def send(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signals[dist.get_rank()][0])
+
+    if dist.get_rank() in signals:
+        setattr(sender, signals[dist.get_rank()][1], send)
+    given = {"save_on_preemption": True, "callbacks": [sender], **LONG, **arguments}
+    trainer = runs.make_trainer("llava", parallel, str(folder), **given)
     before = [signal.getsignal(number) for number in preemption.SIGNALS]
     trainer.train()
     assert [signal.getsignal(number) for number in preemption.SIGNALS] == before
@@ -65,48 +50,52 @@ def preempted(
     return {"step": trainer.state.global_step, "said": said, "evaluated": evaluated}
 
 
-def assert_goes_on(size: int, folder: Path, parallel: dict[str, Any] | None) -> None:
-    """Asserts that the run of `folder`, resumed, ends with the weights of one that nothing stopped."""
-    straight, again = run_distributed(straight_and_again, size, folder, parallel)[0]
-    assert straight is not None and again is not None
-    assert all(torch.equal(again[name], straight[name]) for name in straight)
-
-
-def straight_and_again(folder: Path, parallel: dict[str, Any] | None) -> list[dict[str, torch.Tensor] | None]:
-    found = []
-    for name in ("straight", "out"):
-        trainer = runs.make_trainer("llava", parallel, str(folder / name), **LONG)
-        trainer.train(resume_from_checkpoint=name == "out" or None)
-        whole = trainer.gather_model()
-        found.append(None if whole is None else {key: value.clone() for key, value in whole.state_dict().items()})
-    return found
-
-
-@pytest.mark.parametrize("async_save", [deep(False), True])
-def test_all_ranks_save_the_same_step_and_the_run_goes_on_from_it(tmp_path: Path, async_save: bool):
-    signals = {1: Signals(3, signal.SIGTERM), 2: Signals(3, signal.SIGUSR1)}
-    ranks = run_distributed(preempted, 4, tmp_path / "out", PLAN, signals, async_save=async_save)
-    assert [rank["step"] for rank in ranks] == [3] * 4
-    assert [path.name for path in (tmp_path / "out").glob("*checkpoint-*")] == ["checkpoint-3"]
-    (said,) = ranks[0]["said"]
-    assert "2 ranks" in said and "SIGUSR1" in said and "step 3 of 8" in said and "`checkpoint-3`" in said
-    assert all(rank["said"] == [] for rank in ranks[1:])
-    assert_goes_on(4, tmp_path, PLAN)
+def preempted_and_resumed(
+    folder: Path, parallel: dict[str, Any] | None, signals: Signals, **arguments: Any
+) -> tuple[dict[str, Any], list[runs.Run]]:
+    """A run in which some ranks get signals, what goes on from it, and a run that nothing stops."""
+    found = preempted(folder / "out", parallel, signals, **arguments)
+    assert [path.name for path in (folder / "out").glob("*checkpoint-*")] == ["checkpoint-3"]
+    trainers = [runs.make_trainer("llava", parallel, str(folder / "out"), **LONG) for _ in range(2)]
+    checkpoint = str(folder / "out" / "checkpoint-3")
+    return found, [runs.run_of(trainers[0], checkpoint=checkpoint), runs.run_of(trainers[1])]
 
 
 @pytest.mark.parametrize(
-    ("when", "arguments", "steps"),
+    ("parallel", "signals", "async_save"),
     [
-        ("optimizer", {}, 4),  # after the step's numbers were added up: the next one ends it
-        deep("save", {"save_strategy": "steps", "save_steps": 2}, 3),
-        deep("begin", {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}, 3),
-        deep("begin", {"eval_strategy": "epoch", "save_strategy": "epoch"}, 3),  # the last step of an epoch
+        pytest.param(PIPELINE, {1: signal.SIGTERM, 2: signal.SIGUSR1}, True, id="plan"),
+        pytest.param(None, {1: signal.SIGUSR1}, False, id="no plan"),
+        deep(PIPELINE, {0: signal.SIGUSR1}, False, id="plan, saved at once"),
+    ],
+)
+def test_all_ranks_save_the_same_step_and_the_run_goes_on_from_it(
+    tmp_path: Path, parallel: dict[str, Any] | None, signals: dict[int, int], async_save: bool
+):
+    size = 3 if parallel else 2
+    sent = {rank: (number, "on_step_begin") for rank, number in signals.items()}
+    ranks = run_distributed(preempted_and_resumed, size, tmp_path, parallel, sent, async_save=async_save)
+    assert [found["step"] for found, _ in ranks] == [3] * size
+    (said,) = ranks[0][0]["said"]
+    assert f"{len(signals)} rank" in said and "SIGUSR1" in said and "step 3 of 5" in said and "`checkpoint-3`" in said
+    assert all(found["said"] == [] for found, _ in ranks[1:])
+    again, straight = ranks[0][1]
+    assert again.weights is not None and straight.weights is not None and again.logs == straight.logs
+    assert all(torch.equal(again.weights[name], weight) for name, weight in straight.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("event", "arguments", "steps"),
+    [
+        ("on_optimizer_step", {}, 4),  # after the step's numbers were added up: the next one ends it
+        deep("on_save", {"save_strategy": "steps", "save_steps": 2}, 3),
+        deep("on_step_begin", {"eval_strategy": "epoch", "save_strategy": "epoch"}, 3),  # the last step of an epoch
     ],
 )
 def test_a_signal_at_any_time_ends_the_step_it_can_be_agreed_in(
-    tmp_path: Path, when: str, arguments: dict[str, Any], steps: int
+    tmp_path: Path, event: str, arguments: dict[str, Any], steps: int
 ):
-    ranks = run_distributed(preempted, 2, tmp_path, PAIR, {1: Signals(3, signal.SIGTERM, when)}, **arguments)
+    ranks = run_distributed(preempted, 2, tmp_path, PAIR, {1: (signal.SIGTERM, event)}, **arguments)
     assert [rank["step"] for rank in ranks] == [steps] * 2
     assert all(steps not in rank["evaluated"] for rank in ranks)
     assert (tmp_path / f"checkpoint-{steps}" / "optimizer.pt").is_file()
@@ -123,9 +112,10 @@ def test_the_last_checkpoint_is_kept_beside_the_best(tmp_path: Path):
         "learning_rate": 2.0,  # diverges, so that the best checkpoint is not the last
         "optim": "sgd",
     }
-    run_distributed(preempted, 2, tmp_path, PAIR, {0: Signals(4, signal.SIGTERM)}, **best)
+    ranks = run_distributed(preempted, 2, tmp_path, PAIR, {0: (signal.SIGTERM, "on_step_begin")}, **best)
+    assert all(3 not in rank["evaluated"] for rank in ranks)
     left = {path.name for path in tmp_path.glob("checkpoint-*")}
-    assert "checkpoint-4" in left and len(left) == 2
+    assert "checkpoint-3" in left and len(left) == 2
 
 
 def in_another_thread() -> str:
@@ -159,22 +149,21 @@ def a_worker_that_gets_signals() -> int:
     return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
 
 
+class ToAll(TrainerCallback):
+    """Sends the signal to the data workers as well, as torchrun and Slurm do."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and dist.get_rank() == 1:
+            children = multiprocessing.active_children()
+            assert children
+            for pid in (*(child.pid for child in children), os.getpid()):
+                os.kill(pid or 0, signal.SIGTERM)
+
+
 def signals_to_all_processes(folder: Path) -> tuple[str, int, int]:
-    """torchrun and Slurm send the signal to data workers as well."""
     refused = in_another_thread()
-
-    class ToAll(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2 and dist.get_rank() == 1:
-                children = multiprocessing.active_children()
-                assert children
-                for pid in (*(child.pid for child in children), os.getpid()):
-                    os.kill(pid or 0, signal.SIGTERM)
-
-    workers: dict[str, Any] = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
-    trainer = runs.make_trainer(
-        "llava", PAIR, str(folder), save_on_preemption=True, callbacks=[ToAll()], **workers, **LONG
-    )
+    given = {"save_on_preemption": True, "dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
+    trainer = runs.make_trainer("llava", PAIR, str(folder), callbacks=[ToAll()], **given, **LONG)
     trainer.train()
     return refused, trainer.state.global_step, a_worker_that_gets_signals()
 
@@ -184,11 +173,3 @@ def test_data_workers_leave_the_signal_to_their_rank_and_end_by_a_second_one(tmp
         assert "main thread" in refused
         assert (step, exit_code) == (3, -signal.SIGTERM)
     assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
-
-
-@pytest.mark.parametrize("size", [deep(1), 2])
-def test_without_a_plan_the_stock_trainer_stops_too(tmp_path: Path, size: int):
-    found = run_distributed(preempted, size, tmp_path / "out", None, {size - 1: Signals(3, signal.SIGUSR1)})
-    assert [rank["step"] for rank in found] == [3] * size
-    assert "1 rank " in found[0]["said"][0]
-    assert_goes_on(size, tmp_path, None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.runtime.held_state import HeldParameter
@@ -48,28 +51,11 @@ class Planner:
         return ["weight"]
 
 
-class Store:
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.values[key] = value if isinstance(value, bytes) else value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.values[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.values[key] for key in keys]
-
-
 @dataclass
 class Launcher:
     """A membership of process 0 whose generations a test makes, with what the others report in each."""
 
-    store: Store = field(default_factory=Store)
+    store: dist.HashStore = field(default_factory=dist.HashStore)
     id: int = 0
     generation: Generation = field(default_factory=lambda: _generation(0, 3))
     newest: Generation = field(default_factory=lambda: _generation(0, 3))
@@ -118,20 +104,19 @@ class Launcher:
         return None
 
 
-def _generation(number: int, size: int) -> Generation:
+def _generation(number: int, size: int, joined: Sequence[int] = ()) -> Generation:
+    """One that members join, or in which the one after the last is lost, unless it is the first."""
     members = tuple(Member(id, id) for id in range(size))
-    return Generation(number, members, (Loss(Member(size, size), "was killed", 0.0),) if number else ())
+    losses = (Loss(Member(size, size), "was killed", 0.0),) if number and not joined else ()
+    return Generation(number, members, losses, tuple(Member(id, id) for id in joined))
 
 
-@dataclass
-class World:
+class World(SimpleNamespace):
     """A world of which only this rank is real."""
 
-    rank: int = 0
-    size: int = 3
-    device: torch.device = torch.device("cpu")
-    timeout: Any = None
-    at_barrier: Callable[[], None] = lambda: None
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=3, device=torch.device("cpu"), timeout=None, at_barrier=lambda: None)
+        self.is_first = True
 
     def leave(self) -> None:
         self.size = 0
@@ -149,11 +134,33 @@ class Case:
     world: World
     recovery: Recovery
     laid_out: list[tuple[int, ...]]  # members of the layouts that were followed
+    tries: list[int] = field(default_factory=list)  # ranks at each try of `work`
 
-    def lose(self, *report: Any, **kwargs: Any) -> None:
+    def lose(self, *report: Any, **kwargs: Any) -> Any:
         """Others are lost, which this rank notices by its connections."""
         self.launcher.lose(report, **kwargs)
         raise RuntimeError("Connection closed by peer")
+
+    def lose_at_barrier(self, *report: Any) -> None:
+        """They are lost in the next barrier."""
+
+        def barrier() -> None:
+            self.world.at_barrier = lambda: None
+            self.lose(*report)
+
+        self.world.at_barrier = barrier
+
+    def work(self, **kwargs: Any) -> str:
+        """Work in the first try of which others are lost, who knew nothing to be done."""
+        self.tries.append(self.world.size)
+        return self.lose(0, 0, 0.0, **kwargs) if len(self.tries) == 1 else "done"
+
+    def let_in(self, told: Generation) -> None:
+        """The others let in those who join a generation."""
+        self.launcher.accept_joining = lambda: setattr(self.launcher, "newest", told)  # type: ignore[attr-defined]
+        self.launcher.lossless = {told.number}
+        self.recovery._tell = lambda: b"the run"
+        self.recovery.take_in()
 
 
 @pytest.fixture
@@ -162,26 +169,25 @@ def case(monkeypatch) -> Case:
     received = {"weight": HeldParameter(torch.zeros(1))}
     monkeypatch.setattr(module, "exchange", lambda held, transfers, world: (received, 4))
     laid_out: list[tuple[int, ...]] = []
-    launcher, world, planner = Launcher(), World(), Planner()
+    launcher, world, layout = Launcher(), World(), Layout((0, 1, 2))
 
     def follow(layout: Layout, held: Any, event: Any) -> None:
         laid_out.append(layout.members)
 
-    recovery = Recovery(launcher, world, planner, Layout((0, 1, 2)), dict, follow)  # type: ignore[arg-type]
+    recovery = Recovery(launcher, world, Planner(), layout, dict, follow)  # type: ignore[arg-type]
     return Case(launcher, world, recovery, laid_out)
 
 
 def test_a_step_that_nobody_knows_to_be_done_is_repeated(case):
     assert case.recovery.commit(lambda: 1.5) == 1.5
-    assert case.recovery.commit(lambda: case.lose(0, 1, 1.5)) is None  # type: ignore[arg-type, return-value]
+    assert case.recovery.commit(lambda: case.lose(0, 1, 1.5)) is None
     assert case.recovery.run(lambda: case.world.size) == 2
     assert case.laid_out == [(0, 1)]
     assert case.recovery.commit(lambda: 2.5) == 2.5
 
 
 def test_a_step_that_another_rank_knows_to_be_done_counts(case):
-    norm = case.recovery.commit(lambda: case.lose(0, 1, 2.25))  # type: ignore[arg-type, return-value]
-    assert norm == 2.25
+    assert case.recovery.commit(lambda: case.lose(0, 1, 2.25)) == 2.25
     assert not case.laid_out, "the step is finished on the layout that has its gradients"
     case.recovery.run(lambda: None)
     assert case.laid_out == [(0, 1)]
@@ -189,29 +195,14 @@ def test_a_step_that_another_rank_knows_to_be_done_counts(case):
 
 def test_a_rank_that_is_ahead_keeps_its_step(case):
     assert case.recovery.commit(lambda: 3.0) == 3.0
-    tries = []
-
-    def work() -> str:
-        tries.append(case.world.size)
-        if len(tries) == 1:
-            case.lose(0, 0, 0.0)
-        return "done"
-
-    assert case.recovery.run(work) == "done"
-    assert tries == [3, 2]
+    assert case.recovery.run(case.work) == "done"
+    assert case.tries == [3, 2]
     assert case.recovery.commit(lambda: 4.0) == 4.0
 
 
 def test_losses_in_a_meeting_are_taken_together(case):
-    tries = []
-
-    def work() -> None:
-        tries.append(case.world.size)
-        if len(tries) == 1:
-            case.lose(0, 0, 0.0, refuse=True)
-
-    case.recovery.run(work)
-    assert tries == [3, 1]
+    case.recovery.run(lambda: case.work(refuse=True))
+    assert case.tries == [3, 1]
     assert case.laid_out == [(0,)]
     (event,) = case.recovery.events
     assert event.lost == (8, 7) and event.lost_at == 1.0 and event.world_size == 1
@@ -219,23 +210,10 @@ def test_losses_in_a_meeting_are_taken_together(case):
 
 def test_a_layout_counts_when_another_rank_knows_that_all_have_their_parameters(case):
     """Here the barrier after the copies fails, which another rank has passed."""
-
-    def barrier() -> None:
-        case.world.at_barrier = lambda: None
-        case.lose(1, 0, 0.0)
-
-    case.world.at_barrier = barrier
-    tries = []
-
-    def work() -> None:
-        tries.append(case.world.size)
-        if len(tries) == 1:
-            case.lose(0, 0, 0.0)
-
-    case.recovery.run(work)
-    assert tries == [3, 1]
-    assert case.laid_out == [(0,)]
-    assert case.recovery.layout.members == (0,)
+    case.lose_at_barrier(1, 0, 0.0)
+    case.recovery.run(case.work)
+    assert case.tries == [3, 1]
+    assert case.laid_out == [(0,)] and case.recovery.layout.members == (0,)
     (event,) = case.recovery.events
     assert event.lost == (8, 7), "both losses are told, since nothing was laid out between them"
 
@@ -243,22 +221,12 @@ def test_a_layout_counts_when_another_rank_knows_that_all_have_their_parameters(
 def test_work_beside_steps_is_repeated_unless_another_rank_knows_that_all_are_done(case):
     case.launcher.generation = case.launcher.newest = _generation(0, 4)
     case.recovery.layout = Layout((0, 1, 2, 3))
-    tries: list[int] = []
-
-    def work() -> int:
-        tries.append(len(tries))
-        return len(tries)
-
-    case.world.at_barrier = lambda: _once(case, 0, 0, 0.0)
-    assert case.recovery.complete(work) == 2
-    case.world.at_barrier = lambda: _once(case, 1, 2, 0.0)
-    assert case.recovery.complete(work) == 3, "its own result is kept"
-    assert len(tries) == 3
-
-
-def _once(case: Case, *report: Any) -> None:
-    case.world.at_barrier = lambda: None
-    case.lose(*report)
+    tries = itertools.count(1)
+    case.lose_at_barrier(0, 0, 0.0)
+    assert case.recovery.complete(lambda: next(tries)) == 2
+    case.lose_at_barrier(1, 2, 0.0)
+    assert case.recovery.complete(lambda: next(tries)) == 3, "its own result is kept"
+    assert next(tries) == 4
 
 
 def test_an_error_of_this_rank_is_no_loss(case):
@@ -268,35 +236,23 @@ def test_an_error_of_this_rank_is_no_loss(case):
 
 
 def test_too_few_nodes_end_the_run_with_a_layout_for_a_last_checkpoint(case):
-    case.recovery.planner.fewest = 3  # type: ignore[attr-defined]
-    tries = []
-
-    def work() -> None:
-        tries.append(case.world.size)
-        if len(tries) == 1:
-            case.lose(0, 0, 0.0)
-
+    case.recovery.planner.fewest = 3
     with pytest.raises(TooFewNodesError, match="2 are left"):
-        case.recovery.run(work)
+        case.recovery.run(case.work)
     assert case.laid_out == [(0, 1)]
     assert case.recovery.run(lambda: "saved") == "saved"
 
 
 def test_members_join_by_the_path_of_losses(case):
     case.launcher.reports[1] = (0, 0, 0.0)
-    told = Generation(1, tuple(Member(id, id) for id in range(5)), (), (Member(3, 3), Member(4, 4)))
-    case.launcher.accept_joining = lambda: setattr(case.launcher, "newest", told)  # type: ignore[attr-defined]
-    case.launcher.lossless = {1}
-    case.recovery._tell = lambda: b"the run"
-    case.world.is_first = True  # type: ignore[attr-defined]
-    case.recovery.take_in()
+    case.let_in(_generation(1, 5, (3, 4)))
     assert not case.laid_out, "the model is laid out before the next work"
     assert case.recovery.run(lambda: case.world.size) == 5
     assert case.laid_out == [(0, 1, 2, 3, 4)]
     (event,) = case.recovery.events
     assert event.joined == (3, 4) and event.lost == ()
     assert event.sentence.startswith("Members 3, 4 joined after step 0. 5 ranks go on")
-    assert "told/1" in case.launcher.store.values, "those who join are told of the run"
+    assert case.launcher.store.check(["told/1"]), "those who join are told of the run"
 
 
 @dataclass
@@ -305,33 +261,27 @@ class Joiner(Launcher):
 
     id: int = 3
     generation: Any = None
-    old: tuple[int, ...] = (0, 1, 2)
 
     def next_generation(self, timeout_s: float | None) -> Generation:
         assert timeout_s is None, "it waits as long as it takes"
         return self.newest
 
     def is_newcomer(self, id: int) -> bool:
-        return id not in self.old
+        return id not in (0, 1, 2)
 
-
-def _joiner(case: Case, joiner: Joiner) -> Recovery:
-    planner, layout = Planner(fewest=99), Layout((7,))  # of its own, until it is told those of the others
-    return Recovery(joiner, World(), planner, layout, dict, lambda *_: None)  # type: ignore[arg-type]
+    def recovery(self) -> Recovery:
+        """That of a planner and a layout of its own, until it is told those of the others."""
+        planner, layout = Planner(fewest=99), Layout((7,))
+        return Recovery(self, World(), planner, layout, dict, lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_joins_goes_on_from_what_the_first_rank_tells(case):
-    told = Generation(1, tuple(Member(id, id) for id in range(4)), (), (Member(3, 3),))
+    told = _generation(1, 4, (3,))
     case.launcher.reports[1] = (0, 5, 2.5)
-    case.launcher.accept_joining = lambda: setattr(case.launcher, "newest", told)  # type: ignore[attr-defined]
-    case.launcher.lossless = {1}
-    case.recovery._tell = lambda: b"the run"
-    case.world.is_first = True  # type: ignore[attr-defined]
     for value in (1.0, 2.0, 3.0, 4.0, 2.5):
         case.recovery.commit(lambda value=value: value)
-    case.recovery.take_in()
-    joiner = Joiner(store=case.launcher.store, newest=told)
-    recovery = _joiner(case, joiner)
+    case.let_in(told)
+    recovery = Joiner(store=case.launcher.store, newest=told).recovery()
     assert recovery.wait_to_join() == b"the run"
     assert recovery.has_begun, "the others go on if it is lost from now on"
     assert recovery.layout == Layout((0, 1, 2)) and recovery.planner.fewest == 1
@@ -341,8 +291,8 @@ def test_a_rank_that_joins_goes_on_from_what_the_first_rank_tells(case):
 
 def test_a_rank_that_joins_after_all_others_are_lost_ends(case):
     alone = Generation(2, (Member(3, 3),), (Loss(Member(0, 0), "was killed", 0.0),))
-    recovery = _joiner(case, Joiner(newest=alone))
-    with pytest.raises(RuntimeError, match="nobody has the model any longer"):
+    recovery = Joiner(newest=alone).recovery()
+    with pytest.raises(RuntimeError, match="nobody has the model"):
         recovery.wait_to_join()
     recovery.end()
 

@@ -1,46 +1,50 @@
-"""Every folder that a plan saves is opened by the library that it is meant for, and its model card says so."""
+"""Every folder that a plan saves is opened by the library that it is meant for, and its plan repeats the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.trainer import auto
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
-from tests.trainer import runs
+
+from . import runs
 
 pytestmark = pytest.mark.distributed
 VISION, LM = "vision", "language_model"
-PLAN: dict[str, Any] = {VISION: {}, LM: {"pp_size": 2}}
+PLAN: dict[str, Any] = {VISION: {"pp_size": 2}, LM: {"pp_size": 2, "colocate_with": VISION}}
 STEPS: dict[str, Any] = {
+    "max_steps": 2,
+    "warmup_steps": 0,
     "optim": "adamw_torch",
     "learning_rate": 1e-3,
     "save_strategy": "steps",
-    "save_steps": 2,
+    "save_steps": 1,
     "eval_strategy": "steps",
-    "eval_steps": 2,
+    "eval_steps": 1,
     "load_best_model_at_end": True,
     "metric_for_best_model": "loss",
 }
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 # Form -> (family, settings of the adapter, its name); without an adapter all is trained. "by module": of `BY_MODULE`.
 FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
-    "whole": ("llava", None, "default"),
     "whole, tied": ("gemma3", None, "default"),
-    "adapter": ("llava", {"task_type": "CAUSAL_LM"}, "default"),
-    "adapter with a name": ("llava", {}, "mine"),
+    "whole, in float64": ("llava", None, "default"),
+    "adapter with a name": ("llava", {"task_type": "CAUSAL_LM"}, "mine"),
     "adapter with a projector": ("llava", {"modules_to_save": ["multi_modal_projector"]}, "default"),
-    "adapter of a tied head": ("gemma3", {"target_modules": ["q_proj", "lm_head"]}, "default"),
     "adapter by module": ("llava", {}, "default"),
     "adapter of a model with more tokens": ("llava", {}, "default"),
     "adapter of tied embeddings": ("gemma3", {"target_modules": ["embed_tokens", "lm_head"]}, "default"),
@@ -61,17 +65,24 @@ def model_of(form: str, folder: str) -> Any:
 
 
 def base_of(form: str, folder: str) -> Any:
-    """The model of a folder, with new tokens where a form has them."""
+    """The model of a folder, with new tokens or a dtype where a form has them."""
     family = FORMS[form][0]
     model = type(tiny.FAMILIES[family]()).from_pretrained(f"{folder}/{family}")
     if "more tokens" in form:
         model.resize_token_embeddings(124)
-    return model
+    return model.double() if "float64" in form else model
 
 
-def logits_of(model: Any, family: str) -> torch.Tensor:
+def data_of(form: str, size: int = runs.SAMPLES) -> list[dict[str, Any]]:
+    data = tiny.make_dataset(FORMS[form][0], size)
+    if "float64" in form:
+        data = [{k: v.double() if v.is_floating_point() else v for k, v in sample.items()} for sample in data]
+    return data
+
+
+def logits_of(model: Any, form: str) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(**tiny.collate(family)(tiny.make_dataset(family, 4))).logits
+        return model.eval()(**tiny.collate(FORMS[form][0])(data_of(form, 4))).logits
 
 
 def train_and_save(trainer: Any, folder: str) -> None:
@@ -81,80 +92,29 @@ def train_and_save(trainer: Any, folder: str) -> None:
     trainer.create_model_card()
 
 
-@contextmanager
-def in_float64() -> Iterator[None]:
-    """A block in which models compute nothing of float64 in float32: no norm, no rotary embedding, no loss."""
-    to, narrow = torch.Tensor.to, torch.Tensor.float
-
-    def keeping(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.dtype == torch.float64:
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-            kwargs |= {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else {}
-        return to(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "to", keeping)
-        patch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else narrow(self))
-        yield
-
-
-WILD: dict[str, Any] = {**STEPS, "learning_rate": 0.5, "warmup_steps": 0, "save_steps": 1, "eval_steps": 1}
-"""Steps so large that a run depends on its rounding: a difference is a thousand times as large a step later."""
-WILD_FORM = "adapter with a projector"
-
-
-def wild_run(trainer: Any) -> tuple[str, dict[str, torch.Tensor] | None]:
-    """The best checkpoint of a run in float64, and what is trained of the model that it leaves."""
-    trainer.train()
-    whole = trainer.gather_model() if isinstance(trainer, MultimodalParallelTrainer) else trainer.model
-    best = trainer.state.best_model_checkpoint.rpartition("/")[2]
-    return best, None if whole is None else get_peft_model_state_dict(whole)
-
-
-def wild_arguments(folder: str) -> dict[str, Any]:
-    """Model, data and arguments of that run."""
-    data = tiny.make_dataset(FORMS[WILD_FORM][0], runs.SAMPLES)
-    data = [{name: value.double() if value.is_floating_point() else value for name, value in s.items()} for s in data]
-    return {"model": model_of(WILD_FORM, folder).double(), "data": data, **WILD, "max_steps": 4}
-
-
-def planned_wild(folder: str) -> tuple[str, dict[str, torch.Tensor] | None]:
-    with in_float64():
-        return wild_run(runs.make_trainer("llava", PLAN, f"{folder}/wild", **wild_arguments(folder)))
-
-
 def planned(folder: str, forms: tuple[str, ...]) -> dict[str, Any]:
     """Form -> logs of its run, and the logits of the model that is saved."""
     result: dict[str, Any] = {}
     for form in forms:
-        family = FORMS[form][0]
-        out = f"{folder}/planned/{form}"
-        plan = PLAN
+        out, plan = f"{folder}/planned/{form}", PLAN
         if "by module" in form:
             plan = {name: {**PLAN[name], **settings} for name, settings in BY_MODULE.items()}
-        trainer = runs.make_trainer(family, plan, out, model=model_of(form, folder), **STEPS)
+        given = {"model": model_of(form, folder), "data": data_of(form), **STEPS}
+        trainer = runs.make_trainer(FORMS[form][0], plan, out, **given)
         train_and_save(trainer, out)
         whole = trainer.gather_model()
-        result[form] = runs.step_logs(trainer), None if whole is None else logits_of(whole, family)
+        result[form] = runs.step_logs(trainer), None if whole is None else logits_of(whole, form)
     return result
 
 
-def stock_trainer(form: str, folder: str, cls: type[Trainer] = Trainer, **given: Any) -> Trainer:
-    family, _, _ = FORMS[form]
-    model = given.pop("model", None) or model_of(form, folder)
-    data = given.pop("data", None) or tiny.make_dataset(family, runs.SAMPLES)
-    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH, **given}
-    args: Any = TrainingArguments
-    if "by module" in form:  # on one process a plan is the stock Trainer with `get_peft_model`
-        cls, args = MultimodalParallelTrainer, MultimodalTrainingArguments
-        arguments["parallel"] = BY_MODULE
-    return cls(
-        model=model,
-        args=args(output_dir=f"{folder}/stock/{form}", **arguments),
-        train_dataset=data,
-        eval_dataset=data[:7],
-        data_collator=tiny.collate(family),
-    )
+def one_process_trainer(form: str, folder: str, ours: bool = False) -> Trainer:
+    """The stock Trainer, or ours, which makes the adapters of "by module" as the user of `get_peft_model` does."""
+    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    arguments["output_dir"] = f"{folder}/stock/{form}"
+    words = runs.words_of(FORMS[form][0], {"model": model_of(form, folder), "data": data_of(form)})
+    if "by module" in form:
+        return MultimodalParallelTrainer(args=MultimodalTrainingArguments(parallel=BY_MODULE, **arguments), **words)
+    return (MultimodalParallelTrainer if ours else Trainer)(args=TrainingArguments(**arguments), **words)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +129,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def saved(folder: str) -> Callable[[tuple[str, ...]], dict[str, Any]]:
     """Forms -> the results of runs under a plan, whose folders lie in `folder`."""
-    return cache(lambda forms: run_distributed(planned, 3, folder, forms, timeout=200)[0])
+    return cache(lambda forms: run_distributed(planned, 2, folder, forms, timeout=200)[0])
 
 
 @pytest.mark.parametrize("form", [deep(form, unless=form in CORE) for form in FORMS])
@@ -177,37 +137,69 @@ def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(folder: 
     results = saved(CORE if form in CORE else (form,))
     family, settings, name = FORMS[form]
     logs, logits = results[form]
-    stock = stock_trainer(form, folder)
+    stock = one_process_trainer(form, folder)
     train_and_save(stock, stock.args.output_dir)
-    assert logs == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
-    want = logits_of(stock.model, family)
-    torch.testing.assert_close(logits, want, rtol=1e-3, atol=1e-4)
+    wanted = [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
+    assert logs == wanted
+    torch.testing.assert_close(logits, logits_of(stock.model, form), rtol=1e-3, atol=1e-4)
     out, cls = f"{folder}/planned/{form}", type(tiny.FAMILIES[family]())
-    for opened in (out, f"{out}/checkpoint-4"):
+    for opened in (out, f"{out}/checkpoint-2"):
         if settings is None:
             loaded, info = cls.from_pretrained(opened, output_loading_info=True)
             assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         else:
             adapter = opened if name == "default" else f"{opened}/{name}"
             loaded = PeftModel.from_pretrained(base_of(form, folder), adapter)
-        torch.testing.assert_close(logits_of(loaded, family), logits, rtol=0, atol=0)
+        torch.testing.assert_close(logits_of(loaded, form), logits, rtol=0, atol=0)
     card, expected = (ModelCard.load(f"{path}/README.md").data.to_dict() for path in (out, stock.args.output_dir))
     assert card.pop("parallel_plan")[LM]["pp"] == 2
     card["tags"].remove("hf_mmparallel")
     assert card == expected and ("base_model" in card) == (settings is not None)
     if name == "default":  # the stock Trainer resumes from no adapter with another name
         # Of a model with other names on the Hub it restores nothing, not from its own checkpoints either.
-        resumed = stock_trainer(form, folder, MultimodalParallelTrainer if settings is None else Trainer)
-        resumed.train(resume_from_checkpoint=f"{out}/checkpoint-2")
-        assert runs.step_logs(resumed) == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
+        resumed = one_process_trainer(form, folder, ours=settings is None)
+        resumed.train(resume_from_checkpoint=f"{out}/checkpoint-1")
+        assert runs.step_logs(resumed) == wanted
 
 
-@pytest.mark.deep
-def test_the_best_model_of_a_run_in_float64_is_that_of_the_stock_trainer(folder: str):
-    """A model in float64 ended in `linalg.vector_norm: the dtype of the input (Double) should be convertible`."""
-    best, weights = run_distributed(planned_wild, 3, folder)[0]
-    with in_float64():
-        expected, want = wild_run(stock_trainer(WILD_FORM, folder, **wild_arguments(folder)))
-    assert best == expected and weights is not None and want is not None and weights.keys() == want.keys()
-    for name, tensor in want.items():
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+FROZEN = {"vision": {"freeze": True, "attn_implementation": "eager"}, LM: {"activation_checkpointing": True}}
+ADAPTED = {"vision": {"freeze": "tower"}, LM: {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"]}}}
+
+
+def _train(parallel: Any, save: str | None = None) -> tuple[list[str], list[dict[str, float]]]:
+    """What this rank trains, and the logs."""
+    trainer = runs.make_trainer("llava", parallel, max_steps=2)
+    trainer.train()
+    if save is not None:
+        trainer.save_model(save)
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    return trained, runs.step_logs(trainer)
+
+
+def _repeat(layout: dict[str, Any], folder: Path) -> tuple[list[Any], str]:
+    """
+    A run, and runs from its file and from the file with sorted keys; and what is said when a run goes on that trains
+    another part of vision.
+    """
+    first, path = _train(layout, str(folder)), folder / "parallel_plan.json"
+    dumped = yaml.safe_dump(json.loads(path.read_text()), default_flow_style=True, width=1e9)
+    again = [_train(str(path)), _train(dumped)]
+    said: list[str] = []
+    auto.logger.warning = lambda text, **_: said.append(text)
+    trainer = runs.make_trainer("llava", {**layout, "vision": {}})
+    trainer.state.save_to_json(str(folder / "trainer_state.json"))  # as in a checkpoint
+    trainer._load_from_checkpoint(str(folder))
+    return [first, *again], " ".join(said)
+
+
+@pytest.mark.parametrize("layout", [FROZEN, deep(ADAPTED)], ids=["frozen", "adapters"])
+def test_a_run_is_repeated_from_its_plan(layout: dict[str, Any], tmp_path: Path):
+    freeze = layout["vision"]["freeze"]
+    for number, ((first, *again), said) in enumerate(run_distributed(_repeat, 2, layout, tmp_path, timeout=100)):
+        assert f"`freeze={freeze!r}` of `vision`" in said and "`freeze=False`" in said
+        trained, logs = first
+        assert len(logs) == 2 and all(row["loss"] > 0 for row in logs)
+        assert any("lora" in name or "lm_head" in name for name in trained) == (number == 1)
+        assert again == [first, first]
+    saved = json.loads((tmp_path / "parallel_plan.json").read_text())
+    assert saved["modules"]["vision"]["freeze"] == freeze

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.distributed
 
 VISION, LM = "vision", "language_model"
 APART = {LM: {}}
-STAGES = {VISION: {}, LM: {"pp_size": 2}}
 SHARDED = {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "colocate_with": VISION}}
 
 
@@ -54,6 +53,11 @@ def make(
     return cls(model, args, tiny.collate("llava"), data, data[:5] if eval_dataset is None else eval_dataset)
 
 
+def logs_of(trainer: Any) -> list[dict[str, float]]:
+    trainer.train()
+    return runs.step_logs(trainer)
+
+
 class Overriding:
     """Overrides that hold, for the stock Trainer and for ours."""
 
@@ -71,32 +75,18 @@ class Overriding:
         (Path(str(output_dir)) / "mine.txt").write_text("saved")
 
 
-class OurOverriding(Overriding, MultimodalParallelTrainer):
-    pass
-
-
-class StockOverriding(Overriding, Trainer):
-    pass
-
-
 HALF: dict[str, Any] = {"per_device_eval_batch_size": 1, "max_steps": 1}
-UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 5}  # three steps an epoch
+UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 4}  # three steps an epoch
+ASKED = {"max_steps": 9, "ddp_timeout": 77, "logging_strategy": "no", "torch_empty_cache_steps": 2}
 RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
 
 
-def some_without_targets() -> list[dict[str, Any]]:
-    data = copy.deepcopy(tiny.make_dataset("llava", 5))
-    data[2]["labels"][:] = -100
-    return data
-
-
 def overriding(cls: type, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
-    trainer = make(cls, parallel)
-    trainer.train()
-    entered = trainer.entered
-    predicted = trainer.predict(tiny.make_dataset("llava", 3))
+    trainer = make(type("OfAUser", (Overriding, cls), {}), parallel)
+    losses, entered = [row["loss"] for row in logs_of(trainer)], trainer.entered > 0
+    labels = trainer.predict(tiny.make_dataset("llava", 3)).label_ids
     trainer.save_model("saved")
-    return {"losses": runs.step_logs(trainer), "entered": entered, "labels": predicted.label_ids}
+    return {"losses": losses, "entered": entered, "labels": labels, "saved": Path("saved/mine.txt")}
 
 
 def grouped(cls: type, parallel: dict[str, Any] | None = None) -> list[list[int]]:
@@ -119,7 +109,24 @@ def half_on_a_rank(parallel: dict[str, Any], setting: str) -> dict[str, Any]:
     again = refused(trainer.train)
     unowned = [p.untyped_storage().nbytes() for p in trainer.model.parameters() if is_unowned(p)]
     after = {parameter.dtype for parameter in trainer.model.parameters()}
-    return {"loss": loss, "before": before, "after": after, "unowned": max(unowned, default=0), "again": again}
+    return {"loss": loss, "dtypes": (before, after), "unowned": max(unowned, default=0), "again": again}
+
+
+def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> Any:
+    """Logits of a sample with an image by a model with bfloat16 weights, on the first rank."""
+    trainer = make(cls, parallel, None, torch.bfloat16, **HALF, **given)
+    logits = trainer.predict(tiny.make_dataset("llava", 1)).predictions
+    return None if logits is None else torch.from_numpy(logits).float()
+
+
+def unfiltered(cls: type, parallel: dict[str, Any] | None = None) -> list[float]:
+    """Losses of evaluations in which a sample has no targets: without it, and with it."""
+    data = copy.deepcopy(tiny.make_dataset("llava", 5))
+    data[2]["labels"][:] = -100
+    return [
+        make(cls, parallel, data, per_device_eval_batch_size=1, logging_nan_inf_filter=filters).evaluate()["eval_loss"]
+        for filters in (True, False)
+    ]
 
 
 class AskOnOneRank(TrainerCallback):
@@ -149,141 +156,103 @@ class OtherLoaders(MultimodalParallelTrainer):
 
 def refused(call: Any) -> str:
     """Why a call is refused."""
-    try:
+    with pytest.raises(ValueError) as error:
         call()
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    return str(error.value)
 
 
 def on_a_rank(folder: Path) -> dict[str, Any]:
     """Everything that this rank has to show."""
-    found: dict[str, Any] = {}
     ours = MultimodalParallelTrainer
-    found["overriding"] = overriding(OurOverriding, APART)
-    found["mine"] = Path("saved/mine.txt").is_file()
-    found["bf16"] = half_on_a_rank(APART, "bf16_full_eval")
-    found["fp16"] = half_on_a_rank(SHARDED, "fp16_full_eval")
-
     cleared: list[int] = []
-    trainer = make(ours, APART, torch_empty_cache_steps=2, max_steps=4)
+    trainer = make(ours, APART, output_dir=str(folder), **ASKED)
     trainer_module.clear_device_cache = lambda: cleared.append(trainer.state.global_step)  # type: ignore[assignment]
-    trainer.train()
-    found["cleared"] = cleared
-
-    offloaded: list[bool] = []
-    save_on_cpu = prepare.save_on_cpu
-
-    def counted(**given: Any) -> Any:
-        offloaded.append(given["pin_memory"])
-        return save_on_cpu(**given)
-
-    prepare.save_on_cpu = counted  # type: ignore[assignment, misc]
-    trainer = make(ours, APART, activation_checkpointing=True, activation_checkpointing_kwargs=RECOMPUTING)
-    layers = trainer.model.model.language_model.layers
-    found["recomputed"] = [layer.gradient_checkpointing for layer in layers]
-    trainer.train()
-    found["recomputing"], found["offloaded"] = runs.step_logs(trainer), len(offloaded)
-
-    trainer = make(ours, APART, **UNSEEDED)
-    trainer.train()
-    found["unseeded"] = runs.step_logs(trainer)
-    filtered = make(ours, APART, some_without_targets(), per_device_eval_batch_size=1)
-    unfiltered = make(ours, APART, some_without_targets(), per_device_eval_batch_size=1, logging_nan_inf_filter=False)
-    found["filtered"] = [trainer.evaluate()["eval_loss"] for trainer in (filtered, unfiltered)]
-    found["grouped"] = grouped(ours, APART)
-    trainer = make(ours, APART, max_steps=9, ddp_timeout=77, logging_strategy="no", output_dir=str(folder))
     trainer.add_callback(AskOnOneRank())
     trainer.train()
-    found["asked"] = (
-        trainer.state.global_step,
-        [(row["step"], "eval_loss" in row) for row in trainer.state.log_history if "train_loss" not in row],
-    )
-    found["timeout"], found["checkpoints"] = trainer.world.timeout, [path.name for path in folder.glob("checkpoint-*")]
-    found["missing"] = refused(lambda: trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7")))
-    found["loaders"] = [refused(make(OtherLoaders, APART).train), refused(make(OtherLoaders, APART).evaluate)]
-    return found
+    history = [(row["step"], "eval_loss" in row) for row in trainer.state.log_history if "train_loss" not in row]
+
+    offloaded: list[dict[str, Any]] = []
+    save_on_cpu: Any = prepare.save_on_cpu
+    prepare.save_on_cpu = lambda **given: offloaded.append(given) or save_on_cpu(**given)  # type: ignore[assignment]
+    recomputing = make(ours, APART, activation_checkpointing=True, activation_checkpointing_kwargs=RECOMPUTING)
+    return {
+        "asked": (trainer.state.global_step, history, [path.name for path in folder.glob("checkpoint-*")]),
+        "cleared": cleared,
+        "timeout": trainer.world.timeout,
+        "missing": refused(lambda: trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7"))),
+        "recomputed": [layer.gradient_checkpointing for layer in recomputing.model.model.language_model.layers],
+        "recomputing": logs_of(recomputing),
+        "offloads": bool(offloaded),
+        "overriding": overriding(MultimodalParallelTrainer, APART),
+        "bf16_full_eval": half_on_a_rank(APART, "bf16_full_eval"),
+        "fp16_full_eval": half_on_a_rank(SHARDED, "fp16_full_eval"),
+        "bfloat16": bfloat16_logits(ours, APART, fp16_full_eval=True),
+        "unseeded": logs_of(make(ours, APART, **UNSEEDED)),
+        "unfiltered": unfiltered(ours, APART),
+        "grouped": grouped(ours, APART),
+        "loaders": (refused(make(OtherLoaders, APART).train), refused(make(OtherLoaders, APART).evaluate)),
+    }
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("settings"))
-        return run_distributed(on_a_rank, 2, tmp_path_factory.mktemp("none"))
+        found = run_distributed(on_a_rank, 2, tmp_path_factory.mktemp("none"))
+        assert Path("saved/mine.txt").is_file()
+        return found
 
 
 def test_overrides_hold(ranks: list[dict[str, Any]]):
-    stock = overriding(StockOverriding)
-    plain = make(Trainer)
-    plain.train()
-    assert Path("saved/mine.txt").is_file() and stock["entered"] > 0
-    for rank in ranks:
-        found = rank["overriding"]
-        assert found["entered"] > 0 and rank["mine"]
-        for row, wanted, full in zip(found["losses"], stock["losses"], runs.step_logs(plain), strict=True):
-            assert row["loss"] == pytest.approx(wanted["loss"], rel=2e-5)
-            assert wanted["loss"] != pytest.approx(full["loss"], rel=2e-5)
+    stock = overriding(Trainer)
+    for row, plain in zip(stock["losses"], runs.stock("llava", max_steps=2).logs, strict=True):
+        assert row != pytest.approx(plain["loss"], rel=2e-5)
+    for found in (stock, *(rank["overriding"] for rank in ranks)):
+        assert found["entered"] and found["losses"] == pytest.approx(stock["losses"], rel=2e-5)
+    assert stock["saved"].is_file()
     assert (ranks[0]["overriding"]["labels"] == stock["labels"]).all()
 
 
-@pytest.mark.parametrize("setting", ["bf16_full_eval", "fp16_full_eval"])
-def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: str):
+@pytest.mark.parametrize(
+    ("setting", "dtype", "rel"), [("bf16_full_eval", torch.bfloat16, 2e-6), ("fp16_full_eval", torch.float16, 1e-4)]
+)
+def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: str, dtype: torch.dtype, rel: float):
     _, loss, _ = half_evaluation(Trainer, None, setting)
     full = make(Trainer, **HALF)
     full.train()
-    dtype = torch.bfloat16 if setting == "bf16_full_eval" else torch.float16
     assert loss != pytest.approx(full.evaluate()["eval_loss"], rel=2e-6)
     for rank in ranks:
-        found = rank[setting[:4]]
-        assert found["loss"] == pytest.approx(loss, rel=2e-6 if dtype == torch.bfloat16 else 1e-4)
-        assert (found["before"], found["after"]) == ({torch.float32}, {dtype})
-        assert found["unowned"] <= 4
+        found = rank[setting]
+        assert found["loss"] == pytest.approx(loss, rel=rel)
+        assert found["dtypes"] == ({torch.float32}, {dtype}) and found["unowned"] <= 4
         assert f"`{setting}=True`" in found["again"] and f"`{dtype}`" in found["again"]
 
 
-def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> Any:
-    """Logits of a sample with an image by a model with bfloat16 weights, on the first rank."""
-    trainer = make(cls, parallel, None, torch.bfloat16, **HALF, **given)
-    logits = trainer.predict(tiny.make_dataset("llava", 1)).predictions
-    return None if logits is None else torch.from_numpy(logits).float()
-
-
-@pytest.mark.deep
-def test_a_bfloat16_model_is_evaluated_in_float16():
+def test_a_bfloat16_model_is_evaluated_in_float16(ranks: list[dict[str, Any]]):
+    logits = ranks[0]["bfloat16"]
     wanted, rounded = bfloat16_logits(Trainer, fp16_full_eval=True), bfloat16_logits(Trainer)
-    logits = run_distributed(bfloat16_logits, 3, MultimodalParallelTrainer, STAGES, fp16_full_eval=True)[0]
     assert logits.shape == wanted.shape
     assert (logits - wanted).abs().max() < 0.1 * (rounded - wanted).abs().max()
 
 
-def test_the_cache_is_emptied_every_so_many_steps(ranks: list[dict[str, Any]]):
-    assert [rank["cleared"] for rank in ranks] == [[0, 2]] * 2
-
-
 def test_what_a_callback_asks_for_on_one_rank_all_ranks_do(ranks: list[dict[str, Any]]):
-    assert [rank["asked"] for rank in ranks] == [(3, [(2, True), (3, False)])] * 2
-    assert ranks[0]["checkpoints"] == ["checkpoint-1"]
-
-
-def test_the_time_limit_of_collectives_holds_on_the_cpu(ranks: list[dict[str, Any]]):
-    assert {rank["timeout"] for rank in ranks} == {timedelta(seconds=77)}
+    for rank in ranks:
+        assert rank["asked"] == (3, [(2, True), (3, False)], ["checkpoint-1"])
+        assert (rank["cleared"], rank["timeout"]) == ([0, 2], timedelta(seconds=77))
 
 
 def test_every_other_layer_is_recomputed_with_its_inputs_on_the_host(ranks: list[dict[str, Any]]):
-    stock = make(Trainer)
-    stock.train()
     for rank in ranks:
-        assert rank["recomputing"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
+        assert rank["recomputing"] == [
+            pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.stock("llava", max_steps=2).logs
+        ]
     assert ranks[1]["recomputed"] == [True, False, True, False]
-    assert ranks[0]["offloaded"] > 0 and ranks[1]["offloaded"] > 0
+    assert ranks[0]["offloads"] and ranks[1]["offloads"]
 
 
 def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str, Any]]):
-    stock, seeded = make(Trainer, **UNSEEDED), make(Trainer, max_steps=5)
-    stock.train()
-    seeded.train()
-    wanted = runs.step_logs(stock)
-    assert wanted != runs.step_logs(seeded)
+    wanted = logs_of(make(Trainer, **UNSEEDED))
+    assert wanted != runs.stock("llava").logs
     for rank in ranks:
         assert rank["unseeded"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]
 
@@ -296,23 +265,15 @@ def test_an_evaluation_in_groups_has_the_stock_trainers_order(ranks: list[dict[s
 
 
 def test_losses_that_are_no_number_are_left_out_of_an_evaluation(ranks: list[dict[str, Any]]):
-    given: dict[str, Any] = {"eval_dataset": some_without_targets(), "per_device_eval_batch_size": 1}
-    filtered, unfiltered = (
-        make(Trainer, logging_nan_inf_filter=wanted, **given).evaluate()["eval_loss"] for wanted in (True, False)
-    )
-    assert filtered == filtered and unfiltered != unfiltered
+    wanted = unfiltered(Trainer)
+    assert [loss == loss for loss in wanted] == [True, False]
     for rank in ranks:
-        assert rank["filtered"] == pytest.approx([filtered, unfiltered], rel=2e-5, nan_ok=True)
+        assert rank["unfiltered"] == pytest.approx(wanted, rel=2e-5, nan_ok=True)
 
 
-def test_a_checkpoint_that_is_not_there(ranks: list[dict[str, Any]], tmp_path: Path):
-    with pytest.raises(ValueError, match="checkpoint-7"):
-        make(MultimodalParallelTrainer).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
-    assert all("checkpoint-7" in rank["missing"] for rank in ranks)
-
-
-def test_loaders_that_are_not_arranged_are_refused(ranks: list[dict[str, Any]]):
+def test_a_checkpoint_that_is_not_there_and_loaders_that_are_not_arranged_are_refused(ranks: list[dict[str, Any]]):
     for rank in ranks:
+        assert "checkpoint-7" in rank["missing"]
         training, evaluation = rank["loaders"]
         assert "`get_train_dataloader`" in training and "`DataLoader`" in training
         assert "`get_eval_dataloader`" in evaluation and "`list`" in evaluation

@@ -85,9 +85,8 @@ def test_every_member_gets_its_parts_or_somebody_is_missed(before: PlacedPlan, a
         for name, wanted in of_member.items():
             found = pieces.get((member, name))
             got = held[member][name] if found is None else HeldParameter.joined(found)
-            assert torch.equal(got.values, wanted.values) and torch.equal(
-                got.state["exp_avg"], wanted.state["exp_avg"]
-            )
+            assert torch.equal(got.values, wanted.values)
+            assert torch.equal(got.state["exp_avg"], wanted.state["exp_avg"])
             assert (got.group, float(got.state["step"]), got.state["plain"]) == (1, 3.0, 7)
 
 
