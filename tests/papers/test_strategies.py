@@ -205,6 +205,12 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps():
     with pytest.raises(ValueError, match=r"4 ranks with 8.00 GiB .* Use 6\."):
         allocate(example(40.0 * GIB), 4, 64, 8.0 * GIB)
     assert allocate(example(40.0 * GIB), 6, 64, 8.0 * GIB).num_ranks == 6
+    kept = {
+        "vision": ModuleDemand(lambda tp: 10.0 / tp, 1, 3, 2 * GIB, 4 * GIB, 1.5 * GIB),
+        LANGUAGE_MODEL: ModuleDemand(lambda tp: 10.0 / tp, 2, 3, 5 * GIB, 4 * GIB, 0.5 * GIB),
+    }
+    with pytest.raises(ValueError, match=r"9 ranks with 6.00 GiB .*in flight. Use 12\."):  # fractions of stages fit
+        allocate(kept, 9, 4, 6.0 * GIB, 1, (1, 2))
 
 
 def test_what_is_no_batch_or_no_model_is_refused():
