@@ -296,8 +296,8 @@ def test_layouts_of_others_are_candidates_of_the_search():
 ALL = (0, 1, 2, 3)
 QUESTIONS = [
     (AS_FAST, {"num_ranks": 2, "global_batch_size": 4, "microbatch_size": 1, "zero_stages": (0, 3), "effort": 8}),
-    deep(1.0, {"frozen": (), "zero_stages": ALL}),
-    deep(AS_FAST, {"num_ranks": 6, "global_batch_size": 24, "zero_stages": ALL}),
+    deep(1.0, {"frozen": (), "num_ranks": 4, "global_batch_size": 8, "zero_stages": ALL}),
+    deep(AS_FAST, {"num_ranks": 6, "global_batch_size": 12, "zero_stages": ALL}),
     deep(AS_FAST, {"frozen": (LANGUAGE_MODEL,), "num_ranks": 16, "short": 50, "zero_stages": ALL}),
 ]
 
