@@ -178,7 +178,7 @@ class ColocatedEncoders(CandidateSpace):
         return [{AUDIO: VISION}]
 
 
-def same_gpus(costs: CostModel, known: CostModel, aware: bool) -> dict[str, Any]:
+def same_gpus(costs: CostModel, known: CostModel, aware: bool, most: int = SIMULATED) -> dict[str, Any]:
     """The planner's sizes for 24 GPUs by the costs that are `known`, in the memory that is really needed."""
     fixed = {name: {"cp_size": 1} for name in costs.spec.modules}
     problem = replace(problem_of(costs), fixed=fixed)
@@ -191,7 +191,7 @@ def same_gpus(costs: CostModel, known: CostModel, aware: bool) -> dict[str, Any]
         if gib <= MEMORY_BYTES / 2**30:
             thought = seconds if aware else iteration(replace(problem, costs=known), candidate)[0]
             judged.append((thought, seconds, gib, candidate))
-        if len(judged) == SIMULATED:
+        if len(judged) == most:
             break
     _, seconds, gib, candidate = min(judged, key=lambda own: own[0])
     layouts = {name: str(layout) for name, layout in candidate.layouts.items()}
@@ -211,7 +211,7 @@ def _unlike(space: CandidateSpace) -> Iterator[Candidate]:
 # All models
 
 
-def frozen_models(names: list[str]) -> dict[str, Any]:
+def frozen_models(names: list[str], most: int = SIMULATED) -> dict[str, Any]:
     """Every model by every source of costs: what the aware rule gains."""
     rows = []
     for name in names:
@@ -228,7 +228,7 @@ def frozen_models(names: list[str]) -> dict[str, Any]:
             }
         for key, costs in (("counted, 24 GPUs", counted), ("printed times, 24 GPUs", printed)):
             row[key] = {
-                rule: same_gpus(costs, costs if rule == "aware" else as_trained(costs), rule == "aware")
+                rule: same_gpus(costs, costs if rule == "aware" else as_trained(costs), rule == "aware", most)
                 for rule in RULES
             }
         for key in SETTINGS:

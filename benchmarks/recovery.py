@@ -246,12 +246,12 @@ def tables_of(result: dict[str, Any]) -> list[Table]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model, one death")
+    parser.add_argument("--quick", action="store_true", help="a small model, one death; two ranks start anew")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results")
     parser.add_argument("--repeats", type=int, help="runs of each case")
     parser.add_argument("--steps", type=int, help="steps of the runs without failures")
     options = parser.parse_args()
-    repeats, steps = options.repeats or (1 if options.quick else 3), options.steps or (30 if options.quick else 400)
+    repeats, steps = options.repeats or (1 if options.quick else 3), options.steps or (20 if options.quick else 400)
     load = os.getloadavg()
     sizes = [
         Size(name, *shape, ranks, pipelines)
@@ -259,6 +259,7 @@ def main() -> None:
         for ranks in (4, 8)
         for pipelines in (False, True)
     ]
+    two_ranks = Size("small", *MODELS["small"], 2, False)
     if options.quick:
         sizes = [sizes[1]]
     cases, restarts = [], []
@@ -266,8 +267,9 @@ def main() -> None:
         causes = ["SIGKILL"] if options.quick or size.model != "small" else list(CAUSES)
         for cause in causes:
             cases.append(case_of(size, cause, [recovered(size, cause) for _ in range(repeats)]))
-        restarts.append(stock_of(size, [restarted(size) for _ in range(repeats)]))
-    unloaded = [size for size in sizes if options.quick or not size.pipelines]
+        starts = [restarted(two_ranks if options.quick else size) for _ in range(repeats)]
+        restarts.append(stock_of(size, starts))
+    unloaded = [two_ranks] if options.quick else [size for size in sizes if not size.pipelines]
     result = {
         "cases": cases,
         "restarts": restarts,

@@ -46,16 +46,10 @@ def available() -> str | None:
 
 
 class TwoHosts:
-    """
-    Two namespaces joined by a pair of virtual interfaces, removed with everything that runs in them on exit.
-
-    Attributes:
-        addresses (`tuple[str, str]`): The address of each host.
-        interface (`str`): The name of the cabled interface, the same on both.
-    """
+    """Two namespaces joined by a pair of virtual interfaces, removed with everything that runs in them on exit."""
 
     addresses = ("10.77.0.1", "10.77.0.2")
-    interface = "eth0"
+    interface = "eth0"  # the cabled one, on both
 
     def __init__(self) -> None:
         identity = f"{_PREFIX}-{os.getpid()}-{next(_count)}"
@@ -93,14 +87,7 @@ class TwoHosts:
     def run(
         self, commands: Sequence[Sequence[str]], timeout: float, env: Mapping[str, str] | None = None
     ) -> list[Finished]:
-        """
-        Runs one command on each host at the same time.
-
-        Args:
-            commands (`Sequence[Sequence[str]]`): The command of the first host, then of the second.
-            timeout (`float`): Seconds after which what still runs is killed with its children.
-            env (`Mapping[str, str]`, *optional*): Variables on top of this process's own.
-        """
+        """Runs a command on each host at the same time; what runs after the timeout is killed with its children."""
         own = {"GLOO_SOCKET_IFNAME": self.interface, "RES_OPTIONS": "timeout:1 attempts:1"}  # no name server answers
         environment = {**os.environ, **own, **(env or {})}
         deadline = time.monotonic() + timeout
@@ -109,18 +96,13 @@ class TwoHosts:
             processes = []
             try:
                 for name, command, log in zip(self.names, commands, logs, strict=True):
+                    entered = [_ip_program() or "ip", "netns", "exec", name, *command]
+                    streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
                     with log.open("wb") as stream:
-                        entered = [_ip_program() or "ip", "netns", "exec", name, *command]
-                        processes.append(
-                            subprocess.Popen(
-                                entered,
-                                stdin=subprocess.DEVNULL,
-                                stdout=stream,
-                                stderr=subprocess.STDOUT,
-                                env=environment,
-                                start_new_session=True,
-                            )
+                        process = subprocess.Popen(
+                            entered, stdout=stream, env=environment, start_new_session=True, **streams
                         )
+                    processes.append(process)
                 for process in processes:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(max(0.0, deadline - time.monotonic()))

@@ -25,20 +25,7 @@ from tests.distributed import server_context
 
 
 def run_script(script: Path, arguments: Sequence[str], timeout: float = 380) -> str:
-    """
-    Runs a script to its end, with the environment and the working folder of this process.
-
-    Args:
-        script (`Path`): The script.
-        arguments (`Sequence[str]`): Its command line.
-        timeout (`float`, *optional*, defaults to 380): Seconds after which it is killed.
-
-    Returns:
-        `str`: Its standard output.
-
-    Raises:
-        AssertionError: The script did not end with exit code 0.
-    """
+    """The output of a script that is run with the environment of this process, and has to end with exit code 0."""
     context = server_context()
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         output, errors = Path(folder, "stdout"), Path(folder, "stderr")
@@ -61,13 +48,7 @@ def run_script(script: Path, arguments: Sequence[str], timeout: float = 380) -> 
 
 
 def _script_main(
-    script: str,
-    arguments: list[str],
-    output: str,
-    errors: str,
-    environment: dict[str, str],
-    server: str,
-    lifetime_s: float,
+    script: str, arguments: list[str], output: str, errors: str, environment: dict, server: str, lifetime_s: float
 ) -> None:
     """Body of the process."""
     os.setsid()

@@ -12,100 +12,72 @@ import torch.distributed as dist
 from tests.distributed import RankFailure, assert_ranks_raise, run_distributed
 
 pytestmark = pytest.mark.distributed
+ENVIRONMENT = ("A_VARIABLE_OF_THIS_TEST", "LOCAL_RANK")
 
 
-def _reduce(scale: float, offset: float = 0.0) -> tuple[int, float, torch.Tensor]:
-    value = torch.full((3,), scale * (dist.get_rank() + 1))
-    dist.all_reduce(value)
-    return dist.get_rank(), float(value[0]) + offset, torch.zeros(100_000)
-
-
-def _raise_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        print("about to fail")
-        raise KeyError("the needle")
-    dist.barrier()
-
-
-def _raise_everywhere() -> None:
-    raise ValueError(f"on {dist.get_rank()}")
-
-
-def _raise_first_only() -> None:
-    if dist.get_rank() == 0:
-        raise ValueError("only here")
-
-
-def _hang_on(rank: int) -> None:
-    dist.barrier()  # a rank that leaves while others still connect fails them in another way
-    while dist.get_rank() == rank:
-        time.sleep(0.1)
-
-
-def _exit_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        os._exit(7)
-    dist.barrier()
-
-
-def _training_arguments(folder: str) -> tuple[int, int, str]:
+def _look(folder: str) -> tuple[Any, ...]:
     from transformers import TrainingArguments
 
+    value = torch.full((3,), 2.0 * (dist.get_rank() + 1))
+    dist.all_reduce(value)
     args = TrainingArguments(output_dir=folder, use_cpu=True, ddp_backend="gloo")
-    return args.world_size, args.process_index, str(args.device)
-
-
-def _look(folder: str) -> tuple[Any, list[str | None], Any]:
-    return _reduce(2.0, offset=0.5), [os.environ.get(name) for name in ENVIRONMENT], _training_arguments(folder)
-
-
-ENVIRONMENT = ("A_VARIABLE_OF_THIS_TEST", "LOCAL_RANK")
+    trainer = args.world_size, args.process_index, str(args.device)
+    return float(value[0]), torch.zeros(100_000), [os.environ.get(name) for name in ENVIRONMENT], trainer
 
 
 def test_results_come_back_by_rank_and_ranks_see_their_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("A_VARIABLE_OF_THIS_TEST", "yes")
-    results, environments, arguments = zip(*run_distributed(_look, 2, str(tmp_path)), strict=True)
-    assert [(rank, value) for rank, value, _ in results] == [(0, 6.5), (1, 6.5)]
-    assert all(big.shape == (100_000,) for _, _, big in results)
+    sums, large, environments, arguments = zip(*run_distributed(_look, 2, str(tmp_path)), strict=True)
+    assert sums == (6.0, 6.0) and all(own.shape == (100_000,) for own in large)
     assert environments == (["yes", "0"], ["yes", "1"])
     assert arguments == ((2, 0, "cpu:0"), (2, 1, "cpu:0"))
 
 
-def test_an_exception_arrives_with_its_traceback_and_output():
-    with pytest.raises(RankFailure) as caught:
-        run_distributed(_raise_on, 3, 1)
-    assert caught.value.rank == 1
-    message = str(caught.value)
-    assert message.startswith("rank 1 raised KeyError: 'the needle'")
-    assert "in _raise_on" in message
-    assert "last output of rank 1:\n  about to fail" in message
+def _fail_on(rank: int, how: str) -> None:
+    dist.barrier()  # a rank that leaves while others still connect fails them in another way
+    if dist.get_rank() == rank:
+        print("about to fail")
+        if how == "raise":
+            raise KeyError("the needle")
+        if how == "exit":
+            os._exit(7)
+        while True:
+            time.sleep(0.1)
+    if how != "hang":
+        dist.barrier()
 
 
-def test_a_hang_ends_at_the_time_limit():
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", ["rank 1 raised KeyError: 'the needle'", "in _fail_on", "last output of rank 1:\n  about to fail"]),
+        ("exit", ["rank 1 died (exit code 7"]),
+        ("hang", ["time limit of 2 s"]),
+    ],
+)
+def test_the_rank_that_fails_is_named_with_what_it_did(how, said):
     start = time.monotonic()
-    with pytest.raises(RankFailure, match="time limit of 2 s") as caught:
-        run_distributed(_hang_on, 2, 1, timeout=2)
-    assert caught.value.rank == 1
-    assert time.monotonic() - start < 20  # includes the start of the server where this is the first test
-
-
-def test_a_dead_rank_is_named():
-    with pytest.raises(RankFailure, match="rank 2 died .exit code 7") as caught:
-        run_distributed(_exit_on, 3, 2)
-    assert caught.value.rank == 2
+    with pytest.raises(RankFailure) as caught:
+        run_distributed(_fail_on, 2, 1, how, timeout=2 if how == "hang" else 60)
+    assert caught.value.rank == 1 and all(text in str(caught.value) for text in said)
+    assert how != "hang" or time.monotonic() - start < 20  # includes the start of the server if this is the first test
 
 
 def _warn() -> None:
-    warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module="torch.somewhere")
-    warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module="hf_mmparallel.runtime.engine")
+    for module in ("torch.somewhere", "hf_mmparallel.runtime.engine"):
+        warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module=module)
 
 
 def test_a_warning_of_the_package_is_an_error_in_a_rank():
     assert assert_ranks_raise(_warn, 2, match="^old$") == ["old", "old"]
 
 
+def _raise(ranks: int) -> None:
+    if dist.get_rank() < ranks:
+        raise ValueError(f"on {dist.get_rank()}")
+
+
 def test_assert_ranks_raise():
-    with pytest.raises(RankFailure, match="every rank was to raise"):
-        assert_ranks_raise(_raise_everywhere, 2, match="on 0")
-    with pytest.raises(RankFailure, match="rank 1 returned"):
-        assert_ranks_raise(_raise_first_only, 2, match="only here")
+    for ranks, said in ((2, "every rank was to raise"), (1, "rank 1 returned")):
+        with pytest.raises(RankFailure, match=said):
+            assert_ranks_raise(_raise, 2, ranks, match="on 0")

@@ -41,12 +41,6 @@ def test_links_lead_somewhere(page):
 
 
 @pages
-def test_python_examples_compile(page):
-    for block in _blocks(page, "python"):
-        compile(block, str(page), "exec")
-
-
-@pages
 def test_commands_name_what_exists(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for block in _blocks(page, "bash"):
@@ -90,19 +84,17 @@ def test_arguments_of_training_scripts_are_taken(page, tmp_path, monkeypatch):
 
 
 def test_the_makefile_runs_files_that_exist():
-    paths = re.findall(
-        r"\b(?:examples|benchmarks|tests|constraints)/[\w./-]+\.(?:py|yaml)\b", (ROOT / "Makefile").read_text()
-    )
+    makefile = (ROOT / "Makefile").read_text()
+    paths = re.findall(r"\b(?:examples|benchmarks|tests|constraints)/[\w./-]+\.(?:py|yaml)\b", makefile)
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.name
-)
-def test_python_examples_import_names_that_exist(page):
+@pages
+def test_python_examples_compile_and_import_names_that_exist(page):
     """Those of CONTRIBUTING import the code that they add, see `test_contributing.py`."""
     for block in _blocks(page, "python"):
-        for node in ast.walk(ast.parse(block)):
+        compile(block, str(page), "exec")
+        for node in ast.walk(ast.parse(block)) if page.name != "CONTRIBUTING.md" else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_mmparallel"):
                 module = importlib.import_module(str(node.module))
                 missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]

@@ -25,30 +25,21 @@ for _ in range(10):
 """
 
 
-def _names() -> str:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+PYTHON = [sys.executable, "-c"]
 
 
-def test_the_hosts_see_each_other_and_have_a_loopback_each():
-    python = [sys.executable, "-c"]
+def test_the_hosts_see_each_other_until_the_cable_is_cut_and_have_a_loopback_each():
     with TwoHosts() as hosts:
         assert hosts.addresses[0] != hosts.addresses[1]
         listen = _LISTEN.replace("127.0.0.1", hosts.addresses[0])
-        over_cable = hosts.run([[*python, listen], [*python, _CONNECT, hosts.addresses[0]]], timeout=20)
+        over_cable = hosts.run([[*PYTHON, listen], [*PYTHON, _CONNECT, hosts.addresses[0]]], timeout=20)
         assert "reached" in over_cable[1].output
-        over_loopback = hosts.run([[*python, _LISTEN], [*python, _CONNECT, "127.0.0.1"]], timeout=20)
+        over_loopback = hosts.run([[*PYTHON, _LISTEN], [*PYTHON, _CONNECT, "127.0.0.1"]], timeout=20)
         assert "reached" not in over_loopback[1].output
         assert "refused" in over_loopback[1].output
-
-
-@pytest.mark.deep
-def test_a_cut_cable_loses_what_is_sent():
-    python = [sys.executable, "-c"]
-    with TwoHosts() as hosts:
         hosts.cut()
-        listen = _LISTEN.replace("127.0.0.1", hosts.addresses[0])
-        done = hosts.run([[*python, listen], [*python, _CONNECT, hosts.addresses[0]]], timeout=20)
-        assert "reached" not in done[1].output
+        cut = hosts.run([[*PYTHON, listen], [*PYTHON, _CONNECT, hosts.addresses[0]]], timeout=20)
+        assert "reached" not in cut[1].output
 
 
 @pytest.mark.deep
@@ -65,7 +56,10 @@ def test_what_runs_too_long_is_killed_with_its_children():
 
 
 def test_nothing_stays_behind_when_the_body_raises():
+    def names() -> str:
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
     with pytest.raises(KeyError), TwoHosts() as hosts:
-        assert hosts.names[0] in _names()
+        assert hosts.names[0] in names()
         raise KeyError
-    assert hosts.names[0] not in _names()
+    assert hosts.names[0] not in names()

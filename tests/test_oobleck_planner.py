@@ -21,9 +21,7 @@ def test_equal_stages_take_the_time_of_1f1b(num_stages: int) -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 2), st.integers(3, 8), st.integers(0, 1000))
-def test_parts_are_stages_of_all_layers_and_never_better_than_the_best(
-    nodes: int, size: int, layers: int, seed: int
-) -> None:
+def test_parts_are_stages_of_all_layers_and_never_better_than_the_best(nodes, size, layers, seed):
     costs = np.random.default_rng(seed).uniform(1, 3, layers)
     layer_ms = np.array([costs / count**0.7 for count in range(1, size + 1)])
     for stages in range(nodes, nodes * size + 1):

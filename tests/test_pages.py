@@ -18,16 +18,6 @@ import pages  # noqa: E402
 EXPLAINED = ("/ even", "/ best", "/ busiest", "std vision, std LM")
 
 
-@pytest.fixture
-def changed_results(tmp_path, monkeypatch):
-    """A copy of the results, which a test may change; `figures` reads it."""
-    shutil.copytree(figures.RESULTS, tmp_path / "results")
-    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
-    figures.result.cache_clear()
-    yield tmp_path / "results"
-    figures.result.cache_clear()
-
-
 @pytest.mark.parametrize("page", pages.pages())
 def test_tables_are_those_of_the_results(page):
     text = (ROOT / page).read_text()
@@ -39,17 +29,9 @@ def test_sentences_have_the_figures_of_the_results(page):
     assert pages.missing_quotes(page, (ROOT / page).read_text()) == []
 
 
-def test_the_pages_are_found():
-    assert pages.pages() == [
-        "README.md",
-        "docs/benchmarks.md",
-        "docs/calibration.md",
-        "docs/devices.md",
-        "docs/papers.md",
-        "docs/planner.md",
-    ]
+def test_every_table_is_on_a_page():
     used = {name for page in pages.pages() for name, _ in pages.MARKED.findall((ROOT / page).read_text())}
-    assert used == set(pages.BLOCKS), "a table is on no page"
+    assert used == set(pages.BLOCKS)
 
 
 def test_every_table_of_figures_comes_from_a_result():
@@ -62,38 +44,45 @@ def test_every_table_of_figures_comes_from_a_result():
         assert rows == [], page
 
 
-def test_a_changed_result_is_noticed(changed_results):
-    file = changed_results / "attention.json"
+def test_a_changed_result_is_noticed(tmp_path, monkeypatch):
+    shutil.copytree(figures.RESULTS, tmp_path / "results")
+    file = tmp_path / "results" / "attention.json"
     result = json.loads(file.read_text())
     row = next(r for r in result["rows"] if (r["length"], r["pass"]) == (16384, "forward"))
     row["times_faster"] += 1.0
     file.write_text(json.dumps(result))
     readme, papers = (ROOT / "README.md").read_text(), (ROOT / "docs/papers.md").read_text()
-    assert pages.rendered(readme) != readme
-    assert any("times faster than a dense mask" in quote for quote in pages.missing_quotes("docs/papers.md", papers))
+    figures.result.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(figures, "RESULTS", tmp_path / "results")
+            assert pages.rendered(readme) != readme
+            missing = pages.missing_quotes("docs/papers.md", papers)
+    finally:
+        figures.result.cache_clear()
+    assert any("times faster than a dense mask" in quote for quote in missing)
 
 
-def test_a_changed_page_is_noticed():
+def test_a_changed_table_is_noticed():
     text = (ROOT / "docs/benchmarks.md").read_text()
-    for pattern in (r"\| zigzag \| 1\.36", r"a loop waited \d+"):
-        other = re.sub(pattern, lambda found: found[0][:-1] + str((int(found[0][-1]) + 1) % 10), text)
-        assert other != text
-        assert pages.rendered(other) != other or pages.missing_quotes("docs/benchmarks.md", other)
+    other = text.replace("| zigzag | 1.36", "| zigzag | 1.37")
+    assert other != text == pages.rendered(other)
 
 
 @pytest.mark.parametrize(
     "sentence",
     [
         r"`hierarchical` takes \d\.\d+ to \d\.\d+ of",
-        r"eager forwards takes \d\.\d+ to \d\.\d+ of",
         r"\(\d\.\d+ to \d\.\d+ for `tapered`, eager",
         r"[\d,]+ ms for\s`contiguous`",
         r"deviation falls from [\d.]+ \(`disttrain`\) to [\d.]+",
+        r"a loop waited \d+",
     ],
 )
 def test_every_changed_figure_of_a_sentence_is_noticed(sentence: str):
     text = (ROOT / "docs/benchmarks.md").read_text()
-    (found,) = re.finditer(sentence, text)
+    found = re.search(sentence, text)
+    assert found
     for digit in re.finditer(r"\d", found[0]):
         place = found.start() + digit.start()
         other = text[:place] + str((int(digit[0]) + 1) % 10) + text[place + 1 :]

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,9 +56,8 @@ def output(process: subprocess.Popen) -> str:
 @pytest.mark.slow
 def test_all_decisions_are_the_same_without_vector_units():
     """Of the arrangement, tokens, schedules, search, recovery and fits, over random cases; floats to the last bit."""
-    processes = [
-        start("-m", "tests.decisions", env=env) for env in ({**os.environ, "PYTHONHASHSEED": "0"}, other_processor())
-    ]
+    environments = {**os.environ, "PYTHONHASHSEED": "0"}, other_processor()
+    processes = [start("-m", "tests.decisions", env=env) for env in environments]
     own, other = (json.loads(output(process)) for process in processes)
     assert len(own) == 6 and own == other
 
@@ -74,52 +72,38 @@ def test_the_other_processor_differs():
     assert output(start("-c", code)) != output(start("-c", code, env=other_processor()))
 
 
-def unequal_arithmetic(path: Path) -> list[str]:
-    """Where a file uses arithmetic that differs between processors."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        name = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            name = "@"
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            power = node.right
-            is_square = isinstance(power, ast.Constant) and power.value == 2
-            is_whole = isinstance(node.left, ast.Constant) and isinstance(node.left.value, int)
-            name = None if is_square or is_whole else "**"
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("np", "math"):
-            name = node.attr if node.attr in UNEQUAL else None
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "argsort":
-            is_stable = any(
-                keyword.arg == "kind" and getattr(keyword.value, "value", "") == "stable" for keyword in node.keywords
-            )
-            name = None if is_stable else 'argsort without `kind="stable"`'
-        if name is not None:
-            found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}")
-    return found
+def unequal_name(node: ast.AST) -> str | None:
+    """The arithmetic of a node of a file, if it differs between processors."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return "@"
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        is_square = isinstance(node.right, ast.Constant) and node.right.value == 2
+        is_whole = isinstance(node.left, ast.Constant) and isinstance(node.left.value, int)
+        return None if is_square or is_whole else "**"
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("np", "math"):
+        return node.attr if node.attr in UNEQUAL else None
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "argsort":
+        kinds = [getattr(keyword.value, "value", "") for keyword in node.keywords if keyword.arg == "kind"]
+        return None if kinds == ["stable"] else 'argsort without `kind="stable"`'
+    return None
+
+
+def unequal_arithmetic(text: str) -> list[tuple[int, str]]:
+    """Lines of a file with arithmetic that differs between processors."""
+    found = [(getattr(node, "lineno", 0), unequal_name(node)) for node in ast.walk(ast.parse(text))]
+    return [(line, name) for line, name in found if name is not None]
 
 
 def test_what_decides_uses_equal_arithmetic():
-    found = [
-        line for package in DECIDING for path in (PACKAGE / package).rglob("*.py") for line in unequal_arithmetic(path)
-    ]
-    assert not found, "differs between processors; use `hf_mmparallel/_portable.py`:\n" + "\n".join(found)
+    paths = [path for package in DECIDING for path in (PACKAGE / package).rglob("*.py")]
+    found = {str(path): unequal_arithmetic(path.read_text()) for path in paths}
+    assert not any(found.values()), {path: own for path, own in found.items() if own}  # use `_portable.py`
 
 
-def test_unequal_arithmetic_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    lines = [
-        "a @ b",
-        "np.exp(a)",
-        "math.log(a)",
-        "a**0.5",
-        "a**2",
-        "2**a",
-        "x.argsort()",
-        'np.argsort(x, kind="stable")',
-    ]
-    path = tmp_path / "some.py"
-    path.write_text("\n".join(lines))
-    assert {int(line.split(":")[1]) for line in unequal_arithmetic(path)} == {1, 2, 3, 4, 7}
+def test_unequal_arithmetic_is_found():
+    unequal = ["a @ b", "np.exp(a)", "math.log(a)", "a**0.5", "x.argsort()"]
+    equal = ["a**2", "2**a", 'np.argsort(x, kind="stable")']
+    assert {line for line, _ in unequal_arithmetic("\n".join(unequal + equal))} == {1, 2, 3, 4, 5}
 
 
 def test_the_grid():
@@ -130,9 +114,8 @@ def test_the_grid():
         assert (_portable.on_grid(near) == rounded).mean() > 0.999
     assert _portable.on_grid(rounded).tolist() == rounded.tolist()
     assert _portable.on_grid(np.array([0.0, np.inf])).tolist() == [0.0, np.inf]
-    assert isinstance(_portable.on_grid(0.1), float) and _portable.on_grid(1 / 3 + 1e-12, 1e3) == _portable.on_grid(
-        1 / 3, 1e3
-    )
+    near, third = (_portable.on_grid(value, 1e3) for value in (1 / 3 + 1e-12, 1 / 3))
+    assert isinstance(_portable.on_grid(0.1), float) and near == third
 
 
 def test_the_smallest_values_come_by_value_then_by_index():

@@ -18,12 +18,9 @@ from hf_mmparallel import _versions
 from tests.composed.test_composed import compose
 
 
-def test_the_cache_has_the_name_that_transformers_gives_it():
-    assert _versions.CACHE in inspect.signature(create_masks_for_generate).parameters
-
-
 @torch.no_grad()
 def test_a_composed_model_takes_the_cache_as_other_models_do():
+    assert _versions.CACHE in inspect.signature(create_masks_for_generate).parameters
     model = compose("clip_llama")[0]
     ids = torch.randint(3, 30, (2, 7))
     expected = model(input_ids=ids).logits[:, -1]
@@ -41,28 +38,8 @@ def test_other_demands_on_peft_stay(monkeypatch):
         assert accepted == peft.MIN_PEFT_VERSION
 
 
-def _said(code: str) -> str:
-    """The last word that a process of its own prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1]
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
-
-
-@pytest.mark.deep
-def test_the_installed_peft_is_accepted_if_transformers_is_imported_first():
-    code = (
-        "import transformers, hf_mmparallel; from transformers.integrations import peft; print(peft.MIN_PEFT_VERSION)"
-    )
-    assert _numbers(_said(code)) <= _numbers(version("peft"))
-
-
-def test_what_importing_the_package_first_does():
-    """Attention is registered, the installed peft accepted, and no kernel imported on a CPU, all in one process."""
-    code = """
+PEFT = "from transformers.integrations import peft; print(peft.MIN_PEFT_VERSION)"
+PACKAGE_FIRST = """
 import sys, hf_mmparallel
 assert not {"torch", "transformers"} & set(sys.modules)
 import torch
@@ -73,7 +50,15 @@ x = torch.ones(1, 1, 4, 8)
 bitfield_attention(x, x, x, encode_words(torch.ones(1, 4)))
 kernels = [name for name in sys.modules if name.startswith("hf_mmparallel") and ".triton" in name]
 assert not torch.cuda.is_initialized() and kernels == [], kernels
-from transformers.integrations import peft
-print(peft.MIN_PEFT_VERSION)
 """
-    assert _numbers(_said(code)) <= _numbers(version("peft"))
+
+
+@pytest.mark.parametrize(
+    "code", [PACKAGE_FIRST, pytest.param("import transformers, hf_mmparallel\n", marks=pytest.mark.deep)]
+)
+def test_what_importing_the_package_does(code):
+    """Attention is registered, the installed peft accepted, and no kernel imported on a CPU, all in one process."""
+    done = subprocess.run([sys.executable, "-c", code + PEFT], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    accepted, installed = (tuple(map(int, text.split("."))) for text in (done.stdout.split()[-1], version("peft")))
+    assert accepted <= installed

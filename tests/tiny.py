@@ -39,6 +39,8 @@ VISION = {
 SIGLIP = {**VISION, "vision_use_head": False}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 PATCHES = {"num_heads": 4, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+DEEP_VISION = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, **PATCHES}
+WINDOWED_VISION = {**DEEP_VISION, "window_size": 32, "fullatt_block_indexes": [1, 3]}
 QWEN_TOKENS = {
     "image_token_id": MEDIA_TOKEN,
     "video_token_id": VIDEO_TOKEN,
@@ -65,34 +67,20 @@ def _part(model_type: str, **config: Any) -> dict[str, Any]:
 
 
 def _qwen3_vl(levels: int, prefix: str = "Qwen3VL", **text: Any) -> Callable[[], PreTrainedModel]:
-    vision = {
-        "depth": 4,
-        "hidden_size": 32,
-        "out_hidden_size": 64,
-        "intermediate_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": list(range(levels)),
-        **PATCHES,
-    }
+    vision = {**DEEP_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": list(range(levels))}
     return _build(prefix, vision_config=vision, text_config={**HEADS, **ROPE, **text}, **QWEN_TOKENS)
 
 
+CLIP_LLAMA = {
+    "vision_config": _part("clip_vision_model", **VISION),
+    "text_config": _part("llama", **TEXT),
+    "image_token_id": MEDIA_TOKEN,
+}
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _build("Llama", **TEXT),
     "llama_tied": _build("Llama", **{**TEXT, "tie_word_embeddings": True}),
-    "llava": _build(
-        "Llava",
-        vision_config=_part("clip_vision_model", **VISION),
-        text_config=_part("llama", **TEXT),
-        image_token_id=MEDIA_TOKEN,
-    ),
-    "llava_next": _build(
-        "LlavaNext",
-        vision_config=_part("clip_vision_model", **VISION),
-        text_config=_part("llama", **TEXT),
-        image_token_id=MEDIA_TOKEN,
-        image_grid_pinpoints=[[16, 16]],
-    ),
+    "llava": _build("Llava", **CLIP_LLAMA),
+    "llava_next": _build("LlavaNext", **CLIP_LLAMA, image_grid_pinpoints=[[16, 16]]),
     "llava_onevision": _build(
         "LlavaOnevision",
         vision_config=_part("siglip_vision_model", **SIGLIP),
@@ -140,33 +128,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         text_config={**TEXT, **ROPE},
         **QWEN_TOKENS,
     ),
-    "qwen2_5_vl": _build(
-        "Qwen2_5_VL",
-        vision_config={
-            "depth": 4,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 64,
-            "window_size": 32,
-            "fullatt_block_indexes": [1, 3],
-            **PATCHES,
-        },
-        text_config={**TEXT, **ROPE},
-        **QWEN_TOKENS,
-    ),
+    "qwen2_5_vl": _build("Qwen2_5_VL", vision_config=WINDOWED_VISION, text_config={**TEXT, **ROPE}, **QWEN_TOKENS),
     "qwen3_vl": _qwen3_vl(levels=3),
     "qwen3_vl_moe": _qwen3_vl(1, "Qwen3VLMoe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "qwen2_5_omni": _build(
         "Qwen2_5OmniThinker",
-        vision_config={
-            "depth": 4,
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 64,
-            "window_size": 32,
-            "fullatt_block_indexes": [1, 3],
-            **PATCHES,
-        },
+        vision_config=WINDOWED_VISION,
         audio_config={
             "d_model": 32,
             "encoder_layers": 4,

@@ -21,6 +21,6 @@ def _train(num_steps: int, mode: str = "row") -> list[float]:
 def test_losses_are_those_of_one_rank():
     alone = _train(8)
     assert alone[-1] < alone[0] - 0.5
-    for mode, num_ranks in (("row", 2), ("segments", 4)):
+    for mode, num_ranks in (("row", 2), ("segments", 3)):
         for losses in run_distributed(_train, num_ranks, 8, mode, timeout=90):
             assert losses == pytest.approx(alone, abs=2e-5)

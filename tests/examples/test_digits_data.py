@@ -17,14 +17,12 @@ from hf_mmparallel.data import PretokenizedCollator  # noqa: E402
 NUM_SAMPLES = 400
 
 
-@pytest.fixture(scope="module")
-def processor():
-    return build_processor(patch_size=8)
+PROCESSOR = build_processor(patch_size=8)
 
 
 @pytest.fixture(scope="module", params=["train", "test"])
-def dataset(request, processor):
-    return DigitQuestions(processor, request.param, NUM_SAMPLES, seed=3)
+def dataset(request):
+    return DigitQuestions(PROCESSOR, request.param, NUM_SAMPLES, seed=3)
 
 
 def expected_answer(prompt: str, digits: list[int]) -> str:
@@ -36,16 +34,14 @@ def expected_answer(prompt: str, digits: list[int]) -> str:
     return " ".join(f"{letter} {digit}" for letter, digit in zip(LETTERS, digits, strict=False))
 
 
-def test_splits_share_no_image_and_hold_all(processor):
-    train, test = DigitImages(processor, "train"), DigitImages(processor, "test")
-    assert set(train.ids).isdisjoint(test.ids)
+def test_splits_share_no_image_and_hold_all():
+    train, test = DigitImages(PROCESSOR, "train"), DigitImages(PROCESSOR, "test")
     assert sorted([*train.ids, *test.ids]) == list(range(1797))
     assert set(test.digits.tolist()) == set(range(10))
-
-
-def test_unknown_split_is_refused(processor):
     with pytest.raises(ValueError, match="validation"):
-        DigitImages(processor, "validation")
+        DigitImages(PROCESSOR, "validation")
+    with pytest.raises(IndexError, match="5 of 5"):
+        DigitQuestions(PROCESSOR, "test", 5)[5]
 
 
 def test_every_question_has_its_right_answer(dataset):
@@ -64,25 +60,24 @@ def test_every_question_has_its_right_answer(dataset):
     assert seen == set(QUESTIONS)
 
 
-def test_labels_are_the_answer_and_its_end(dataset, processor):
+def test_labels_are_the_answer_and_its_end(dataset):
+    tokenizer = PROCESSOR.tokenizer
     for index in range(100):
         prompt, answer, _ = dataset.draw(index)
-        item = dataset[index]
-        target = item["labels"] != -100
-        assert torch.equal(item["labels"][target], item["input_ids"][target])
-        assert processor.tokenizer.decode(item["input_ids"][target]) == f"{answer} </s>"
-        assert processor.tokenizer.decode(item["input_ids"][~target]) == f"<s> {prompt}"
-        assert processor.tokenizer.unk_token_id not in item["input_ids"]
+        ids, labels = (dataset[index][name] for name in ("input_ids", "labels"))
+        target = labels != -100
+        assert torch.equal(labels[target], ids[target])
+        assert tokenizer.decode(ids[target]) == f"{answer} </s>"
+        assert tokenizer.decode(ids[~target]) == f"<s> {prompt}"
+        assert tokenizer.unk_token_id not in ids
 
 
-def test_each_image_has_its_placeholders(processor):
-    for patch_size in (8, 4):
-        own = build_processor(patch_size)
-        dataset = DigitQuestions(own, "train", 50)
-        for index in range(50):
-            item = dataset[index]
-            num_images = len(item.get("pixel_values", ()))
-            assert (item["input_ids"] == own.image_token_id).sum() == num_images * (8 // patch_size) ** 2
+@pytest.mark.parametrize("patch_size", [8, 4])
+def test_each_image_has_its_placeholders(patch_size):
+    own = build_processor(patch_size)
+    for item in map(DigitQuestions(own, "train", 50).__getitem__, range(50)):
+        num_images = len(item.get("pixel_values", ()))
+        assert (item["input_ids"] == own.image_token_id).sum() == num_images * (8 // patch_size) ** 2
 
 
 def test_samples_differ_in_vision_and_in_text_work(dataset):
@@ -96,9 +91,8 @@ def test_samples_differ_in_vision_and_in_text_work(dataset):
     assert num_words[num_images > 0].max() > 8 * num_words[num_images > 0].min()
 
 
-def test_samples_are_functions_of_seed_and_index(processor):
-    first, again = (DigitQuestions(processor, "train", 30, seed=5) for _ in range(2))
-    other = DigitQuestions(processor, "train", 30, seed=6)
+def test_samples_are_functions_of_seed_and_index():
+    first, again, other = (DigitQuestions(PROCESSOR, "train", 30, seed=seed) for seed in (5, 5, 6))
     for index in reversed(range(30)):
         left, right = first[index], again[index]
         assert left.keys() == right.keys()
@@ -106,39 +100,32 @@ def test_samples_are_functions_of_seed_and_index(processor):
     assert any(first.draw(index) != other.draw(index) for index in range(30))
 
 
-def test_only_training_images_are_shifted(processor):
-    test = DigitQuestions(processor, "test", 50)
-    train = DigitQuestions(processor, "train", 50)
-    for dataset in (test, train):
-        same = []
-        for index in range(50):
-            shown = dataset.draw(index)[2]
-            if shown:
-                same.append(torch.equal(dataset[index]["pixel_values"], dataset.images.pixel_values[shown]))
-        assert all(same) == (dataset is test)
-
-
-def test_the_index_is_checked(processor):
-    dataset = DigitQuestions(processor, "test", 5)
-    with pytest.raises(IndexError, match="5 of 5"):
-        dataset[5]
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_only_training_images_are_shifted(split):
+    dataset = DigitQuestions(PROCESSOR, split, 50)
+    shown = {index: dataset.draw(index)[2] for index in range(50)}
+    same = [
+        torch.equal(dataset[index]["pixel_values"], dataset.images.pixel_values[ids])
+        for index, ids in shown.items()
+        if ids
+    ]
+    assert same and all(same) == (split == "test")
 
 
 def test_the_collator_takes_text_only_batches(dataset):
     items = [dataset[index] for index in range(100)]
     text_only = [item for item in items if "pixel_values" not in item]
-    collate = PretokenizedCollator(pad_token_id=dataset.processor.tokenizer.pad_token_id)
+    collate = PretokenizedCollator(pad_token_id=PROCESSOR.tokenizer.pad_token_id)
     assert "pixel_values" not in collate(text_only)
-    batch = collate(items)
-    assert batch["pixel_values"].shape == (sum(len(item.get("pixel_values", ())) for item in items), 3, 8, 8)
+    num_images = sum(len(item.get("pixel_values", ())) for item in items)
+    assert collate(items)["pixel_values"].shape == (num_images, 3, 8, 8)
 
 
-def test_a_saved_processor_makes_the_same_inputs(processor, tmp_path):
-    processor.save_pretrained(tmp_path)
+def test_a_saved_processor_makes_the_same_inputs(tmp_path):
+    PROCESSOR.save_pretrained(tmp_path)
     loaded = AutoProcessor.from_pretrained(tmp_path)
     text = "<s> digits : A <image> B <image> read ."
     images = [np.full((8, 8, 3), value, dtype=np.uint8) for value in (0, 200)]
-    ours, theirs = (p(text=text, images=images, return_tensors="pt") for p in (processor, loaded))
-    assert (ours["input_ids"] == processor.image_token_id).sum() == 2
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name])
+    ours, theirs = (p(text=text, images=images, return_tensors="pt") for p in (PROCESSOR, loaded))
+    assert (ours["input_ids"] == PROCESSOR.image_token_id).sum() == 2
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

@@ -11,10 +11,10 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step, find_arrangement, num_microbatches
 from hf_mmparallel.arrange.arrangements import coupled
-from hf_mmparallel.papers.published_arrangements import _Gaps, batch_rebalance, disttrain, interleaved_order
+from hf_mmparallel.papers.published_arrangements import batch_rebalance, disttrain, interleaved_order
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule
-from hf_mmparallel.schedule import build_program, simulate
+from hf_mmparallel.schedule import Task, build_program, simulate
 from tests.plan.specs import model_spec
 
 SPEC = model_spec()
@@ -45,16 +45,22 @@ def heavy_tailed(draw, max_size: int = 40, min_size: int = 0) -> Workloads:
 
 
 def flat(replicas) -> list[int]:
-    return [
-        batch_index for microbatches in replicas for batch_indices in microbatches for batch_index in batch_indices
-    ]
+    return [index for microbatches in replicas for batch_indices in microbatches for index in batch_indices]
 
 
 @pytest.mark.parametrize("arrangement", BASELINES)
-@given(heavy_tailed(24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-@settings(max_examples=30)
-def test_every_sample_is_once_in_every_module_that_has_work_for_it(arrangement, workloads, vision, language, size):
-    plan = make_plan((vision, 1), (language, 2))
+@given(
+    heavy_tailed(24),
+    st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(["1f1b", "gpipe"]),
+)
+@settings(max_examples=40)
+def test_every_sample_is_once_in_every_module_that_has_work_for_it(
+    arrangement, workloads, vision, language, size, schedule
+):
+    plan = make_plan(vision, (language, 2), schedule)
     step = arrange_step(plan, range(workloads.num_samples), workloads, size, arrangement)
     assert sorted(flat(step.microbatches[LANGUAGE_MODEL])) == list(range(workloads.num_samples))
     busy = np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
@@ -66,7 +72,16 @@ def test_every_sample_is_once_in_every_module_that_has_work_for_it(arrangement, 
     assert parts == (2 if arrangement == "sub_microbatches" else 1)
     for batch_index in busy:
         assert step.location_of["vision", batch_index][1] // parts == step.location_of[LANGUAGE_MODEL, batch_index][1]
-    assert simulate(plan, build_program(plan, step, sync_groups(SPEC, plan))).iteration_ms >= 0
+    program = build_program(plan, step, sync_groups(SPEC, plan))
+    assert simulate(plan, program).iteration_ms >= 0
+    done = {action.task for actions in program.actions.values() for action in actions if action.task}
+    assert done >= {
+        Task(kind, module, replica, stage, index, chunk)
+        for (module, replica, index), chunks in step.chunks.items()
+        for stage in range(len(plan.modules[module].replicas[replica]))
+        for chunk in range(len(chunks))
+        for kind in ("fwd", "bwd")
+    }
 
 
 @pytest.mark.parametrize("arrangement", BASELINES)
@@ -102,15 +117,8 @@ def test_batch_rebalance_is_that_of_transformers(lengths, dp_size, microbatch_si
     expected = sampler._assign(list(range(len(lengths))), lengths)
     workloads = make_workloads([0.0] * len(lengths), np.array(lengths) / 10)
     found = batch_rebalance(make_plan((dp_size, 1), (dp_size, 1)), workloads, microbatch_size)
-    assert [[list(batch_indices) for batch_indices in replica] for replica in found[LANGUAGE_MODEL]] == expected
+    assert [list(map(list, replica)) for replica in found[LANGUAGE_MODEL]] == expected
     assert found["vision"] == found[LANGUAGE_MODEL]
-
-
-def test_batch_rebalance_of_a_batch_as_transformers_has_it():
-    lengths = np.random.default_rng(3).lognormal(5, 1, 512).astype(int) + 1
-    expected = BatchRebalanceSampler(lengths.tolist(), 512, 4, 32, shuffle=False)._assign(range(512), lengths.tolist())
-    found = batch_rebalance(make_plan((4, 1), (4, 1)), make_workloads(lengths / 10, lengths / 10), 4)
-    assert [[list(batch_indices) for batch_indices in replica] for replica in found[LANGUAGE_MODEL]] == expected
 
 
 def test_batch_rebalance_of_fewer_samples_than_microbatches_leaves_the_last_empty():
@@ -176,11 +184,6 @@ def test_microbatches_are_ordered_as_the_paper_says(count, num_stages, seed):
     assert order[0] == ranking[0] and order[max(1, count - num_stages + 1) :] == ranking[1:num_stages]
 
 
-def test_the_first_gap_is_the_way_through_the_other_stages_and_back():
-    gaps = _Gaps([[1.0, 2.0, 3.0]], [2.0, 2.0, 2.0], [0])
-    assert gaps.next() == 15.0
-
-
 def test_one_stage_has_no_gaps():
     sizes = np.array([3.0, 1.0, 2.0])
     assert interleaved_order(sizes[:, None], np.array([2.0]), sizes) == [1, 2, 0]
@@ -190,7 +193,6 @@ def test_disttrain_gives_the_next_larger_sample_to_the_copy_with_the_smallest_su
     # Sizes 1 to 8; by hand: 1 | 2, 1 3 | 2, 1 3 | 2 4, 1 3 5 | 2 4, 1 3 5 | 2 4 6, and so on.
     sizes = np.arange(1.0, 9.0)
     found = disttrain(make_plan((2, 1), (2, 1)), make_workloads(sizes * 0.75, sizes * 0.25), 2)
-    assert [sorted(flat([replica])) for replica in found[LANGUAGE_MODEL]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found[LANGUAGE_MODEL] == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
 
 
@@ -202,11 +204,8 @@ def test_disttrain_varies_as_much_as_entrain_measured_on_the_most_variable_datas
         workloads = model.workloads(shape.draw(512, seed))
         found = disttrain(plan, workloads, 4)
         for name, key in (("vision", "vision"), (LANGUAGE_MODEL, "llama3-3b")):
-            times = [
-                workloads.forward_ms[name][list(batch_indices)].sum()
-                for replica in found[name]
-                for batch_indices in replica
-            ]
+            own = workloads.forward_ms[name]
+            times = [own[list(batch_indices)].sum() for replica in found[name] for batch_indices in replica]
             spread[key].append(np.std(times) / 2)  # on pairs of GPUs
     published = shape.stated.forward_std_ms["disttrain"]
     assert all(np.mean(values) == pytest.approx(published[key], rel=0.15) for key, values in spread.items())
@@ -217,18 +216,3 @@ def test_sub_microbatches_balance_the_encoder_inside_of_a_microbatch():
     found = find_arrangement("sub_microbatches")(make_plan((1, 1), (1, 1)), workloads, 4)
     assert found[LANGUAGE_MODEL] == (((0, 1, 2, 3), (4, 5, 6, 7)),)
     assert found["vision"] == (((0, 3), (1, 2), (4,), (5, 6, 7)),)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-@given(heavy_tailed(24, 8), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=15)
-def test_a_program_runs_more_encoder_microbatches(schedule, workloads, vision, language, stages):
-    plan = make_plan((vision, stages), (language, 2), schedule)
-    step = arrange_step(plan, range(workloads.num_samples), workloads, 4, "sub_microbatches")
-    program = build_program(plan, step, sync_groups(SPEC, plan))
-    done = {action.task for actions in program.actions.values() for action in actions if action.task}
-    for (module, replica, index), chunks in step.chunks.items():
-        for chunk in range(len(chunks)):
-            for stage in range(len(plan.modules[module].replicas[replica])):
-                kinds = {task.kind for task in done if task.key == (module, replica, stage, index, chunk)}
-                assert kinds == {"fwd", "bwd"}

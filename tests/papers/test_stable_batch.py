@@ -1,5 +1,7 @@
 """The profiling batch size is as stable as it says, and as Entrain's tables have it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,11 +15,10 @@ from hf_mmparallel.papers.stable_batch import (
     StabilityTest,
     draw_from,
     minimum_stable_batch,
-    module_work,
     split_stability,
     stability_lines,
 )
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, resolve_plan
 
 CASES = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
 
@@ -26,16 +27,16 @@ def published(name: str, model: str, test: StabilityTest) -> StabilityReport:
     return minimum_stable_batch(
         lambda num, rng: PUBLISHED[name].draw(num, int(rng.integers(2**63))),
         lambda sizes: PUBLISHED_MODELS[model].workloads(sizes).forward_ms,
-        num_ranks=16,
-        dp_size=1,
-        test=test,
+        16,
+        1,
+        test,
     )
 
 
 def passed(name: str, model: str, batch_size: int, rounding: Rounding = "nearest", num_seeds: int = 8) -> float:
     """The share of seeds with which one batch size passes."""
-    seeds = range(num_seeds)
-    tests = [StabilityTest(start=batch_size, limit=batch_size, seed=seed, rounding=rounding) for seed in seeds]
+    one = StabilityTest(start=batch_size, limit=batch_size, rounding=rounding)
+    tests = [replace(one, seed=seed) for seed in range(num_seeds)]
     return float(np.mean([published(name, model, test).batch_size == batch_size for test in tests]))
 
 
@@ -136,10 +137,9 @@ def test_a_mean_on_a_border_is_told_with_what_would_be_enough():
     assert report.batch_size is None and [trials.batch_size for trials in report.history] == [2**i for i in range(9)]
     assert set(report.history[-1].splits) == {(1, 2), (2, 1)}
     dataset, reason = report.notes
-    assert report.boundary is not None
-    assert "256 samples are larger than the dataset of 200" in dataset
-    assert "No batch size up to 256 passed" in reason and "vision 1, language_model 2" in reason
-    assert f"{report.boundary.needed_batch_size:.3g} samples would be enough" in reason
+    assert report.boundary is not None and "256 samples" in dataset and "dataset of 200" in dataset
+    assert "up to 256" in reason and "vision 1, language_model 2" in reason
+    assert f"{report.boundary.needed_batch_size:.3g} samples" in reason
 
 
 def test_a_pass_next_to_a_border_says_so():
@@ -164,19 +164,16 @@ def test_the_number_of_trials_is_that_of_the_paper():
     assert StabilityTest().num_trials == 59
     report = minimum_stable_batch(draw_from(population([1.0, 2.0], [0.5, 0.5])), None, 16, 2)
     assert all(sum(trials.splits.values()) == 60 for trials in report.history)
-    assert {sum(split) for trials in report.history for split in trials.splits} == {8}
 
 
 def test_what_cannot_be_tested_is_refused():
     draw = draw_from({"vision": np.ones(3), "language_model": np.ones(3)})
-    with pytest.raises(ValueError, match="16 ranks can.t be split evenly over `dp_size=3` replicas"):
-        minimum_stable_batch(draw, None, 16, 3)
-    with pytest.raises(ValueError, match="1 ranks are not 1 for each of 2 modules"):
-        minimum_stable_batch(draw, None, 2, 2)
-    with pytest.raises(ValueError, match="`confidence=95`"):
-        StabilityTest(confidence=95)
-    with pytest.raises(ValueError, match="`start=8` is not between 1 and `limit=4`"):
-        StabilityTest(start=8, limit=4)
+    for num_ranks, dp_size, said in ((16, 3, "16 ranks .*`dp_size=3`"), (2, 2, "1 ranks are not 1 ")):
+        with pytest.raises(ValueError, match=said):
+            minimum_stable_batch(draw, None, num_ranks, dp_size)
+    for wrong, said in (({"confidence": 95}, "`confidence=95`"), ({"start": 8, "limit": 4}, "`start=8`.*`limit=4`")):
+        with pytest.raises(ValueError, match=said):
+            StabilityTest(**wrong)
 
 
 SPEC = PUBLISHED_MODELS["llama3-1b"].spec
@@ -184,32 +181,22 @@ COSTS = analytic_costs(SPEC, find_device("a40"))
 SIZES = PUBLISHED["synthchartnet"].draw(512, 0)
 
 
-def stability(vision: ModulePlugin, language: ModulePlugin, sizes: SampleSizes = SIZES):
-    return split_stability(COSTS, resolve_plan(SPEC, {"vision": vision, LANGUAGE_MODEL: language}), sizes)
+def plan_of(vision: dict, language: dict) -> ParallelPlan:
+    return resolve_plan(SPEC, {"vision": ModulePlugin(**vision), LANGUAGE_MODEL: ModulePlugin(**language)})
 
 
 def test_a_split_has_a_minimum_stable_batch_and_smaller_ones_are_told_of():
-    layout = {"vision": ModulePlugin(dp_size=2, pp_size=5), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=3)}
-    report = stability(layout["vision"], layout[LANGUAGE_MODEL])
+    plan = plan_of({"dp_size": 2, "pp_size": 5}, {"dp_size": 2, "pp_size": 3})
+    report = split_stability(COSTS, plan, SIZES)
     assert report is not None and report.batch_size is not None and sum(report.split) == 8
-    plan = resolve_plan(SPEC, layout)
     (split, text), (warning, below) = stability_lines(COSTS, plan, SIZES, report.batch_size - 1)
-    assert (split, warning) == ("Split", "Warning") and f"batches of {report.batch_size} samples" in text
-    assert f"batch of {report.batch_size - 1} samples is smaller than {report.batch_size}," in below
-    assert f"`--global-batch-size {report.batch_size}` or more" in below
+    assert (split, warning) == ("Split", "Warning") and f" {report.batch_size} samples" in text
+    assert f" {report.batch_size - 1} samples" in below and f"`--global-batch-size {report.batch_size}`" in below
     assert stability_lines(COSTS, plan, SIZES, report.batch_size) == [(split, text)]
 
 
 def test_without_a_split_there_is_none():
-    shared = stability(ModulePlugin(dp_size=2, pp_size=4), ModulePlugin(colocate_with="vision"))
-    assert shared is None
-    assert stability(ModulePlugin(dp_size=2), ModulePlugin(dp_size=2)) is None  # one rank each: no other split
+    shared, one_rank_each = plan_of({"dp_size": 2}, {"colocate_with": "vision"}), plan_of({}, {})
+    assert split_stability(COSTS, shared, SIZES) is None and split_stability(COSTS, one_rank_each, SIZES) is None
     nothing = SampleSizes.uniform(dict.fromkeys(SPEC.modules, 0), 4)
-    assert stability(ModulePlugin(pp_size=2), ModulePlugin(pp_size=2), nothing) is None
-
-
-def test_the_work_of_a_module_grows_with_its_samples():
-    work = module_work(COSTS, SIZES)
-    for name in SPEC.modules:
-        order = np.argsort(SIZES.tokens[name], kind="stable")
-        assert (np.diff(work[name][order]) >= 0).mean() > 0.99
+    assert split_stability(COSTS, plan_of({"pp_size": 2}, {"pp_size": 2}), nothing) is None

@@ -61,26 +61,22 @@ def exhaustive(modules, num_ranks, batch_size, memory_bytes, microbatch_size=1):
             n: modules[n].sample_ms[tp] * (microbatch_size if n == LANGUAGE_MODEL else samples / dp)
             for n, (tp, dp, _) in layout.items()
         }
-        sides = {
-            role: [n for n in names if n != LANGUAGE_MODEL and modules[n].role == role]
-            for role in ("encoder", "generator")
-        }
-        after = max((layout[n][2] for n in sides["generator"]), default=0)
+        encoders, generators = (
+            [n for n in names if n != LANGUAGE_MODEL and modules[n].role == role] for role in ("encoder", "generator")
+        )
+        after = max((layout[n][2] for n in generators), default=0)
+        behind = {**dict.fromkeys(generators, 0), LANGUAGE_MODEL: after}
+        behind |= dict.fromkeys(encoders, layout[LANGUAGE_MODEL][2] + after)
         fits = True
         for name, (tp, dp, pp) in layout.items():
-            behind = (
-                after
-                if name == LANGUAGE_MODEL
-                else 0
-                if name in sides["generator"]
-                else layout[LANGUAGE_MODEL][2] + after
-            )
             module, taken = modules[name], microbatch_size if name == LANGUAGE_MODEL else samples / dp
             state = module.weight_bytes + module.optimizer_bytes / dp
-            kept = module.activation_bytes * taken * min(pp + behind, count)
+            kept = module.activation_bytes * taken * min(pp + behind[name], count)
             fits &= (state + kept) / (tp * pp) <= memory_bytes
         if fits:
-            warm = sum(max((per_pass[n] for n in side), default=0.0) for side in (*sides.values(), [LANGUAGE_MODEL]))
+            warm = sum(
+                max((per_pass[n] for n in side), default=0.0) for side in (encoders, generators, [LANGUAGE_MODEL])
+            )
             best = min(best, warm + (count - 1) * max(per_pass[n] / layout[n][2] for n in names))
     return best
 
@@ -105,34 +101,10 @@ def test_no_whole_layout_is_faster(case, microbatch_size):
         assert layout.pp_size <= modules[name].num_layers and modules[name].num_heads % layout.tp_size == 0
 
 
-@settings(max_examples=20)
-@given(cases(), st.sampled_from([0.25, 8.0]))
-def test_neither_unit_nor_order_matters(case, scale):
-    modules, num_ranks, batch_size, memory_bytes = case
-
-    def time_ms(some, unit=1.0):
-        scaled = {
-            name: ModuleDemand(
-                lambda tp, m=m: unit * m.sample_ms[tp], m.num_layers, m.num_heads, m.weight_bytes, m.optimizer_bytes,
-                m.activation_bytes, m.role,
-            )
-            for name, m in some.items()
-        }  # fmt: skip
-        try:
-            return allocate(scaled, num_ranks, batch_size, memory_bytes, tp_sizes=(1, 2)).iteration_ms
-        except ValueError:
-            return np.inf
-
-    plain = time_ms(modules)
-    assert time_ms(modules, scale) == pytest.approx(scale * plain, rel=1e-7)
-    assert time_ms(dict(reversed(modules.items()))) == pytest.approx(plain, rel=1e-7)
-
-
 @st.composite
 def deep_cases(draw):
     """Many layers and ranks, and activations for which the stages behind a module matter."""
-    modules = {}
-    roles: dict[str, Role] = {"vision": "encoder", LANGUAGE_MODEL: "encoder", "image": "generator"}
+    modules, roles = {}, {"vision": "encoder", LANGUAGE_MODEL: "encoder", "image": "generator"}
     for name, role in roles.items():
         whole = draw(st.integers(5, 60))
         modules[name] = ModuleDemand(
@@ -220,43 +192,31 @@ def test_the_fewest_stages_are_those_that_fit(state, kept, room, count, behind):
     assert fits(whole) and fits(max(found, 1e-9)) and not any(fits(less) for less in range(1, whole))
 
 
-def example(language_bytes=4.0 * GIB, activation_bytes=0.0) -> dict[str, ModuleDemand]:
+def example(language_bytes: float = 4.0 * GIB) -> dict[str, ModuleDemand]:
     return {
         "vision": ModuleDemand(lambda tp: 10.0 / tp, 8, 4),
-        LANGUAGE_MODEL: ModuleDemand(lambda tp: 30.0 / tp, 8, 4, language_bytes, 0.0, activation_bytes),
+        LANGUAGE_MODEL: ModuleDemand(lambda tp: 30.0 / tp, 8, 4, language_bytes),
     }
 
 
-def test_work_of_one_to_three_gets_ranks_of_one_to_three():
-    found = allocate(example(), 16, 64, 80.0 * GIB)
-    ranks = {name: layout.num_ranks for name, layout in found.modules.items()}
-    assert ranks == {"vision": 4, LANGUAGE_MODEL: 12}
-    assert found.iteration_ms < found.relaxed_ms * 1.1
-
-
-def test_memory_asks_for_stages_and_frozen_modules_give_ranks_back():
-    tight = allocate(example(40.0 * GIB), 16, 64, 8.0 * GIB)
-    layout = tight.modules[LANGUAGE_MODEL]
-    assert layout.tp_size * layout.pp_size >= 5 and layout.memory_bytes <= 8.0 * GIB
-    trained, frozen = example(), example()
-    frozen["vision"] = ModuleDemand(lambda tp: 10.0 / 3 / tp, 8, 4)  # a forward alone
-    share = [allocate(some, 16, 64, 80.0 * GIB).modules["vision"].num_ranks for some in (trained, frozen)]
-    assert share[1] < share[0]
-
-
 def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps():
-    with pytest.raises(ValueError, match=r"`language_model` needs 6.25 GiB .* 8 layers; a rank has 6.00 GiB.*Freeze"):
+    with pytest.raises(ValueError, match=r"`language_model` needs 6.25 GiB .*6.00 GiB"):
         allocate(example(200.0 * GIB), 16, 64, 6.0 * GIB, tp_sizes=(1, 2, 4))
-    with pytest.raises(ValueError, match=r"4 ranks with 8.00 GiB are not enough .* Use 6\.") as raised:
+    with pytest.raises(ValueError, match=r"4 ranks with 8.00 GiB .* Use 6\."):
         allocate(example(40.0 * GIB), 4, 64, 8.0 * GIB)
-    assert "GiB" in str(raised.value)
     assert allocate(example(40.0 * GIB), 6, 64, 8.0 * GIB).num_ranks == 6
+    kept = {
+        "vision": ModuleDemand(lambda tp: 10.0 / tp, 1, 3, 2 * GIB, 4 * GIB, 1.5 * GIB),
+        LANGUAGE_MODEL: ModuleDemand(lambda tp: 10.0 / tp, 2, 3, 5 * GIB, 4 * GIB, 0.5 * GIB),
+    }
+    with pytest.raises(ValueError, match=r"9 ranks with 6.00 GiB .*in flight. Use 12\."):  # fractions of stages fit
+        allocate(kept, 9, 4, 6.0 * GIB, 1, (1, 2))
 
 
 def test_what_is_no_batch_or_no_model_is_refused():
-    with pytest.raises(ValueError, match="not a multiple of `microbatch_size=3`"):
+    with pytest.raises(ValueError, match="`microbatch_size=3`"):
         allocate(example(), 16, 64, GIB, microbatch_size=3)
-    with pytest.raises(ValueError, match="There is no `language_model` among"):
+    with pytest.raises(ValueError, match="no `language_model`"):
         allocate({"vision": example()["vision"]}, 16, 64, GIB)
-    with pytest.raises(ValueError, match="divides the 4 heads of `vision`"):
+    with pytest.raises(ValueError, match="4 heads of `vision`"):
         allocate(example(), 16, 64, GIB, tp_sizes=(8,))

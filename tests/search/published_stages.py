@@ -37,18 +37,13 @@ def possible_counts(times_ms: list[float], max_stages: int, tolerance: float) ->
     return found
 
 
-def groups(rows: tuple[StageTimes, ...]) -> list[list[StageTimes]]:
-    """Rows with the same language model on the same tokens."""
-    by_model: dict[tuple[str, str], list[StageTimes]] = {}
+def llm_counts(rows: tuple[StageTimes, ...], max_stages: int) -> dict[StageTimes, int]:
+    """The stages of the language model in each row, from its backward times; there is only one such set."""
+    by_model: dict[tuple[str, str], list[StageTimes]] = {}  # on the same tokens
     for row in rows:
         by_model.setdefault((row.llm, row.model[0] if rows is STAGE_TIMES else ""), []).append(row)
-    return list(by_model.values())
-
-
-def llm_counts(rows: tuple[StageTimes, ...], max_stages: int) -> dict[StageTimes, int]:
-    """The stages of the language model in each row, from its backward times."""
     counts = {}
-    for group in groups(rows):
+    for group in by_model.values():
         (only,) = possible_counts([row.llm_ms[1] for row in group], max_stages, 0.01)
         counts.update(zip(group, only, strict=True))
     return counts
@@ -95,9 +90,8 @@ def slowest_stage_ms(row: StageTimes, totals_ms: tuple[float, float], counts: tu
     both = row.source.startswith(SECOND)
     modules = SECOND_MODULES if both else FIRST_MODULES
     num_layers = modules["llm", row.llm].num_layers
-    llm_ms = (
-        partition_all(np.full(num_layers, totals_ms[0] / num_layers), counts[0]).partition(counts[0]).slowest_stage_ms
-    )
+    layer_ms = np.full(num_layers, totals_ms[0] / num_layers)
+    llm_ms = partition_all(layer_ms, counts[0]).partition(counts[0]).slowest_stage_ms
     kinds = [("vision", row.model[0]), ("audio", row.model[1])] if both else [(ENCODERS[row.model[0]], row.model[-1])]
     encoders = [modules[kind] for kind in kinds]
     work = totals_ms[1] / sum(encoder.num_billions for encoder in encoders)

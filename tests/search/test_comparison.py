@@ -22,7 +22,7 @@ from .measured_steps import SCALES, corrected, counted, measured_step, planner, 
 
 COMPARER = StepComparer(planner(counted()))
 STAGES = num_stages(COMPARER.planner.plan)
-SLOW_VISION = {"vision": {"forward": TimeScale(20.0, 20.0)}}
+KINDS = ("forward", "backward")
 
 
 def comparison(scales, **changes) -> RunComparison:
@@ -34,17 +34,15 @@ def test_causes_add_up_to_a_step_with_tasks_as_measured():
     truth = corrected(counted(), SCALES)
     step = measured_step(COMPARER, truth, 3)
     causes = COMPARER.causes(step)
-    assert set(causes) == {f"{name}/{kind}" for name in ("vision", LANGUAGE_MODEL) for kind in ("forward", "backward")}
-    sizes = step.prediction.sizes
-    replayed = StepComparer(planner(truth)).planner
-    planned = step.prediction.planned
-    before, after = (found.simulation.iteration_ms for found in (step.prediction, replayed.predict(planned, sizes)))
+    assert set(causes) == {f"{name}/{kind}" for name in ("vision", LANGUAGE_MODEL) for kind in KINDS}
+    replayed = planner(truth).predict(step.prediction.planned, step.prediction.sizes)
+    before, after = (found.simulation.iteration_ms for found in (step.prediction, replayed))
     assert after == pytest.approx(before + sum(causes.values()))
     assert all(abs(ms) < 1e-9 for ms in COMPARER.causes(measured_step(COMPARER, counted(), 3)).values())
 
 
 @pytest.mark.parametrize("module", ["vision", LANGUAGE_MODEL])
-@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_slow_kind_of_tasks_is_named_with_its_figures(module, kind):
     found = comparison({module: {kind: TimeScale(20.0, 20.0)}})
     assert found.largest_cause == f"{module}/{kind}"
@@ -52,60 +50,58 @@ def test_a_slow_kind_of_tasks_is_named_with_its_figures(module, kind):
     base, again = (sum(getattr(own, field) for own in groups) for field in ("base_ms", "recomputed_ms"))
     assert (again > 0) == (module == LANGUAGE_MODEL and kind == "backward")  # forwards that take what they did
     times = (20 * base + again) / (base + again)
-    assert f"the {kind}s of `{module}`, which took {times:.0f} times as long as predicted" in found.sentence
-    assert "hf-mmparallel calibrate" in found.sentence
+    assert f"`{module}`, which took {times:.0f} times" in found.sentence
     assert sum(found.causes.values()) == pytest.approx(found.mean("wall_ms") - found.mean("predicted_step_ms"))
 
 
 def test_what_is_no_task_is_named_too():
     ms = comparison({}).mean("step_ms")
     waits = comparison({}, wall_ms=3 * ms, data_ms=1.5 * ms)
-    assert waits.largest_cause == DATA and "`dataloader_num_workers`" in waits.sentence
     assert waits.causes[DATA] == pytest.approx(1.5 * ms) and waits.causes[BETWEEN] == pytest.approx(0.5 * ms)
-    optimizer = comparison({}, wall_ms=3 * ms, data_ms=0.5 * ms)
-    assert optimizer.largest_cause == BETWEEN and "the optimizer step" in optimizer.sentence
     messages = comparison({}, step_ms=2 * ms, wall_ms=2 * ms)
-    assert messages.largest_cause == IN_STEP and "messages, gradient sums" in messages.sentence
     assert "(+100%)" in messages.sentence
+    optimizer = comparison({}, wall_ms=3 * ms, data_ms=0.5 * ms)
+    for found, cause, word in (
+        (waits, DATA, "`dataloader_num_workers`"),
+        (optimizer, BETWEEN, "optimizer"),
+        (messages, IN_STEP, "messages"),
+    ):
+        assert found.largest_cause == cause and word in found.sentence
 
 
 def test_a_step_that_took_as_long_as_predicted_needs_no_cause():
     found = comparison({})
-    assert found.is_as_predicted and found.sentence.endswith("were predicted (+0%).")
+    assert found.is_as_predicted and "(+0%)" in found.sentence
     faster = comparison({name: {"forward": TimeScale(0.1, 0.1)} for name in ("vision", LANGUAGE_MODEL)})
     assert not faster.is_as_predicted and faster.causes[faster.largest_cause] < 0
-    assert "The largest part of the difference, -" in faster.sentence
+    assert "difference, -" in faster.sentence
 
 
 def test_rows_are_times_on_one_of_the_ranks_that_share_them():
-    found = comparison(SLOW_VISION)
+    slow, plan = {"vision": {"forward": TimeScale(20.0, 20.0)}}, COMPARER.planner.plan
+    found = comparison(slow)
     predicted, measured = found.task_times["vision/forward"]
     assert measured == pytest.approx(20 * predicted)
     assert [name for name, *_ in found.rows] == [
         "step (ms)",
-        f"forwards of {LANGUAGE_MODEL} (ms on a rank)",
-        f"backwards of {LANGUAGE_MODEL} (ms on a rank)",
-        "forwards of vision (ms on a rank)",
-        "backwards of vision (ms on a rank)",
+        *(f"{kind}s of {name} (ms on a rank)" for name in (LANGUAGE_MODEL, "vision") for kind in KINDS),
     ]
-    steps = [measured_step(COMPARER, corrected(counted(), SLOW_VISION), index) for index in range(2)]
-    mean = times_on_a_rank(COMPARER.planner.plan, steps)["vision", "forward"]
-    assert mean == pytest.approx((predicted, measured))
+    steps = [measured_step(COMPARER, corrected(counted(), slow), index) for index in range(2)]
+    times = times_on_a_rank(plan, steps)
+    assert times["vision", "forward"] == pytest.approx((predicted, measured))
     busy = [step.prediction.simulation.busy_ms for step in steps]
-    vision = [rank for _, _, stage in COMPARER.planner.plan.modules["vision"].stages() for rank in stage.all_ranks]
-    _, backward = times_on_a_rank(COMPARER.planner.plan, steps)["vision", "backward"]
-    assert mean[0] + backward == pytest.approx(np.mean([own[rank] for own in busy for rank in vision]))
+    vision = [rank for _, _, stage in plan.modules["vision"].stages() for rank in stage.all_ranks]
+    both = predicted + times["vision", "backward"][0]
+    assert both == pytest.approx(np.mean([own[rank] for own in busy for rank in vision]))
 
 
 def test_of_a_task_on_several_ranks_the_slowest_counts():
     own = StepComparer(planner(counted(), {LANGUAGE_MODEL: ModulePlugin(tp_size=2)}))
     step = measured_step(own, counted(), 0)
-    actions = step.prediction.planned.program.actions
-    tasks = {
-        rank: [action.task for action in actions[rank] if action.task is not None and action.message is None]
-        for rank in actions
-    }
-    ranks = [np.array([rank + step.durations[task] for task in tasks[rank]]) for rank in sorted(tasks)]
+    ranks = []
+    for rank, actions in sorted(step.prediction.planned.program.actions.items()):
+        tasks = [action.task for action in actions if action.task is not None and action.message is None]
+        ranks.append(np.array([rank + step.durations[task] for task in tasks]))
     found = rank_durations(step.prediction, ranks)
     for task, took in found.items():
         slowest = max(own.planner.plan.stage(*task.stage_key).all_ranks)

@@ -31,11 +31,14 @@ def arranged(problem: PlanningProblem, cp_size: int = 1) -> np.ndarray:
     """Tokens, squared tokens and stored pairs of a mean microbatch of the batch as it is arranged."""
     layouts = {"vision": Layout((4,), DP), LANGUAGE_MODEL: Layout((4,), DP, cp_size)}
     candidate = Candidate(layouts, {}, COUNT, "1f1b", problem.first_arrangement)
-    planner = step_planner(problem, candidate)
-    batch = problem.batches[0]
+    planner, batch = step_planner(problem, candidate), problem.batches[0]
     step = predict_batch(planner, batch).planned.step
     sizes = chunk_sizes(problem.costs, planner.plan, step, batch)
     return np.sum([own for key, own in sizes.items() if key[0] == LANGUAGE_MODEL], axis=0) / (DP * COUNT)
+
+
+def mean(problem: PlanningProblem, cp_size: int = 1, **settings: bool) -> np.ndarray:
+    return MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(cp_size, BATCH / DP / COUNT, **settings)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
@@ -45,17 +48,17 @@ def arranged(problem: PlanningProblem, cp_size: int = 1) -> np.ndarray:
 )
 def test_a_mean_microbatch_computes_what_arranged_ones_do(arrangement, packing, near, attention):
     problem = question(arrangement, attention, packing)
-    found = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(1, BATCH / DP / COUNT)
-    wanted = arranged(problem)
+    found, wanted = mean(problem), arranged(problem)
     assert found == pytest.approx(wanted, rel=near)
     real = problem.sizes.tokens[LANGUAGE_MODEL].sum() / (DP * COUNT)
     assert (found[0] > 1.01 * real) == (not packing)
+    assert (mean(problem, padded=False) <= wanted * (1 + 1e-9)).all()
 
 
 def test_under_context_parallelism_rows_are_packed_and_rounded_up():
     problem = question("contiguous")
-    found = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(2, BATCH / DP / COUNT)
-    assert found == pytest.approx(arranged(problem, 2), rel=1e-9)
+    assert mean(problem, 2) == pytest.approx(arranged(problem, 2), rel=1e-9)
+    assert (mean(problem, 2, padded=False) <= arranged(problem, 2) * (1 + 1e-9)).all()
 
 
 def test_encoders_and_single_samples_have_no_padding():
@@ -66,23 +69,12 @@ def test_encoders_and_single_samples_have_no_padding():
         assert squares == pytest.approx(count * problem.sizes.squares[name].mean())
 
 
-@pytest.mark.parametrize("cp_size", [1, 2])
-def test_without_padding_nothing_is_above_any_arrangement(cp_size):
-    for arrangement in ("contiguous", "hierarchical"):
-        for attention in ("sdpa", "eager"):
-            problem = question(arrangement, attention)
-            least = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(cp_size, BATCH / DP / COUNT, padded=False)
-            assert (least <= arranged(problem, cp_size) * (1 + 1e-9)).all()
-
-
 def test_padding_is_in_the_closed_form_and_in_the_memory_that_a_microbatch_keeps():
-    padded, packed = (question("contiguous", packing=packing) for packing in (False, True))
     kind = ParallelConfig(1, 1, False)
-    own = [ModuleOptions(problem, LANGUAGE_MODEL) for problem in (padded, packed)]
-    times = [options.layer_ms(kind, 4.0).sum() for options in own]
-    assert times[0] > 1.1 * times[1]
-    assert own[0].saved_bytes(kind, 4.0) > 1.1 * own[1].saved_bytes(kind, 4.0)
-    assert own[0].layer_ms(kind, 4.0, padded=False) == pytest.approx(own[1].layer_ms(kind, 4.0))
+    padded, packed = (ModuleOptions(question("contiguous", packing=own), LANGUAGE_MODEL) for own in (False, True))
+    assert padded.layer_ms(kind, 4.0).sum() > 1.1 * packed.layer_ms(kind, 4.0).sum()
+    assert padded.saved_bytes(kind, 4.0) > 1.1 * packed.saved_bytes(kind, 4.0)
+    assert padded.layer_ms(kind, 4.0, padded=False) == pytest.approx(packed.layer_ms(kind, 4.0))
 
 
 @pytest.mark.parametrize("arrangement", ["contiguous", "hierarchical"])

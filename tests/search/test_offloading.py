@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from hf_mmparallel.cost import analytic_costs
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan
@@ -15,39 +14,34 @@ from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 from tests.cost.models import LAYERS, PLAIN
 
-from .test_search import problem_of
+from .test_search import BOTH, ONE_ORDER, answers, problem_of
 
-SHORT = SampleSizes.uniform({"vision": 4, LANGUAGE_MODEL: 4}, 48)
 SIZES = {"dp_size": 2, "pp_size": 1, "tp_size": 1, "cp_size": 1, "zero_stage": 0}
-SPEC = ("vision", LANGUAGE_MODEL)
-ON_CPU = StorageSettings(offload_optimizer=True)
+ON_CPU, STREAMED = StorageSettings(offload_optimizer=True), StorageSettings(offload_params=True)
 
 
 def question(frozen: tuple[str, ...] = (), device=PLAIN, **settings) -> PlanningProblem:
     """Two copies of everything, which divide nothing."""
-    fixed = dict.fromkeys(("vision", LANGUAGE_MODEL), SIZES)
-    asked = problem_of(2, 8, frozen, device=device, **{"fixed": fixed, "effort": 16, **settings})
-    return replace(asked, sizes=SHORT)
+    settings = {"fixed": dict.fromkeys(BOTH, SIZES), "effort": 16, **ONE_ORDER, **settings}
+    asked = problem_of(2, 8, frozen, device=device, **settings)
+    return replace(asked, sizes=SampleSizes.uniform(dict.fromkeys(BOTH, 4), 48))
 
 
-def state_bytes(asked: PlanningProblem, **storages: StorageSettings) -> float:
-    layouts = {
-        name: Layout((LAYERS,), 2, storage=storages.get(name, StorageSettings()))
-        for name in ("vision", LANGUAGE_MODEL)
-    }
-    plan = Candidate(layouts, {"vision": LANGUAGE_MODEL}, 4).plan(asked.spec)
+def state_bytes(asked: PlanningProblem, storage: StorageSettings | None = None) -> float:
+    layout = Layout((LAYERS,), 2, storage=storage or StorageSettings())
+    plan = Candidate(dict.fromkeys(BOTH, layout), {"vision": LANGUAGE_MODEL}, 4).plan(asked.spec)
     return max(state.total for state in state_per_rank(plan, stage_memories(asked.costs, plan)).values())
 
 
-def tight(asked: PlanningProblem, share: float = 0.5, **storages: StorageSettings) -> PlanningProblem:
+def tight(asked: PlanningProblem, storage: StorageSettings = ON_CPU, share: float = 0.5) -> PlanningProblem:
     """With memory for this storage and a share of what it saves, and not for a state on the device."""
-    needed, whole = state_bytes(asked, **storages), state_bytes(asked)
+    needed, whole = state_bytes(asked, storage), state_bytes(asked)
     assert needed < 0.8 * whole
     return replace(asked, memory_bytes=needed + share * (whole - needed))
 
 
 def test_the_optimizer_goes_to_the_cpu_where_its_state_does_not_fit():
-    asked = tight(question(), vision=ON_CPU, language_model=ON_CPU)
+    asked = tight(question())
     best = search_plans(asked).best
     assert best.peak_memory_bytes <= (asked.memory_bytes or 0)
     assert any(layout.storage.offload_optimizer for layout in best.candidate.layouts.values())
@@ -57,48 +51,33 @@ def test_the_optimizer_goes_to_the_cpu_where_its_state_does_not_fit():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"host_memory_gib": None}, {"host_memory_gb_per_s": None}, {"host_memory_gib": 1e-5}]
+    ("host", "settings"),
+    [
+        ({"host_memory_gib": None}, {}),
+        ({"host_memory_gb_per_s": None}, {}),
+        ({"host_memory_gib": 1e-5}, {}),
+        ({}, {"offloads": False}),  # such as an optimizer without a step on the CPU
+    ],
 )
-def test_an_unknown_or_small_host_keeps_nothing(changes):
-    asked = tight(question(device=replace(PLAIN, **changes)), vision=ON_CPU, language_model=ON_CPU)
+def test_an_unknown_or_small_host_keeps_nothing(host, settings):
     with pytest.raises(ValueError, match="fits"):
-        search_plans(asked)
-
-
-def test_an_optimizer_without_a_step_on_the_cpu_stays():
-    asked = tight(question(), vision=ON_CPU, language_model=ON_CPU)
-    with pytest.raises(ValueError, match="fits"):
-        search_plans(replace(asked, offloads=False))
+        search_plans(tight(question(device=replace(PLAIN, **host), **settings)))
 
 
 def test_nothing_is_offloaded_where_it_fits():
-    result = search_plans(replace(question(), memory_bytes=2.0**36))
-    for own in (result.best, *result.runners_up):
+    for own in answers(search_plans(question(memory_bytes=2.0**36))):
         assert {layout.storage for layout in own.candidate.layouts.values()} == {StorageSettings()}
 
 
 def test_frozen_weights_are_streamed_before_an_optimizer_is_offloaded():
-    streamed = StorageSettings(offload_params=True)
-    asked = tight(question(("vision", LANGUAGE_MODEL)), 0.9, vision=streamed, language_model=streamed)
-    best = search_plans(asked).best
-    assert all(layout.storage == streamed for layout in best.candidate.layouts.values())
-
-
-def test_what_the_user_names_is_kept():
-    named = {"master_weights": False, "offload_optimizer": True}
-    fixed = {LANGUAGE_MODEL: {**SIZES, **named}, "vision": SIZES}
-    result = search_plans(question(fixed=fixed))
-    for own in (result.best, *result.runners_up):
-        assert own.candidate.layouts[LANGUAGE_MODEL].storage == StorageSettings(**named)
-        assert own.candidate.layouts["vision"].storage == StorageSettings()
-        assert own.plan.modules[LANGUAGE_MODEL].storage == StorageSettings(**named)
+    best = search_plans(tight(question(BOTH), STREAMED, 0.9)).best
+    assert all(layout.storage == STREAMED for layout in best.candidate.layouts.values())
 
 
 def test_memory_that_forces_a_slower_layout():
     """Recomputation or more stages would fit; the faster layout with its optimizer on the CPU is chosen."""
     fast = replace(PLAIN, host_link_gb_per_s=900.0, host_memory_gb_per_s=40_000.0, link_gb_per_s=0.05)
-    asked = problem_of(2, 8, device=fast, effort=16)
-    asked = replace(asked, costs=analytic_costs(asked.spec, fast), sizes=SHORT)
+    asked = question(device=fast, fixed={}, effort=8)
     asked = replace(asked, memory_bytes=0.9 * state_bytes(asked))
     with_host, without = (search_plans(replace(asked, offloads=offloads)).best for offloads in (True, False))
     assert with_host.step_ms <= without.step_ms
