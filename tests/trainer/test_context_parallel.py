@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +162,17 @@ def test_a_model_whose_tokens_no_ranks_can_share_is_refused(name: str):
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=message):
         check_context(model, build_model_spec(model))
+
+
+def straight_and_resumed(folder: Path) -> list[runs.Run]:
+    """A run that saves, and one that goes on from there with other ranks that share tokens."""
+    run = functools.partial(runs.saving_run, "llava", folder, optim="adamw_torch", learning_rate=1e-3)
+    return [run({LM: {**CP, "dp_size": 2}}), run({LM: {**CP, "cp_size": 4}}, folder / "checkpoint-2")]
+
+
+@pytest.mark.distributed
+@pytest.mark.deep
+def test_a_run_goes_on_with_another_number_of_ranks_that_share_tokens(tmp_path: Path):
+    straight, resumed = run_distributed(straight_and_resumed, 5, tmp_path)[0]
+    assert len(resumed.logs) == len(straight.logs)
+    runs.assert_same_run(resumed, straight, rtol=1e-4, atol=2e-5)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
@@ -92,6 +93,46 @@ def train_and_save(trainer: Any, folder: str) -> None:
     trainer.create_model_card()
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """A block in which models compute nothing of float64 in float32: no norm, no rotary embedding, no loss."""
+    to, narrow = torch.Tensor.to, torch.Tensor.float
+
+    def keeping(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.dtype == torch.float64:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs |= {"dtype": torch.float64} if kwargs.get("dtype") is torch.float32 else {}
+        return to(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", keeping)
+        patch.setattr(torch.Tensor, "float", lambda self: self if self.dtype == torch.float64 else narrow(self))
+        yield
+
+
+WILD: dict[str, Any] = {**STEPS, "learning_rate": 0.5, "max_steps": 4}
+"""Steps so large that a run depends on its rounding: a difference is a thousand times as large a step later."""
+WILD_FORM = "adapter with a projector"
+
+
+def wild_run(trainer: Any) -> tuple[str, dict[str, torch.Tensor] | None]:
+    """The best checkpoint of a run in float64, and what is trained of the model that it leaves."""
+    trainer.train()
+    whole = trainer.gather_model() if isinstance(trainer, MultimodalParallelTrainer) else trainer.model
+    best = trainer.state.best_model_checkpoint.rpartition("/")[2]
+    return best, None if whole is None else get_peft_model_state_dict(whole)
+
+
+def wild_arguments(folder: str) -> dict[str, Any]:
+    """Model, data and arguments of that run."""
+    return {"model": model_of(WILD_FORM, folder).double(), "data": data_of("whole, in float64"), **WILD}
+
+
+def planned_wild(folder: str) -> tuple[str, dict[str, torch.Tensor] | None]:
+    with in_float64():
+        return wild_run(runs.make_trainer("llava", PLAN, f"{folder}/wild", **wild_arguments(folder)))
+
+
 def planned(folder: str, forms: tuple[str, ...]) -> dict[str, Any]:
     """Form -> logs of its run, and the logits of the model that is saved."""
     result: dict[str, Any] = {}
@@ -160,6 +201,18 @@ def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(folder: 
         resumed = one_process_trainer(form, folder, ours=settings is None)
         resumed.train(resume_from_checkpoint=f"{out}/checkpoint-1")
         assert runs.step_logs(resumed) == wanted
+
+
+@pytest.mark.deep
+def test_the_best_model_of_a_run_in_float64_is_that_of_the_stock_trainer(folder: str):
+    """A model in float64 ended in `linalg.vector_norm: the dtype of the input (Double) should be convertible`."""
+    best, weights = run_distributed(planned_wild, 3, folder)[0]
+    with in_float64():
+        arguments = {**wild_arguments(folder), "output_dir": f"{folder}/stock/wild"}
+        expected, want = wild_run(runs.stock_trainer(**arguments))
+    assert best == expected and weights is not None and want is not None and weights.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 FROZEN = {"vision": {"freeze": True, "attn_implementation": "eager"}, LM: {"activation_checkpointing": True}}
