@@ -17,7 +17,7 @@ from published_ceilings import best_plans, best_run  # noqa: E402
 from published_study import predicted_ms, published_flops, studies  # noqa: E402
 
 KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "published_runs.json"
-MOST_TASKS = 20_000  # simulated in a few seconds
+MOST_TASKS = 10_000  # simulated in a few seconds
 CHECKED = ("original", "copy", "unread")
 REACHED = {
     "own_engine": {"llava_a100", "mosaic_a100", "mosaic_h100", "nanotron_1b", "torchtitan_a100"},
@@ -61,11 +61,9 @@ def test_predictions_rank_runs_as_they_were_measured(key):
 def assert_reached(key: str, found: dict[str, dict[str, Any]]) -> None:
     for kind, own in found.items():
         assert (own["mfu"] >= own["measured_mfu"]) == (key in REACHED[kind]), (key, kind)
-    own = found["own_engine"]
-    assert own["mfu"] >= 0.94 * own["measured_mfu"], key
+    assert found["own_engine"]["mfu"] >= 0.94 * found["own_engine"]["measured_mfu"], key
 
 
-@pytest.mark.deep
 def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
     kept = json.loads(KEPT.read_text())["studies"]
     assert kept.keys() == STUDIES.keys()
@@ -76,6 +74,6 @@ def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("key", STUDIES)
+@pytest.mark.parametrize("key", ["llava_a100", "mosaic_h100", "megatron_a100_2021"])  # both, one and no engine reaches
 def test_a_plan_reaches_the_best_published_mfu_where_it_is_said(key):
     assert_reached(key, best_plans(best_run(STUDIES[key])))
