@@ -206,7 +206,7 @@ def test_a_folder_is_opened_by_its_library_as_that_of_the_stock_trainer(folder: 
 @pytest.mark.deep
 def test_the_best_model_of_a_run_in_float64_is_that_of_the_stock_trainer(folder: str):
     """A model in float64 ended in `linalg.vector_norm: the dtype of the input (Double) should be convertible`."""
-    best, weights = run_distributed(planned_wild, 3, folder)[0]
+    best, weights = run_distributed(planned_wild, 2, folder)[0]
     with in_float64():
         arguments = {**wild_arguments(folder), "output_dir": f"{folder}/stock/wild"}
         expected, want = wild_run(runs.stock_trainer(**arguments))
