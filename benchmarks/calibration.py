@@ -44,7 +44,7 @@ from transformers import PrinterCallback, TrainerCallback
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.callbacks import PredictionCallback
 from hf_mmparallel.cost.calibrate import calibrate_logs
-from hf_mmparallel.cost.calibration import uncalibrated
+from hf_mmparallel.cost.calibration import without_calibration
 from hf_mmparallel.cost.run_log import RUN_LOG, LoggedWindow, tasks_of
 from hf_mmparallel.profiling.links import link_constants
 from hf_mmparallel.search.comparison import StepComparer, kind_of
@@ -215,7 +215,7 @@ def train(
     if callback.comparer is None:
         return []
     planner = callback.comparer.planner
-    plain = StepComparer(replace(planner, costs=uncalibrated(planner.costs)))
+    plain = StepComparer(replace(planner, costs=without_calibration(planner.costs)))
     return [step_of(window, plain.predict(*keeping.steps[window.step])) for window in callback.windows]
 
 
@@ -236,7 +236,7 @@ def step_of(window: LoggedWindow, before: Prediction) -> Step:
     return Step(window.step_ms, before.simulation.iteration_ms, window.predicted_step_ms, tasks, window.replayed_ms)
 
 
-def measured_links(repeats: int = 5) -> dict[str, float]:
+def measure_links(repeats: int = 5) -> dict[str, float]:
     """Fields of [`Hardware`] for the links of the ranks: the best of some measurements, which others disturb."""
     world = World()
     found = [link_constants(world) for _ in range(repeats)]
@@ -252,7 +252,7 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
     folder = options.ranks.parent
     profile, both = folder / "calibrated.json", folder / "calibrated_by_both.json"
     # On a machine with other work a latency may be above the largest one of a device file, 1 ms.
-    links = {key: min(value, 1e3) if key.endswith("_latency_us") else value for key, value in measured_links().items()}
+    links = {key: min(value, 1e3) if key.endswith("_latency_us") else value for key, value in measure_links().items()}
     if dist.get_rank() == 0:
         (folder / LINKS).write_text(json.dumps({"name": "cpu", "like": "cpu", **links}))
     dist.barrier()

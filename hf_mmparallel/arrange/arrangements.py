@@ -11,7 +11,7 @@ import numpy as np
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.methods import published_method
 from ..plan.step_plan import BatchIndices, Replicas, turn_of
-from .colocated_modules import generated
+from .colocated_modules import arrange_generators
 from .hierarchical import hierarchical, tapered
 from .microbatch_counts import counts_of
 
@@ -31,17 +31,17 @@ def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -
 
     The replicas of the language model get them in turns; the last ones may be smaller or empty. The samples of all
     replicas in one turn are split evenly over the replicas of each encoder, or within groups if replicas have
-    different numbers of microbatches, see [`coupled`]. Workloads only matter if replicas have different stages.
+    different numbers of microbatches, see [`couple_encoders`]. Workloads only matter if replicas have unlike stages.
     """
     counts = counts_of(plan, workloads, microbatch_size)
     language: list[list[BatchIndices]] = [[()] * count for count in counts]
     starts = range(0, workloads.num_samples, microbatch_size)
     for start, (replica, index) in zip(starts, in_turns(counts), strict=False):
         language[replica][index] = tuple(range(start, min(start + microbatch_size, workloads.num_samples)))
-    return coupled(plan, language, in_groups=len(set(counts)) > 1)
+    return couple_encoders(plan, language, in_groups=len(set(counts)) > 1)
 
 
-def coupled(
+def couple_encoders(
     plan: ParallelPlan, language: Sequence[Sequence[BatchIndices]], in_groups: bool = True
 ) -> dict[str, Replicas]:
     """
@@ -123,7 +123,7 @@ def arrange_step(
     _check_workloads(samples, workloads)
     arranged = find_arrangement(arrangement)(plan, workloads, microbatch_size)
     # Arrangements know encoders and the language model only; generators have the language model's microbatches.
-    arranged = {**arranged, **generated(plan, workloads, arranged[LANGUAGE_MODEL])}
+    arranged = {**arranged, **arrange_generators(plan, workloads, arranged[LANGUAGE_MODEL])}
     microbatches = {name: _with_work(arranged[name], workloads.forward_ms[name], name) for name in plan.modules}
     targets: dict[str, tuple[str, ...]] = {}
     for edge in plan.edges:

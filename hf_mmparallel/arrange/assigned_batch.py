@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Replicas
-from .colocated_modules import ColocatedModules, colocated_encoders, colocated_generators, cut
+from .colocated_modules import ColocatedModules, colocated_encoders, colocated_generators, group_by_microbatch
 from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
-from .greedy import Capacity, exchange, fill_bins, padded
+from .greedy import Capacity, exchange, fill_bins, members_by_bin
 from .microbatch_counts import microbatch_counts
 from .microbatch_sizes import LARGEST, Sizes, best_count, best_sizes
 
@@ -185,12 +185,12 @@ class Batch:
         for name in (name for colocated in self.colocated for name in colocated.modules):
             work = np.asarray(self.workloads.forward_ms[name], dtype=float)
             order = np.argsort(-work, kind="stable")
-            times = np.append(work[order], 0.0)[padded(self.replica[order], self.dp_size)][:, :_HEAVIEST]
+            times = np.append(work[order], 0.0)[members_by_bin(self.replica[order], self.dp_size)][:, :_HEAVIEST]
             if times.size and times.max() * count > self.mean_ms[name]:
                 heaviest[name] = times
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
 
-    def placed(
+    def place_modules(
         self,
         bins: NDArray,  # [num_samples] language model microbatch in whose turn each sample is encoded, as far as known
         microbatch: NDArray,  # [num_samples] language model microbatch
@@ -229,7 +229,7 @@ class Batch:
         encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
         count = len(encoder_sizes)
         bins = self._stratified(encoder_sizes, language_sizes, language_weight)
-        bins = self.spread_out(bins, count) if spread else self._ordered(bins, encoder_sizes, language_sizes)
+        bins = self.align_replicas(bins, count) if spread else self._ordered(bins, encoder_sizes, language_sizes)
         targets = self.totals[:, :1] * language_sizes / count
         nothing = np.zeros(len(bins), dtype=bool)
         capacity = _as_one(
@@ -298,7 +298,7 @@ class Batch:
         np.put_along_axis(position, order, np.broadcast_to(full, order.shape), 1)
         return position[self.replica, bins]
 
-    def spread_out(self, bins: NDArray, count: int) -> NDArray:
+    def align_replicas(self, bins: NDArray, count: int) -> NDArray:
         """Reorders microbatches such that those of replicas with a shared encoder or generator fit together."""
         shared = [
             (name, colocated)
@@ -388,7 +388,7 @@ class Batch:
         counts, replica, result = placement.counts, placement.replica, {}
         for colocated, encoder, chosen in zip(self.encoders, placement.encoder, placement.copy, strict=True):
             result.update(dict.fromkeys(colocated.modules, colocated.microbatches(chosen, encoder, counts)))
-        result[LANGUAGE_MODEL] = cut(np.arange(len(replica)), replica, placement.microbatch, counts)
+        result[LANGUAGE_MODEL] = group_by_microbatch(np.arange(len(replica)), replica, placement.microbatch, counts)
         return result
 
 

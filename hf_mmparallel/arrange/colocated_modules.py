@@ -98,7 +98,7 @@ class ColocatedModules:
     ) -> Replicas:
         """Replica -> microbatch -> batch indices with work, ascending."""
         some = np.flatnonzero(self.work > 0)
-        return cut(some, copy[some], turn[some], self.turns(counts).repeat(self.num_copies))
+        return group_by_microbatch(some, copy[some], turn[some], self.turns(counts).repeat(self.num_copies))
 
     def _owners(self, sums: NDArray) -> NDArray:
         """Replica of each share `[groups, count, copies]`: the heaviest goes to the one with the least work so far."""
@@ -112,7 +112,7 @@ class ColocatedModules:
         return owner
 
 
-def cut(batch_indices: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray) -> Replicas:
+def group_by_microbatch(batch_indices: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray) -> Replicas:
     """Replica -> microbatch -> batch indices, ascending; `counts` are the numbers of microbatches of the replicas."""
     ends = np.cumsum(counts)
     microbatch_index = (ends - counts)[replica] + microbatch
@@ -171,7 +171,7 @@ def _colocated(
 # Arrangement of modality generators (the modules after the language model) with its microbatches.
 
 
-def generated(
+def arrange_generators(
     plan: ParallelPlan,
     workloads: Workloads,
     language: Sequence[Sequence[BatchIndices]],  # replica -> microbatch -> batch indices of the language model

@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from .greedy import Capacity, padded
+from .greedy import Capacity, members_by_bin
 
 # Subset sums of many small sets of numbers at once.
 
@@ -148,7 +148,7 @@ def _sums(members: NDArray, weights: NDArray, sizes: NDArray | None = None) -> S
 def _heaviest_first(bins: NDArray, weights: NDArray, num_bins: int) -> NDArray:
     """The items of each bin `[num_bins, slots]`, heaviest first, so that empty slots come last."""
     order = np.argsort(-weights[: len(bins)], kind="stable")
-    return np.append(order, len(bins))[padded(bins[order], num_bins)]
+    return np.append(order, len(bins))[members_by_bin(bins[order], num_bins)]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Pairs:
     table: SubsetSums  # sums of their subsets
     chosen: NDArray  # [num_problems, half, half] index of the deferred sum in the table
 
-    def moved(self, problem: int, over: int, under: int) -> NDArray:
+    def items_to_defer(self, problem: int, over: int, under: int) -> NDArray:
         """The items that overloaded microbatch `over` of a problem defers to `under`."""
         index = problem * self.over.shape[1] + over
         bits = self.table.subsets[index, self.chosen[problem, over, under]]

@@ -24,7 +24,7 @@ def stable_order(numbers: NDArray, limit: int) -> NDArray:
     return np.argsort(small, kind="stable")
 
 
-def padded(
+def members_by_bin(
     bins: NDArray,  # [num_items]
     num_bins: int,
     spare: int = 0,  # empty slots at the end of the fullest bin
@@ -64,7 +64,7 @@ def exchange(
     if per_problem < 2 or not len(bins):
         return bins
     num_bins, half = num_problems * per_problem, per_problem // 2
-    members = padded(bins, num_bins, _SPARE)
+    members = members_by_bin(bins, num_bins, _SPARE)
     values, goals = weights, targets.reshape(num_bins, num_weights)
     if capacity is not None:
         values = np.append(weights, capacity.sizes, axis=1)
@@ -158,7 +158,7 @@ def fill_bins(
             bins[items] = _fill_uniform(weights[items, 0], 1 / shares[0], start)
         return bins
     loads = np.zeros((num_problems, num_bins, weights.shape[1])) if loads is None else loads.copy()
-    turns = padded(problem[order], num_problems).T  # one item of each problem per turn
+    turns = members_by_bin(problem[order], num_problems).T  # one item of each problem per turn
     turns = np.append(order, num_items)[turns]
     weights = np.append(weights, np.zeros((1, weights.shape[1])), axis=0)
     inverse, problems = 1 / shares[:, None], np.arange(num_problems)

@@ -46,11 +46,11 @@ def arrange_by_length(
         subset, chosen = batch.of_replicas(np.flatnonzero(counts == count))
         bins = microbatch[chosen]
         if spread:
-            orders[:, chosen] = subset.spread_out(bins, count)
+            orders[:, chosen] = subset.align_replicas(bins, count)
         else:
             language = microbatch_ms(subset, LANGUAGE_MODEL, bins, count)
             orders[:, chosen] = possible_orders(subset.replica, bins, language, subset.work, wanted[count])
-    placements = [batch.placed(bins, bins, counts, wanted) for bins in orders]
+    placements = [batch.place_modules(bins, bins, counts, wanted) for bins in orders]
     return placements[int(estimates_ms(batch, placements).argmin())]
 
 
@@ -100,7 +100,7 @@ def arrange_batch(
         subset, chosen = batch.of_replicas(np.flatnonzero(counts == own_count))
         wanted[own_count] = subset.sizes(own_count) if taper else Sizes.even(own_count)
         bins[chosen], microbatch[chosen] = subset.divide(wanted[own_count], 1.0 if taper else _LANGUAGE_EVEN, spread)
-    return batch.placed(bins, microbatch, counts, wanted)
+    return batch.place_modules(bins, microbatch, counts, wanted)
 
 
 def hierarchical(

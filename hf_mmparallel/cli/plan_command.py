@@ -57,7 +57,7 @@ def run_plan(args: argparse.Namespace) -> None:
     inputs = Inputs.of(args, source)
     answer, comparison = solve(settings, inputs), ()
     if args.compare:
-        comparison = compared(answer)
+        comparison = baseline_plans(answer)
     console = new_console()
     stability = []
     if answer.inputs.samples.measured is not None:
@@ -150,7 +150,7 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
     return table
 
 
-def compared(answer: Answer) -> tuple[ComparedPlan, ...]:
+def baseline_plans(answer: Answer) -> tuple[ComparedPlan, ...]:
     """Returns the plans of the baselines; raises `ValueError` if there was no search."""
     if answer.result is None:
         raise ValueError("`--compare` needs the plan of a search. Leave sizes out, and give `--gpus`.")

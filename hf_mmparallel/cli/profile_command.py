@@ -74,7 +74,7 @@ def run_profile(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..planner.inputs import read_model
-    from ..profiling.device_constants import measured_constants
+    from ..profiling.device_constants import measure_constants
     from ..profiling.layer_profile import LENGTHS, ProfileSettings, profile_layers
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +101,7 @@ def run_profile(args: argparse.Namespace) -> None:
         profile = profile_layers(config, settings, report=status.update)
         status.update("Measuring the device")
         kind = getattr(torch, profile.autocast or profile.dtype)
-        constants = measured_constants(torch.device(device), kind) | links
+        constants = measure_constants(torch.device(device), kind) | links
     profile = replace(profile, model=_name(args.model), constants=constants)
     profile.save(args.output)
     report(Console(width=None if Console().is_terminal else WIDTH), profile)

@@ -59,7 +59,7 @@ def select_features(name: str, output: Any, settings: EncoderSettings) -> torch.
     return features.mean(dim=1, keepdim=True) if settings.pooling == "mean" else features
 
 
-def fitted_settings(
+def complete_settings(
     name: str, encoder: PreTrainedModel, settings: EncoderSettings, given: Mapping[str, Any]
 ) -> EncoderSettings:
     """Completes settings by a meta-device forward, which shows the output that has the features, and their width."""

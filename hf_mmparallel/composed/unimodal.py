@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .encoder_parts import fitted_settings, keep_weights
+from .encoder_parts import complete_settings, keep_weights
 from .multimodal_config import EncoderSettings, MultimodalConfig, check_encoder_names
 
 
@@ -66,7 +66,7 @@ class UnimodalParts:
                 model_class=type(encoder).__name__,
             )
             if name not in unknown_outputs:
-                settings[name] = fitted_settings(name, encoder, settings[name], extra)
+                settings[name] = complete_settings(name, encoder, settings[name], extra)
         decoder, head = self.decoder, self.head
         tied = head is None or head.weight is decoder.get_input_embeddings().weight
         return MultimodalConfig(

@@ -211,7 +211,7 @@ def calibrated_costs(spec: ModelSpec, device: Hardware, calibration: Calibration
     return replace(base, layers=CalibratedLayers(base.layers, spec, calibration))
 
 
-def uncalibrated(costs: CostModel) -> CostModel:
+def without_calibration(costs: CostModel) -> CostModel:
     """The cost model without its corrections, if it has any."""
     return replace(costs, layers=costs.layers.base) if isinstance(costs.layers, CalibratedLayers) else costs
 
@@ -219,7 +219,7 @@ def uncalibrated(costs: CostModel) -> CostModel:
 def profile_digest(costs: CostModel | LayerProfile) -> str | None:
     """Digest (12 hexadecimal digits) of a profile, or of a cost model's profile; `None` for operation counts."""
     if isinstance(costs, CostModel):
-        layers = uncalibrated(costs).layers
+        layers = without_calibration(costs).layers
         if not isinstance(layers, MeasuredLayers):
             return None
         costs = layers.profile

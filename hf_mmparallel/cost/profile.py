@@ -144,7 +144,7 @@ class MeasuredLayer:
     window: int = 0
 
     @classmethod
-    def fitted(
+    def from_points(
         cls,
         module: str,
         kind: str,
@@ -163,7 +163,7 @@ class MeasuredLayer:
         """The same points with curves for another window, such as one that the attention function does not skip."""
         if window == self.window:
             return self
-        return self.fitted(self.module, self.kind, self.layers, self.shapes, self.tp_size, self.points, window)
+        return self.from_points(self.module, self.kind, self.layers, self.shapes, self.tp_size, self.points, window)
 
     def squares(self, point: MeasuredPoint, name: str) -> float:
         """Sum of squared lengths that a quantity grows with, see [`attended_squares`]."""

@@ -49,7 +49,7 @@ class PassTransfers:
         row_ms = np.bincount(row, times_ms[transfer], num_rows + 1)
         return row_ms[:-1], float(row_ms[-1])
 
-    def timed(self, compute_ms: NDArray, is_backward: bool) -> tuple[list[TimedTransfer], float]:
+    def time_transfers(self, compute_ms: NDArray, is_backward: bool) -> tuple[list[TimedTransfer], float]:
         """
         Returns the transfers that take time in a pass, in order, and the length of the pass, from the time of each
         part of the stage without communication `[rows]`.
@@ -88,7 +88,7 @@ class TimedTransfer:
     end_ms: float
     computed_ms: float  # end of the computation beside it
 
-    def scaled(self, factor: float) -> TimedTransfer:
+    def scale(self, factor: float) -> TimedTransfer:
         """The transfer in a pass that takes `factor` times as long."""
         return TimedTransfer(self.action, *(factor * ms for ms in (self.start_ms, self.end_ms, self.computed_ms)))
 

@@ -305,14 +305,14 @@ class SharedStageCost(StageCost):
         return times_ms + self.passes[is_backward].more_ms(tokens, squares, self.cp_size, is_backward)
 
     def timed_transfers(self, tokens: float, squares: float, is_backward: bool) -> list[TimedTransfer]:
-        """Transfers in the pass of a chunk, see [`PassTransfers.timed`], relative to its [`~StageCost.times_ms`]."""
+        """Transfers in the pass of a chunk, see [`PassTransfers.time_transfers`], relative to `times_ms`."""
         length_ms = (self.backward_ms if is_backward else self.forward_ms)(tokens, squares)
         if not length_ms:
             return []
         # a pass may have more than its layers: what they wait for
         compute_ms = self.table.times(tokens, squares, self.cp_size)[is_backward][self.rows]
-        found, of_layers_ms = self.transfers.timed(compute_ms, is_backward)
-        return [transfer.scaled(length_ms / of_layers_ms) for transfer in found]
+        found, of_layers_ms = self.transfers.time_transfers(compute_ms, is_backward)
+        return [transfer.scale(length_ms / of_layers_ms) for transfer in found]
 
 
 def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCost]:

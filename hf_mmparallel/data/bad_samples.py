@@ -16,14 +16,14 @@ from torch.utils.data import Subset
 MEDIA_FEATURES = frozenset({"Image", "Audio", "Video"})
 
 
-def undecoded(feature: Any, kinds: Collection[str] = MEDIA_FEATURES) -> Any:
+def without_decoding(feature: Any, kinds: Collection[str] = MEDIA_FEATURES) -> Any:
     """A feature of `datasets`, or features by name, whose media of some classes stay as they are stored."""
     if isinstance(feature, dict):
-        return {name: undecoded(part, kinds) for name, part in feature.items()}
+        return {name: without_decoding(part, kinds) for name, part in feature.items()}
     if isinstance(feature, (list, tuple)):
-        return [undecoded(part, kinds) for part in feature]
+        return [without_decoding(part, kinds) for part in feature]
     if hasattr(feature, "feature"):
-        return dataclasses.replace(feature, feature=undecoded(feature.feature, kinds))
+        return dataclasses.replace(feature, feature=without_decoding(feature.feature, kinds))
     return dataclasses.replace(feature, decode=False) if type(feature).__name__ in kinds else feature
 
 

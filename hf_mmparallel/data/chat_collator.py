@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..modeling.loss import IGNORE_INDEX
 from .image_shapes import blank_array, without_pixels
-from .image_sizes import decoded_image, image_size
+from .image_sizes import decode_image, image_size
 from .token_collator import TOKEN_FIELDS, PretokenizedCollator, is_left_out, require_column
 
 logger = logging.get_logger(__name__)
@@ -133,7 +133,7 @@ class ChatCollator:
     ) -> dict[str, Tensor]:
         """Encodes one sample as token fields without a batch dimension, including `labels`, and media."""
         if self._with_media is None:
-            return self._encode(sample, index, decoded_image)
+            return self._encode(sample, index, decode_image)
         try:
             fields = self.encode_by_size(sample, index)
             fields = {name: value for name, value in fields.items() if not is_left_out(name, value, self._left_out)}

@@ -12,7 +12,7 @@ from ..plan import ModelSpec, SampleSizes
 from .defaults import default_collator
 from .layer_tokens import measure_layers
 from .sample_sizes import size_source
-from .size_sources import drawn_samples
+from .size_sources import draw_samples
 
 # Checks whether the Hub has a model or dataset, once and without the client's retries of half a minute.
 
@@ -87,7 +87,7 @@ def measure_dataset(
     dataset, split = open_dataset(source, split)
     total = len(dataset)
     if total > num_samples:
-        dataset = dataset.select(drawn_samples(total, num_samples, seed))
+        dataset = dataset.select(draw_samples(total, num_samples, seed))
     names = dataset.column_names
     loaded = None
     if columns is None and "messages" in names and "input_ids" not in names:

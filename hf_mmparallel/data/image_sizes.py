@@ -19,7 +19,7 @@ class UnknownSizeError(ValueError):
     """The size of a sample can't be determined without reading it."""
 
 
-def decoded_image(value: Any) -> Any:
+def decode_image(value: Any) -> Any:
     """Decodes an image of an undecoded column as `datasets.Image` does, upright by its EXIF data; else keeps it."""
     if not _is_undecoded(value):
         return value

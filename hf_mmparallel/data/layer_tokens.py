@@ -19,7 +19,7 @@ from .global_batches import GlobalBatch
 from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
-from .size_sources import LayerTokens, measure_samples, spread
+from .size_sources import LayerTokens, evenly_spaced, measure_samples
 from .skeleton import entered_shape, make_skeleton
 from .streams import StreamSizes, StreamWindow
 from .token_collator import TOKEN_FIELDS
@@ -52,7 +52,7 @@ def measure_layers(
     if isinstance(source, StreamSizes):
         dataset, source, candidates = _first_of_stream(dataset, source)
     else:
-        candidates = np.array(spread(len(source), NUM_CANDIDATES), dtype=np.int64)
+        candidates = np.array(evenly_spaced(len(source), NUM_CANDIDATES), dtype=np.int64)
     candidates = _measurable(source, candidates)
     rows = source(candidates.tolist()).tokens if len(candidates) else {}
     skeleton, found = None, {}

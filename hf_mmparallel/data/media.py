@@ -13,7 +13,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import ModelSpec
-from .bad_samples import MEDIA_FEATURES, undecoded
+from .bad_samples import MEDIA_FEATURES, without_decoding
 from .step_dataset import Reader
 from .streams import StreamWindow
 
@@ -110,7 +110,8 @@ class _View:
         """The view of a `datasets.Dataset`."""
         columns = [name for name in sorted(self.unused) if _is_floating(dataset.features.get(name))]
         features = {
-            name: undecoded(feature, MEDIA_FEATURES - self.decodes) for name, feature in dataset.features.items()
+            name: without_decoding(feature, MEDIA_FEATURES - self.decodes)
+            for name, feature in dataset.features.items()
         }
         changed = features != dict(dataset.features)
         if (changed or columns) and dataset.format["type"] == "custom":
@@ -128,7 +129,7 @@ class _View:
         known = dict(window.features or {})
         left_out = {name for name in self.unused if _is_floating(known.get(name))}
         kept = {
-            name: undecoded(feature, MEDIA_FEATURES - self.decodes)
+            name: without_decoding(feature, MEDIA_FEATURES - self.decodes)
             for name, feature in known.items()
             if name not in left_out
         }

@@ -85,14 +85,14 @@ class Ragged:
         return np.rint(tokens).astype(np.int64), np.bincount(owner, lengths**2, num_samples)
 
 
-def drawn_samples(num_samples: int, most: int, seed: int) -> np.ndarray:
+def draw_samples(num_samples: int, most: int, seed: int) -> np.ndarray:
     """Indices of at most `most` samples of a dataset, drawn at random, ascending."""
     if num_samples <= most:
         return np.arange(num_samples)
     return np.sort(np.random.default_rng(seed).choice(num_samples, most, replace=False))
 
 
-def spread(num_samples: int, count: int) -> list[int]:
+def evenly_spaced(num_samples: int, count: int) -> list[int]:
     """Dataset indices from all over a dataset, ascending, at most `count`."""
     few = np.arange(num_samples)
     # Of a large dataset all choices are among the same few samples: what is measured for one is known for another.

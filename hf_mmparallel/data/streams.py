@@ -16,7 +16,7 @@ from torch.utils.data._utils import worker as torch_worker
 from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import SampleSizes
-from .bad_samples import BadSampleError, undecoded
+from .bad_samples import BadSampleError, without_decoding
 from .fingerprint import row_digest
 from .global_batches import GlobalBatch
 from .randomness import OwnGenerators, stable_seed
@@ -46,7 +46,7 @@ class StreamWindow:
     ):
         self.features = _media_features(stream)
         self.stream = stream if self.features is None else stream.decode(False)
-        self._stored_features = None if self.features is None else type(self.features)(undecoded(self.features))
+        self._stored_features = None if self.features is None else type(self.features)(without_decoding(self.features))
         self.seed = seed
         self.drop_last = drop_last
         self.carries_rows = carries_rows
@@ -67,13 +67,13 @@ class StreamWindow:
 
     def __getitem__(self, position: int) -> Any:
         """The sample at a position of the window, with its media decoded."""
-        return self.decoded(self.rows[position], self.features)
+        return self.decode(self.rows[position], self.features)
 
     def stored(self, position: int) -> Any:
         """The sample at a position of the window, with its media as they are stored."""
-        return self.decoded(self.rows[position], self._stored_features)
+        return self.decode(self.rows[position], self._stored_features)
 
-    def decoded(self, row: Any, features: Any) -> Any:
+    def decode(self, row: Any, features: Any) -> Any:
         """A row whose media are decoded as far as `features` says."""
         if features is None:
             return row
@@ -159,7 +159,7 @@ class StreamView:
 
     def __getitem__(self, position: int) -> Any:
         row = self.window.stored(position)
-        return self.window.decoded({name: row[name] for name in row if name in self.features}, self.features)
+        return self.window.decode({name: row[name] for name in row if name in self.features}, self.features)
 
     def stored(self, position: int) -> Any:
         """The sample at a position of the window as it is stored."""

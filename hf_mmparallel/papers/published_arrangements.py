@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arrange.arrangements import contiguous, coupled, in_turns
+from ..arrange.arrangements import contiguous, couple_encoders, in_turns
 from ..arrange.assigned_batch import deal_samples
-from ..arrange.colocated_modules import colocated_encoders, cut
+from ..arrange.colocated_modules import colocated_encoders, group_by_microbatch
 from ..arrange.deferral import bottleneck_matching, possible_pairs
 from ..arrange.microbatch_counts import counts_of
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
@@ -23,7 +23,7 @@ def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: i
 
     The samples, longest first (by language model tokens), are split into as many groups as there are microbatches, and
     the boundaries are moved until the cost of padded tokens is as even as possible. The most expensive groups are the
-    first microbatches of the replicas. Encoders have the same microbatches, see [`coupled`].
+    first microbatches of the replicas. Encoders have the same microbatches, see [`couple_encoders`].
     """
     lengths = workloads.tokens[LANGUAGE_MODEL]
     counts = counts_of(plan, workloads, microbatch_size)
@@ -34,7 +34,7 @@ def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: i
     language: list[list[BatchIndices]] = [[()] * count for count in counts]
     for group, (replica, index) in zip(groups.ranking(groups.costs(sizes)), in_turns(counts), strict=True):
         language[replica][index] = tuple(parts[group].tolist())
-    return coupled(plan, language)
+    return couple_encoders(plan, language)
 
 
 class _PaddedGroups:
@@ -116,7 +116,7 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
 
     Each sample is assigned to the replica with the smallest sum, smallest samples first as in the paper, although the
     bound that it cites is that of largest first. A replica's samples are split in this order into microbatches of
-    nearly `microbatch_size` samples. Encoders have the same microbatches, see [`coupled`].
+    nearly `microbatch_size` samples. Encoders have the same microbatches, see [`couple_encoders`].
     """
     # the size of a sample: forward time through all modules
     sizes = np.sum([workloads.forward_ms[name] for name in plan.modules], axis=0)
@@ -138,7 +138,7 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
         order = interleaved_order(parts[:-1].T, pipeline.backward_ratio, parts[-1])
         language.append([tuple(batch_indices[bounds[index] : bounds[index + 1]]) for index in order])
         first += count + 1  # skips the difference across the boundary of two replicas
-    return coupled(plan, language)
+    return couple_encoders(plan, language)
 
 
 def _even_cuts(num_samples: int, count: int) -> list[int]:
@@ -281,7 +281,7 @@ def sub_microbatches(
     microbatch `k * per_microbatch + s`. DIP also colocates the modules and runs all encoder forwards first, which is
     up to the plan and its schedule.
     """
-    whole = coupled(plan, contiguous(plan, workloads, microbatch_size)[LANGUAGE_MODEL])
+    whole = couple_encoders(plan, contiguous(plan, workloads, microbatch_size)[LANGUAGE_MODEL])
     return {
         name: replicas
         if name == LANGUAGE_MODEL
@@ -347,7 +347,7 @@ def entrain(
         turn = colocated.turn(replica, bins, counts)
         copy = colocated.copies(replica, turn, int(counts.max()), None)
         result.update(dict.fromkeys(colocated.modules, colocated.microbatches(copy, turn, counts)))
-    result[LANGUAGE_MODEL] = cut(np.arange(len(replica)), replica, late_bins, counts)
+    result[LANGUAGE_MODEL] = group_by_microbatch(np.arange(len(replica)), replica, late_bins, counts)
     return result
 
 
@@ -402,7 +402,7 @@ def deferred_pairs(
     # that meet it alone defer nothing.
     critical = alone > reached.max(axis=1, keepdims=True) * (1 + 1e-12)
     for problem, number in np.argwhere(critical).tolist():
-        late[pairs.moved(problem, number, int(partner[problem, number]))] = True
+        late[pairs.items_to_defer(problem, number, int(partner[problem, number]))] = True
     under = np.take_along_axis(pairs.under, partner, 1)
     order = np.stack([pairs.over, under], axis=2).reshape(num_replicas, 2 * half)
     order = np.append(order, np.argsort(-loads, axis=1, kind="stable")[:, half : count - half], axis=1)

@@ -135,7 +135,7 @@ class ParameterShards:
         """The shards that a rank writes and counts in the gradient norm."""
         return tuple(shard for shard in self.shards if shard.owner == rank)
 
-    def divided(self, sharding: ShardingSettings, trainable: bool) -> ParameterShards:
+    def divide(self, sharding: ShardingSettings, trainable: bool) -> ParameterShards:
         """Divides the optimizer's work on each shard among its holders (ZeRO), in stage 3 its values, too."""
         # what several pipeline stages use, such as tied embeddings, is gathered by none of them alone, so only the
         # optimizer's work is divided
@@ -188,7 +188,7 @@ def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Parameter
                 tp_groups[layout] = _tp_groups(plan, uses)
             stages, groups = tp_groups[layout]
             shards = ParameterShards.from_copies(stages, _tp_copies(parameter, groups))
-            known[key] = shards.divided(sharding, parameter.trainable)
+            known[key] = shards.divide(sharding, parameter.trainable)
         result[parameter.name] = known[key]
     return result
 

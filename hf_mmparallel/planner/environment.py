@@ -16,7 +16,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from .. import __version__
-    from ..profiling.device_detection import known_device
+    from ..profiling.device_detection import find_known_device
 
     entries = {"hf_mmparallel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     entries["cuda"] = f"{torch.version.cuda or 'not built'}, {count} device{'' if count == 1 else 's'}"
     for index in range(count):
         device = torch.cuda.get_device_properties(index)
-        known = known_device(torch.device("cuda", index))
+        known = find_known_device(torch.device("cuda", index))
         name = "not in the table of devices" if known is None else f"`{known.name}` in the table of devices"
         entries[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB, {name}"
     return entries

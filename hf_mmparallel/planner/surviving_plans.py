@@ -80,7 +80,7 @@ def surviving_plans(
     modules = _modules(settings) if plan is None else module_settings(plan)
     largest, model = min(node_size, settings.device.node_size), inputs.source.model
     batch = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size
-    microbatches, costs = drawn_microbatches(settings, inputs, batch, failures + 1), inputs.costs(settings)
+    microbatches, costs = draw_microbatches(settings, inputs, batch, failures + 1), inputs.costs(settings)
     total = microbatches.count
     tp_sizes = stage_tp_sizes(model, costs.spec, settings.plugin, largest) if plan is None else tp_sizes_of(plan)
     chain = model_chain(
@@ -107,7 +107,7 @@ def _modules(settings: Settings) -> dict[str, ModulePlugin]:
     return settings.plugin.modules
 
 
-def drawn_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_pipelines: int) -> TypicalMicrobatches:
+def draw_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_pipelines: int) -> TypicalMicrobatches:
     """Returns the microbatches of one global batch, which at least `fewest_pipelines` divide."""
     size = settings.microbatch_size or 1
     sizes = typical_batches(inputs.samples.sizes(inputs.source, settings), batch, inputs.seed)[0]

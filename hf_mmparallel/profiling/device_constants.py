@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..cost.devices import PEAK_OF_DTYPE
 from ..kernels.bitfield_attention import bitfield_attention, encode_words
-from .device_detection import known_device, measure_device
+from .device_detection import find_known_device, measure_device
 from .links import run_seconds, synchronize
 
 _LAUNCHES = 200
@@ -22,7 +22,7 @@ _VALUES = {"cuda": 2**27, "cpu": 2**22}
 _MESSAGES = 100
 
 
-def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float = 2.0) -> dict[str, float]:
+def measure_constants(device: torch.device, dtype: torch.dtype, budget_s: float = 2.0) -> dict[str, float]:
     """
     Measures fields of [`Hardware`] of a device for a profile, each for at most `budget_s` seconds.
 
@@ -30,7 +30,7 @@ def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float
     the shares of them that a large product, causal attention with its backward and an addition reach; what of that
     attention under a dense mask and `"bitfield"` reach; `link_latency_us` where there are two GPUs.
     """
-    known = known_device(device) if device.type == "cuda" else None
+    known = find_known_device(device) if device.type == "cuda" else None
     hardware = known or measure_device(device)
     hardware = hardware.computing_in(str(dtype).removeprefix("torch."))
     result = {field: float(getattr(hardware, field)) for field in (*PEAK_OF_DTYPE.values(), "memory_gb_per_s")}

@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from ..cost import Hardware, find_device, recognize_device
 from ..cost.devices import PEAK_OF_DTYPE
 from ..world import World
-from .links import measured_links, run_seconds
+from .links import measure_links, run_seconds
 
 logger = get_logger(__name__)
 
@@ -49,7 +49,7 @@ _DEFAULTS: Mapping[str, Callable[[Hardware], float]] = {
 }
 
 
-def known_device(device: torch.device) -> Hardware | None:
+def find_known_device(device: torch.device) -> Hardware | None:
     """The table's entry for a device with the memory that it reports, `None` for one that is not in the table."""
     if device.type == "cpu":
         return find_device("cpu")
@@ -72,7 +72,7 @@ def core_per_rank(world: World) -> bool:
 def device_of_ranks(world: World) -> Hardware:
     """Returns the same device on all ranks; of unlike ones the [`slowest`] of each number. Collective."""
     device = world.device
-    mine = known_device(device)
+    mine = find_known_device(device)
     limits = power_limits(device)
     told = world.all_gather((reported_name(device), mine, limits), "comparing the devices of the ranks")
     unknown = list(dict.fromkeys(name for name, found, _ in told if found is None))
@@ -87,7 +87,7 @@ def device_of_ranks(world: World) -> Hardware:
     if unknown:
         local = measure_device(device)
         found = slowest(world.all_gather(local, "comparing measured devices"))
-        found = replace(measured_links(found, world), name=unknown[0])
+        found = replace(measure_links(found, world), name=unknown[0])
         logger.warning(
             f"`{'`, `'.join(unknown)}` is not in the table of devices. Measured: {summary(found)}. Give `gpu_spec` a "
             "file with its numbers to set them."
@@ -179,7 +179,7 @@ def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardwar
     memory_gb_per_s = _copy_gb_per_s(device, part_s)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    # links are not measured here, see `measured_links`
+    # links are not measured here, see `measure_links`
     base = find_device("cpu")
     if device.type != "cpu":  # messages between GPUs are not those between processes
         names = ("link_latency_us", "node_link_latency_us", "launch_us")

@@ -160,7 +160,7 @@ class _Profiler:
             points = self.points(kind, indices[0])
             spec = self.runs.skeleton.spec
             digest, window = shape_digest(spec, name, indices[0]), window_of(spec, name, indices[0])
-            layers.append(MeasuredLayer.fitted(name, kind, indices, digest, self.tp_size, points, window))
+            layers.append(MeasuredLayer.from_points(name, kind, indices, digest, self.tp_size, points, window))
         return layers
 
     def points(self, kind: str, index: int) -> list[MeasuredPoint]:

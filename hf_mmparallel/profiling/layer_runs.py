@@ -278,7 +278,7 @@ class ModuleRuns:
         return torch.autocast(self.skeleton.device.type, self.autocast)
 
     @contextmanager
-    def hooked(self, index: int, hook: Callable[..., Any]) -> Iterator[None]:
+    def hook_layer(self, index: int, hook: Callable[..., Any]) -> Iterator[None]:
         """Calls `hook` before a layer runs."""
         handle = self.stack[index].register_forward_pre_hook(hook, with_kwargs=True)
         try:
@@ -288,7 +288,7 @@ class ModuleRuns:
 
     def arguments(self, batch: Mapping[str, Any], index: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with which a layer is called."""
-        with torch.no_grad(), self.hooked(index, _leave):
+        with torch.no_grad(), self.hook_layer(index, _leave):
             try:
                 self.compute(batch)
             except _LayerReached as entered:
@@ -352,7 +352,7 @@ class ModuleRuns:
             run.end = self.clock.mark()
             raise _LayerReached(args, kwargs)
 
-        with self.hooked(0, leave):
+        with self.hook_layer(0, leave):
             run.start = self.clock.mark()
             try:
                 self.compute(batch)
@@ -368,7 +368,7 @@ class ModuleRuns:
             run.start = self.clock.mark()
             return with_hidden(args, kwargs, leaf)
 
-        with self.hooked(0, enter):
+        with self.hook_layer(0, enter):
             run.outputs = self.compute(batch)
             run.end = self.clock.mark()
         return run
@@ -382,7 +382,7 @@ class ModuleRuns:
 
         with torch.no_grad(), ExitStack() as hooks:
             for index in range(len(self.stack)):
-                hooks.enter_context(self.hooked(index, record))
+                hooks.enter_context(self.hook_layer(index, record))
             self.compute(batch)
         return [calls.get(id(layer), ((), {})) for layer in self.stack]
 

@@ -83,7 +83,7 @@ def link_constants(world: World) -> dict[str, float]:
     return slowest if len(nodes) == 1 else slowest | {"node_size": node_size, "network_cards": node_size}
 
 
-def measured_links(hardware: Hardware, world: World) -> Hardware:
+def measure_links(hardware: Hardware, world: World) -> Hardware:
     """Returns a device, the same on all ranks, with its links as measured; on one rank they stay. Collective."""
     if world.size == 1:
         return hardware

@@ -166,7 +166,7 @@ def _settings(module: ModulePlan) -> ModulePlugin:
     )
 
 
-def adopted_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) -> list[Pipeline]:
+def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) -> list[Pipeline]:
     """
     The pipelines of a plan of the user; raises `ValueError` if it does not consist of copies of the whole model on
     whole nodes, or has other settings than plans after failures.

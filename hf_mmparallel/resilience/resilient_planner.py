@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from itertools import takewhile
 
 from ..plan import ParallelPlan
-from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans, adopted_pipelines
+from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans, adopt_pipelines
 from .plan_choice import (
     DAY_S,
     LEAST_GAIN,
@@ -21,7 +21,7 @@ from .plan_choice import (
     reason_text,
 )
 from .reconfiguration import Change, Reconfiguration, without_nodes
-from .state_copies import LostStateError, assigned_nodes, common_holdings, kept_bytes, state_copies
+from .state_copies import LostStateError, assign_nodes, common_holdings, reused_bytes, state_copies
 from .templates import (
     Instantiation,
     PipelineTemplate,
@@ -132,7 +132,7 @@ class ResilientPlanner:
         The pipelines of a plan of the user for all nodes at the start, which rank 0 to the last one are on in order;
         raises `ValueError` if it does not consist of copies of the whole model on whole nodes, or has too few.
         """
-        adopted = adopted_pipelines(plan, self.plans, self.num_nodes)
+        adopted = adopt_pipelines(plan, self.plans, self.num_nodes)
         self._check_adopted(adopted)
         counts = plan.replica_microbatches
         if counts is not None and sum(counts) != self.plans.num_microbatches:
@@ -234,7 +234,7 @@ class ResilientPlanner:
         held, needed = common_holdings(spec, before, draft)
         for group in groups:
             nodes = [node for pipeline in group for node in pipeline.nodes]
-            placed = iter(assigned_nodes(kept_bytes(held, needed, nodes, self.node_size), nodes))
+            placed = iter(assign_nodes(reused_bytes(held, needed, nodes, self.node_size), nodes))
             changed += [replace(one, nodes=tuple(next(placed) for _ in one.nodes)) for one in group]
         return self.plans.of([*kept, *changed])
 

@@ -71,7 +71,7 @@ class Slice:
         ranges = tuple((start, stop) for start, stop in both if start < stop)
         return Slice(self.dim, ranges) if ranges else None
 
-    def divided(self, parameter: ParameterSpec, other: Slice, borders: Sequence[int]) -> list[Slice]:
+    def divide(self, parameter: ParameterSpec, other: Slice, borders: Sequence[int]) -> list[Slice]:
         """
         The same elements, divided at `borders`, which are indices in the first block in ascending order, with those of
         this slice. `other` is any slice that says which dimension is cut, in how many blocks.
@@ -166,9 +166,9 @@ def common_holdings(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> t
             continue
         ends = {0, parameter.shape[other.dim] // len(other.ranges)}
         borders = sorted(ends.union(*(elements.ranges[0] for elements in found if elements.ranges)))
-        pieces.update({(name, elements): elements.divided(parameter, other, borders) for elements in found})
+        pieces.update({(name, elements): elements.divide(parameter, other, borders) for elements in found})
 
-    def divided(parts: Mapping[Part, int]) -> dict[Part, int]:
+    def divide(parts: Mapping[Part, int]) -> dict[Part, int]:
         result: dict[Part, int] = {}
         for (name, elements), num_bytes in parts.items():
             parameter = spec.parameters[name]
@@ -177,11 +177,11 @@ def common_holdings(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> t
                 result[name, piece] = per_element * piece.num_elements(parameter)
         return result
 
-    first, second = ({member: divided(parts) for member, parts in one.items()} for one in (held, needed))
+    first, second = ({member: divide(parts) for member, parts in one.items()} for one in (held, needed))
     return first, second
 
 
-def kept_bytes(held: Holdings, needed: Holdings, nodes: Sequence[int], node_size: int) -> NDArray:
+def reused_bytes(held: Holdings, needed: Holdings, nodes: Sequence[int], node_size: int) -> NDArray:
     """
     Bytes `[nodes, nodes]` that each node would have already in each place; its processes keep their order. `needed` is
     what each member needs where each node takes its own place, of which the nodes are to be permuted.
@@ -205,8 +205,8 @@ def _shared_bytes(parts: frozenset[Part], wanted: frozenset[tuple[Part, int]]) -
     return sum(num_bytes for part, num_bytes in wanted if part in parts)
 
 
-def assigned_nodes(kept: NDArray, nodes: Sequence[int]) -> list[int]:
-    """The node of each place such that most bytes are kept, of those by node and place in [`kept_bytes`]."""
+def assign_nodes(kept: NDArray, nodes: Sequence[int]) -> list[int]:
+    """The node of each place such that most bytes are kept, of those by node and place in [`reused_bytes`]."""
     rows, columns = linear_sum_assignment(kept, maximize=True)
     return [nodes[row] for row in rows[np.argsort(columns, kind="stable")].tolist()]
 

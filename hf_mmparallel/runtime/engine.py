@@ -43,7 +43,7 @@ from ..plan import (
 )
 from ..schedule import Task
 from ..steps.step_planner import StepPlanner
-from ..world import ACTIVITY, World, doing
+from ..world import ACTIVITY, World, track_activity
 from .executor import Executor, LogitsFunction, StepFunctions
 from .first_step import EqualGradients, FirstStepCheck, ReplicatedParameters, replicated_parameters
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
@@ -55,7 +55,7 @@ from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .sharded_model import ShardedModel
 from .step_check import SIGNS, StepCheck, StepTotals, add_up
-from .weight_placement import LoadFunction, layers_of_rank, placed_weights, share_buffers
+from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
 from .work import StepResult
 
 
@@ -163,7 +163,7 @@ class ParallelEngine(nn.Module):
     def _load(self, load: LoadFunction | None) -> None:
         """Brings this rank's weights to its device, each sharded over its tp group, or back to host memory."""
         layers = layers_of_rank(self.stages)
-        for names in placed_weights(self.model, layers, self.device, load, self._shard):
+        for names in place_weights(self.model, layers, self.device, load, self._shard):
             wanted = set(names)
             self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
         for name, module in self.plan.modules.items():
@@ -177,14 +177,14 @@ class ParallelEngine(nn.Module):
         named = dict(self.model.named_parameters())
         self.trained = [p for p in named.values() if p.requires_grad]
         by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
-        self.updated = [self.slices.updated(p) for p in self.trained]
+        self.updated = [self.slices.updated_tensor(p) for p in self.trained]
         self.storage = {
             named[name]: self.plan.modules[self.spec.used_at[name][0][0]].storage
             for name, parameter in self.spec.parameters.items()
             if parameter.trainable and self.sharded.holds(name)
         }
         self.counted = [
-            self.slices.updated(named[name])
+            self.slices.updated_tensor(named[name])
             for name, shards in self.shards.items()
             if shards.owned_by(self.rank) and named[name].requires_grad
         ]
@@ -350,11 +350,11 @@ class ParallelEngine(nn.Module):
             self._first_step.start()
         with self._own_randomness():
             result = self._run(batch, self.planner)
-        with doing("sums of gradients", waits=True):
+        with track_activity("sums of gradients", waits=True):
             self.gradient_sync.finish()
         result.step_ms = self.executor.elapsed_ms()
         if self._first_step is not None:
-            with doing("comparing the copies of parameters", waits=True):
+            with track_activity("comparing the copies of parameters", waits=True):
                 if self._first_step.finish(result, {module for module, *_ in batch.batches}):
                     self._first_step = None
         self.last_result = result
@@ -372,7 +372,7 @@ class ParallelEngine(nn.Module):
 
     def _compare_steps(self, batch: StepBatch) -> None:
         """Raises on all ranks unless they are about to run the same step. Collective."""
-        with doing("comparing the step", waits=True):
+        with track_activity("comparing the step", waits=True):
             self._check_step(batch.fingerprint, batch.step)
 
     def _run(
@@ -421,7 +421,7 @@ class ParallelEngine(nn.Module):
 
     def gradient_norm(self) -> torch.Tensor:
         """Returns the 2-norm of the gradient over all modules."""
-        with doing("norm of the gradient", waits=True):
+        with track_activity("norm of the gradient", waits=True):
             return gradient_norm(self.counted, self.world)
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:

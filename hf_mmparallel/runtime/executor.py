@@ -206,7 +206,7 @@ class _Step:
         """
         leaves: dict[str, Tensor] = {}
         received: dict[str, list[Tensor | None]] = {}
-        for payload, messages in _by_payload(self.queues.arrived(task)):
+        for payload, messages in _by_payload(self.queues.take_arrived(task)):
             shapes = self.messages.shapes(payload, task)
             sizes = list(map(num_tokens_of, shapes))
             leaf = self.leaf(payload, messages, sum(sizes))
@@ -264,7 +264,7 @@ class _Step:
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Sums the gradients of each output of a task that its consumers returned."""
         result: list[Tensor | None] = [None] * len(outputs)
-        for payload, messages in _by_payload(self.queues.arrived(task)):
+        for payload, messages in _by_payload(self.queues.take_arrived(task)):
             crossed = payload.select_outputs(outputs)
             sizes = [num_tokens_of(output.shape) for output in crossed]
             total = self.queues.sum_gradients(messages, sum(sizes), self.inputs.tp_group(task))

@@ -105,7 +105,7 @@ class GradientSync:
                 process_groups[group.ranks],
                 group_among(group.shard_groups),
                 group_among(group.replica_groups),
-                slice_of(slices.updated(parameters[group.parameters[0]])) if group.zero_stage >= 2 else None,
+                slice_of(slices.updated_tensor(parameters[group.parameters[0]])) if group.zero_stage >= 2 else None,
             )
             for index, group in enumerate(groups)
             if rank in group.ranks
@@ -207,13 +207,13 @@ class GradientSync:
         for started in self._started.values():
             for parameter in started.of.parameters:
                 if parameter not in used:
-                    self.slices.updated(parameter).grad = None
+                    self.slices.updated_tensor(parameter).grad = None
 
     def _assign(self, bucket: Sequence[nn.Parameter], sums: torch.Tensor) -> None:
         """Makes the sums of a bucket's slices their gradients."""
         start = 0
         for parameter in bucket:
-            updated = self.slices.updated(parameter)
+            updated = self.slices.updated_tensor(parameter)
             updated.grad_dtype = sums.dtype
             updated.grad = sums[start : start + updated.numel()]
             flat_slice = slice_of(updated)

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from ..modeling import is_unowned
 from ..modeling.dtensors import from_shard, local
-from ..world import World, doing
+from ..world import World, track_activity
 from .local_shards import Region
 from .optimizer_loading import apply_state
 from .optimizer_slices import named_groups, settings_of
-from .updated_copies import MASTER, saved_master
+from .updated_copies import MASTER, master_to_save
 
 _IN_FLIGHT_BYTES = 256 * 2**20
 
@@ -46,17 +46,17 @@ class HeldParameter:
         state = dict(self.state)
         for key, value in self.state.items():
             if _is_like(value, self.values):
-                state[key] = region.copied(value)
+                state[key] = region.copy(value)
             elif isinstance(value, torch.Tensor) and value.numel() > 1:
                 raise ValueError(
                     f"The optimizer's `{key}` of `{name}` has shape {tuple(value.shape)}, not that of the parameter, "
                     "so that it can't be cut for a tp group of another size. Use tp groups of one size, or an "
                     'optimizer such as `optim="adamw_torch"`.'
                 )
-        return HeldParameter(region.copied(self.values), self.group, state)
+        return HeldParameter(region.copy(self.values), self.group, state)
 
     @classmethod
-    def joined(cls, pieces: Sequence[tuple[Region | None, HeldParameter]]) -> HeldParameter:
+    def join(cls, pieces: Sequence[tuple[Region | None, HeldParameter]]) -> HeldParameter:
         """Joins pieces, each with its place, `None` for all of it."""
         region, first = pieces[0]
         if region is None:
@@ -98,7 +98,7 @@ def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
         return held
     for index, names in enumerate(named_groups(model, optimizer)):
         for name, entry in zip(names, optimizer.param_groups[index]["params"], strict=True):
-            master = saved_master(entry)
+            master = master_to_save(entry)
             state = {} if master is None else {MASTER: local(master)}
             for key, value in optimizer.state.get(entry, {}).items():
                 state[key] = local(value) if isinstance(value, torch.Tensor) else value
@@ -155,7 +155,7 @@ def exchange(
     received: dict[str, list[tuple[Region | None, HeldParameter]]] = {}
     window = _Window()
     num_bytes = 0
-    with doing("copying parameters and their state", waits=True):
+    with track_activity("copying parameters and their state", waits=True):
         # in one order on all ranks, which wait for the oldest ones, so that none waits for another in a circle
         for name, source, target, taken, given in transfers:
             outline = outlines[source][name, taken]
@@ -167,7 +167,7 @@ def exchange(
                 for tensor in mine[name, taken].tensors:
                     window.send(tensor, target, world)
         window.finish()
-    return {name: HeldParameter.joined(parts) for name, parts in received.items()}, num_bytes
+    return {name: HeldParameter.join(parts) for name, parts in received.items()}, num_bytes
 
 
 class _Window:

@@ -242,7 +242,7 @@ class MessageQueues:
             for handle in incoming.handles:
                 handle.wait()
 
-    def arrived(self, task: Task) -> list[Incoming]:
+    def take_arrived(self, task: Task) -> list[Incoming]:
         """Returns the messages to a task, in the same order on all of its ranks."""
         # the collectives that follow need one order; ranks may post receives in different orders
         return sorted(self._received.pop(task, ()), key=lambda incoming: incoming.message)

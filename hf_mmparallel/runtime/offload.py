@@ -19,9 +19,9 @@ from accelerate.logging import get_logger
 from ..cost import OFFLOAD_BUCKET_BYTES
 from ..modeling.dtensors import local
 from ..modeling.streamed_layers import aligned_bytes
-from ..world import doing
+from ..world import track_activity
 from .optimizer_slices import optimizer_name
-from .updated_copies import copied_from, entries_of, is_offloaded, mark_updated, source_of
+from .updated_copies import entries_of, is_offloaded, mark_updated, source_of, source_of_copy
 
 logger = get_logger(__name__)
 _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW)
@@ -72,7 +72,7 @@ class OffloadedStep:
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        with doing("the optimizer's step on the CPU"):
+        with track_activity("the optimizer's step on the CPU"):
             self._step(optimizer)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +89,7 @@ class OffloadedStep:
                 for entry in bucket:
                     entry.grad = None  # the optimizer itself skips the entry
                     mark_updated(entry)
-                    local(copied_from(entry)).copy_(entry, non_blocking=True)
+                    local(source_of_copy(entry)).copy_(entry, non_blocking=True)
         self.to_device.join()
 
     def _fetch(self, bucket: Sequence[Any], index: int) -> Any:

@@ -33,7 +33,7 @@ from .optimizer_slices import (
     whole_parameter,
 )
 from .sharded_model import ShardedModel
-from .updated_copies import MASTER, saved_master
+from .updated_copies import MASTER, master_to_save
 from .writes import Writes
 
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
@@ -74,7 +74,7 @@ class _Collected:
             settings = {key: _plain_value(value, key) for key, value in settings_of(group).items()}
             for name, parameter in zip(names, group["params"], strict=True):
                 if self._is_needed(name, parameter, sharded):
-                    state, master = optimizer.state.get(parameter, {}), saved_master(parameter)
+                    state, master = optimizer.state.get(parameter, {}), master_to_save(parameter)
                     state = state if master is None else {**state, MASTER: master}
                     self._add(name, parameter, settings, state)
 

@@ -29,7 +29,7 @@ from .optimizer_slices import (
     whole_parameter,
 )
 from .sharded_files import FSDP_OPTIMIZER, ShardedFiles, sharded_files
-from .updated_copies import MASTER, copied_from, refresh_copies, restore_copy
+from .updated_copies import MASTER, refresh_copies, restore_copy, source_of_copy
 
 # Key under which `state_dict` of bitsandbytes hides entries from FSDP.
 _WRAPPED = "__bnb_optimizer_quant_state__"
@@ -64,7 +64,7 @@ def apply_state(
     for parameter, state in states.items():
         state = dict(state)
         master = state.pop(MASTER, None)
-        if copied_from(parameter) is not None:
+        if source_of_copy(parameter) is not None:
             state = {key: _as_wide(key, value, parameter) for key, value in state.items()}
             if master is not None:
                 restore_copy(parameter, master)
@@ -228,7 +228,7 @@ def _state_of(
     state: dict[str, Any] = {}
     for stored, value in saved.items():
         key, _, of_rank = stored.partition("@")
-        if key == MASTER and (copied_from(parameter) is None or copied_from(parameter).dtype == parameter.dtype):
+        if key == MASTER and (source_of_copy(parameter) is None or source_of_copy(parameter).dtype == parameter.dtype):
             continue
         if of_rank and key + suffix not in saved:
             raise cant_be_cut(key, name)

@@ -23,7 +23,7 @@ from ..cost import GRADIENT_BUCKET_BYTES
 from ..modeling.dtensors import from_shard, give_own_memory, local
 from ..plan import SyncGroup
 from ..schedule import in_buckets
-from ..world import doing
+from ..world import track_activity
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class FlatSlice:
         """Gathers the flattened tensor of `numel` elements from the slices of the ranks of the group. Collective."""
         length = self.length(numel)
         gathered = values.new_empty(length * self.num_slices)
-        dist.all_gather_single(gathered, padded(values, length), group=self.group)
+        dist.all_gather_single(gathered, pad(values, length), group=self.group)
         return gathered[:numel]
 
 
@@ -203,20 +203,20 @@ class OptimizerSlices:
     def gather(self, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> Gathering:
         """Starts to gather slices of one dtype; [`copy_gathered`] waits. Collective over the shard group."""
         lengths = [flat_slice.length(local(member).numel()) for member in bucket]
-        slices = [padded(self.by_parameter[m], length) for m, length in zip(bucket, lengths, strict=True)]
+        slices = [pad(self.by_parameter[m], length) for m, length in zip(bucket, lengths, strict=True)]
         mine = slices[0] if len(slices) == 1 else torch.cat(slices)
         gathered = mine.new_empty(flat_slice.num_slices, mine.numel())
         work = dist.all_gather_single(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
         return work, gathered, flat_slice, bucket
 
-    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+    def updated_tensor(self, parameter: nn.Parameter) -> nn.Parameter:
         """Returns what the optimizer updates of a parameter: its slice, or the parameter itself."""
         return self.by_parameter.get(parameter, parameter)
 
     @torch.no_grad()
     def gather_weights(self, *_: Any) -> None:
         """Copies the updated slices of all ranks into the parameters. Collective; called after each step."""
-        with doing("gathering the weights", waits=True):
+        with track_activity("gathering the weights", waits=True):
             self._gather_weights()
 
     def _gather_weights(self) -> None:
@@ -255,7 +255,7 @@ def free(parameters: Iterable[nn.Parameter]) -> None:
         local(parameter).untyped_storage().resize_(0)
 
 
-def padded(values: torch.Tensor, length: int) -> torch.Tensor:
+def pad(values: torch.Tensor, length: int) -> torch.Tensor:
     """Returns a one-dimensional tensor with zeros up to a length."""
     missing = length - values.numel()
     return torch.cat([values.detach(), values.new_zeros(missing)]) if missing else values.detach()
@@ -266,7 +266,7 @@ def by_slice(tensors: Sequence[torch.Tensor], num_slices: int) -> list[torch.Ten
     columns = []
     for tensor in tensors:
         length = slice_length(tensor.numel(), num_slices)
-        columns.append(padded(tensor.reshape(-1), length * num_slices).view(num_slices, length))
+        columns.append(pad(tensor.reshape(-1), length * num_slices).view(num_slices, length))
     return columns
 
 

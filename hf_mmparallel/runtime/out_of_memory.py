@@ -33,7 +33,7 @@ class MemoryAccount:
     def sentence(self, action: Action, error: BaseException, device: torch.device) -> str:
         """Makes the error message for all ranks, of the action that this rank ran."""
         said = f"Rank {self.rank} ran out of memory in {self._where(action)}: {_reason(error)}."
-        predicted = self.predicted()
+        predicted = self.predict()
         if predicted is not None:
             said += f" {_prediction(predicted)}{self._limit()}."
         return f"{said}{_allocated(device)} {self._remedy(action.task, predicted)}"
@@ -45,7 +45,7 @@ class MemoryAccount:
             f"Rank {self.rank} ran out of memory in the optimizer's step of {' and '.join(held)}: {_reason(error)}. "
             f"It has {_held_text(optimizer)}"
         )
-        predicted = self.predicted()
+        predicted = self.predict()
         said += f". {_prediction(predicted)}." if predicted is not None else "."
         names = " or ".join(dict.fromkeys(f"`{name}`" for name, _ in self._stages()))
         return (
@@ -63,7 +63,7 @@ class MemoryAccount:
             if self.rank in stage.all_ranks
         ]
 
-    def predicted(self) -> RankMemory | None:
+    def predict(self) -> RankMemory | None:
         """Predicts memory of this rank; `None` where sizes of samples are unknown."""
         if self.planner is None or self.sizes is None or self.workloads is None:
             return None
@@ -107,7 +107,7 @@ class MemoryAccount:
 
 
 @contextlib.contextmanager
-def told_in_optimizer(
+def name_optimizer_in_errors(
     # returns this rank's optimizer, once there is one
     optimizer: Callable[[], torch.optim.Optimizer | None],
     account: Callable[[], MemoryAccount | None],
@@ -124,7 +124,7 @@ def told_in_optimizer(
 
 
 def mark_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Lets [`told_in_optimizer`] know when an optimizer steps."""
+    """Lets [`name_optimizer_in_errors`] know when an optimizer steps."""
     optimizer.register_step_pre_hook(lambda optimizer, *_: setattr(optimizer, _STEPPING, True))
     optimizer.register_step_post_hook(lambda optimizer, *_: setattr(optimizer, _STEPPING, False))
 

@@ -43,7 +43,7 @@ from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
 from ..modeling.loading import blank_peft_model
 from ..modeling.tensor_parallel import base_name
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
-from ..world import World, doing
+from ..world import World, track_activity
 from .local_shards import Regions, local_regions
 from .optimizer_slices import OptimizerSlices
 from .sharded_files import ShardedFiles, sharded_files
@@ -176,11 +176,11 @@ class ShardedModel:
     def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
         """Returns the whole tensor on its owner; others of its tp group, and those that divide it, take part."""
         if self.slices is not None:
-            with doing("gathering the slices of a parameter", waits=True):
+            with track_activity("gathering the slices of a parameter", waits=True):
                 tensor = self.slices.whole(tensor)
         tensor = tensor.detach()
         if isinstance(tensor, DTensor) and is_on_mesh(tensor, self.world.processes[owner]):
-            with doing("gathering the shards of a parameter", waits=True):
+            with track_activity("gathering the shards of a parameter", waits=True):
                 shard = local(tensor).to(self.world.device)  # NCCL refuses frozen weights that are in host memory
                 tensor = from_shard(shard, tensor).full_tensor()
         return tensor if owner == self.world.rank else None

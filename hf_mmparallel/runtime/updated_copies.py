@@ -30,9 +30,9 @@ def entries_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         yield from group["params"]
 
 
-def copied_from(entry: torch.Tensor) -> Any:
+def source_of_copy(entry: torch.Tensor) -> Any:
     """Returns the parameter, shard or slice that an entry of an optimizer is a copy of. `None` for no copy."""
-    return getattr(entry, "copied_from", None)
+    return getattr(entry, "source_of_copy", None)
 
 
 def is_offloaded(entry: torch.Tensor) -> bool:
@@ -42,7 +42,7 @@ def is_offloaded(entry: torch.Tensor) -> bool:
 
 def source_of(entry: torch.Tensor) -> Any:
     """Returns the parameter or slice in which gradient sums leave the gradient of an entry of an optimizer."""
-    weights = entry if copied_from(entry) is None else copied_from(entry)
+    weights = entry if source_of_copy(entry) is None else source_of_copy(entry)
     return weights if slice_of(weights) is not None else whole_parameter(weights)
 
 
@@ -65,7 +65,7 @@ def copy_for_update(entry: torch.Tensor, storage: StorageSettings) -> nn.Paramet
     else:
         values = entry.detach().to(dtype, copy=True)
     result: Any = nn.Parameter(values)
-    result.copied_from, result.is_offloaded = entry, storage.offload_optimizer
+    result.source_of_copy, result.is_offloaded = entry, storage.offload_optimizer
     result.sharded_parameter, result.flat_slice = whole_parameter(entry), slice_of(entry)
     return result
 
@@ -89,7 +89,7 @@ def hand_over_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def write_back(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Rounds the copies that a step has updated into the weights."""
     for entry in entries_of(optimizer):
-        weights = copied_from(entry)
+        weights = source_of_copy(entry)
         if weights is not None and entry.grad is not None:
             local(weights).copy_(local(entry))
             mark_updated(entry)
@@ -114,22 +114,22 @@ def drop_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def refresh_copies(optimizer: torch.optim.Optimizer | None) -> None:
     """Sets all copies to the weights, which were read from a checkpoint."""
     for entry in () if optimizer is None else entries_of(optimizer):
-        if copied_from(entry) is not None:
-            local(entry).copy_(local(copied_from(entry)))
+        if source_of_copy(entry) is not None:
+            local(entry).copy_(local(source_of_copy(entry)))
 
 
 @torch.no_grad()
 def restore_copy(entry: Any, master: torch.Tensor) -> None:
     """Sets a copy to this rank's part of saved master weights."""
-    weights = local(copied_from(entry)).to(entry.device)
+    weights = local(source_of_copy(entry)).to(entry.device)
     master = local(master).to(entry.device)
     # but for elements where these don't round to the weights, which have changed since
     local(entry).copy_(torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype)))
     mark_updated(entry)
 
 
-def saved_master(entry: torch.Tensor) -> torch.Tensor | None:
+def master_to_save(entry: torch.Tensor) -> torch.Tensor | None:
     """Returns the master weights that a checkpoint needs of an entry: none of what is no wider than the weights."""
-    weights = copied_from(entry)
+    weights = source_of_copy(entry)
     has_more = weights is not None and entry.dtype != weights.dtype and getattr(entry, "is_updated", False)
     return entry.detach() if has_more else None

@@ -23,7 +23,7 @@ def layers_of_rank(stages: Mapping[StageKey, ModuleStage]) -> list[nn.Module]:
     return [layer for stage in stages.values() for layer in stage.own_layers.values()]
 
 
-def placed_weights(
+def place_weights(
     model: Any,
     layers: Collection[nn.Module],
     device: torch.device,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .actions import Action, Task, TaskKey
-from .graph import TaskGraph, spread
+from .graph import TaskGraph, concatenate_ranges
 
 _OPS = {op: number for number, op in enumerate(("fwd", "bwd", "send", "recv", "sync"))}
 _FACTORS = np.random.default_rng(0).integers(1, 2**63, 10, np.uint64) * np.uint64(2) + np.uint64(1)
@@ -71,7 +71,7 @@ class PartActions:
         ranks = np.fromiter(self.list_of, np.int64, len(self.list_of))
         lists = np.fromiter(self.list_of.values(), np.int64, len(self.list_of))
         lengths = np.diff(self.starts)[lists]
-        codes = self.codes[spread(self.starts[lists], lengths)]
+        codes = self.codes[concatenate_ranges(self.starts[lists], lengths)]
         hashes = self._code_hashes[np.minimum(codes, self.first_sum)]
         at = np.flatnonzero(codes >= self.first_sum)
         numbers: Iterable[Sequence[int]] = (codes[at, None] - self.first_sum).tolist()
@@ -127,7 +127,7 @@ class ProgramActions(Mapping[int, tuple[Action, ...]]):
         ranks, lengths, hashes = map(np.concatenate, zip(*(part.hashes() for part in self.parts), strict=True))
         order = np.argsort(ranks, kind="stable")
         starts = np.cumsum(lengths) - lengths
-        return _digest(ranks[order], lengths[order], hashes[spread(starts[order], lengths[order])])
+        return _digest(ranks[order], lengths[order], hashes[concatenate_ranges(starts[order], lengths[order])])
 
     def replicas(self, module: str) -> frozenset[int]:
         """Indices of the replicas of a module with tasks."""

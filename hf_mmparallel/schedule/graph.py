@@ -163,10 +163,10 @@ class StageRanks:
         """Returns an index in `stages` and a rank, for every rank of the stages (indices in the plan)."""
         counts = self.starts[stages + 1] - self.starts[stages]
         owner = np.repeat(np.arange(len(stages)), counts)
-        return owner, self.ranks[spread(self.starts[stages], counts)]
+        return owner, self.ranks[concatenate_ranges(self.starts[stages], counts)]
 
 
-def spread(starts: NDArray, counts: NDArray) -> NDArray:
+def concatenate_ranges(starts: NDArray, counts: NDArray) -> NDArray:
     """Concatenation of the ranges `starts[i], ..., starts[i] + counts[i] - 1` over all `i`."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
@@ -231,7 +231,7 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
         counts = np.zeros(module.dp_size, np.int64)
         counts[list(module.with_stages)] = [len(module.replicas[replica]) for replica in module.with_stages]
         count = counts[table.replica]
-        index = spread(np.zeros_like(count), count)
+        index = concatenate_ranges(np.zeros_like(count), count)
         stage = (num_stages + np.cumsum(counts) - counts)[table.replica].repeat(count) + index
         trainable = np.array([stage.trainable for _, _, stage in module.stages()], bool)[stage - num_stages]
         columns = np.stack([stage, table.microbatch.repeat(count), table.chunk.repeat(count)])
@@ -317,5 +317,5 @@ def _crossing(plan: ParallelPlan, edge: Edge, source: _Forwards, target: _Forwar
     replica = target.replica[pairs[1]]
     counts = starts[replica + 1] - starts[replica]
     last = source.first + source.count - 1
-    entered = target.first[pairs[1]].repeat(counts) + flat[spread(starts[replica], counts)]
+    entered = target.first[pairs[1]].repeat(counts) + flat[concatenate_ranges(starts[replica], counts)]
     return np.stack([last[pairs[0]].repeat(counts), entered])

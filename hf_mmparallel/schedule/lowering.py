@@ -64,7 +64,7 @@ def program_of_parts(
                 is_part=True,
                 order=blocking_order(graph, timeline, sync_groups),
             )
-        rows.append(part.renumbered(program))
+        rows.append(part.renumber(program))
         times.append((graph, timeline.start_ms, timeline.end_ms))
     return Program(ProgramActions(rows), TaskTimes(times))
 

@@ -33,7 +33,7 @@ class Part:
     representatives: tuple[int, ...]  # the number of each rank of `plan` in `Representatives`
     sync_indices: tuple[int, ...]  # the index of each of `sync_groups` in `Representatives`
 
-    def renumbered(self, program: Program) -> PartActions:
+    def renumber(self, program: Program) -> PartActions:
         """The lists of a program of this part, with ranks and gradient sums numbered as in [`Representatives`]."""
         assert isinstance(program.actions, ProgramActions)
         (lists,) = program.actions.parts

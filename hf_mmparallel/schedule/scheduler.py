@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StageKey
 from .actions import Task
-from .graph import TaskCounts, TaskGraph, spread
+from .graph import TaskCounts, TaskGraph, concatenate_ranges
 from .in_flight import JointTasks, task_phases
 
 # A vectorised simulation for thousands of stages: tasks that end within a window of time are one numpy operation.
@@ -68,7 +68,7 @@ class Windows:
         backwards = np.bincount(self.stage[first:], minlength=size)
         order = first + np.argsort(self.stage[first:], kind="stable")
         self.column = np.zeros(count, np.int64)
-        self.column[order] = spread(np.zeros(size, np.int64), backwards)
+        self.column[order] = concatenate_ranges(np.zeros(size, np.int64), backwards)
         self.width = int(backwards.max(initial=0)) + 1
         self.least_ms = np.full(size, math.inf)
         np.minimum.at(self.least_ms, self.stage, self.times_ms)
@@ -110,7 +110,7 @@ class Windows:
         self.backwards_left[cells] -= 1
         self.in_flight[stages[is_backward]] -= self.backwards_left[cells] == 0
         counts = self.num_followers[tasks]
-        followers = self.followers[spread(self.first_follower[tasks], counts)]
+        followers = self.followers[concatenate_ranges(self.first_follower[tasks], counts)]
         np.subtract.at(self.missing, followers, 1)
         np.maximum.at(self.ready_ms, followers, ends.repeat(counts))
         came = followers[self.missing[followers] == 0]

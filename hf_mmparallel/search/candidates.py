@@ -103,7 +103,7 @@ class _Block:
             result |= shares[table.kind[self.combinations.rows[name]]]
         return result
 
-    def estimated(self, index: int) -> EstimatedCandidate:
+    def candidate(self, index: int) -> EstimatedCandidate:
         """The candidate at an index."""
         estimates = {name: table.estimate(self.combinations.rows[name][index]) for name, table in self.tables.items()}
         step_ms, min_compute_ms = (float(values[index]) for values in (self.step_ms, self.combinations.min_compute_ms))
@@ -180,7 +180,7 @@ class CandidateSpace:
         starts = np.cumsum([0, *(len(block.step_ms) for block in self._blocks)])
         for index in indices[np.argsort(score[indices], kind="stable")].tolist():
             block = int(np.searchsorted(starts, index, "right")) - 1
-            yield self._blocks[block].estimated(index - int(starts[block]))
+            yield self._blocks[block].candidate(index - int(starts[block]))
 
     @cached_property
     def _step_ms(self) -> NDArray:
@@ -270,14 +270,14 @@ class CandidateSpace:
         weight, ranks = float(count - 1), self.problem.num_ranks
         groups = {name: Combinations.of(name, table) for name, table in tables.items()}
         for name, host in colocated_with.items():
-            groups[host] = groups[host].colocated(groups.pop(name)).pruned(weight)
+            groups[host] = groups[host].colocate(groups.pop(name)).prune(weight)
         language = groups.pop(LANGUAGE_MODEL)
         generators = [groups.pop(name) for name in self.problem.spec.generators if name in groups]
         encoders = list(groups.values())
         if generators and encoders:
             after = side_by_side(generators, weight, ranks)
             language, after = limit_pairs([language, after], weight)
-            language = language.on_separate_ranks(after, None, ranks, in_series=True).pruned(weight)
+            language = language.on_separate_ranks(after, None, ranks, in_series=True).prune(weight)
         elif generators:
             encoders = generators
         if not encoders:

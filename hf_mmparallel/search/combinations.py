@@ -156,7 +156,7 @@ class Combinations:
         """The combinations with this number of ranks."""
         return self.take(np.flatnonzero(self.num_ranks == num_ranks))
 
-    def colocated(self, other: Combinations) -> Combinations:
+    def colocate(self, other: Combinations) -> Combinations:
         """Colocates modules on the same ranks: times and memory add up."""
         first, second = _equal_pairs(self.num_ranks, other.num_ranks)
         left, right = self.take(first), other.take(second)
@@ -197,7 +197,7 @@ class Combinations:
             np.maximum(left.mean_bytes, right.mean_bytes),
         )
 
-    def pruned(self, weight: float, most: int = _MANY) -> Combinations:
+    def prune(self, weight: float, most: int = _MANY) -> Combinations:
         """
         Prunes more than `most` combinations to the fastest ones per number of ranks, and the fastest one per family;
         `weight` is the number of microbatches minus one.
@@ -239,13 +239,13 @@ def side_by_side(modules: Sequence[Combinations], weight: float, limit: int) -> 
     side, *others = modules
     for other in others:
         side, other = limit_pairs([side, other], weight)
-        side = side.on_separate_ranks(other, None, limit, in_series=False).pruned(weight)
+        side = side.on_separate_ranks(other, None, limit, in_series=False).prune(weight)
     return side
 
 
 def limit_pairs(modules: Sequence[Combinations], weight: float) -> list[Combinations]:
     """Prunes the layouts of modules such that all pairs can be evaluated."""
-    modules = [layouts.pruned(weight, _MANY >> 3) for layouts in modules]
+    modules = [layouts.prune(weight, _MANY >> 3) for layouts in modules]
     if np.prod([len(layouts) for layouts in modules], dtype=float) <= _MOST_PAIRS:
         return modules
     scores = (layouts.warm_up_ms + weight * layouts.slowest_stage_ms for layouts in modules)

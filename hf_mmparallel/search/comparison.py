@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cost import StepCost
-from ..cost.calibration import uncalibrated
+from ..cost.calibration import without_calibration
 from ..cost.layers import LayersWithoutSums
 from ..cost.row_sizes import NO_TOKENS
 from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
@@ -64,7 +64,7 @@ class StepComparer:
         plan = planner.plan
         modules = {name: replace(module, activation_checkpointing=False) for name, module in plan.modules.items()}
         self.planner = planner
-        self.base = uncalibrated(planner.costs)
+        self.base = without_calibration(planner.costs)
         self.unlinked = replace(self.base, layers=LayersWithoutSums(self.base.layers))
         self.plain_plan = replace(plan, modules=modules)
 
@@ -149,7 +149,7 @@ class _TaskCosts:
 
     def of(self, task: Task) -> tuple[float, ...]:
         """
-        Tokens and squared sequence lengths; predicted time; uncalibrated compute time without recomputation and
+        Tokens and squared sequence lengths; predicted time; without_calibration compute time without recomputation and
         all-reduces, and its part that grows with squared lengths; recomputation time, and its part that grows with
         squared lengths; launch time; time of all-reduces.
         """

@@ -43,7 +43,7 @@ _MAX_SIMULATED_OFFLOADED = 4  # of these
 # Plans that keep optimizer state and frozen weights in host memory, for layouts that do not fit otherwise.
 
 
-def offloaded_problems(problem: PlanningProblem) -> Iterator[PlanningProblem]:
+def offloading_problems(problem: PlanningProblem) -> Iterator[PlanningProblem]:
     """
     The problem with what the user leaves open in host memory: frozen weights, which come back beside the computation,
     then the optimizer, then both.
@@ -78,7 +78,7 @@ def try_host_memory(simulations: Simulations, share: float) -> None:
     the effort: of each the variant that moves the least.
     """
     space, num_tasks, num_simulated = simulations.space, 0, 0
-    problems = list(offloaded_problems(simulations.problem))
+    problems = list(offloading_problems(simulations.problem))
     above = islice(diversify(space.above_memory_limit()), _MAX_OFFLOADED if problems else 0)
     for estimated in above:
         is_far = max(estimated.step_ms, estimated.min_compute_ms) >= simulations.best_ms
@@ -341,7 +341,7 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     for space in spaces:
         simulator.space = space
         found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
-    for own in offloaded_problems(problem):
+    for own in offloading_problems(problem):
         if not found:
             simulator.space = CandidateSpace(own)
             found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
@@ -358,7 +358,7 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
         replace(best, bound=bound_of(best.predictions, problem.memory_bytes)),
         tuple(replace(other, bound=bound_of(other.predictions, problem.memory_bytes)) for other in others),
         tuple(reason_for(best, other) for other in others),
-        simulator.rejected(),
+        simulator.rejection_counts(),
         spaces[-1].num_estimated,
         simulator.num_simulated,
         time.perf_counter() - start,

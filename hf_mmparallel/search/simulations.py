@@ -350,7 +350,7 @@ class Simulations:
             num_tasks += self.simulate_new(candidate, estimated)
             best_ms = min(best_ms, self.known[key].step_ms if key in self.known else best_ms)
 
-    def rejected(self) -> dict[str, int]:
+    def rejection_counts(self) -> dict[str, int]:
         """Reason -> number of candidates rejected for it."""
         fitting = {str(simulated.candidate) for simulated in self.known.values()}
         layouts = {str(candidate) for candidate in self.too_large.values()} - fitting
@@ -387,7 +387,7 @@ class Simulations:
         # Candidates that differ in nothing that an arrangement depends on share it.
         step = self._steps.get(key)
         if step is None:
-            step = planner.arranged(range(batch.num_samples), workloads)
+            step = planner.assign_samples(range(batch.num_samples), workloads)
             self._steps[key] = step
             if len(self._steps) > _MAX_STEPS:
                 self._steps.pop(next(iter(self._steps)))

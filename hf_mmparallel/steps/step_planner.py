@@ -117,7 +117,7 @@ class StepPlanner:
         workloads = (
             Workloads.alike(self.plan.modules, len(samples)) if sizes is None else self.workloads(sizes, token_limits)
         )
-        return PlannedStep(self.arranged(samples, workloads, epoch), Program({}), sizes, workloads)
+        return PlannedStep(self.assign_samples(samples, workloads, epoch), Program({}), sizes, workloads)
 
     def workloads(self, sizes: SampleSizes, token_limits: Mapping[str, int] | None = None) -> Workloads:
         """The workloads that samples are arranged by, see [`~StepPlanner.arrange`]."""
@@ -125,7 +125,7 @@ class StepPlanner:
         workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
         return workloads if token_limits is None else replace(workloads, token_limits=token_limits)
 
-    def arranged(self, samples: Sequence[int], workloads: Workloads, epoch: int = 0) -> StepPlan:
+    def assign_samples(self, samples: Sequence[int], workloads: Workloads, epoch: int = 0) -> StepPlan:
         """The arrangement of samples by their workloads."""
         return arrange_step(self.plan, samples, workloads, self.microbatch_size, self.arrangement, epoch)
 

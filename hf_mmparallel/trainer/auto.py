@@ -87,7 +87,7 @@ class FoundPlan:
     microbatch_size: int  # samples of a microbatch of one language-model replica
     arrangement: str | None = None  # of batches; `None` for that of the arguments
 
-    def applied(
+    def apply(
         self, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
     ) -> tuple[MultimodalParallelPlugin, MultimodalTrainingArguments]:
         """The settings with the plan in place of `auto`, and a copy of the arguments with its batch sizes."""
@@ -140,7 +140,7 @@ def _resumed_or_searched(
 ) -> tuple[FoundPlan, AutoSearch]:
     """The plan of the checkpoint that is resumed, or of a search."""
     batch = resolve_batch(args, args.world_size)
-    saved, origin = saved_plan(prepared, plugin, args)
+    saved, origin = find_saved_plan(prepared, plugin, args)
     if saved is not None:
         size = -(-batch // saved.total_microbatches)
         saved = plan_for_batch(saved, batch, size)
@@ -149,7 +149,7 @@ def _resumed_or_searched(
     return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.arrangement), AutoSearch(answer, origin)
 
 
-def saved_plan(
+def find_saved_plan(
     prepared: PreparedModel, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
 ) -> tuple[ParallelPlan | None, str]:
     """
@@ -279,7 +279,7 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     source = sizes.of_rank(dataset)
     start = sizes.at_start(dataset, batch) if getattr(source, "is_table", False) else None
     if start is not None:
-        measured = start.drawn(PlannedFor(seed=context.args.seed))
+        measured = start.draw(PlannedFor(seed=context.args.seed))
     else:
         count = max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES)
         samples = representative_batch(dataset, source, count, context.args).samples

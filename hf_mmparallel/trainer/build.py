@@ -224,7 +224,7 @@ def single_process_arguments(args: MultimodalTrainingArguments) -> MultimodalTra
     return args
 
 
-def planned_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingArguments:
+def plan_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingArguments:
     """A copy of the arguments in which the Trainer's own loop sees one batch a step and leaves the model alone."""
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1

@@ -45,7 +45,7 @@ from ..resilience.pipelines import module_settings
 from ..runtime.optimizers import give_same_groups, prepare_optimizer
 from ..runtime.out_of_memory import mark_steps
 from ..steps.representatives import DEFAULT_ARRANGEMENT
-from ..world import shared_failure
+from ..world import raise_on_all_ranks
 from . import build, model_card
 from .agreement import SampleAgreement
 from .argument_table import settings_idle_under_a_plan, settings_without_plan
@@ -55,7 +55,7 @@ from .build import row_choice
 from .checkpoint_saves import CheckpointSaves
 from .loaders import StepLoaders
 from .oversized_samples import allowed_bytes
-from .rank_loader import arranged_loader, check_arrangement, encoders_run_together
+from .rank_loader import check_arrangement, encoders_run_together, make_rank_loader
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .start_checks import check_model
 from .start_report import PlanReport, report_survival
@@ -181,15 +181,15 @@ class EngineState:
             plugin = replace(plugin, auto=False, plan=layouts.planner.first().plan)
             args = copy.copy(args)
             args.global_batch_size, args.gradient_accumulation_steps = count, 1
-            trainer.args = build.planned_arguments(args)
+            trainer.args = build.plan_arguments(args)
         elif plugin.auto:
             plan, trainer.search = find_plan(prepared, trainer.training_sizes, plugin, args)
-            plugin, args = plan.applied(plugin, args)
-            trainer.args = build.planned_arguments(args)
+            plugin, args = plan.apply(plugin, args)
+            trainer.args = build.plan_arguments(args)
             trainer._train_batch_size = trainer.args.train_batch_size
         elif plugin.plan is not None and args.microbatch_assignment is None:
             args = build.arguments_of_plan(args, plugin.plan)
-            trainer.args = build.planned_arguments(args)
+            trainer.args = build.plan_arguments(args)
         if args.resilience is not None:
             plan, count = build.plan_and_batch(plugin, prepared.spec, args)
             if layouts is None:
@@ -262,7 +262,7 @@ class EngineState:
         for sentence in (*idle, *sharding_without_effect(trainer.engine.plan.modules)):
             logger.warning(sentence)
         if trainer.is_world_process_zero():
-            with shared_failure("reporting the plan"):
+            with raise_on_all_ranks("reporting the plan"):
                 self._report()
 
     def pack(self, wanted: bool) -> None:
@@ -276,7 +276,7 @@ class EngineState:
     def prepare_optimizer(self, optimizer: Any) -> None:
         """Gives a new optimizer its parts of the weights and its hooks. Collective."""
         trainer, engine = self.trainer, self.trainer.engine
-        with shared_failure("preparing the optimizer"):
+        with raise_on_all_ranks("preparing the optimizer"):
             mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
             if trainer.args.resilience is not None:
                 give_same_groups(optimizer, trainer.world)
@@ -292,7 +292,7 @@ class EngineState:
                 return gather_divided(whole, trainer.model_wrapped, trainer.is_world_process_zero())
             return whole if trainer.is_world_process_zero() else None
         check_gatherable(trainer.model)
-        with shared_failure("gathering the model"):
+        with raise_on_all_ranks("gathering the model"):
             state = engine.sharded.gather_state_dict(all_buffers=True)
         return None if state is None else whole_model(trainer.model, engine.spec, state, engine.sharded.adapter)
 
@@ -369,13 +369,13 @@ class EngineState:
     def loaders(self) -> StepLoaders:
         return StepLoaders(self.context, self.trainer._engine, self.trainer.global_batch_size)
 
-    def arranged(self, loader: Any) -> Any:
+    def arrange_batches(self, loader: Any) -> Any:
         """The batches of the stock Trainer's loader, arranged over ranks and accumulation steps. Collective."""
         trainer = self.trainer
         assert self.rank_costs is not None
         together = encoders_run_together(trainer, trainer.model_spec)
-        with shared_failure("arranging samples"):
-            return arranged_loader(
+        with raise_on_all_ranks("arranging samples"):
+            return make_rank_loader(
                 loader,
                 self.context,
                 trainer.training_sizes,

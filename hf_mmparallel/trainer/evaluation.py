@@ -18,7 +18,7 @@ from ..data.step_batch import StepBatch
 from ..modeling.loss import IGNORE_INDEX
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
-from ..world import doing
+from ..world import track_activity
 
 logger = get_logger(__name__)
 
@@ -151,7 +151,7 @@ class Evaluator:
                 "No token of the evaluation is a target, all `labels` are -100: its loss is NaN. Targets are what the "
                 "`assistant` says in conversations, and what has a label of its own otherwise."
             )
-        with doing("metrics"):
+        with track_activity("metrics"):
             arrays: dict[str, Any] = {}
             if world.is_first:
                 arrays = {kind: container.get_arrays() for kind, container in containers.items()}
@@ -173,7 +173,7 @@ class Evaluator:
         engine = self.engine
         result = engine.evaluate_step(batch, collector)
         mine = (_step_losses(engine, result.losses), collector.microbatches if collector else [])
-        with doing("gathering predictions"):
+        with track_activity("gathering predictions"):
             gathered = engine.world.gather_tensors(mine)
         if collector:
             collector.microbatches = []

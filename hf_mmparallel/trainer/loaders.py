@@ -27,7 +27,7 @@ from ..world import World
 from .arguments import AUTO, MultimodalTrainingArguments
 from .oversized_samples import Mark, MemoryRatio, allocated_since, allowed_bytes
 from .start_checks import check_dataset
-from .training_sizes import RunContext, SharedSizes, TrainingSizes
+from .training_sizes import CommonSizes, RunContext, TrainingSizes
 
 SamplerOf = Callable[[Any], Any]  # dataset -> its sampler, such as `Trainer._get_train_sampler`
 
@@ -122,7 +122,7 @@ class StepLoaders:
         order = self._training_order(dataset, sampler_of)
         # for arguments that name no arrangement; that of rank 0 counts
         agreed = self.context.world.from_first_rank(lambda: arrangement)
-        shared = sizes.shared(dataset, self.global_batch_size)
+        shared = sizes.common_sizes(dataset, self.global_batch_size)
         base = base_planner(self.engine, self.args.per_device_train_batch_size)
         run_planner = training_planner(base, self.args, shared.source, agreed)
         if shared.typical is not None:
@@ -192,7 +192,7 @@ class StepLoaders:
         carries_rows = self.args.on_bad_sample == "skip" and self.args.dataloader_num_workers > 0
         return StreamWindow(dataset, self.args.seed, drop_last, carries_rows)
 
-    def _memory_ratio(self, planner: StepPlanner, sizes: SharedSizes, learned: Mark | None) -> MemoryRatio | None:
+    def _memory_ratio(self, planner: StepPlanner, sizes: CommonSizes, learned: Mark | None) -> MemoryRatio | None:
         """The memory ratio, if the arguments ask for it and limits depend on memory."""
         if self.args.memory_limit_gib != AUTO or planner.memory_bytes is None or sizes.typical is None:
             return None
@@ -232,7 +232,7 @@ def _start_worker(index: int, num_workers: int, rank: int, leaves_signals: bool)
 
 
 def with_sizes(
-    global_batches: GlobalBatchSampler, dataset: Any, sizes: SharedSizes, context: RunContext
+    global_batches: GlobalBatchSampler, dataset: Any, sizes: CommonSizes, context: RunContext
 ) -> MeasuredBatchSampler:
     """Returns global batches with the sizes of their samples, of which each rank measures a share."""
     args = context.args

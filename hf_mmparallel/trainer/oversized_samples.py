@@ -154,7 +154,7 @@ class MemoryRatio:
         self._num_steps += 1
         allocated = self.measure()
         if allocated is not None and self._num_steps >= FIRST and engine.account is not None:
-            predicted = engine.account.predicted()
+            predicted = engine.account.predict()
             if predicted is not None:
                 self._largest = max(self._largest, allocated / predicted.total)
         if self._num_steps == LAST:

@@ -84,7 +84,7 @@ def encoders_run_together(trainer: Any, spec: ModelSpec) -> tuple[str, ...]:
     return tuple(name for name in spec.encoders if any(p.trainable for p in spec.modules[name].parameters))
 
 
-def arranged_loader(
+def make_rank_loader(
     loader: Any,
     context: RunContext,
     sizes: TrainingSizes,
@@ -107,7 +107,7 @@ def arranged_loader(
     size = batch_size * world.size
     order = EvenOrder(batches.sampler, size, args.dataloader_drop_last, fills=world.size > 1)
     global_batches = GlobalBatchSampler(order, size * args.gradient_accumulation_steps)
-    shared = sizes.shared(context.train_dataset, global_batches.global_batch_size)
+    shared = sizes.common_sizes(context.train_dataset, global_batches.global_batch_size)
     arrangement = args.microbatch_assignment
     assert arrangement is not None
     if shared.source is None and arrangement != "contiguous":

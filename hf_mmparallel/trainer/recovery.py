@@ -70,7 +70,7 @@ class LayoutPlanner(Protocol):
         """What ranks have to send each other, by their ranks in the new layout."""
         ...
 
-    def needed(self, layout: Any, rank: int) -> Collection[str]:
+    def needed_parameters(self, layout: Any, rank: int) -> Collection[str]:
         """The parameters that a rank holds."""
         ...
 
@@ -116,7 +116,7 @@ def _named(members: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _JoinMessage:
     """What ranks that join are told."""
 
     planner: LayoutPlanner
@@ -259,22 +259,22 @@ class Recovery:
             if self.membership.is_newcomer(generation.ids[0]):
                 raise RuntimeError("All ranks that have trained are lost, so that nobody has the model any longer.")
             while generation is self.membership.newest:
-                if self.membership.store.check([_told_key(generation)]):
+                if self.membership.store.check([_join_key(generation)]):
                     return self._read_told(generation)
                 time.sleep(_POLL_S)
 
     def _read_told(self, generation: Generation) -> bytes:
-        told: _Told = pickle.loads(take(self.membership.store, _told_key(generation)))
+        told: _JoinMessage = pickle.loads(take(self.membership.store, _join_key(generation)))
         self.planner, self.layout = told.planner, told.layout
         self._num_layouts, self._num_done, self._value = vars(told.report).values()
         return told.run
 
-    def _tell_newcomers(self, generation: Generation, report: _Report) -> None:
+    def _send_join_state(self, generation: Generation, report: _Report) -> None:
         """Tells ranks that join what they need to know, if this is the first rank."""
         members = set(self.layout.members)
         if self.membership.id == generation.ids[0] in members and not members.issuperset(generation.ids):
-            told = _Told(self.planner, self.layout, report, self._tell())
-            put(self.membership.store, _told_key(generation), pickle.dumps(told))
+            told = _JoinMessage(self.planner, self.layout, report, self._tell())
+            put(self.membership.store, _join_key(generation), pickle.dumps(told))
 
     # The steps of a recovery
 
@@ -301,7 +301,7 @@ class Recovery:
         gc.collect()
         generation = self.membership.next_generation(_NEWS_S)
         report = _Report(self._num_layouts, self._num_done, self._value)
-        self._tell_newcomers(generation, report)
+        self._send_join_state(generation, report)
         reports = self._reports(generation, report)
         if reports is None:
             return False
@@ -396,7 +396,7 @@ class Recovery:
         held = self._holds() if self._held is None else self._held
         transfers = self.planner.transfers(self.layout, self._next)
         received, self._event.copied_bytes = exchange(held, transfers, self.world)
-        needed = self.planner.needed(self._next, self.world.rank)
+        needed = self.planner.needed_parameters(self._next, self.world.rank)
         self._prepared = self._next, {name: received.get(name) or held[name] for name in needed}
         self.world.barrier("waiting for copies")
         self._take_prepared()
@@ -411,6 +411,6 @@ class Recovery:
             raise error
 
 
-def _told_key(generation: Generation) -> str:
+def _join_key(generation: Generation) -> str:
     """Key of what ranks that join in a generation, or have not joined yet, are told."""
     return f"told/{generation.number}"

@@ -60,7 +60,7 @@ class NodeLayouts:
         """What ranks have to send each other, by their ranks in the new layout."""
         return state_transfers(self._spec, before, after)
 
-    def needed(self, layout: ClusterPlan, rank: int) -> list[str]:
+    def needed_parameters(self, layout: ClusterPlan, rank: int) -> list[str]:
         """The parameters that a rank holds."""
         return [name for name, shards in parameter_shards(self._spec, layout.plan).items() if shards.on_rank(rank)]
 

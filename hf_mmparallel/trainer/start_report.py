@@ -147,7 +147,7 @@ def predict(
     if start is None:
         return _without_sizes(planner, dataset, context, global_batch_size)
     planner = planner.with_token_limits(start.sizes.like_the_mean(global_batch_size))
-    pool = start.drawn(request) if searched is None else searched
+    pool = start.draw(request) if searched is None else searched
     batches = typical_batches(pool, global_batch_size, request.seed)
     choice = None
     if args.microbatch_assignment is None:

@@ -25,7 +25,7 @@ from ..runtime.optimizer_slices import settings_of
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.step_check import StepTotals
 from ..runtime.weight_placement import load_held
-from ..world import Membership, doing, shared_failure
+from ..world import Membership, raise_on_all_ranks, track_activity
 from ..world.connections import end_collectives
 from .arguments import set_ranks
 from .engine_state import EngineState
@@ -36,7 +36,7 @@ _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_f
 
 
 @dataclass(frozen=True)
-class ToldRun:
+class JoinState:
     """What a rank that joins is told of a run between two steps: a checkpoint without weights."""
 
     files: dict[str, bytes]  # of a checkpoint: the states of the Trainer and its callbacks, the position in the data
@@ -46,7 +46,7 @@ class ToldRun:
     callbacks: list[tuple[str, dict[str, Any]]]  # class and attributes of each one that has a state
 
     @classmethod
-    def of(cls, trainer: Any, steps: Any) -> ToldRun:
+    def of(cls, trainer: Any, steps: Any) -> JoinState:
         """Returns the run of this rank's Trainer and its [`TrainingSteps`]."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -60,8 +60,8 @@ class ToldRun:
         return cls(files, trainer.lr_scheduler.state_dict(), groups, sums, callbacks)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> ToldRun:
-        """The inverse of [`ToldRun.to_bytes`]."""
+    def from_bytes(cls, data: bytes) -> JoinState:
+        """The inverse of [`JoinState.to_bytes`]."""
         return pickle.loads(data)
 
     def to_bytes(self) -> bytes:
@@ -121,8 +121,8 @@ class Survival:
     def __init__(self, trainer: Any, run: EngineState):
         self.trainer, self.run = trainer, run
         self.recovery: Recovery | None = None  # in a training
-        self.told: ToldRun | None = None  # of a rank that joins, until it has its place
-        self.told_folder: str | None = None  # the checkpoint that it begins from
+        self.told: JoinState | None = None  # of a rank that joins, until it has its place
+        self.join_folder: str | None = None  # the checkpoint that it begins from
 
     def repeat(self, work: Callable[[], T]) -> T:
         """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
@@ -137,7 +137,7 @@ class Survival:
         if self.recovery is not None:
             self.trainer._engine.signs["sees_waiting"] = bool(self.recovery.membership.waiting)
             self.trainer._engine.signs["gave_up_save"] = self.run.saves.has_given_up
-        with shared_failure("training step"):
+        with raise_on_all_ranks("training step"):
             return self.run.steps.run(self.run.on_device, self.trainer.state.global_step)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -179,16 +179,16 @@ class Survival:
             self.recovery.take_in()
 
     @contextlib.contextmanager
-    def joined_checkpoint(self, given: str | None) -> Iterator[str | None]:
+    def join_checkpoint(self, given: str | None) -> Iterator[str | None]:
         """The checkpoint that a training begins from: for a rank that joins, what it is told once it is let in."""
         if self.recovery is None or not self.run.joins:
             yield given
             return
         logger.warning(f"Process {self.recovery.membership.id} waits to join the training.", main_process_only=False)
-        with doing("waiting to join the training", waits=True):
-            self.told = ToldRun.from_bytes(self.recovery.wait_to_join())
+        with track_activity("waiting to join the training", waits=True):
+            self.told = JoinState.from_bytes(self.recovery.wait_to_join())
         with self.told.checkpoint() as folder:
-            self.told_folder = folder
+            self.join_folder = folder
             yield folder
 
     def end_saves(self) -> None:
@@ -237,7 +237,7 @@ class Survival:
 
     def tell(self) -> bytes:
         """What a rank that joins has to know of this run."""
-        return ToldRun.of(self.trainer, self.run.steps).to_bytes()
+        return JoinState.of(self.trainer, self.run.steps).to_bytes()
 
     def held_parameters(self) -> dict[str, HeldParameter]:
         return held_parameters(self.trainer.model, self.run.prepared_optimizer)

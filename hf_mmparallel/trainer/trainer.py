@@ -27,10 +27,10 @@ from ..data.step_batch import StepBatch
 from ..plan import ModelSpec, MultimodalParallelPlugin, ParallelPlan, save_layout
 from ..runtime import optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
-from ..runtime.out_of_memory import told_in_optimizer
+from ..runtime.out_of_memory import name_optimizer_in_errors
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import sync_file
-from ..world import World, shared_failure
+from ..world import World, raise_on_all_ranks
 from . import build, optimizer_state
 from .agreement import check_output_folder, check_same_folder
 from .argument_table import check_arguments, check_launcher
@@ -50,7 +50,7 @@ from .training_steps import check_trainer_state, save_trainer_state
 logger = get_logger(__name__)
 
 
-def planned(method: Callable) -> Callable:
+def under_plan(method: Callable) -> Callable:
     """Makes an override apply under a plan only; without one the stock method runs."""
 
     @functools.wraps(method)
@@ -62,7 +62,7 @@ def planned(method: Callable) -> Callable:
     return wrapper
 
 
-def completed(method: Callable) -> Callable:
+def on_surviving_ranks(method: Callable) -> Callable:
     """Makes a method run again on the ranks that are left, when ranks are lost in it; see [`Recovery.complete`]."""
 
     @functools.wraps(method)
@@ -161,12 +161,12 @@ class MultimodalParallelTrainer(Trainer):
         check_trainer(model, given)
         check_optimizer_class(plugin.modules, given)
         self.args = args  # for `world`; the stock constructor sets those of its own loop
-        with shared_failure("preparing the model"):
+        with raise_on_all_ranks("preparing the model"):
             check_output_folder(args, self.world)
             prepared = build.prepare_model(model, args, plugin, self.world)
             self.model_spec = prepared.spec
             args = choose_collator(args, given, prepared.model)
-            super().__init__(model=prepared.model, args=build.planned_arguments(args), **given)
+            super().__init__(model=prepared.model, args=build.plan_arguments(args), **given)
             decayed = self.get_decay_parameter_names(prepared.model)
             self._run.stock_groups = stock_groups(decayed, prepared.model)
             self._run.lay_out(prepared, args, plugin)
@@ -174,7 +174,7 @@ class MultimodalParallelTrainer(Trainer):
 
     # The model
 
-    @planned
+    @under_plan
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Returns the engine in place of DDP, and prepares the optimizer that `create_optimizer` has just made."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -182,7 +182,7 @@ class MultimodalParallelTrainer(Trainer):
             self._run.prepare_optimizer(optimizer)
         return self._engine
 
-    @planned
+    @under_plan
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine has placed this rank's part."""
 
@@ -214,7 +214,7 @@ class MultimodalParallelTrainer(Trainer):
         """
         if not self.is_planned:
             loader = super().get_train_dataloader()
-            return loader if self._run.rank_costs is None else self._run.arranged(loader)
+            return loader if self._run.rank_costs is None else self._run.arrange_batches(loader)
         training = self._run.loaders.training(
             self._get_train_sampler, self.training_sizes, self._run.arrangement, self._run.steps.learned_ratio
         )
@@ -222,7 +222,7 @@ class MultimodalParallelTrainer(Trainer):
         self._run.steps.use(training)
         return training.loader
 
-    @planned
+    @under_plan
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """Its items are steps of all ranks."""
         if isinstance(eval_dataset, str):
@@ -232,7 +232,7 @@ class MultimodalParallelTrainer(Trainer):
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
         return self._run.loaders.evaluation(dataset, self._get_eval_sampler, "Evaluation")
 
-    @planned
+    @under_plan
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Its items are steps of all ranks."""
         return self._run.loaders.evaluation(test_dataset, self._get_eval_sampler, "test")
@@ -254,12 +254,12 @@ class MultimodalParallelTrainer(Trainer):
                 f"{missing_columns(list(dataset.column_names))}"
             ) from error
 
-    @planned
+    @under_plan
     def get_total_train_batch_size(self, args: MultimodalTrainingArguments) -> int:
         """The global batch, which is not a multiple of the number of ranks."""
         return self.global_batch_size
 
-    @planned
+    @under_plan
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
         """One global batch; target tokens are counted when it runs."""
         step = self.state.global_step + 1
@@ -308,22 +308,24 @@ class MultimodalParallelTrainer(Trainer):
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             check_overrides(type(self), MultimodalParallelTrainer, vars(self))
             engine = self._engine
-            steps = told_in_optimizer(lambda: self._run.prepared_optimizer, lambda: engine.account, engine.device)
+            steps = name_optimizer_in_errors(
+                lambda: self._run.prepared_optimizer, lambda: engine.account, engine.device
+            )
             # one that joins goes on from where the others are
             first = None if self._run.joins else resume_from_checkpoint
-            failure = shared_failure("optimizer, callbacks or log")
+            failure = raise_on_all_ranks("optimizer, callbacks or log")
             with self._run.saves.leaving(), failure, steps, self._survival.going_on():
                 return super().train(first, *args, **kwargs)
 
-    @planned
+    @under_plan
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         """Reads the position in the data, in samples, which may be in the middle of an epoch."""
-        with self._survival.joined_checkpoint(resume_from_checkpoint) as checkpoint:
+        with self._survival.join_checkpoint(resume_from_checkpoint) as checkpoint:
             self._run.steps.begin(checkpoint)
             check_full_precision(self._engine)
             return super()._inner_training_loop(*args, resume_from_checkpoint=checkpoint, **kwargs)
 
-    @planned
+    @under_plan
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
         """Counts steps from the position in the data."""
         check_loader(dataloader, "get_train_dataloader")
@@ -333,13 +335,13 @@ class MultimodalParallelTrainer(Trainer):
         values = super().set_initial_training_values(args, dataloader)
         return self._run.steps.progress.training_values(values, args, dataloader)
 
-    @planned
+    @under_plan
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The epoch and step to go on from, from the position in the data."""
         stock = super()._init_training_state(*args)
         return self._run.steps.progress.resumed_at or stock
 
-    @planned
+    @under_plan
     def training_step(self, model: nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Runs a global batch on the stages of all ranks; the loss is the mean over its target tokens."""
         if callable(getattr(self.optimizer, "train", None)):
@@ -352,31 +354,31 @@ class MultimodalParallelTrainer(Trainer):
             clear_device_cache()
         return torch.tensor(totals.mean_loss, dtype=torch.float32, device=self.args.device)
 
-    @planned
+    @under_plan
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clips by the norm over the parameters of all ranks."""
         norm = self._survival.gradient_norm()
         self._engine.clip(norm, self.args.max_grad_norm)
         return norm
 
-    @planned
+    @under_plan
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         """The norm over the parameters of all ranks."""
         norm = self._survival.gradient_norm() if grad_norm is None else grad_norm
         self._run.steps.finite.norm(self.state.global_step + 1, norm)
         return norm
 
-    @planned
+    @under_plan
     def floating_point_ops(self, inputs: StepBatch) -> int:
         """Operations of all ranks."""
         return 6 * self._run.steps.totals.num_tokens * self._engine.num_compute_parameters
 
-    @planned
+    @under_plan
     def _track_num_input_tokens(self, inputs: StepBatch) -> None:
         """Counts the tokens of all ranks, which the step has summed."""
         self.state.num_input_tokens_seen += self._run.steps.num_tokens(self.args.include_num_input_tokens_seen)
 
-    @planned
+    @under_plan
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback asks for on one rank, all ranks do: each of it is collective."""
         if self._survival.agree_on_control():
@@ -385,7 +387,7 @@ class MultimodalParallelTrainer(Trainer):
 
     # Evaluation
 
-    @planned
+    @under_plan
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -406,7 +408,7 @@ class MultimodalParallelTrainer(Trainer):
             evaluator = Evaluator(self._engine, self.args, self.compute_metrics, self.preprocess_logits_for_metrics)
             return evaluator.run(self._run.evaluation_batches(dataloader), prediction_loss_only, metric_key_prefix)
 
-        with shared_failure("evaluation"):
+        with raise_on_all_ranks("evaluation"):
             if not self.is_in_train:
                 cast_for_evaluation(self._engine, self.args)
             if callable(getattr(self.optimizer, "eval", None)):
@@ -417,11 +419,11 @@ class MultimodalParallelTrainer(Trainer):
 
     # Checkpoints
 
-    @planned
+    @under_plan
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the shards of all ranks into one folder, as `from_pretrained` reads them."""
         output_dir = str(output_dir or self.args.output_dir)
-        with shared_failure("saving the model"):
+        with raise_on_all_ranks("saving the model"):
             if not _internal_call:
                 check_same_folder(output_dir, "output_dir", self.world)
             with self._run.saves.writing(output_dir) as writes:
@@ -431,7 +433,7 @@ class MultimodalParallelTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    @planned
+    @under_plan
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the files beside the weights: processor, arguments, plan, and the model card of an adapter."""
         output_dir = str(output_dir or self.args.output_dir)
@@ -442,13 +444,13 @@ class MultimodalParallelTrainer(Trainer):
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
         save_layout(Path(output_dir) / SAVED_PLAN, self._engine.plan, self._engine.options.module_settings)
 
-    @planned
-    @completed
+    @under_plan
+    @on_surviving_ranks
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes `checkpoint-N` such that it appears whole or not at all; with `async_save` while training goes on."""
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with shared_failure(f"saving `{folder.name}`"):
+        with raise_on_all_ranks(f"saving `{folder.name}`"):
             self._run.finish_save()
             with self._run.saves.checkpoint(folder, self.state) as writes:
                 self.save_model(str(writes.folder), _internal_call=True)
@@ -479,7 +481,7 @@ class MultimodalParallelTrainer(Trainer):
         save_trainer_state(folder, self.state, [*self.callback_handler.callbacks, self.control])
         self._run.steps.save(folder, self.state.global_step)
 
-    @planned
+    @under_plan
     def _save_rng_state(self, output_dir: str) -> None:
         """Waits until the file is on disk, before the checkpoint gets its name."""
         super()._save_rng_state(output_dir)
@@ -507,7 +509,7 @@ class MultimodalParallelTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
         elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, optimizer_state.SCHEDULER)):
             groups = self._run.stock_groups if self.engine is not None else []
-            with shared_failure("loading the optimizer's state"):
+            with raise_on_all_ranks("loading the optimizer's state"):
                 optimizer_state.load_optimizer_and_scheduler(
                     self.optimizer, self.lr_scheduler, self.model, Path(checkpoint), groups, self.world
                 )
@@ -520,7 +522,7 @@ class MultimodalParallelTrainer(Trainer):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         warn_of_other_settings(resume_from_checkpoint, engine.options.module_settings)
-        with shared_failure("loading the weights"):
+        with raise_on_all_ranks("loading the weights"):
             if not os.path.isdir(resume_from_checkpoint):
                 raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
             self.world.raise_together(functools.partial(check_trainer_state, Path(resume_from_checkpoint)))
@@ -531,7 +533,7 @@ class MultimodalParallelTrainer(Trainer):
         """Ends all ranks with one error if a file can't be read. A rank that joins has none, and does nothing."""
         if self.engine is None:
             return super()._load_rng_state(checkpoint)
-        if self._survival.told_folder is not None and checkpoint == self._survival.told_folder:
+        if self._survival.join_folder is not None and checkpoint == self._survival.join_folder:
             return
 
         def read() -> None:

@@ -15,11 +15,11 @@ from ..data.layer_tokens import measure_layers
 from ..data.measured_batches import median_of
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens, drawn_samples, measure_samples, spread
+from ..data.size_sources import LayerTokens, draw_samples, evenly_spaced, measure_samples
 from ..data.streams import StreamSizes, StreamWindow
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes
 from ..steps.step_planner import SizeFunction
-from ..world import World, shared_failure
+from ..world import World, raise_on_all_ranks
 from .arguments import MultimodalTrainingArguments
 
 # The parts of a run that code below the Trainer needs.
@@ -53,15 +53,15 @@ class StartSizes:
     sizes: SampleSizes  # of all samples, or of some from all over the dataset
     are_all: bool
 
-    def drawn(self, request: PlannedFor) -> SampleSizes:
+    def draw(self, request: PlannedFor) -> SampleSizes:
         """Those that batches of predictions are drawn from, of all samples the ones that the planner measures."""
         if not self.are_all:
             return self.sizes
-        return self.sizes.take(drawn_samples(self.sizes.num_samples, request.num_samples, request.seed))
+        return self.sizes.take(draw_samples(self.sizes.num_samples, request.num_samples, request.seed))
 
 
 @dataclass(frozen=True)
-class SharedSizes:
+class CommonSizes:
     """Sizes that are equal on all ranks."""
 
     # dataset indices -> sizes, or how each rank measures them; `None` where sizes are unknown
@@ -132,20 +132,20 @@ class TrainingSizes:
         start = self.at_start(dataset, global_batch_size)
         return None if start is None else start.sizes.like_the_mean(global_batch_size)
 
-    def shared(self, dataset: Any, global_batch_size: int) -> SharedSizes:
+    def common_sizes(self, dataset: Any, global_batch_size: int) -> CommonSizes:
         """Returns sizes that are equal on all ranks. Collective."""
 
-        def find() -> tuple[SharedSizes, dict[str, LayerTokens] | None]:
+        def find() -> tuple[CommonSizes, dict[str, LayerTokens] | None]:
             source, start = self.of_rank(dataset), self.at_start(dataset, global_batch_size)
             typical = self.typical(dataset, global_batch_size)
             median = None if start is None else median_of(start.sizes, LANGUAGE_MODEL)
             local = source is not None and not source.is_table
             layers = self.measured.layers if local else None
-            return SharedSizes(None if local else source, typical, median), layers
+            return CommonSizes(None if local else source, typical, median), layers
 
         # The first rank measures the encoders, and all samples that are measured in advance, because a file may be
         # readable on one host and not on another.
-        with shared_failure("measuring samples"):
+        with raise_on_all_ranks("measuring samples"):
             shared, layers = self.context.world.from_first_rank(find)
             source = None if layers is None else self._in_features(dataset)
         return shared if source is None or layers is None else replace(shared, source=source.with_layers(layers))
@@ -185,7 +185,7 @@ def representative_batch(
         return dataset.fetch(first)
     if sizes is None:
         return first
-    chosen = spread(len(dataset), count)
+    chosen = evenly_spaced(len(dataset), count)
     is_quick = getattr(sizes, "is_table", True) or args.disable_tqdm
     readable = []
     with tqdm(total=len(chosen), desc="Measuring samples", disable=is_quick) as bar:

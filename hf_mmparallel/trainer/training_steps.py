@@ -22,7 +22,7 @@ from ..data.step_dataset import StepDataset
 from ..plan.methods import ARRANGEMENT_CANDIDATES
 from ..runtime.engine import ParallelEngine
 from ..runtime.step_check import StepTotals
-from ..world import ACTIVITY, shared_failure
+from ..world import ACTIVITY, raise_on_all_ranks
 from .agreement import SampleAgreement, TargetCount
 from .arguments import MultimodalTrainingArguments
 from .loaders import TrainingLoader
@@ -217,7 +217,7 @@ class TrainingSteps:
         ACTIVITY.step = step
         engine = self.engine
         assert self._items is not None
-        with shared_failure("reading samples"):
+        with raise_on_all_ranks("reading samples"):
             with engine.waiting_for_data():
                 item = next(self._items, None)
             batch = self._batch = self.samples.agree(item, dataset)

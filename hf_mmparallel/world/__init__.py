@@ -2,10 +2,10 @@
 The processes that train together. Imports nothing of the package but `_environment`; all code on ranks may import it.
 """
 
-from .failure import RemoteRankError, failures_left_to, is_lost_connection, shared_failure
+from .failure import RemoteRankError, failures_left_to, is_lost_connection, raise_on_all_ranks
 from .generations import Generation
 from .membership import Membership
-from .watcher import ACTIVITY, doing
+from .watcher import ACTIVITY, track_activity
 from .world import ReduceScatter, World, limit_collectives
 
 __all__ = [
@@ -15,9 +15,9 @@ __all__ = [
     "ReduceScatter",
     "RemoteRankError",
     "World",
-    "doing",
     "failures_left_to",
     "is_lost_connection",
     "limit_collectives",
-    "shared_failure",
+    "raise_on_all_ranks",
+    "track_activity",
 ]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .. import _environment
-from .watcher import ACTIVITY, Watcher, doing
+from .watcher import ACTIVITY, Watcher, track_activity
 
 # Messages of gloo and NCCL about a lost peer, which torch raises as `RuntimeError`.
 _LOST_PEER = re.compile(
@@ -33,7 +33,7 @@ def failure_sentence(rank: int, error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def shared_failure(activity: str) -> Iterator[None]:
+def raise_on_all_ranks(activity: str) -> Iterator[None]:
     """
     A block that all ranks run, in which all of them report the first failure of any. Others see it as `activity`.
 
@@ -44,7 +44,7 @@ def shared_failure(activity: str) -> Iterator[None]:
     """
     watcher = None if _watchers or _interruptions else _make_watcher()
     if watcher is None:
-        with doing(activity):
+        with track_activity(activity):
             yield
         return
     ACTIVITY.now(activity)
@@ -94,8 +94,8 @@ def _report_to_launcher(watcher: Watcher) -> Iterator[None]:
 
 @contextlib.contextmanager
 def failures_left_to(interrupt: Callable[[], None]) -> Iterator[None]:
-    """A block in which [`shared_failure`] leaves failures to its caller, which has a way to go on."""
-    # The block may begin in one of `shared_failure`, and may end after it.
+    """A block in which [`raise_on_all_ranks`] leaves failures to its caller, which has a way to go on."""
+    # The block may begin in one of `raise_on_all_ranks`, and may end after it.
     for watcher in _watchers:  # of ranks that will have other numbers
         watcher.stop()
     _watchers.clear()
@@ -116,8 +116,8 @@ def check_rank_lives(rank: int) -> None:
             raise RemoteRankError(failure.sentence)
         peer = watcher.peers.get(rank)
         # a minute without a sign of life
-        if peer is not None and peer.sign is not None and peer.silence_s > max(_LONG_SILENCE_S, watcher.silent_s):
-            # `shared_failure` replaces this message
+        if peer is not None and peer.heartbeat is not None and peer.silence_s > max(_LONG_SILENCE_S, watcher.silent_s):
+            # `raise_on_all_ranks` replaces this message
             raise RuntimeError(f"Connection closed: rank {rank} gives no sign of life.")
 
 

@@ -39,7 +39,7 @@ ACTIVITY = Activity()  # of this process
 
 
 @contextlib.contextmanager
-def doing(activity: str, waits: bool = False) -> Iterator[None]:
+def track_activity(activity: str, waits: bool = False) -> Iterator[None]:
     """Sets the activity for the duration of a block, and restores the previous one."""
     before = ACTIVITY.doing, ACTIVITY.waits
     ACTIVITY.now(activity, waits)
@@ -77,20 +77,20 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """A heartbeat as it is written to the store."""
 
     beat: int  # its number
     doing: str  # activity of the rank's main thread
     waits: bool  # for other ranks
-    standing_s: float  # since the activity started
+    activity_s: float  # since the activity started
 
 
 @dataclass(frozen=True)
 class Peer:
     """The last heartbeat of another rank, `None` before the first, and the local time at which it was first read."""
 
-    sign: Sign | None
+    heartbeat: Heartbeat | None
     seen: float
 
     @property
@@ -104,7 +104,7 @@ class Watcher:
 
     Of its daemon threads one communicates with the store, and blocks while the process that hosts the store is
     stopped; the other reads local state only and reports stalls. The main thread waits for both with a time limit.
-    Every rank follows the lowest live rank, the speaker, which alone reads the heartbeats of all ranks, so that the
+    Every rank follows the lowest live rank, the leader, which alone reads the heartbeats of all ranks, so that the
     load of the store grows linearly with their number.
     """
 
@@ -132,18 +132,18 @@ class Watcher:
         self._own: Failure | None = None
         self._reported_ids = frozenset(reported_ids)
         self._beat = 0
-        self._moved = (ACTIVITY.count, time.monotonic())
-        self._speaker = 0
-        self._asks = False
+        self._activity_start = (ACTIVITY.count, time.monotonic())
+        self._leader = 0
+        self._wants_reason = False
         self._asked: str | None = None
         self._reports = 0
         self._answered = time.monotonic()
         self._lost = False
         self._closing = False
-        self._news = threading.Condition()
+        self._condition = threading.Condition()
         self._threads = [
             threading.Thread(target=run, name=f"hf_mmparallel {run.__name__}", daemon=True)
-            for run in (self._talk, self._judge)
+            for run in (self._run_heartbeat, self._run_stall_monitor)
         ]
 
     def start(self) -> None:
@@ -152,9 +152,9 @@ class Watcher:
 
     def stop(self) -> None:
         """Ends the threads. One that is blocked in the store is left behind; as a daemon it keeps no process alive."""
-        with self._news:
+        with self._condition:
             self._closing = True
-            self._news.notify_all()
+            self._condition.notify_all()
         for thread in self._threads:
             if thread.ident is not None:  # started
                 thread.join(self.interval_s)
@@ -163,10 +163,10 @@ class Watcher:
 
     def publish(self, sentence: str) -> None:
         """Publishes a failure of this rank, unless another was first, and waits until the others have read it."""
-        with self._news:
+        with self._condition:
             self._own = Failure(self.rank, sentence)
-            self._news.notify_all()
-        self.linger()
+            self._condition.notify_all()
+        self.wait_until_read()
 
     def lasting_failure(self) -> Failure | None:
         """
@@ -179,16 +179,16 @@ class Watcher:
         stored = self._read(_FAILURE)
         if stored not in ("", _ABSENT) and json.loads(stored)["id"] == failure.id:
             return failure
-        with self._news:
+        with self._condition:
             self.failure = None
         return None
 
-    def linger(self) -> None:
+    def wait_until_read(self) -> None:
         """Waits briefly for the other ranks to read the failure, since the store may end with this process."""
-        with self._news:
-            self._asks = True
-            self._news.notify_all()
-            self._news.wait_for(self._is_known_to_all, self.silent_s + self.interval_s)
+        with self._condition:
+            self._wants_reason = True
+            self._condition.notify_all()
+            self._condition.wait_for(self._is_known_to_all, self.silent_s + self.interval_s)
 
     def _is_known_to_all(self) -> bool:
         gone = 0 if self.failure is None else self.failure.num_gone
@@ -196,12 +196,12 @@ class Watcher:
 
     def reason(self, error: BaseException) -> str:
         """The cause of a lost connection; the same message on all ranks if all of them ask."""
-        with self._news:
-            self._asks = True
+        with self._condition:
+            self._wants_reason = True
             # This process itself may have been stopped.
             self._answered = max(self._answered, time.monotonic() - self.interval_s)
-            self._news.notify_all()
-            self._news.wait_for(lambda: self.failure is not None or self._is_store_gone(), 3 * self.silent_s)
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self.failure is not None or self._is_store_gone(), 3 * self.silent_s)
             if self.failure is not None:
                 return self.failure.sentence
             if self._is_store_gone():
@@ -229,14 +229,14 @@ class Watcher:
     def _last(self, rank: int) -> str:
         """The last known state of a rank without a recent heartbeat."""
         peer = self.peers[rank]
-        if peer.sign is None:
+        if peer.heartbeat is None:
             return "has not reached this point"
-        return f"has given no sign of life for {peer.silence_s:.1f} s, it was last at `{peer.sign.doing}`"
+        return f"has given no sign of life for {peer.silence_s:.1f} s, it was last at `{peer.heartbeat.doing}`"
 
     def _store_sentence(self) -> str:
         first = self.peers.get(0)
-        sign = first.sign if first is not None and self.keeper == "rank 0" else None
-        last = "" if sign is None else f"; rank 0 was last at `{sign.doing}`"
+        heartbeat = first.heartbeat if first is not None and self.keeper == "rank 0" else None
+        last = "" if heartbeat is None else f"; rank 0 was last at `{heartbeat.doing}`"
         state = "ended without an error message" if self._lost else "gives no sign of life"
         return (
             f"{self.keeper.capitalize()} {state}: the store of the process group, which it keeps, has "
@@ -247,14 +247,14 @@ class Watcher:
         """Current activities of the ranks, with one line for all ranks with the same activity."""
         signs: dict[int, tuple[str, float]] = {}
         for rank, peer in list(self.peers.items()):
-            if peer.sign is None:
+            if peer.heartbeat is None:
                 signs[rank] = "not here yet", peer.silence_s
             elif peer.silence_s > self.silent_s:
-                signs[rank] = f"no sign of life, last at `{peer.sign.doing}`", peer.silence_s
+                signs[rank] = f"no sign of life, last at `{peer.heartbeat.doing}`", peer.silence_s
             else:
-                signs[rank] = f"`{peer.sign.doing}`", peer.sign.standing_s
-        mine = self._sign()
-        signs[self.rank] = f"`{mine.doing}`", mine.standing_s
+                signs[rank] = f"`{peer.heartbeat.doing}`", peer.heartbeat.activity_s
+        mine = self._heartbeat()
+        signs[self.rank] = f"`{mine.doing}`", mine.activity_s
         ranks_by_activity: dict[str, list[int]] = {}
         for rank in sorted(signs):
             ranks_by_activity.setdefault(signs[rank][0], []).append(rank)
@@ -270,9 +270,9 @@ class Watcher:
         silent = self._silent()
         if silent:
             return f"They wait for {_ranks(silent)}, without a sign of life"
-        signs = {self.rank: self._sign()}
-        signs |= {rank: peer.sign for rank, peer in list(self.peers.items()) if peer.sign is not None}
-        busy = sorted(rank for rank, sign in signs.items() if not sign.waits)
+        signs = {self.rank: self._heartbeat()}
+        signs |= {rank: peer.heartbeat for rank, peer in list(self.peers.items()) if peer.heartbeat is not None}
+        busy = sorted(rank for rank, heartbeat in signs.items() if not heartbeat.waits)
         if len(busy) == len(signs):  # collectives of the stock Trainer and of callbacks do not set the activity
             return "None of them is known to wait for another"
         return f"They wait for {_ranks(busy) if busy else 'each other'}"
@@ -282,39 +282,41 @@ class Watcher:
 
     # The thread that communicates with the store
 
-    def _talk(self) -> None:
+    def _run_heartbeat(self) -> None:
         """Writes heartbeats and reads those of others, until the block ends or the store is gone."""
         try:
             while not self._closing:
                 self._exchange()
-                with self._news:
-                    own, asks = self._own, self._asks
-                    self._news.notify_all()
-                    self._news.wait_for(
-                        lambda: self._closing or (self._own, self._asks) != (own, asks),  # noqa: B023
+                with self._condition:
+                    own, asks = self._own, self._wants_reason
+                    self._condition.notify_all()
+                    self._condition.wait_for(
+                        lambda: self._closing or (self._own, self._wants_reason) != (own, asks),  # noqa: B023
                         self.interval_s / 5 if asks else self.interval_s,
                     )
             self._exchange()
         except RuntimeError:  # the process that hosts the store has ended
-            with self._news:
+            with self._condition:
                 self._lost = True
-                self._news.notify_all()
+                self._condition.notify_all()
 
     def _exchange(self) -> None:
         self._beat += 1
-        sign = self._sign()
-        self.store.set(f"{_PREFIX}sign/{self.rank}", json.dumps(asdict(sign)))
+        heartbeat = self._heartbeat()
+        self.store.set(f"{_PREFIX}heartbeat/{self.rank}", json.dumps(asdict(heartbeat)))
         if self.failure is None:
             self._exchange_failure(self._own)
         self._follow()
-        speaks, asked = self._speaker == self.rank, self._is_asked()
-        if (speaks and (asked or sign.standing_s > STALL_S / 2)) or (self._asks and self.world_size <= _SMALL_WORLD):
+        leads, asked = self._leader == self.rank, self._is_asked()
+        if (leads and (asked or heartbeat.activity_s > STALL_S / 2)) or (
+            self._wants_reason and self.world_size <= _SMALL_WORLD
+        ):
             for rank in range(self.world_size):
                 self._look_at(rank)
         silent = self._silent()
-        if speaks and asked and silent and self.failure is None:
+        if leads and asked and silent and self.failure is None:
             self._exchange_failure(Failure(self.rank, self._gone_sentence(silent), len(silent)))
-        if self._asks and self.failure is not None:
+        if self._wants_reason and self.failure is not None:
             self._num_informed = self.store.add(f"{_PREFIX}known/{self.failure.id}", 0)
         self._answered = time.monotonic()
 
@@ -334,7 +336,7 @@ class Watcher:
         if failure is None or failure.id in self._reported_ids:
             return
         self.store.add(f"{_PREFIX}known/{failure.id}", 1)
-        with self._news:
+        with self._condition:
             self.failure, self._read_s = failure, time.monotonic()
         if self.abort is not None and self._own is None:
             self.aborted = True
@@ -344,7 +346,7 @@ class Watcher:
         """Whether a rank that lost a connection in this block asks for the cause; this rank asks itself if it did."""
         asked = self._read(_ASKED)
         self._asked = self._asked or asked
-        if self._asks and self.failure is None and asked == self._asked:
+        if self._wants_reason and self.failure is None and asked == self._asked:
             asked = uuid.uuid4().hex
             self.store.set(_ASKED, asked)
         return asked != self._asked
@@ -359,56 +361,56 @@ class Watcher:
 
     def _follow(self) -> None:
         """Reads the heartbeats of a window of lower ranks, and moves to the next window when none of them is alive."""
-        window = range(self._speaker - self._speaker % _WINDOW, self.rank)[:_WINDOW]
+        window = range(self._leader - self._leader % _WINDOW, self.rank)[:_WINDOW]
         for rank in window:
             self._look_at(rank)
         alive = [rank for rank in window if self.peers[rank].silence_s <= self.silent_s]
-        self._speaker = alive[0] if alive else min(window.stop, self.rank)
+        self._leader = alive[0] if alive else min(window.stop, self.rank)
 
     def _look_at(self, rank: int) -> None:
         if rank == self.rank:
             return
-        stored = self._read(f"{_PREFIX}sign/{rank}")
-        sign = None if stored == _ABSENT else Sign(**json.loads(stored))
-        if rank not in self.peers or self.peers[rank].sign != sign:
-            self.peers[rank] = Peer(sign, time.monotonic())
+        stored = self._read(f"{_PREFIX}heartbeat/{rank}")
+        heartbeat = None if stored == _ABSENT else Heartbeat(**json.loads(stored))
+        if rank not in self.peers or self.peers[rank].heartbeat != heartbeat:
+            self.peers[rank] = Peer(heartbeat, time.monotonic())
 
-    def _sign(self) -> Sign:
-        if self._moved[0] != ACTIVITY.count:
-            self._moved = ACTIVITY.count, time.monotonic()
-        return Sign(self._beat, str(ACTIVITY), ACTIVITY.waits, time.monotonic() - self._moved[1])
+    def _heartbeat(self) -> Heartbeat:
+        if self._activity_start[0] != ACTIVITY.count:
+            self._activity_start = ACTIVITY.count, time.monotonic()
+        return Heartbeat(self._beat, str(ACTIVITY), ACTIVITY.waits, time.monotonic() - self._activity_start[1])
 
     # The thread that reports stalls
 
-    def _judge(self) -> None:
+    def _run_stall_monitor(self) -> None:
         """Logs a warning, at growing intervals, while no rank makes progress."""
         before = time.monotonic()
         while not self._closing:
-            with self._news:
-                self._news.wait_for(lambda: self._closing, self.interval_s)
+            with self._condition:
+                self._condition.wait_for(lambda: self._closing, self.interval_s)
             slept_s, before = time.monotonic() - before, time.monotonic()
-            standing_s = self._sign().standing_s
-            if standing_s < STALL_S:
+            activity_s = self._heartbeat().activity_s
+            if activity_s < STALL_S:
                 self._reports = 0
             elif slept_s > self.silent_s:
                 continue  # this process was stopped itself, so all others seem to have stalled
-            elif standing_s >= STALL_S * 2**self._reports and not self._closing:
-                message = self._stall_sentence(standing_s)
+            elif activity_s >= STALL_S * 2**self._reports and not self._closing:
+                message = self._stall_sentence(activity_s)
                 if message is not None:
                     self._reports += 1
                     logger.warning(message)
 
-    def _stall_sentence(self, standing_s: float) -> str | None:
-        """Message about stalled ranks, on the speaker only; `None` while a rank makes progress."""
+    def _stall_sentence(self, activity_s: float) -> str | None:
+        """Message about stalled ranks, on the leader only; `None` while a rank makes progress."""
         if self._is_store_gone():
-            speaks = self.rank == (1 if self.keeper == "rank 0" else 0)
-            return f"Nothing has moved here for {standing_s:.0f} s. {self._store_sentence()}" if speaks else None
-        if self._speaker != self.rank or len(self.peers) < self.world_size - 1:
+            leads = self.rank == (1 if self.keeper == "rank 0" else 0)
+            return f"Nothing has moved here for {activity_s:.0f} s. {self._store_sentence()}" if leads else None
+        if self._leader != self.rank or len(self.peers) < self.world_size - 1:
             return None
-        alive = [peer.sign for peer in list(self.peers.values()) if peer.silence_s <= self.silent_s]
-        if any(sign is not None and sign.standing_s < STALL_S for sign in alive):
+        alive = [peer.heartbeat for peer in list(self.peers.values()) if peer.silence_s <= self.silent_s]
+        if any(heartbeat is not None and heartbeat.activity_s < STALL_S for heartbeat in alive):
             return None
-        message = f"Nothing has moved on any rank for {standing_s:.0f} s. {self._waiting_sentence()}"
+        message = f"Nothing has moved on any rank for {activity_s:.0f} s. {self._waiting_sentence()}"
         return f"{message}:\n{self.table()}"
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from .failure import RemoteRankError, check_rank_lives, failure_sentence
-from .watcher import ACTIVITY, doing
+from .watcher import ACTIVITY, track_activity
 
 # A count of the ranks that have come to a point, which any thread may add to and read.
 
@@ -341,7 +341,7 @@ class _SentTensor:
 
 def _waiting(activity: str | None) -> AbstractContextManager[None]:
     """Sets the activity to waiting, for `activity` or within the current activity."""
-    return doing(ACTIVITY.doing if activity is None else activity, waits=True)
+    return track_activity(ACTIVITY.doing if activity is None else activity, waits=True)
 
 
 def _default_store() -> Any:

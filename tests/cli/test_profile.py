@@ -66,7 +66,7 @@ def test_only_some_modules_and_layouts(model, tmp_path, run, steady):
 def test_what_does_not_fit_is_said(capsys):
     found = [MeasuredPoint(n, 1, 1e-3 * n, 1e-3 * n, 1e-3 * n, 8.0 * n, 8.0 * n) for n in (64, 256, 1024)]
     found.append(MeasuredPoint(1024, 4, 9.0, 1.024, 1.024, 8192.0, 8192.0))
-    layer = MeasuredLayer.fitted("vision", "Block", (0, 1, 2, 5), "0" * 12, 2, found)
+    layer = MeasuredLayer.from_points("vision", "Block", (0, 1, 2, 5), "0" * 12, 2, found)
     profile = LayerProfile("tiny", "a device", "float32", None, "sdpa", {}, (layer,), ("`audio`: no inputs",))
     (line,) = misfits(profile)
     assert line.startswith("Does not fit: forward of vision, Block 0-2 5, with tp 2 is off by ")
@@ -79,7 +79,7 @@ def _profile_on_two_hosts(arguments: list[str], found: dict[str, float]) -> tupl
     """Profiles on ranks each of which believes to be on a host of its own."""
     rank = dist.get_rank()
     links.socket = SimpleNamespace(gethostname=lambda: f"host{rank}")  # type: ignore[assignment]
-    device_constants.measured_constants = lambda *_: found
+    device_constants.measure_constants = lambda *_: found
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         code = main(arguments)

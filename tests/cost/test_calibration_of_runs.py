@@ -19,7 +19,7 @@ from hf_mmparallel.cost.calibration import (
     costs_from,
     profile_digest,
     read_costs,
-    uncalibrated,
+    without_calibration,
 )
 from hf_mmparallel.cost.profile import measured_costs
 from hf_mmparallel.cost.run_log import KINDS, TaskGroup, read_run_log
@@ -185,7 +185,7 @@ def test_launches_that_no_task_shows_keep_their_time(tmp_path):
 def test_a_run_by_calibrated_costs_is_calibrated_anew(tmp_path):
     truth = corrected(counted(), SCALES)
     half = corrected(counted(), {"vision": {"forward": TimeScale(1.7, 1.7)}})
-    assert uncalibrated(half).layers is not half.layers and profile_digest(half) is None
+    assert without_calibration(half).layers is not half.layers and profile_digest(half) is None
     paths = [write_log(tmp_path / f"{index}.jsonl", costs, truth) for index, costs in enumerate((counted(), half))]
     first, second = map(scales_of, paths)
     for module, kinds in first.items():

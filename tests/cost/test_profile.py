@@ -48,7 +48,9 @@ def times(factor: float) -> LayerCost:
 
 
 def measured_layer(spec, module: str, index: int, tp_size: int, found, *window: int) -> MeasuredLayer:
-    return MeasuredLayer.fitted(module, "Layer", (index,), shape_digest(spec, module, index), tp_size, found, *window)
+    return MeasuredLayer.from_points(
+        module, "Layer", (index,), shape_digest(spec, module, index), tp_size, found, *window
+    )
 
 
 def profile_of(spec, factors: dict[tuple[str, int], float], tp_sizes=(1,)) -> LayerProfile:

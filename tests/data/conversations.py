@@ -78,6 +78,6 @@ def broken(file: bytes) -> bytes:
     return file[:start] + bytes(len(file) - start - 12) + file[-12:]
 
 
-def undecoded(file: bytes) -> dict:
+def without_decoding(file: bytes) -> dict:
     """A file as an undecoded column of `datasets` has it."""
     return {"bytes": file, "path": None}

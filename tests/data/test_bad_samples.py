@@ -19,7 +19,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolv
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
-from .conversations import broken, conversation, image_file, stored, undecoded
+from .conversations import broken, conversation, image_file, stored, without_decoding
 from .processors import PROCESSORS
 
 SPEC = model_spec()
@@ -74,7 +74,7 @@ def test_a_rank_notes_the_samples_that_it_cannot_read_and_says_which_files_they_
 def test_of_a_corrupt_image_the_ranks_of_the_language_model_read_the_header_only():
     collator = ChatCollator(PROCESSORS["qwen2_vl"]())
     inputs = {"vision": frozenset(["pixel_values", "image_grid_thw"])}
-    images = [undecoded(image_file((40, 30))) for _ in range(4)]
+    images = [without_decoding(image_file((40, 30))) for _ in range(4)]
     images[2] = {"bytes": broken(images[2]["bytes"]), "path": "charts/2.png"}
     dataset = stored([{**conversation([(40, 30)]), "images": [image]} for image in images])
     for source in (dataset, StreamWindow(dataset.to_iterable_dataset())):

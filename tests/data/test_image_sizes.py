@@ -6,29 +6,29 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_mmparallel.data.image_sizes import UnknownSizeError, decoded_image, image_size
+from hf_mmparallel.data.image_sizes import UnknownSizeError, decode_image, image_size
 
-from .conversations import image_file, random_image, turned_at_the_end, undecoded
+from .conversations import image_file, random_image, turned_at_the_end, without_decoding
 
 
 @pytest.mark.parametrize("orientation", [None, 1, 3, 6, 8])
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
 def test_headers_say_what_decoding_gives(kind, orientation, loads, tmp_path):
-    value = undecoded(image_file((5, 9), kind, orientation))
+    value = without_decoding(image_file((5, 9), kind, orientation))
     path = tmp_path / "image"
     path.write_bytes(value["bytes"])
     found = image_size(value), image_size({"bytes": None, "path": str(path)}), image_size(str(path))
     assert not loads
     expected = datasets.Image().decode_example(value)
     assert found == ((expected.height, expected.width),) * 3
-    assert np.array_equal(np.asarray(decoded_image(value)), np.asarray(expected))
+    assert np.array_equal(np.asarray(decode_image(value)), np.asarray(expected))
 
 
 def test_an_orientation_after_the_pixels(loads):
     turned = turned_at_the_end((5, 9), 6)
-    assert image_size(undecoded(image_file((5, 9)))) == (5, 9) and not loads
-    assert image_size(undecoded(turned)) == (9, 5) and loads == ["PNG"]
-    assert decoded_image(undecoded(turned)).size == (5, 9)
+    assert image_size(without_decoding(image_file((5, 9)))) == (5, 9) and not loads
+    assert image_size(without_decoding(turned)) == (9, 5) and loads == ["PNG"]
+    assert decode_image(without_decoding(turned)).size == (5, 9)
 
 
 def test_images_that_are_no_files(loads, tmp_path):
@@ -38,7 +38,7 @@ def test_images_that_are_no_files(loads, tmp_path):
     for value in (image, Image.open(path), *arrays, {"height": 5, "width": 9}):
         assert image_size(value) == (5, 9)
     assert not loads
-    assert decoded_image(image) is image and decoded_image("image.png") == "image.png"
+    assert decode_image(image) is image and decode_image("image.png") == "image.png"
 
 
 REMOTE = "https://example.org/image.png"
@@ -65,4 +65,4 @@ def test_what_is_no_image_is_an_error(value, error, words):
 
 def test_an_image_elsewhere_is_fetched_as_datasets_does_it(monkeypatch):
     monkeypatch.setattr(datasets.Image, "decode_example", lambda self, value: value)
-    assert decoded_image({"path": REMOTE}) == {"path": REMOTE, "bytes": None}
+    assert decode_image({"path": REMOTE}) == {"path": REMOTE, "bytes": None}

@@ -16,7 +16,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests import tiny
 from tests.plan.specs import model_spec, vision_spec
 
-from .conversations import conversation, image_file, inside, stored, undecoded
+from .conversations import conversation, image_file, inside, stored, without_decoding
 from .processors import PROCESSORS
 
 VISION = {"vision": frozenset(["pixel_values", "image_grid_thw"])}
@@ -34,7 +34,9 @@ def spec(inputs):
 
 def chats() -> list[dict]:
     """Conversations with images as they are stored."""
-    return [{**conversation(sizes), "images": [undecoded(image_file(size)) for size in sizes]} for sizes in SIZES]
+    return [
+        {**conversation(sizes), "images": [without_decoding(image_file(size)) for size in sizes]} for sizes in SIZES
+    ]
 
 
 def single(rows: list[dict]) -> datasets.Dataset:
@@ -110,7 +112,7 @@ def test_a_transform_gets_every_column_decoded(chat, loads):
 def test_an_encoder_decodes_only_its_own(chat, monkeypatch):
     heard = []
     monkeypatch.setattr(datasets.Audio, "decode_example", lambda self, value, **_: heard.append(value) or "sound")
-    dataset = stored([{**row, "sound": undecoded(b"RIFF")} for row in chats()])
+    dataset = stored([{**row, "sound": without_decoding(b"RIFF")} for row in chats()])
     dataset = dataset.cast_column("sound", datasets.Audio())
     assert dataset[0]["sound"] == "sound" and heard
     heard.clear()

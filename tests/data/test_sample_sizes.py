@@ -28,7 +28,7 @@ from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.features import count_feature_tokens
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from tests.data.conversations import broken, image_file, inside, random_image, say, stored, undecoded
+from tests.data.conversations import broken, image_file, inside, random_image, say, stored, without_decoding
 from tests.data.processors import llava
 from tests.plan.specs import model_spec
 from tests.tiny import FAMILIES, collate, make_dataset
@@ -221,11 +221,11 @@ def chat(*images: dict) -> dict:
 
 def png(*size: int) -> dict:
     """An undecoded image with a header and no pixels behind it."""
-    return undecoded(broken(image_file(size)))
+    return without_decoding(broken(image_file(size)))
 
 
 CHATS = [chat(png(8, 8)), chat(), chat(png(20, 9), png(8, 8))]
-UNREADABLE = chat(undecoded(b"no image"))
+UNREADABLE = chat(without_decoding(b"no image"))
 ELSEWHERE = chat({"bytes": None, "path": "http://localhost:1/a.png"})
 MISPLACED = {**chat(png(8, 8)), "images": []}
 

@@ -22,7 +22,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
-from .conversations import image_file, undecoded
+from .conversations import image_file, without_decoding
 
 SPEC = model_spec()
 PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(), LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
@@ -191,7 +191,7 @@ def test_a_stream_that_raises_ends_the_run_with_the_place():
 
 
 def with_images():
-    images = [{**undecoded(image_file((4, 6))), "path": f"{number}.png"} for number in range(12)]
+    images = [{**without_decoding(image_file((4, 6))), "path": f"{number}.png"} for number in range(12)]
     images[5] = {"bytes": b"corrupt", "path": "5.png"}
     features = Features({"number": Value("int64"), "image": ImageFeature()})
     return Dataset.from_dict({"number": range(12), "image": images}, features=features).to_iterable_dataset()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_mmparallel.world import ACTIVITY, doing
+from hf_mmparallel.world import ACTIVITY, track_activity
 from hf_mmparallel.world.connections import end_collectives
 from hf_mmparallel.world.membership import SIGN_INTERVAL_S, Membership
 from hf_mmparallel.world.world import leave_groups
@@ -45,7 +45,7 @@ class Deaths:
         elif how == "raise":
             raise ValueError("a bad sample")
         elif how == "sleep":
-            with doing("reading samples"):
+            with track_activity("reading samples"):
                 time.sleep(1000)
         else:
             if how == "stop":

@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step, find_arrangement, num_microbatches
-from hf_mmparallel.arrange.arrangements import coupled
+from hf_mmparallel.arrange.arrangements import couple_encoders
 from hf_mmparallel.papers.published_arrangements import batch_rebalance, disttrain, interleaved_order
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule
@@ -96,10 +96,10 @@ def test_with_equal_copies_an_encoder_copy_feeds_one_of_the_language_model(arran
 def test_groups_of_copies_stay_among_themselves():
     plan = make_plan((2, 1), (4, 1))
     language = [((0, 1), (8,)), ((2, 3), (9,)), ((4, 5), (10,)), ((6, 7), (11,))]
-    found = coupled(plan, language)
+    found = couple_encoders(plan, language)
     assert found["vision"] == (((0, 1, 2, 3), (8, 9)), ((4, 5, 6, 7), (10, 11)))
     assert found[LANGUAGE_MODEL] == tuple(language)
-    found = coupled(make_plan((4, 1), (2, 1)), [((0, 1, 2), (6, 7, 8)), ((3, 4, 5), (9, 10, 11))])
+    found = couple_encoders(make_plan((4, 1), (2, 1)), [((0, 1, 2), (6, 7, 8)), ((3, 4, 5), (9, 10, 11))])
     assert found["vision"] == (((0, 1), (6,)), ((2,), (7, 8)), ((3, 4), (9,)), ((5,), (10, 11)))
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_mmparallel.cost import Hardware
 from hf_mmparallel.profiling import device_constants
-from hf_mmparallel.profiling.device_constants import measured_constants
+from hf_mmparallel.profiling.device_constants import measure_constants
 from hf_mmparallel.profiling.device_detection import measure_device
 
 
@@ -15,7 +15,7 @@ def test_constants_of_the_cpu_are_fields_of_a_device_and_shares(monkeypatch):
     monkeypatch.setattr(device_constants, "measure_device", partial(measure_device, budget_s=0.1))
     for sizes in ("_SIDES", "_TOKENS"):
         monkeypatch.setitem(getattr(device_constants, sizes), "cpu", 128)
-    found = measured_constants(torch.device("cpu"), torch.float32, budget_s=0.05)
+    found = measure_constants(torch.device("cpu"), torch.float32, budget_s=0.05)
     assert set(found) <= set(Hardware.__dataclass_fields__) and "link_latency_us" not in found
     for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
         assert 0 < found[name] <= 1
@@ -25,6 +25,6 @@ def test_constants_of_the_cpu_are_fields_of_a_device_and_shares(monkeypatch):
 
 @pytest.mark.gpu
 def test_constants_of_a_gpu_are_of_its_peaks_in_the_table():
-    found = measured_constants(torch.device("cuda"), torch.bfloat16)
+    found = measure_constants(torch.device("cuda"), torch.bfloat16)
     assert 0.3 < found["matmul_efficiency"] <= 1 and 0.05 < found["attention_efficiency"] <= 1
     assert 0.3 < found["memory_efficiency"] <= 1

@@ -15,7 +15,7 @@ from hf_mmparallel.profiling import device_detection as devices
 from hf_mmparallel.profiling import links
 from hf_mmparallel.profiling.device_detection import (
     device_of_ranks,
-    known_device,
+    find_known_device,
     measure_device,
     power_limits,
     products_in,
@@ -36,9 +36,9 @@ def properties(name: str, gib: float, units: int) -> SimpleNamespace:
 
 def test_the_cpu_is_known_and_not_measured(monkeypatch):
     monkeypatch.setattr(devices, "measure_device", None)
-    assert known_device(CPU) == find_device("cpu") and reported_name(CPU) == "cpu" and power_limits(CPU) is None
+    assert find_known_device(CPU) == find_device("cpu") and reported_name(CPU) == "cpu" and power_limits(CPU) is None
     assert device_of_ranks(World()) == find_device("cpu")
-    assert known_device(torch.device("xpu")) is None
+    assert find_known_device(torch.device("xpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_cpu_is_known_and_not_measured(monkeypatch):
 )
 def test_gpus_are_recognized_by_what_torch_reports(monkeypatch, name, gib, units, expected):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(name, gib, units))
-    found = known_device(GPU)
+    found = find_known_device(GPU)
     assert (None if found is None else found.name) == expected
     assert found is None or found.memory_gib == pytest.approx(gib)
     assert reported_name(GPU) == name
@@ -164,10 +164,10 @@ def _on_a_rank() -> list[tuple[Hardware, list[str]]]:
     links._IN_ROUND, links._BYTES["cpu"] = 2, 2**18
     rank = dist.get_rank()
     if rank == 1:
-        devices.known_device, devices.reported_name = lambda _: None, lambda _: "NVIDIA Something"
+        devices.find_known_device, devices.reported_name = lambda _: None, lambda _: "NVIDIA Something"
     results = [(device_of_ranks(World()), said.copy())]
     said.clear()
-    devices.known_device = lambda _: find_device(UNLIKE[rank])
+    devices.find_known_device = lambda _: find_device(UNLIKE[rank])
     devices.power_limits = lambda _: (300.0, 350.0) if rank == 1 else None
     results.append((device_of_ranks(World()), said.copy()))
     return results
@@ -191,7 +191,7 @@ def test_ranks_agree_on_what_they_measured_and_on_unlike_devices_with_low_power_
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_reaches_most_of_the_peaks_of_the_table():
-    known, found = known_device(GPU), measure_device(GPU)
+    known, found = find_known_device(GPU), measure_device(GPU)
     if known is None:
         pytest.skip(f"{reported_name(GPU)} is not in the table of devices")
     for field, least in (("bf16_tflops", 0.45), ("fp16_tflops", 0.45), ("tf32_tflops", 0.4), ("fp32_tflops", 0.4)):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_mmparallel.cost import Hardware, find_device
 from hf_mmparallel.profiling import links
-from hf_mmparallel.profiling.links import link_constants, measured_links
+from hf_mmparallel.profiling.links import link_constants, measure_links
 from hf_mmparallel.world import World
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
@@ -55,7 +55,7 @@ def _as_told(hosts: list[str]) -> Hardware:
     rates = {2: 8.0, 4: 3.0}  # ranks of a sum -> GB/s
     links._sums = lambda device, group, count: (rates[count] + 0.1 * dist.get_rank(), 10.0 * count)
     links._messages = lambda device, ring: (5.0, 7.0 + dist.get_rank())
-    return measured_links(find_device("h100"), World())
+    return measure_links(find_device("h100"), World())
 
 
 def _of_four() -> tuple[dict[str, float], Hardware]:
@@ -98,4 +98,4 @@ def test_what_nodes_have_not_is_not_measured(hosts, names):
 
 def test_on_one_rank_nothing_is_measured():
     h100 = find_device("h100")
-    assert link_constants(World()) == {} and measured_links(h100, World()) is h100
+    assert link_constants(World()) == {} and measure_links(h100, World()) is h100

@@ -98,7 +98,7 @@ def run_step(zero_stage: int) -> tuple[dict[str, torch.Tensor], list[list[int]],
             name = next(n for n, p in model.named_parameters() if p is parameter)
             result[name] = whole.view(parameter.shape)
             start += length
-    updated = sum(slices.updated(parameter).numel() for parameter in model.parameters())
+    updated = sum(slices.updated_tensor(parameter).numel() for parameter in model.parameters())
     return result, seen, with_memory(model), updated
 
 

@@ -13,7 +13,7 @@ from hf_mmparallel.plan import StorageSettings
 from hf_mmparallel.runtime import offload
 from hf_mmparallel.runtime.optimizer_loading import apply_state
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
-from hf_mmparallel.runtime.updated_copies import copied_from, entries_of, refresh_copies
+from hf_mmparallel.runtime.updated_copies import entries_of, refresh_copies, source_of_copy
 from hf_mmparallel.world import World
 
 SHAPES = ((5, 3), (7,), (2, 2), (40,))
@@ -81,7 +81,7 @@ def test_copies_are_updated_as_float32_parameters(cls: Any, settings: dict, stor
         torch.testing.assert_close(entry, want, **close)
         rounded = close if storage is MASTER else {"rtol": ROUNDING[dtype], "atol": 1e-6}
         torch.testing.assert_close(parameter, want.to(dtype), **rounded)
-        assert entry.grad is None and copied_from(entry) is parameter
+        assert entry.grad is None and source_of_copy(entry) is parameter
     mine, theirs = optimizer.state_dict()["state"], reference.state_dict()["state"]
     assert mine.keys() == theirs.keys() >= {0, 1, 3}
     for index, state in theirs.items():

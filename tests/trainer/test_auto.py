@@ -35,7 +35,7 @@ from hf_mmparallel.profiling.device_detection import products_in
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.trainer import auto
-from hf_mmparallel.trainer.auto import saved_plan, training_samples
+from hf_mmparallel.trainer.auto import find_saved_plan, training_samples
 from hf_mmparallel.trainer.build import PreparedModel, compute_dtype, prepare_model
 from hf_mmparallel.trainer.training_sizes import TrainingSizes
 from hf_mmparallel.world import World
@@ -254,7 +254,7 @@ def test_a_checkpoint_brings_its_plan_unless_it_does_not_fit(tmp_path: Path):
 
     def saved(plugin: MultimodalParallelPlugin, **changes: Any) -> tuple[ParallelPlan | None, str]:
         given = {"resume_from_checkpoint": str(folder), "world_size": 3, "output_dir": str(tmp_path), **changes}
-        return saved_plan(model, plugin, SimpleNamespace(**given))  # type: ignore[arg-type]
+        return find_saved_plan(model, plugin, SimpleNamespace(**given))  # type: ignore[arg-type]
 
     plugin = MultimodalParallelPlugin(auto=True)
     for resumed in (str(folder), "true", True):

@@ -237,7 +237,7 @@ class Counted:
 
 def _sizes_of_a_table() -> list[int]:
     trainer = make_trainer(Dataset.from_dict({"number": [0, 1, 2, 3]}), SHARED, Counted(2))
-    source = trainer.training_sizes.shared(trainer.train_dataset, trainer.global_batch_size).source
+    source = trainer.training_sizes.common_sizes(trainer.train_dataset, trainer.global_batch_size).source
     assert source is not None
     return source([3, 0]).tokens[LM].tolist()
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from hf_mmparallel.modeling.dtensors import local
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, StorageSettings
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
-from hf_mmparallel.runtime.updated_copies import copied_from, entries_of
+from hf_mmparallel.runtime.updated_copies import entries_of, source_of_copy
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import run_distributed
@@ -90,8 +90,8 @@ def masters_of(trainer: Any) -> dict[str, torch.Tensor]:
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     result = {}
     for entry in entries_of(inner):
-        assert entry.dtype == torch.float32 and copied_from(entry).dtype == torch.bfloat16
-        assert torch.equal(local(entry).bfloat16(), local(copied_from(entry)))
+        assert entry.dtype == torch.float32 and source_of_copy(entry).dtype == torch.bfloat16
+        assert torch.equal(local(entry).bfloat16(), local(source_of_copy(entry)))
         result[names[id(entry.sharded_parameter)]] = local(entry).detach().clone()
     return result
 

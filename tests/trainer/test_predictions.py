@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from hf_mmparallel.callbacks import PredictionCallback, prediction
 from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.calibrate import calibrate_logs
-from hf_mmparallel.cost.calibration import uncalibrated
+from hf_mmparallel.cost.calibration import without_calibration
 from hf_mmparallel.cost.run_log import RUN_LOG, read_run_log
 from hf_mmparallel.runtime import executor
 from hf_mmparallel.search.comparison import DATA
@@ -34,7 +34,7 @@ FACTORS = {(VISION, "fwd"): 300.0, (VISION, "bwd"): 160.0, (LM, "fwd"): 90.0, (L
 def sleep_in_tasks(trainer: Any) -> None:
     """Lets each task take [`FACTORS`] of what operation counts say, which is longer than computing it."""
     engine, compute = trainer.engine, executor._Step.compute
-    costs, known = uncalibrated(engine.costs), {}
+    costs, known = without_calibration(engine.costs), {}
 
     def slow(self: Any, task: Any) -> None:
         start = time.perf_counter()

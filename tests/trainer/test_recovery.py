@@ -47,7 +47,7 @@ class Planner:
     def transfers(self, before: Layout, after: Layout) -> list[Any]:
         return []
 
-    def needed(self, layout: Layout, rank: int) -> list[str]:
+    def needed_parameters(self, layout: Layout, rank: int) -> list[str]:
         return ["weight"]
 
 

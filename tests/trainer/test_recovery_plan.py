@@ -18,7 +18,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelP
 from hf_mmparallel.resilience.resilience_settings import ResilienceSettings
 from hf_mmparallel.trainer.build import PreparedModel
 from hf_mmparallel.trainer.recovery_plan import NodeLayouts, node_layouts
-from hf_mmparallel.trainer.survival import ToldRun
+from hf_mmparallel.trainer.survival import JoinState
 from tests import tiny
 from tests.resilience.test_resilient_planner import planner_of
 
@@ -35,7 +35,9 @@ def test_whole_nodes_that_join_get_a_place_and_others_none(layouts):
     held = {(t.name, t.target) for t in layouts.transfers(first, after)}
     for rank, member in enumerate(after.members):
         if member in (8, 9):
-            assert {(name, rank) for name in layouts.needed(after, rank)} <= held, "they hold nothing before"
+            assert {(name, rank) for name in layouts.needed_parameters(after, rank)} <= held, (
+                "they hold nothing before"
+            )
     assert layouts.with_members(first, {9, 10}) is first
     assert layouts.with_members(first, range(6, 2 * 10_000)) is first, "no pipelines could use so many"
 
@@ -114,7 +116,7 @@ def _trainer(num_groups: int) -> Any:
     )
 
 
-def _told() -> ToldRun:
+def _told() -> JoinState:
     trainer = _trainer(2)
     for _ in range(3):
         trainer.optimizer.step()
@@ -122,7 +124,7 @@ def _told() -> ToldRun:
     trainer.callback_handler.callbacks[1].early_stopping_patience_counter = 3
     trainer.callback_handler.callbacks[2]._num_ranks = 5
     states = dict(trainer.state.stateful_callbacks)
-    told = ToldRun.from_bytes(ToldRun.of(trainer, Steps()).to_bytes())
+    told = JoinState.from_bytes(JoinState.of(trainer, Steps()).to_bytes())
     assert trainer.state.stateful_callbacks == states, "telling changes nothing"
     return told
 

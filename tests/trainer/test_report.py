@@ -18,7 +18,7 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.data.size_sources import drawn_samples
+from hf_mmparallel.data.size_sources import draw_samples
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, PlannedFor, SampleSizes, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.planner.answer import Inputs, predict_plan
@@ -75,7 +75,7 @@ def test_the_report_of_a_plan_has_the_step_that_the_planner_predicts(named: str 
     plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin(dp_size=2, pp_size=2)})
     costs, groups = analytic_costs(spec, find_device("a40")), sync_groups(spec, plan)
     request = PlannedFor(seed=5, num_samples=150)
-    measured = drawn.take(drawn_samples(200, 150, 5))
+    measured = drawn.take(draw_samples(200, 150, 5))
     settings = Settings(gpu_type="a40", global_batch_size=32, microbatch_size=4, microbatch_assignment=named)
     inputs = Inputs(ModelSource("", None, spec, {}), Samples("", measured), seed=5)
     answer = predict_plan(settings, inputs, costs, plan)

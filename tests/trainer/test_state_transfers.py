@@ -84,7 +84,7 @@ def test_every_member_gets_its_parts_or_somebody_is_missed(before: PlacedPlan, a
     for member, of_member in parts_of(after).items():
         for name, wanted in of_member.items():
             found = pieces.get((member, name))
-            got = held[member][name] if found is None else HeldParameter.joined(found)
+            got = held[member][name] if found is None else HeldParameter.join(found)
             assert torch.equal(got.values, wanted.values)
             assert torch.equal(got.state["exp_avg"], wanted.state["exp_avg"])
             assert (got.group, float(got.state["step"]), got.state["plain"]) == (1, 3.0, 7)

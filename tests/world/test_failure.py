@@ -21,7 +21,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.world import World, watcher
-from hf_mmparallel.world.failure import shared_failure
+from hf_mmparallel.world.failure import raise_on_all_ranks
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, meet_at_rank_zero, outcomes, run_distributed
@@ -65,7 +65,7 @@ def end_in_a_step(rank: int, own_store: bool, kill: bool) -> None:
 
     engine.executor.functions = replace(engine.executor.functions, before_forward=stumble)
     step = contiguous_step(engine.plan, range(12), 2)
-    with shared_failure("a block"):
+    with raise_on_all_ranks("a block"):
         engine.train_step(read(engine, step, tiny.make_dataset("llava", 12)), 6)
 
 
@@ -77,7 +77,7 @@ def several_blocks() -> list[str]:
     def block(error: Exception | None) -> None:
         dist.barrier()
         try:
-            with shared_failure("a block"):
+            with raise_on_all_ranks("a block"):
                 if error is not None:
                     raise error
                 dist.barrier()
@@ -96,7 +96,7 @@ def several_blocks() -> list[str]:
 def error_alone() -> str:
     before = threading.active_count()
     try:
-        with shared_failure("a block"):
+        with raise_on_all_ranks("a block"):
             assert threading.active_count() == before
             raise RuntimeError("Connection closed by peer")
     except Exception as raised:
@@ -110,7 +110,7 @@ def other_order(first_step: bool, training: bool) -> None:
     orders = [list(range(12)), list(range(12))]
     if engine.rank == dist.get_world_size() - 1:
         orders[0 if first_step else 1].reverse()
-    with shared_failure("a block"):
+    with raise_on_all_ranks("a block"):
         for index, samples in enumerate(orders):
             batch = read(engine, contiguous_step(engine.plan, samples, 2), dataset)
             engine.train_step(batch, index) if training else engine.evaluate_step(batch)
@@ -125,7 +125,7 @@ def test_all_ranks_tell_the_failure_of_the_first(rank, own_store):
 
 
 def test_without_a_group_the_error_is_itself():
-    with pytest.raises(ValueError, match="^mine$"), shared_failure("a block"):
+    with pytest.raises(ValueError, match="^mine$"), raise_on_all_ranks("a block"):
         raise ValueError("mine")
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_mmparallel.world import failure, watcher
 from hf_mmparallel.world.failure import RemoteRankError
-from hf_mmparallel.world.watcher import ACTIVITY, Failure, Peer, Sign, Watcher, doing
+from hf_mmparallel.world.watcher import ACTIVITY, Failure, Heartbeat, Peer, Watcher, track_activity
 
 
 class CountingStore:
@@ -59,15 +59,15 @@ def rounds(clock: Clock, watchers: list[Watcher], count: int) -> None:
 def test_the_lowest_rank_that_lives_speaks_for_all(clock: Clock):
     watchers = world(100)
     rounds(clock, watchers, 5)
-    assert {each._speaker for each in watchers} == {0}
+    assert {each._leader for each in watchers} == {0}
     store = watchers[0].store
     before = store.num_calls
     rounds(clock, watchers, 1)
     assert store.num_calls - before <= 100 * (4 + 8)  # not each rank at each other
     living = watchers[21:]  # two hosts and a half have gone
     rounds(clock, living, 30)
-    assert {each._speaker for each in living} == {21}
-    living[50]._asks = True  # a connection is lost
+    assert {each._leader for each in living} == {21}
+    living[50]._wants_reason = True  # a connection is lost
     rounds(clock, living, 10)
     assert {each.failure.rank for each in living} == {21}
     sentence = living[3].failure.sentence
@@ -77,7 +77,7 @@ def test_the_lowest_rank_that_lives_speaks_for_all(clock: Clock):
 
 def test_ranks_that_do_the_same_are_one_line(clock: Clock):
     zero, *others = world(6)
-    with doing("reading samples"):
+    with track_activity("reading samples"):
         rounds(clock, [*others, zero], 1)
         ACTIVITY.now("sums of gradients", waits=True)
         rounds(clock, [*others[:3], zero], 124)
@@ -88,18 +88,18 @@ def test_ranks_that_do_the_same_are_one_line(clock: Clock):
             "  ranks 4-5: no sign of life, last at `reading samples`, for 31 s",  # since it was first looked for
         ]
         assert all(other._stall_sentence(62) is None for other in others)
-        zero.peers[1] = Peer(Sign(200, "training step", False, 3.0), clock.now)
+        zero.peers[1] = Peer(Heartbeat(200, "training step", False, 3.0), clock.now)
         assert zero._stall_sentence(62) is None  # rank 1 moves
 
 
 def test_ranks_that_are_all_at_work_wait_for_nobody(clock: Clock):
     zero, one = world(2)
-    with doing("preparing the model"):
+    with track_activity("preparing the model"):
         rounds(clock, [one, zero], 141)
         sentence = str(zero._stall_sentence(70))
         assert "None of them is known to wait" in sentence
         assert sentence.endswith("\n  ranks 0-1: `preparing the model`, for 70 s")
-        zero.peers[1] = Peer(Sign(141, "the metrics", True, 70.0), clock.now)
+        zero.peers[1] = Peer(Heartbeat(141, "the metrics", True, 70.0), clock.now)
         assert "wait for rank 0:\n" in str(zero._stall_sentence(70))
         ACTIVITY.now("the metrics", waits=True)
         assert "wait for each other" in zero._waiting_sentence()
@@ -163,7 +163,7 @@ def test_a_thread_that_cannot_start_leaves_no_watcher_behind(monkeypatch: pytest
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(lone._threads[0], "start", cannot_start)
-    monkeypatch.setattr(lone, "linger", lambda: None)
+    monkeypatch.setattr(lone, "wait_until_read", lambda: None)
     with pytest.raises(RuntimeError, match="can't start new thread"), failure._report_to_ranks(lone):
         pytest.fail("the block must not run")
     assert failure._watchers == []
@@ -193,7 +193,7 @@ def test_collectives_are_ended_once_another_rank_has_failed(clock: Clock):
 @pytest.mark.parametrize("error", [None, ValueError("Default process group has not been initialized"), RuntimeError()])
 def test_whatever_ended_collectives_raise_is_the_failure_of_the_other_rank(error: Exception | None, monkeypatch):
     ended = Watcher(CountingStore(), 0, 2)
-    monkeypatch.setattr(ended, "linger", lambda: None)
+    monkeypatch.setattr(ended, "wait_until_read", lambda: None)
     ended.failure, ended.aborted = Failure(1, "rank 1 failed"), True
     with pytest.raises(RemoteRankError, match="^rank 1 failed$"), failure._report_to_ranks(ended):
         if error is not None:

@@ -21,7 +21,7 @@ import hf_mmparallel
 from hf_mmparallel.data.step_batch import StreamRows
 from hf_mmparallel.trainer.agreement import SampleAgreement
 from hf_mmparallel.world import ReduceScatter, World, failure, watcher
-from hf_mmparallel.world.failure import shared_failure
+from hf_mmparallel.world.failure import raise_on_all_ranks
 from hf_mmparallel.world.watcher import ACTIVITY
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -273,7 +273,7 @@ def failed_beside() -> None:
     """Rank 1 waits for what rank 0 finds, rank 0 for a sign of rank 1, and rank 2 fails."""
     watcher._RETRACTION_S = 0.5
     world = World()
-    with shared_failure("measuring samples"):
+    with raise_on_all_ranks("measuring samples"):
         if world.rank == 2:
             raise KeyError("lost")
         while world.is_first:
@@ -294,11 +294,11 @@ def told_late() -> str:
     world = World()
     if world.is_first:
         time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 0.5)
-    with suppress(ValueError), shared_failure("the first block"):
+    with suppress(ValueError), raise_on_all_ranks("the first block"):
         raise ValueError("one of both")
     if world.is_first:
         time.sleep(1)  # before it takes its failure back
-    with shared_failure("the next block"):
+    with raise_on_all_ranks("the next block"):
         return world.from_first_rank(lambda: "found")
 
 

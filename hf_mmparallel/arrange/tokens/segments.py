@@ -76,7 +76,7 @@ class SegmentBins:
         """Estimated work of each rank, for any order of its segments."""
         return self.loads + np.bincount(owner, weights=self.mean_work, minlength=self.num_ranks)
 
-    def fit(self, owner: NDArray) -> bool:
+    def fits(self, owner: NDArray) -> bool:
         """Whether all bins are within their capacity."""
         return bool((self.tokens(owner) <= self.capacity).all())
 
@@ -254,11 +254,11 @@ def assign_segments(
     split_rows = (_SplitRow.of(row, num_ranks, length) for length in lengths)
     divided = ((split_row, split_row.bins.divide()) for split_row in split_rows)
     split_row, owner = shortest = next(divided)
-    if not split_row.bins.fit(owner):
+    if not split_row.bins.fits(owner):
         split_row, owner = next(
-            ((split_row, owner) for split_row, owner in divided if split_row.bins.fit(owner)), shortest
+            ((split_row, owner) for split_row, owner in divided if split_row.bins.fits(owner)), shortest
         )
-    assignment = split_row.exchanged(owner) if split_row.bins.fit(owner) else split_row.assignment(owner)
+    assignment = split_row.exchange_segments(owner) if split_row.bins.fits(owner) else split_row.assignment(owner)
     if assignment.gathered.size < assignment.blocks.size:
         return assignment
     return assign_rows(first, last, num_ranks, block)
@@ -377,7 +377,7 @@ class _SplitRow:
         work = self.row.block_work(layout)[blocks].sum(axis=1)
         return ContextAssignment(layout, blocks, gathered, work, len(self.row.first), block, "segments")
 
-    def exchanged(self, owner: NDArray) -> ContextAssignment:
+    def exchange_segments(self, owner: NDArray) -> ContextAssignment:
         """The best of several assignments, each after exchanges corrected by the actual work of the one before."""
         bins, ranks, assignments = self.bins, range(self.bins.num_ranks), []
         for _ in range(_CORRECTIONS):
@@ -397,7 +397,7 @@ class _SplitRow:
         A bin that is too short is padded while padding is left; one that is too long or can't be padded shifts the
         next one, and the segment at the boundary is split. The shortest segments are placed at such boundaries.
         """
-        new_start, bins, fits = self.new_start.copy(), self.bins, self.bins.fit(owner)
+        new_start, bins, fits = self.new_start.copy(), self.bins, self.bins.fits(owner)
         spare = int(bins.capacity.sum() - bins.length.sum())
         cursor = border = self.start
         for rank in self.ranks:
