@@ -197,9 +197,9 @@ def test_whole_segments_are_near_the_optimum_of_small_cases():
         capacity = np.full(2, length.sum() // 2 + 24)
         bins = SegmentBins(length, work, capacity, np.zeros(2), np.zeros(2, np.int64), 8, 1.0)
         owner = bins.exchange(bins.divide())
-        assert bins.fit(owner)
+        assert bins.fits(owner)
         owners = (np.array(owners) for owners in product(range(2), repeat=8))
-        best = min(max(bins.rank_work(o, r) for r in range(2)) for o in owners if bins.fit(o))
+        best = min(max(bins.rank_work(o, r) for r in range(2)) for o in owners if bins.fits(o))
         ratios.append(max(bins.rank_work(owner, rank) for rank in range(2)) / best)
     assert min(ratios) >= 1 - 1e-9
     assert max(ratios) <= 1.15 and np.mean(ratios) <= 1.03
