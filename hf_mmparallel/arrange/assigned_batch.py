@@ -18,7 +18,7 @@ from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
 from .greedy import Capacity, exchange, fill_bins, members_by_bin
 from .microbatch_counts import microbatch_counts
-from .microbatch_sizes import LARGEST, Sizes, best_count, best_sizes
+from .microbatch_sizes import MAX_RELATIVE_SIZE, Sizes, best_count, best_sizes
 
 # Assignment of samples to the data-parallel replicas of the language model.
 
@@ -71,10 +71,10 @@ def assign_replicas(
 
 _EXCHANGES = 20  # maximum rounds of exchanges per weight
 _SWEEPS = 3  # of deferral
-_EQUAL = 0.02  # maximum relative difference of microbatches that may swap positions
-_LARGE = 1.2  # ratio to the mean from which a microbatch of full size stalls the others
+_SWAP_TOLERANCE = 0.02  # maximum relative difference of microbatches that may swap positions
+_STALL_RATIO = 1.2  # ratio to the mean from which a microbatch of full size stalls the others
 _TRIALS, _WIDTH = 16, 512  # tried orders of pairs, for one replica and for all together
-_HEAVIEST = 16  # number of heaviest samples of a replica that are considered one by one
+_MAX_HEAVY_SAMPLES = 16  # number of heaviest samples of a replica that are considered one by one
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Batch:
         typical = float(np.median(self.language)) if len(self.language) else 0.0
         smallest = typical * count / max(self.mean_ms[LANGUAGE_MODEL], 1e-300)
         return best_sizes(
-            self.pipeline, self.mean_ms, count, smallest, min(LARGEST, count / max(1, self.fewest.max()))
+            self.pipeline, self.mean_ms, count, smallest, min(MAX_RELATIVE_SIZE, count / max(1, self.fewest.max()))
         )
 
     def best_count(self, count: int) -> int:
@@ -185,7 +185,8 @@ class Batch:
         for name in (name for colocated in self.colocated for name in colocated.modules):
             work = np.asarray(self.workloads.forward_ms[name], dtype=float)
             order = np.argsort(-work, kind="stable")
-            times = np.append(work[order], 0.0)[members_by_bin(self.replica[order], self.dp_size)][:, :_HEAVIEST]
+            members = members_by_bin(self.replica[order], self.dp_size)[:, :_MAX_HEAVY_SAMPLES]
+            times = np.append(work[order], 0.0)[members]
             if times.size and times.max() * count > self.mean_ms[name]:
                 heaviest[name] = times
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
@@ -286,7 +287,7 @@ class Batch:
     def _ordered(self, bins: NDArray, sizes: NDArray, language_sizes: NDArray) -> NDArray:
         """Reorders microbatches for deferral; only the largest ones, which are equal, change positions."""
         count, large = len(sizes), np.stack([sizes / sizes.max(), language_sizes / language_sizes.max()])
-        full = np.flatnonzero((large >= 1 - _EQUAL).all(axis=0))
+        full = np.flatnonzero((large >= 1 - _SWAP_TOLERANCE).all(axis=0))
         loads = self._loads(self.replica * count + bins, self.language, count)
         surplus = loads - self.totals[:, :1] * language_sizes / count
         number = np.full(count, -1)
@@ -344,7 +345,7 @@ class Batch:
         if (
             num_trials < 2
             or len(full) < 4
-            or all(load[:, full].max() <= _LARGE * load[:, full].mean() for load in loads.values())
+            or all(load[:, full].max() <= _STALL_RATIO * load[:, full].mean() for load in loads.values())
         ):
             return order
         trials = shuffled_pairs(order, num_trials)

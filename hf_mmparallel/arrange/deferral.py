@@ -134,13 +134,13 @@ def _can_match(allowed: NDArray) -> NDArray:
     return (maximum_bipartite_matching(graph, "column").reshape(num_problems, size) >= 0).all(axis=1)
 
 
-_CELLS = 1 << 16  # table size: sums of all microbatches together
+_TABLE_SIZE = 1 << 16  # table size: sums of all microbatches together
 _FEWEST, _MOST = 32, 256  # limits of the number of sums of one microbatch
 
 
 def _sums(members: NDArray, weights: NDArray, sizes: NDArray | None = None) -> SubsetSums:
     """Sums of the items `[num_sets, slots]` of sets; `weights` has a final 0 for empty slots."""
-    longest = _CELLS // max(1, len(members))
+    longest = _TABLE_SIZE // max(1, len(members))
     longest = 1 << min(max(longest, _FEWEST), _MOST).bit_length() - 1
     return subset_sums(weights[members], longest, None if sizes is None else sizes[members])
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 # Balancing of bins by exchanges of items, for many pairs of bins at once.
 
-_PAIRS = 16_000  # pairs of items per round
+_PAIRS_PER_ROUND = 16_000  # pairs of items per round
 _FEWEST, _MOST = 12, 48  # limits of the number of items per bin among them
-_SPARE = 2  # empty slots of a bin
+_SPARE_SLOTS = 2  # empty slots of a bin
 _PROGRESS, _PATIENCE = 0.005, 3  # minimum relative progress of the sum of squares, and rounds that may miss it
-_CLOSE = 1e-3  # relative distance from the target that is not worth a round
+_TARGET_TOLERANCE = 1e-3  # relative distance from the target that is not worth a round
 
 
 def stable_order(numbers: NDArray, limit: int) -> NDArray:
@@ -64,15 +64,15 @@ def exchange(
     if per_problem < 2 or not len(bins):
         return bins
     num_bins, half = num_problems * per_problem, per_problem // 2
-    members = members_by_bin(bins, num_bins, _SPARE)
+    members = members_by_bin(bins, num_bins, _SPARE_SLOTS)
     values, goals = weights, targets.reshape(num_bins, num_weights)
     if capacity is not None:
         values = np.append(weights, capacity.sizes, axis=1)
         goals = np.append(goals, np.broadcast_to(capacity.limits, (num_bins, len(capacity.limits))), axis=1)
     values = np.append(values, np.zeros((1, values.shape[1])), axis=0)
     excess = values[members].sum(axis=1) - goals
-    close, before, idle = _CLOSE * goals[:, :num_weights], np.inf, 0
-    seen_at_once = min(max(math.isqrt(_PAIRS // (num_problems * half)), _FEWEST), _MOST)
+    close, before, idle = _TARGET_TOLERANCE * goals[:, :num_weights], np.inf, 0
+    seen_at_once = min(max(math.isqrt(_PAIRS_PER_ROUND // (num_problems * half)), _FEWEST), _MOST)
     first, stride = np.arange(num_problems)[:, None] * per_problem, -(-members.shape[1] // seen_at_once)
     for turn in range(rounds):
         if turn % (num_weights * stride) == 0:

@@ -79,7 +79,7 @@ def estimates_ms(batch: Batch, placements: Sequence[SamplePlacement]) -> NDArray
     return slowest
 
 
-_LANGUAGE_EVEN = 0.5  # weight of the language model in exchanges, relative to encoders
+_LANGUAGE_WEIGHT = 0.5  # weight of the language model in exchanges, relative to encoders
 
 
 def arrange_batch(
@@ -99,7 +99,7 @@ def arrange_batch(
     for own_count in np.unique(counts).tolist():  # replicas with equal numbers together
         subset, chosen = batch.of_replicas(np.flatnonzero(counts == own_count))
         wanted[own_count] = subset.sizes(own_count) if taper else Sizes.even(own_count)
-        bins[chosen], microbatch[chosen] = subset.divide(wanted[own_count], 1.0 if taper else _LANGUAGE_EVEN, spread)
+        bins[chosen], microbatch[chosen] = subset.divide(wanted[own_count], 1.0 if taper else _LANGUAGE_WEIGHT, spread)
     return batch.place_modules(bins, microbatch, counts, wanted)
 
 

@@ -12,8 +12,8 @@ from .greedy import CapacityError
 from .microbatch_sizes import Sizes
 
 NUM_ORDERS = 3
-_CLOSE = 1e-3  # relative tolerance of the minimum cost
-_EQUAL = 0.02  # maximum relative difference of microbatches that may swap positions
+_COST_TOLERANCE = 1e-3  # relative tolerance of the minimum cost
+_SWAP_TOLERANCE = 0.02  # maximum relative difference of microbatches that may swap positions
 
 
 def group_by_length(
@@ -77,7 +77,7 @@ def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None)
         best = stops_for(high)
         if best is None and high >= costs[0] * len(costs) / min(wanted):
             raise CapacityError
-    while high - low > _CLOSE * high:
+    while high - low > _COST_TOLERANCE * high:
         middle = (low + high) / 2
         stops = stops_for(middle)
         low, high, best = (middle, high, best) if stops is None else (low, middle, stops)
@@ -114,7 +114,7 @@ def possible_orders(
     """
     dp_size, count = language.shape
     wanted = np.array(sizes.language)
-    full = np.flatnonzero(wanted >= (1 - _EQUAL) * wanted.max())
+    full = np.flatnonzero(wanted >= (1 - _SWAP_TOLERANCE) * wanted.max())
     half, odd = divmod(len(full), 2)
     encoders = (work / np.maximum(work.sum(axis=0), 1e-300)).sum(axis=1)
     loads = np.bincount(replica * count + microbatch, encoders, dp_size * count).reshape(-1, count)

@@ -16,12 +16,12 @@ from .._portable import exp, log
 from ..plan import LANGUAGE_MODEL
 from .estimate import Pipeline
 
-LARGEST = 1.35  # maximum size relative to the mean, so that memory stays close to that of equal sizes
-_SMALLEST = 0.05  # minimum size relative to the mean, even for tiny samples: an empty microbatch has no use
-_STEP = 0.05  # quantum of the logarithm of a module's share of the work
+MAX_RELATIVE_SIZE = 1.35  # maximum size relative to the mean, so that memory stays close to that of equal sizes
+_MIN_RELATIVE_SIZE = 0.05  # minimum size relative to the mean, even for tiny samples: an empty microbatch has no use
+_LOG_QUANTUM = 0.05  # quantum of the logarithm of a module's share of the work
 _CHANGE_PENALTY, _DEFERRAL_PENALTY = 2e-4, 1e-3  # of changed sizes and of deferred work, relative to the time
-_WORTH = 0.01  # minimum relative gain of unequal sizes, or of fewer microbatches
-_FEWER = (0.75, 0.5, 0.375, 0.25)
+_MIN_GAIN = 0.01  # minimum relative gain of unequal sizes, or of fewer microbatches
+_FEWER_RATIOS = (0.75, 0.5, 0.375, 0.25)
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -43,7 +43,7 @@ def best_sizes(
     totals: Mapping[str, float],  # module -> milliseconds of one replica's samples
     count: int,
     smallest: float = 0.0,  # relative to the mean, at least 0.05
-    largest: float = LARGEST,  # relative to the mean
+    largest: float = MAX_RELATIVE_SIZE,  # relative to the mean
 ) -> Sizes:
     """
     Finds the sizes with the shortest step if samples could be divided arbitrarily.
@@ -58,9 +58,9 @@ def best_sizes(
     weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * max_total_ms
     work = weights * np.array(list(pipeline.bottleneck.values()))
     # rounded, since batches of a dataset are similar and solutions are cached
-    steps = np.rint(log(work / work.max()) / _STEP).astype(int)
+    steps = np.rint(log(work / work.max()) / _LOG_QUANTUM).astype(int)
     solved = min(count, 4 * pipeline.num_stages + 16)  # of many microbatches, those in the middle are equal
-    smallest = max(_SMALLEST, math.ceil(10 * smallest) / 10)
+    smallest = max(_MIN_RELATIVE_SIZE, math.ceil(10 * smallest) / 10)
     solution = _solve(pipeline, tuple(steps.tolist()), solved, smallest, round(largest, 2))
     return Sizes(_stretched(solution.encoder, count), _stretched(solution.language, count))
 
@@ -93,7 +93,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     """Solves the linear program of [`best_sizes`]."""
     # Variables: sizes in the encoders and in the language model, starts of all tasks, the end, and smoothing terms:
     # changes of sizes, and differences between encoders and language model.
-    work = exp(_STEP * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
+    work = exp(_LOG_QUANTUM * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
     costs = pipeline.costs * work[:, None]
     # Generators have the language model's microbatches.
     language = pipeline.modules.index(LANGUAGE_MODEL)
@@ -155,7 +155,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
         method="highs",
     )
     even = {name: np.full((1, count), work_ms) for name, work_ms in zip(pipeline.modules, work, strict=True)}
-    if solution.x is None or solution.x[end] > (1 - _WORTH) * pipeline.iteration_ms(even)[0]:
+    if solution.x is None or solution.x[end] > (1 - _MIN_GAIN) * pipeline.iteration_ms(even)[0]:
         return Sizes.even(count)
     sizes = np.round(solution.x[: 2 * count], 3)
     return Sizes(tuple(sizes[:count].tolist()), tuple(sizes[count:].tolist()))
@@ -176,13 +176,13 @@ def best_count(
     regardless of the pipeline.)
     """
     best, best_ms = count, math.inf
-    for trial in (count, *(max(1, round(share * count)) for share in _FEWER)):
+    for trial in (count, *(max(1, round(share * count)) for share in _FEWER_RATIOS)):
         loads = {name: np.full((1, trial), total / trial) for name, total in totals.items()}
         loads |= {name: _around(samples, totals[name], trial) for name, samples in heaviest.items()}
         num_trials = max(map(len, loads.values()))
         loads = {name: np.broadcast_to(values, (num_trials, trial)) for name, values in loads.items()}
         time_ms = float(pipeline.iteration_ms(loads).max())
-        if time_ms < (1 - _WORTH) * best_ms:
+        if time_ms < (1 - _MIN_GAIN) * best_ms:
             best, best_ms = trial, time_ms
     return best
 

@@ -95,7 +95,7 @@ def mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([numbers[name] for numbers in metrics if name in numbers])) for name in names}
 
 
-_MOST_STEPS = 1000  # the last ones are logged if there are more between two logs
+_MAX_LOGGED_STEPS = 1000  # the last ones are logged if there are more between two logs
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ class ParallelMetricsCallback(EngineCallback):
     """
 
     def __init__(self):
-        self.steps: deque[RanStep] = deque(maxlen=_MOST_STEPS)
-        self.ends_s: deque[float] = deque(maxlen=_MOST_STEPS + 1)
+        self.steps: deque[RanStep] = deque(maxlen=_MAX_LOGGED_STEPS)
+        self.ends_s: deque[float] = deque(maxlen=_MAX_LOGGED_STEPS + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends_s.append(time.perf_counter())
@@ -191,7 +191,7 @@ class ParallelMetricsCallback(EngineCallback):
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps.clear()
-        self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
+        self.ends_s = deque([time.perf_counter()], _MAX_LOGGED_STEPS + 1)
 
     def parallel_metrics(self) -> dict[str, float]:
         if self.engine is None or not self.steps:
@@ -202,7 +202,7 @@ class ParallelMetricsCallback(EngineCallback):
         metrics |= mean_of([forward_metrics(balance) for balance in measure(self.steps, self.engine.world)])
         metrics |= mean_of([ran.arrangement for ran in self.steps])
         self.steps.clear()
-        self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
+        self.ends_s = deque([time.perf_counter()], _MAX_LOGGED_STEPS + 1)
         device = self.engine.costs.device
         if device.name != "cpu":
             name = "parallel/model_flops_utilisation"
@@ -213,7 +213,7 @@ class ParallelMetricsCallback(EngineCallback):
 
 # One progress bar that carries the loss.
 
-_IN_BAR = {"loss": "loss", "grad_norm": "grad", "learning_rate": "lr", "parallel/bubble_fraction": "bubble"}
+_BAR_FIELDS = {"loss": "loss", "grad_norm": "grad", "learning_rate": "lr", "parallel/bubble_fraction": "bubble"}
 
 
 class LossProgressCallback(ProgressCallback):
@@ -226,7 +226,7 @@ class LossProgressCallback(ProgressCallback):
         if not state.is_world_process_zero or self.training_bar is None or not logs:
             return
         if "loss" in logs:
-            shown = {short: f"{logs[name]:.4g}" for name, short in _IN_BAR.items() if name in logs}
+            shown = {short: f"{logs[name]:.4g}" for name, short in _BAR_FIELDS.items() if name in logs}
             self.training_bar.set_postfix(shown)
             return
         shown = {name: value for name, value in logs.items() if name != "total_flos"}

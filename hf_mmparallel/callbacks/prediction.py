@@ -35,11 +35,11 @@ from .base import EngineCallback, not_worth_a_run
 
 logger = get_logger(__name__)
 
-_COMPARED = 4  # maximum steps of a window
-_SHARE = 0.02  # maximum share of the thread in the time since training began
-_ALWAYS = 8  # first windows, of which one step is compared in any case
-_TOLD_AFTER = 3  # windows before the error of the prediction is first logged
-_WARN_FROM = 0.2  # relative error of predicted steps
+_MAX_COMPARED_STEPS = 4  # maximum steps of a window
+_MAX_TIME_FRACTION = 0.02  # maximum share of the thread in the time since training began
+_NUM_FIRST_WINDOWS = 8  # first windows, of which one step is compared in any case
+_WINDOWS_BEFORE_LOG = 3  # windows before the error of the prediction is first logged
+_WARN_ERROR = 0.2  # relative error of predicted steps
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ class PredictionCallback(EngineCallback):
             return
         self.steps.wall_ms.append(1e3 * (time.perf_counter() - engine.asked_s))
         self.steps.data_ms.append(engine.data_ms)
-        stride = max(1, int(state.logging_steps or 1) // _COMPARED)
+        stride = max(1, int(state.logging_steps or 1) // _MAX_COMPARED_STEPS)
         index = len(self.steps.wall_ms) - 1
-        if index % stride == 0 and index // stride < _COMPARED:
+        if index % stride == 0 and index // stride < _MAX_COMPARED_STEPS:
             result = engine.last_result
             took = np.array([timed.end_ms - timed.start_ms for timed in result.timeline])
             self.steps.chosen.append(RankStep(took, result.step_ms))
@@ -141,7 +141,7 @@ class PredictionCallback(EngineCallback):
         step, sizes, workloads = engine.current_step, engine.current_sizes, engine.current_workloads
         if self._pool is None or step is None or sizes is None or workloads is None or not sizes.known:
             return None
-        if (self.predictions or len(self.windows) >= _ALWAYS) and not self._has_time():
+        if (self.predictions or len(self.windows) >= _NUM_FIRST_WINDOWS) and not self._has_time():
             return None
         assert engine.planner is not None
         if self.comparer is None:
@@ -235,7 +235,7 @@ class PredictionCallback(EngineCallback):
 
     def _finish(self, comparer: StepComparer, window: LoggedWindow, steps: Sequence[MeasuredStep]) -> None:
         """Finds the causes of a difference and writes the window, in the thread."""
-        if len(self.windows) >= _ALWAYS and not self._has_time():
+        if len(self.windows) >= _NUM_FIRST_WINDOWS and not self._has_time():
             return
         with not_worth_a_run(f"`{self.path}`"):
             causes = comparer.causes(steps[-1])
@@ -246,11 +246,11 @@ class PredictionCallback(EngineCallback):
 
     def _has_time(self) -> bool:
         """Whether the thread has taken less than its share of the time since training began."""
-        return self._spent_s < _SHARE * (time.perf_counter() - self._began_s)
+        return self._spent_s < _MAX_TIME_FRACTION * (time.perf_counter() - self._began_s)
 
     def _tell_early(self) -> None:
         """Logs the error of the prediction once, after a few windows."""
-        if len(self.windows) >= _TOLD_AFTER and not self._told:
+        if len(self.windows) >= _WINDOWS_BEFORE_LOG and not self._told:
             self._told = True
             self._tell()
 
@@ -259,7 +259,7 @@ class PredictionCallback(EngineCallback):
         comparison = self.comparison
         if comparison is not None:
             off = abs(sum(comparison.causes.values())) / comparison.mean("predicted_step_ms")
-            is_far = off > _WARN_FROM and self.engine is not None and self.engine.device.type != "cpu"
+            is_far = off > _WARN_ERROR and self.engine is not None and self.engine.device.type != "cpu"
             logger.log(logging.WARNING if is_far else logging.INFO, comparison.sentence)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ from ..resilience.plan_choice import DAY_S
 from ..resilience.trace_replay import CAUSES, EventCosts, Replay, Trace, read_trace, regular_losses, replay_trace
 
 WINDOWS = 144
-MOST_STEPS = 3000  # in the picture
+MAX_STEPS = 3000  # in the picture
 WITHOUT_PLAN = ("schedule", "microbatch_assignment", "html", "generator")
 
 
@@ -114,7 +114,7 @@ def _texts(trace: Trace, plans: SurvivingPlans, costs: EventCosts, checkpoint_by
 def _write_files(console: Console, args: argparse.Namespace, trace: Trace, replay: Replay) -> None:
     """Writes the requested picture and figures."""
     if args.picture:
-        stride = -(-sum(run.count for run in replay.steps) // MOST_STEPS) or 1
+        stride = -(-sum(run.count for run in replay.steps) // MAX_STEPS) or 1
         start_nodes = replay.changes[0].num_nodes if replay.changes else 0
         marks = [
             RecoveryMark(one.start_s, one.took_s, one.num_nodes * args.node_size, one.label)

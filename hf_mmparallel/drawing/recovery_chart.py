@@ -9,8 +9,8 @@ from typing import Any
 
 _LINE, _BAND, _GREY, _INK, _PAPER = "#2F6DB5", "#C2476B", "#444444", "#222222", "#F3F4F6"
 _UNITS = ((86400.0 * 3, 86400.0, "days"), (3600.0 * 3, 3600.0, "hours"), (180.0, 60.0, "minutes"), (0.0, 1.0, "s"))
-_MOST_PIECES = 300  # of the line
-_MOST_LABELS = 40  # the longest changes have one
+_MAX_PIECES = 300  # of the line
+_MAX_LABELS = 40  # the longest changes have one
 _SPACING = 0.022  # between two labels, as a share of the width
 
 
@@ -80,7 +80,7 @@ def _style_axis(axis: Any) -> None:
 
 def throughput(step_ends_s: Sequence[float], samples_per_step: int) -> tuple[list[float], list[float]]:
     """Returns times, and samples per second between each two; of several steps at a time in a long run."""
-    stride = -(-len(step_ends_s) // _MOST_PIECES) or 1
+    stride = -(-len(step_ends_s) // _MAX_PIECES) or 1
     counts = [*range(0, len(step_ends_s), stride), len(step_ends_s)]
     edges = [0.0 if count == 0 else step_ends_s[count - 1] for count in counts]
     pieces = zip(counts, counts[1:], edges, edges[1:], strict=False)
@@ -90,7 +90,7 @@ def throughput(step_ends_s: Sequence[float], samples_per_step: int) -> tuple[lis
 
 def _label(axis: Any, marks: Sequence[RecoveryMark], end_s: float) -> None:
     """Names who was lost or joined and for how long it stopped the run, above the marks and apart from each other."""
-    longest = sorted(range(len(marks)), key=lambda index: -marks[index].took_s)[:_MOST_LABELS]
+    longest = sorted(range(len(marks)), key=lambda index: -marks[index].took_s)[:_MAX_LABELS]
     free = 0.95  # from the right, where there is room for the next one
     for index in sorted(longest, reverse=True):
         mark = marks[index]

@@ -61,7 +61,7 @@ class SampleSizes:
 
 
 _NUM_BATCHES, _FEWER_BATCHES = 3, 2
-_MANY_SAMPLES = 4096  # batch size from which batches are so similar that fewer are enough
+_LARGE_BATCH = 4096  # batch size from which batches are so similar that fewer are enough
 
 
 def typical_batches(sizes: SampleSizes, global_batch_size: int, seed: int) -> list[SampleSizes]:
@@ -71,7 +71,7 @@ def typical_batches(sizes: SampleSizes, global_batch_size: int, seed: int) -> li
     """
     count, whole = sizes.num_samples, np.arange(sizes.num_samples)
     batches = []
-    for number in range(_NUM_BATCHES if global_batch_size < _MANY_SAMPLES else _FEWER_BATCHES):
+    for number in range(_NUM_BATCHES if global_batch_size < _LARGE_BATCH else _FEWER_BATCHES):
         rest = np.random.default_rng((seed, number)).choice(count, global_batch_size % count, replace=False)
         batches.append(sizes.take(np.sort(np.concatenate([np.tile(whole, global_batch_size // count), rest]))))
     return batches

@@ -36,10 +36,10 @@ _TIMED = {
     "tf32": (torch.float32, "tf32"),
     "float32": (torch.float32, "ieee"),
 }
-_OF_HOST = ("host_link_gb_per_s", "host_memory_gib", "host_memory_gb_per_s")
-_SMALLEST = ("memory_gb_per_s", "link_gb_per_s", "overlap_efficiency")
-_SMALLEST += ("masked_attention_share", "block_attention_share")
-_LONGEST = ("link_latency_us", "node_link_latency_us", "launch_us")
+_HOST_FIELDS = ("host_link_gb_per_s", "host_memory_gib", "host_memory_gb_per_s")
+_MIN_OVER_RANKS = ("memory_gb_per_s", "link_gb_per_s", "overlap_efficiency")
+_MIN_OVER_RANKS += ("masked_attention_share", "block_attention_share")
+_MAX_OVER_RANKS = ("link_latency_us", "node_link_latency_us", "launch_us")
 # optional field of a device -> its default
 _DEFAULTS: Mapping[str, Callable[[Hardware], float]] = {
     "message_gb_per_s": lambda device: device.link_gb_per_s,
@@ -113,15 +113,15 @@ def slowest(devices: Sequence[Hardware]) -> Hardware:
     memories = [device.memory_gib for device in devices if device.memory_gib is not None]
     return replace(
         devices[0],
-        **{field: min(getattr(device, field) for device in devices) for field in (*peaks, *_SMALLEST)},
-        **{field: max(getattr(device, field) for device in devices) for field in _LONGEST},
+        **{field: min(getattr(device, field) for device in devices) for field in (*peaks, *_MIN_OVER_RANKS)},
+        **{field: max(getattr(device, field) for device in devices) for field in _MAX_OVER_RANKS},
         **{
             field: _slowest_efficiency(devices, field, peaks)
             for field in ("matmul_efficiency", "attention_efficiency")
         },
         memory_efficiency=_slowest_efficiency(devices, "memory_efficiency", ["memory_gb_per_s"]),
         memory_gib=min(memories, default=None),
-        **{field: _smallest_if_known(devices, field) for field in _OF_HOST},
+        **{field: _smallest_if_known(devices, field) for field in _HOST_FIELDS},
         node_size=node_size,
         network_cards=network.network_cards,
         node_link_gb_per_s=network.node_link_gb_per_s * node_size / network.node_size,

@@ -43,12 +43,12 @@ def synchronize(device: torch.device) -> None:
 
 
 _BYTES = {"cuda": 2**26, "cpu": 2**22}  # of a tensor by which a rate is measured
-_LARGE = 5  # timed runs of a large tensor
-_SMALL = 5  # timed rounds of small ones
-_IN_ROUND = 20
-_INSIDE = ("link_gb_per_s", "collective_latency_us", "message_gb_per_s", "link_latency_us")
+_LARGE_RUNS = 5  # timed runs of a large tensor
+_SMALL_ROUNDS = 5  # timed rounds of small ones
+_MESSAGES_PER_ROUND = 20
+_NODE_FIELDS = ("link_gb_per_s", "collective_latency_us", "message_gb_per_s", "link_latency_us")
 # fields of `Hardware`, in the order of `_sums` and `_messages`
-_BETWEEN = ("node_link_gb_per_s", "node_collective_latency_us", "node_message_gb_per_s", "node_link_latency_us")
+_NETWORK_FIELDS = ("node_link_gb_per_s", "node_collective_latency_us", "node_message_gb_per_s", "node_link_latency_us")
 
 
 def link_constants(world: World) -> dict[str, float]:
@@ -72,12 +72,12 @@ def link_constants(world: World) -> dict[str, float]:
     constants: dict[str, float | None] = {}
     if len(own_node) > 1:
         values = *_sums(world.device, group, len(own_node)), *_messages(world, own_node)
-        constants.update(zip(_INSIDE, values, strict=True))
+        constants.update(zip(_NODE_FIELDS, values, strict=True))
     if len(nodes) > 1:
         world.end_group(group)
         rate, latency_us = _sums(world.device, world.group, len(hosts))
         values = rate / node_size, latency_us, *_messages(world, _same_position(nodes, own_node.index(rank)))
-        constants.update(zip(_BETWEEN, values, strict=True))
+        constants.update(zip(_NETWORK_FIELDS, values, strict=True))
     slowest = _slowest(world.all_gather(constants, "comparing measured links"))
     # A sum over all ranks uses the network cards of all devices of a node.
     return slowest if len(nodes) == 1 else slowest | {"node_size": node_size, "network_cards": node_size}
@@ -102,7 +102,7 @@ def _same_position(nodes: Sequence[Sequence[int]], position: int) -> list[int]:
 def _slowest(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
     """The smallest rates and the largest latencies of the ranks, as far as they have measured them."""
     slowest = {}
-    for name in (*_INSIDE, *_BETWEEN):
+    for name in (*_NODE_FIELDS, *_NETWORK_FIELDS):
         values = [value for own in found if (value := own.get(name)) is not None]
         if values:
             slowest[name] = max(values) if name.endswith("_us") else min(values)
@@ -113,9 +113,9 @@ def _sums(device: torch.device, group: Any, count: int) -> tuple[float, float]:
     """Of sums over a group: the rate of a ring in GB/s, and microseconds of a step of a tree, of which it has two."""
     values = _BYTES.get(device.type, _BYTES["cuda"]) // 4
     large, small = (torch.zeros(size, device=device) for size in (values, 1))
-    seconds = min(_seconds(lambda: dist.all_reduce(large, group=group), device, _LARGE, 1))
+    seconds = min(_seconds(lambda: dist.all_reduce(large, group=group), device, _LARGE_RUNS, 1))
     rate = 2 * (count - 1) / count * 4 * values / seconds / 1e9
-    seconds = median(_seconds(lambda: dist.all_reduce(small, group=group), device, _SMALL, _IN_ROUND))
+    seconds = median(_seconds(lambda: dist.all_reduce(small, group=group), device, _SMALL_ROUNDS, _MESSAGES_PER_ROUND))
     return rate, 1e6 * seconds / (2 * (count - 1).bit_length())
 
 
@@ -133,8 +133,8 @@ def _messages(world: World, ring: Sequence[int]) -> tuple[float | None, float | 
             work.wait()
 
     large, small = (torch.zeros(2, size, device=wire) for size in (count, 1))
-    seconds = min(_seconds(lambda: exchange(*large), wire, _LARGE, 1))
-    latency = median(_seconds(lambda: exchange(*small), wire, _SMALL, _IN_ROUND))
+    seconds = min(_seconds(lambda: exchange(*large), wire, _LARGE_RUNS, 1))
+    latency = median(_seconds(lambda: exchange(*small), wire, _SMALL_ROUNDS, _MESSAGES_PER_ROUND))
     return 4 * count / seconds / 1e9, 1e6 * latency
 
 

@@ -80,9 +80,9 @@ class EqualGradients:
             torch._foreach_div_(gradients, [self.sizes[id(p)] for p in divided])  # type: ignore[attr-defined]
 
 
-_RELATIVE = 0.02  # of a gradient's norm: kernels that add in any order differ by less, partial gradients by more
-_SMALLEST = 1e-4  # of the largest norm: below it a gradient may be nothing but rounding
-_LOSS = 1e-3
+_GRADIENT_TOLERANCE = 0.02  # of a gradient's norm: other orders of addition differ by less, partial gradients by more
+_MIN_NORM_FRACTION = 1e-4  # of the largest norm: below it a gradient may be nothing but rounding
+_LOSS_TOLERANCE = 1e-3
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -200,10 +200,10 @@ class FirstStepCheck:
             if not trained:
                 continue
             high, low = _extremes(torch.stack(list(trained.values())).to(self.world.device), shared.group)
-            rounding = _SMALLEST * float(high[:, 0].max())
+            rounding = _MIN_NORM_FRACTION * float(high[:, 0].max())
             for name, largest, smallest in zip(trained, high.tolist(), low.tolist(), strict=True):
                 spread = max(largest[0] - smallest[0], largest[1] - smallest[1])
-                is_partial = largest[2] != smallest[2] or spread > _RELATIVE * largest[0] + rounding
+                is_partial = largest[2] != smallest[2] or spread > _GRADIENT_TOLERANCE * largest[0] + rounding
                 if is_partial and name not in shared.partial:
                     yield (
                         f"The ranks {shared.ranks} hold `{name}` whole and have different gradients of it, of norm "
@@ -267,7 +267,7 @@ def _equal(own_loss: torch.Tensor, mean: float) -> bool:
     if not (math.isfinite(float(own_loss)) or math.isfinite(mean)):
         # of losses that are not finite the Trainer warns
         return True
-    tolerance = max(_LOSS, 4 * torch.finfo(own_loss.dtype).eps)  # some models take the loss in half precision
+    tolerance = max(_LOSS_TOLERANCE, 4 * torch.finfo(own_loss.dtype).eps)  # a loss may be in half precision
     return abs(float(own_loss) - mean) <= tolerance * abs(mean)
 
 

@@ -14,7 +14,7 @@ from ..data.fingerprint import MEDIA_ROUNDING, StepFingerprint
 from ..plan import LANGUAGE_MODEL, StepPlan
 from ..world import World
 
-_UNKNOWN = torch.iinfo(torch.int64).min
+_UNKNOWN_VALUE = torch.iinfo(torch.int64).min
 _SEEDS = (
     "Several ranks read the same samples under a plan. While they do, the global generators of `random`, `numpy` and "
     "`torch` have the same seeds on all of them: a dataset or collator that augments, shuffles, or replaces what it "
@@ -105,11 +105,11 @@ class StepCheck:
 
     def _differing(self, values: Mapping[int, Collection[int]], slack: np.ndarray) -> list[int]:
         """Returns the places at which the values of ranks lie farther apart than `slack`; a rank may have none."""
-        extremes = np.full((2, len(slack)), _UNKNOWN)
+        extremes = np.full((2, len(slack)), _UNKNOWN_VALUE)
         for place, numbers in values.items():
             extremes[:, place] = max(numbers), -min(numbers)
         high, low = self.world.all_reduce(torch.from_numpy(extremes), "max").numpy()
-        return np.flatnonzero((high != _UNKNOWN) & (high + low > slack)).tolist()
+        return np.flatnonzero((high != _UNKNOWN_VALUE) & (high + low > slack)).tolist()
 
     def _table(self, value: int | None) -> str:
         """Lists, rank by rank, the values of those that have one. Collective."""

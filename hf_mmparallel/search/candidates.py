@@ -25,9 +25,11 @@ from .combinations import (
 from .options import ModuleOptions, divisors, microbatch_counts
 from .problem import Candidate, PlanningProblem
 
-_ALL = 2048  # up to so many combinations per placement and numbers of replicas and microbatches are all candidates
-_FASTEST = 512  # candidates of larger numbers of combinations
-_PER_FAMILY = 2
+_MAX_ENUMERATED = (
+    2048  # up to so many combinations per placement and counts of replicas and microbatches are all taken
+)
+_MAX_CANDIDATES = 512  # candidates of larger numbers of combinations
+_MAX_PER_FAMILY = 2
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,10 @@ class CandidateSpace:
         columns = {name: _Column(tables[name], rows) for name, rows in combined.rows.items()}
         memory_bytes = estimated_peak_bytes(self.problem, columns, colocated_with, count)
         # the fastest ones, the fastest ones that are estimated to fit, and both of each family
-        if len(combined) > _ALL:
+        if len(combined) > _MAX_ENUMERATED:
             fits = memory_bytes <= (np.inf if limit is None else limit)
-            fastest = np.argsort(step_ms, kind="stable")[:_FASTEST]
-            fitting = best_per_group(fits.astype(int), step_ms, _FASTEST)
+            fastest = np.argsort(step_ms, kind="stable")[:_MAX_CANDIDATES]
+            fitting = best_per_group(fits.astype(int), step_ms, _MAX_CANDIDATES)
             family = best_per_group(2 * combined.family + fits, step_ms, 1)
             chosen = np.unique(np.concatenate([fastest, fitting, family]))
             combined, step_ms, memory_bytes = combined.take(chosen), step_ms[chosen], memory_bytes[chosen]
@@ -302,9 +304,9 @@ class CandidateSpace:
 
 
 def diversify(candidates: Iterable[EstimatedCandidate]) -> Iterator[EstimatedCandidate]:
-    """Candidates in order, at most `_PER_FAMILY` per family."""
+    """Candidates in order, at most `_MAX_PER_FAMILY` per family."""
     seen: Counter = Counter()
     for candidate in candidates:
         seen[candidate.family] += 1
-        if seen[candidate.family] <= _PER_FAMILY:
+        if seen[candidate.family] <= _MAX_PER_FAMILY:
             yield candidate

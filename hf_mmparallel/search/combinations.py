@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from .options import ModuleOptions, ParallelConfig
 
-_MANY = 4096  # combinations above which only the best ones per number of ranks are combined with a third module
-_FASTEST = 32  # combinations per number of ranks
-_MOST_PAIRS = 1 << 22
+_MAX_COMBINATIONS = 4096  # above which only the best ones per number of ranks are combined with a third module
+_MAX_PER_RANK_COUNT = 32  # combinations per number of ranks
+_MAX_PAIRS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Combinations:
             np.maximum(left.mean_bytes, right.mean_bytes),
         )
 
-    def prune(self, weight: float, most: int = _MANY) -> Combinations:
+    def prune(self, weight: float, most: int = _MAX_COMBINATIONS) -> Combinations:
         """
         Prunes more than `most` combinations to the fastest ones per number of ranks, and the fastest one per family;
         `weight` is the number of microbatches minus one.
@@ -206,7 +206,8 @@ class Combinations:
             return self
         score = self.warm_up_ms + weight * self.slowest_stage_ms
         groups = self.num_ranks, self.num_ranks * (self.family.max() + 1) + self.family
-        fastest = [best_per_group(group, score, count) for group, count in zip(groups, (_FASTEST, 1), strict=True)]
+        limits = (_MAX_PER_RANK_COUNT, 1)
+        fastest = [best_per_group(group, score, count) for group, count in zip(groups, limits, strict=True)]
         return self.take(np.union1d(*fastest))
 
 
@@ -245,8 +246,8 @@ def side_by_side(modules: Sequence[Combinations], weight: float, limit: int) -> 
 
 def limit_pairs(modules: Sequence[Combinations], weight: float) -> list[Combinations]:
     """Prunes the layouts of modules such that all pairs can be evaluated."""
-    modules = [layouts.prune(weight, _MANY >> 3) for layouts in modules]
-    if np.prod([len(layouts) for layouts in modules], dtype=float) <= _MOST_PAIRS:
+    modules = [layouts.prune(weight, _MAX_COMBINATIONS >> 3) for layouts in modules]
+    if np.prod([len(layouts) for layouts in modules], dtype=float) <= _MAX_PAIRS:
         return modules
     scores = (layouts.warm_up_ms + weight * layouts.slowest_stage_ms for layouts in modules)
     return [

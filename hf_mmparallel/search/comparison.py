@@ -20,8 +20,8 @@ from ..schedule import Task, simulate
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 
 _GROUPS = 4  # groups of the tasks of one kind of stage, by size
-_SPREAD = 0.02  # relative spread of sizes below which tasks are one group
-_IN_PERCENT = 3.0  # ratio to the prediction below which a difference is given in percent
+_SIZE_TOLERANCE = 0.02  # relative spread of sizes below which tasks are one group
+_MAX_PERCENT_RATIO = 3.0  # ratio to the prediction below which a difference is given in percent
 AS_PREDICTED = 0.05  # a step with a smaller relative error took as long as predicted
 # causes besides tasks: the rest of a step, the wait for its batch, and the rest of the time between steps
 IN_STEP, DATA, BETWEEN = "in_step", "data", "between"
@@ -175,7 +175,7 @@ class _TaskCosts:
 def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:
     """Rows of tasks in a few groups of similar base times."""
     base = rows[:, 3]
-    if np.ptp(base) <= _SPREAD * base.max(initial=0.0):
+    if np.ptp(base) <= _SIZE_TOLERANCE * base.max(initial=0.0):
         return [rows]
     return [group for group in np.array_split(rows[np.argsort(base, kind="stable")], _GROUPS) if len(group)]
 
@@ -253,7 +253,7 @@ class RunComparison:
         text = f"A step took {_ms(total)} from batch to batch, where {_ms(predicted)} were predicted"
         if predicted:
             ratio = total / predicted
-            text += f" ({ratio - 1:+.0%})" if ratio < _IN_PERCENT else f" ({_times(ratio)} times)"
+            text += f" ({ratio - 1:+.0%})" if ratio < _MAX_PERCENT_RATIO else f" ({_times(ratio)} times)"
         if self.is_as_predicted:
             return f"{text}."
         name = self.largest_cause

@@ -12,9 +12,9 @@ from .candidates import CandidateSpace
 from .problem import PlanningProblem, RankedPlan
 from .simulations import large_samples, shard_size
 
-_FULL = 0.9  # share of the memory limit above which a plan is called full
-_SEEN = 0.005  # share that rounds to 1 %
-_AS_FAST = 5e-4  # difference that rounds to 0.0 %
+_FULL_MEMORY_FRACTION = 0.9  # share of the memory limit above which a plan is called full
+_ONE_PERCENT_FRACTION = 0.005  # share that rounds to 1 %
+_EQUAL_TIME_TOLERANCE = 5e-4  # difference that rounds to 0.0 %
 
 
 def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> str:
@@ -26,7 +26,7 @@ def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> s
     text = (
         f"The busiest rank, {rank} ({names}), computes {busy:.0%} of the step; ranks wait {idle:.0%} of it on average"
     )
-    if unlike >= _SEEN:
+    if unlike >= _ONE_PERCENT_FRACTION:
         text += f", {unlike:.0%} within tasks, for the largest of unlike replicas"
     fullest, memory = fullest_rank(predictions)
     limit = "" if memory_bytes is None else f" of {memory_bytes / GIB:.3g}"
@@ -35,7 +35,7 @@ def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> s
     )
     if memory_bytes is not None and memory.total > memory_bytes:
         text += _large_samples_text(predictions)
-    elif memory_bytes is not None and memory.total > _FULL * memory_bytes:
+    elif memory_bytes is not None and memory.total > _FULL_MEMORY_FRACTION * memory_bytes:
         text += " Memory leaves no room for larger microbatches."
     return text
 
@@ -79,9 +79,9 @@ def largest_part(memory: RankMemory) -> str:
 def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     """A sentence on why a plan is slower than the best one."""
     slower = other.step_ms / best.step_ms - 1
-    if slower < _AS_FAST:
+    if slower < _EQUAL_TIME_TOLERANCE:
         needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
-        words = f"{-slower:.1%} faster" if slower < -_AS_FAST else "As fast"
+        words = f"{-slower:.1%} faster" if slower < -_EQUAL_TIME_TOLERANCE else "As fast"
         groups = [shard_size(plan.candidate) for plan in (best, other)]
         if groups[1] > groups[0]:
             return f"{words}: copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}."

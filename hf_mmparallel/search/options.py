@@ -28,7 +28,7 @@ from .problem import Layout, PlanningProblem
 
 # Mean size of the microbatches of a module, before any batch is arranged.
 
-_BY_LENGTH = ("hierarchical", "tapered")  # arrangements that group samples of similar length
+_LENGTH_ARRANGEMENTS = ("hierarchical", "tapered")  # arrangements that group samples of similar length
 
 
 class MeanMicrobatches:
@@ -85,7 +85,7 @@ class MeanMicrobatches:
     def _split(self, num_microbatches: int) -> Sequence[NDArray]:
         """Splits the samples of a batch into microbatches."""
         count = self.batch.num_samples
-        if num_microbatches == count or self.problem.first_arrangement not in _BY_LENGTH:
+        if num_microbatches == count or self.problem.first_arrangement not in _LENGTH_ARRANGEMENTS:
             return np.array_split(np.arange(count), num_microbatches)
         padded = self.layout(1).of_samples(self.batch, self.name, even=False)
         row_ms, _ = layer_table(self.problem.costs, self.name).sample_ms(padded[1], padded[0])
@@ -95,7 +95,7 @@ class MeanMicrobatches:
         return np.split(order, np.flatnonzero(np.diff(group[order])) + 1)
 
 
-MOST_MICROBATCHES = 256  # of a replica
+MAX_MICROBATCHES = 256  # of a replica
 # minimum mean tokens of a sample per cp rank; smaller samples exclude a context-parallel size
 _MIN_TOKENS_PER_CP_RANK = 1024
 
@@ -482,7 +482,7 @@ def microbatch_counts(problem: PlanningProblem, dp_size: int) -> list[int]:
     replica = problem.global_batch_size // dp_size
     if problem.microbatch_size is not None:
         return [-(-replica // problem.microbatch_size)]
-    return [count for count in divisors(replica) if count <= MOST_MICROBATCHES]
+    return [count for count in divisors(replica) if count <= MAX_MICROBATCHES]
 
 
 def divisors(number: int) -> list[int]:

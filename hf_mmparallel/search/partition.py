@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_SAME = 1 + 1e-9  # tolerance for sums in another order
+_SUM_TOLERANCE = 1 + 1e-9  # tolerance for sums in another order
 _CACHED_TABLES = 4096
 
 
@@ -52,7 +52,7 @@ class Partitions:
         _check_stages(num_stages, self.max_stages)
         if num_stages not in self._known:
             slowest_stage_ms = float(self.slowest_stages_ms[num_stages - 1])
-            layers = _evenest_layers(_prefix(self.costs_ms), num_stages, slowest_stage_ms * _SAME)
+            layers = _evenest_layers(_prefix(self.costs_ms), num_stages, slowest_stage_ms * _SUM_TOLERANCE)
             self._known[num_stages] = Partition(layers, slowest_stage_ms)
         return self._known[num_stages]
 
@@ -113,7 +113,7 @@ def _evenest_layers(prefix: NDArray, num_stages: int, limit: float) -> tuple[int
     layers, start = [], 0
     for stage in range(num_stages, 0, -1):
         sums = squares[start] + rest[stage - 1][ends[start]]
-        layers.append(int(np.argmax(sums <= rest[stage, start] * _SAME)) + 1)
+        layers.append(int(np.argmax(sums <= rest[stage, start] * _SUM_TOLERANCE)) + 1)
         start += layers[-1]
     return tuple(layers)
 

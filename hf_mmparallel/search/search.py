@@ -111,9 +111,9 @@ def _stored(candidate: Candidate, problem: PlanningProblem) -> Candidate | None:
 # Other schedules and arrangements for the fastest layouts.
 
 _MAX_REORDERED, _ORDERS = 4, 4
-_MUCH_SLOWER = 1.15  # ratio to the best step above which nothing is tried
-_PROMISING = 1.05  # ratio to the best step up to which an order is simulated with all replicas, by its slice
-_FEW_SHAPES = 2
+_MAX_RATIO_TO_BEST = 1.15  # ratio to the best step above which nothing is tried
+_ORDER_RATIO = 1.05  # ratio to the best step up to which an order is simulated with all replicas, by its slice
+_MAX_SHAPES = 2
 
 
 def try_orders(simulations: Simulations, share: float) -> None:
@@ -133,8 +133,8 @@ def try_orders(simulations: Simulations, share: float) -> None:
     num_tasks = 0
     for number, layouts in enumerate(shapes.values()):
         first = layouts[0]
-        is_far = first.step_ms > _MUCH_SLOWER * simulations.best_ms
-        if is_far or (number >= _FEW_SHAPES and num_tasks > share * simulations.effort):
+        is_far = first.step_ms > _MAX_RATIO_TO_BEST * simulations.best_ms
+        if is_far or (number >= _MAX_SHAPES and num_tasks > share * simulations.effort):
             break
         # no other schedules where the busiest rank computes about as long as the best step
         waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
@@ -145,7 +145,7 @@ def try_orders(simulations: Simulations, share: float) -> None:
         num_tasks += slice_tasks
         for index, simulated in enumerate(layouts[:_MAX_REORDERED]):
             for (schedule, arrangement), ratio in orders[: 1 if index else _ORDERS]:
-                if ratio * simulated.step_ms <= _PROMISING * simulations.best_ms:
+                if ratio * simulated.step_ms <= _ORDER_RATIO * simulations.best_ms:
                     candidate = replace(simulated.candidate, schedule=schedule, arrangement=arrangement)
                     num_tasks += simulations.simulate_new(candidate, simulated.estimated)
 
@@ -182,19 +182,19 @@ def _shape(candidate: Candidate) -> tuple:
 
 # The fastest candidates on several batches.
 
-_SPREAD = 1.05  # ratio to the best mean up to which plans run the next batch as well
+_NEXT_BATCH_RATIO = 1.05  # ratio to the best mean up to which plans run the next batch as well
 
 
 def finalists(simulations: Simulations, share: float, least: int) -> list[RankedPlan]:
     """
     The fastest candidates over all batches, within a share of the effort and at least `least` diverse ones. Step times
-    differ between batches, so that all candidates within [`_SPREAD`] of the best mean run the next batch.
+    differ between batches, so that all candidates within [`_NEXT_BATCH_RATIO`] of the best mean run the next batch.
     """
     num_tasks = 0
     racing: list[tuple[Simulated, list[Prediction]]] = [(simulated, []) for simulated in simulations.whole()]
     for number in range(1, len(simulations.batches)):
         racing.sort(key=_mean_ms)
-        slowest_ms = _SPREAD * _mean_ms(racing[0]) if racing else 0.0
+        slowest_ms = _NEXT_BATCH_RATIO * _mean_ms(racing[0]) if racing else 0.0
         ahead: list[tuple[Simulated, list[Prediction]]] = []
         for simulated, predictions in racing:
             could_win = _mean_ms((simulated, predictions)) <= slowest_ms and num_tasks < share * simulations.effort
@@ -248,7 +248,7 @@ def with_large_samples(simulations: Simulations, least: int) -> list[RankedPlan]
 _MAX_RESHARDED = 3  # fastest layouts with which other shardings are tried
 # Other shardings for the fastest layouts: what else the copies of a module can divide among them.
 
-_AS_LONG = 1.01  # ratio of the closed form to that of the current sharding up to which another one is tried
+_RESHARDING_RATIO = 1.01  # ratio of the closed form to that of the current sharding up to which another one is tried
 
 
 def try_shardings(simulations: Simulations, share: float) -> None:
@@ -292,7 +292,7 @@ def _shardings(simulations: Simulations, candidate: Candidate, name: str) -> lis
     sizes = [None, per_node] if divides else [None]
     given = simulations.problem.fixed.get(name, {})
     sizes = [given["shard_size"]] if "shard_size" in given else sizes
-    limit_ms = _AS_LONG * _module_ms(simulations, candidate, name, layout.sharding)
+    limit_ms = _RESHARDING_RATIO * _module_ms(simulations, candidate, name, layout.sharding)
     every = [own for own in options.all_shardings(sizes) if own != layout.sharding]
     times = {own: _module_ms(simulations, candidate, name, own) for own in every}
     # slower sums are tried as well, since other tasks may hide them
@@ -310,7 +310,7 @@ def _module_ms(simulations: Simulations, candidate: Candidate, name: str, shardi
     return candidate.num_microbatches * stage_ms + options.sync_ms(kind, layout.dp_size, layout.pp_size)
 
 
-_RUNNERS_UP = 3
+_NUM_RUNNERS_UP = 3
 
 
 def search_plans(problem: PlanningProblem) -> SearchResult:
@@ -346,12 +346,12 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
             simulator.space = CandidateSpace(own)
             found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
     simulator.space = spaces[-1]
-    ranked = in_order(found.values()) or with_large_samples(simulator, 1 + _RUNNERS_UP)
+    ranked = in_order(found.values()) or with_large_samples(simulator, 1 + _NUM_RUNNERS_UP)
     if not ranked:
         raise no_plan_error(problem)
     best, *others = (
         replace(plan, predictions=tuple(map(on_all_ranks, plan.predictions)))
-        for plan in distinct_sizes(ranked)[: 1 + _RUNNERS_UP]
+        for plan in distinct_sizes(ranked)[: 1 + _NUM_RUNNERS_UP]
     )
     return SearchResult(
         problem,
@@ -394,12 +394,12 @@ def _best_of(simulator: Simulations) -> list[RankedPlan]:
     try_orders(simulator, share=0.6)
     try_shardings(simulator, share=0.2)
     try_host_memory(simulator, share=0.1)
-    ranked = finalists(simulator, share=0.3, least=1 + _RUNNERS_UP)
+    ranked = finalists(simulator, share=0.3, least=1 + _NUM_RUNNERS_UP)
     while not ranked and (
         simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting
     ):
         simulator.simulate(share=0.2, least=6)
-        ranked = finalists(simulator, share=0.3, least=1 + _RUNNERS_UP)
+        ranked = finalists(simulator, share=0.3, least=1 + _NUM_RUNNERS_UP)
     return ranked
 
 

@@ -145,13 +145,13 @@ def shard_size(candidate: Candidate) -> int:
 
 
 _LEAST_RANKS = 128
-_FEW_CANDIDATES = 1024
-_FEW_TASKS = 40_000
+_MAX_FEW_CANDIDATES = 1024
+_MAX_FEW_TASKS = 40_000
 _SLICE_MEMORY = 1.1  # tolerance of the memory limit for slices
 _MAX_PREDICTIONS = 16  # number of fastest steps whose predictions stay in memory
 _MAX_STEPS = 64  # number of arrangements that stay in memory
 FEW_RANKS = 8  # ranks up to which a problem is small
-OPTIMISTIC = 1.3  # maximum ratio of the closed-form estimate to the step time
+MAX_ESTIMATE_RATIO = 1.3  # maximum ratio of the closed-form estimate to the step time
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Simulations:
         num_fitting = num_tasks = num_tried = 0
         for estimated in candidates:
             best_ms = self.best_ms
-            is_far = estimated.step_ms > OPTIMISTIC * best_ms
+            is_far = estimated.step_ms > MAX_ESTIMATE_RATIO * best_ms
             if num_tried >= least and (is_far or num_tasks >= share * self.effort):
                 break
             if estimated.min_compute_ms >= best_ms and num_tried >= least:
@@ -331,11 +331,11 @@ class Simulations:
     def simulate_remaining(self) -> None:
         """Simulates candidates that could be faster than the best, by estimate: all of a small problem."""
         best_ms = self.best_ms
-        if self.problem.num_ranks > FEW_RANKS and self.space.num_within(best_ms) > _FEW_CANDIDATES:
+        if self.problem.num_ranks > FEW_RANKS and self.space.num_within(best_ms) > _MAX_FEW_CANDIDATES:
             return
         num_tasks = 0
         for estimated in self.space:
-            if estimated.step_ms > OPTIMISTIC * best_ms or num_tasks > _FEW_TASKS:
+            if estimated.step_ms > MAX_ESTIMATE_RATIO * best_ms or num_tasks > _MAX_FEW_TASKS:
                 break
             if estimated.min_compute_ms >= best_ms:
                 continue

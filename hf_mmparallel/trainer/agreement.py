@@ -18,7 +18,7 @@ from .start_checks import check_output_dir
 
 logger = get_logger(__name__)
 _NUM_COMPARED = 8
-_UNREAD = -1
+_UNREAD_CHECKSUM = -1
 
 
 def check_same_folder(folder: str, setting: str, world: World) -> None:
@@ -112,17 +112,17 @@ class SampleAgreement:
     def _compare_first(self, global_batch: GlobalBatch | None, dataset: StepDataset) -> None:
         """Raises `RuntimeError` if the first samples of a global batch have another content on another rank."""
         samples = () if global_batch is None else global_batch.samples
-        digests = [_UNREAD] * (1 + _NUM_COMPARED)
+        digests = [_UNREAD_CHECKSUM] * (1 + _NUM_COMPARED)
         digests[0] = zlib.crc32(repr(samples).encode())
         for number, digest in enumerate(
             dataset.digests(global_batch, _NUM_COMPARED) if global_batch is not None else ()
         ):
-            digests[1 + number] = _UNREAD if digest is None else digest
+            digests[1 + number] = _UNREAD_CHECKSUM if digest is None else digest
         drawn, *columns = zip(*self.world.all_gather(digests, "comparing the first samples"), strict=True)
         if len(set(drawn)) > 1:
             return  # the ranks drew different indices: the check of the step reports it
         for number, column in enumerate(columns):
-            known = {rank: digest for rank, digest in enumerate(column) if digest != _UNREAD}
+            known = {rank: digest for rank, digest in enumerate(column) if digest != _UNREAD_CHECKSUM}
             first = next(iter(known), 0)
             other = next((rank for rank, digest in known.items() if digest != known[first]), None)
             if other is not None:

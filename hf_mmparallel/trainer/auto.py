@@ -73,9 +73,9 @@ logger = get_logger(__name__)
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
 _NUM_SAMPLES = 1024  # measured samples, unless a global batch has more; a sample may have to be read for it
 _NUM_STREAMED = 256  # the same of a stream
-_ON_CPU = ("adamw_torch", "adamw_torch_fused")  # those whose step may be on the CPU
+_CPU_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # those whose step may be on the CPU
 # Values of `optim` whose update of an element depends on nothing else, so that ranks may update slices (ZeRO).
-_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ def _searched(
         fixed=possible_sizes(prepared.model, prepared.spec, plugin),
         checkpointing=checkpointing,
         seed=args.seed,
-        zero_stages=ZERO_STAGES if args.optim in _ELEMENTWISE else (0,),
-        offloads=args.optim in _ON_CPU,
+        zero_stages=ZERO_STAGES if args.optim in _ELEMENTWISE_OPTIMIZERS else (0,),
+        offloads=args.optim in _CPU_OPTIMIZERS,
     )
     result = search_plans(problem)
     best = result.best

@@ -21,7 +21,7 @@ SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
 _SECTION = "### Parallel plan"
 _PREFIX = "parallel/"
 _TAG = "hf_mmparallel"
-_COMPARED = re.compile(_PREFIX + r"(predicted_|step_ms|bubble_fraction|memory_gib|(forward|backward)_ms/)")
+_COMPARED_METRICS = re.compile(_PREFIX + r"(predicted_|step_ms|bubble_fraction|memory_gib|(forward|backward)_ms/)")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, r
         lines += comparison_lines(comparison)
     measured = {name: value for row in run.log_history for name, value in row.items() if name.startswith(_PREFIX)}
     if comparison is not None:
-        measured = {name: value for name, value in measured.items() if not _COMPARED.match(name)}
+        measured = {name: value for name, value in measured.items() if not _COMPARED_METRICS.match(name)}
     if measured:
         lines += ["", "In the last logged steps; workloads are estimates, the rest is measured:", ""]
         lines += ["| quantity | value |", "| --- | --- |"]

@@ -20,7 +20,7 @@ from .training_sizes import StartSizes
 
 logger = get_logger(__name__)
 
-_UNLIMITED = 10**15  # tokens; the limit of stages that keep no activations
+_UNLIMITED_TOKENS = 10**15  # tokens; the limit of stages that keep no activations
 _REMEDY = (
     "Each gets a microbatch of its own, which is predicted to need more memory than a rank may fill. If that is too "
     "much, set `activation_checkpointing`, raise `pp_size`, `tp_size` or `cp_size`, or leave such samples out."
@@ -52,7 +52,7 @@ class LargeSamples:
 
     def __str__(self) -> str:
         limits = " and ".join(
-            f"{limit:,} tokens in `{name}`" for name, limit in self.limits.items() if limit < _UNLIMITED
+            f"{limit:,} tokens in `{name}`" for name, limit in self.limits.items() if limit < _UNLIMITED_TOKENS
         )
         larger = f"{self.num_over:,} of {self._samples} are larger" if self.num_over else f"all {self._samples} fit"
         return f"A microbatch may have {limits or 'any number of tokens'}; {larger}."

@@ -112,7 +112,7 @@ def _state_of(callback: Any) -> dict[str, Any]:
 
 logger = get_logger(__name__)
 T = TypeVar("T")
-_ASKED = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+_CONTROL_FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
 class Survival:
@@ -157,20 +157,20 @@ class Survival:
     def agree_on_control(self) -> bool:
         """Whether any rank asks for something; then all do, which is logged if they did not before. Collective."""
         trainer = self.trainer
-        asked = [getattr(trainer.control, name) for name in _ASKED]
+        asked = [getattr(trainer.control, name) for name in _CONTROL_FLAGS]
 
         def compare() -> list[list[int]]:
             numbers = [[(trainer.world.rank + 1) * flag for flag in asked], [-int(flag) for flag in asked]]
             return trainer.world.all_reduce(torch.tensor(numbers), "max", "what callbacks ask for").tolist()
 
-        for name, last_rank, on_all in zip(_ASKED, *self.complete(compare), strict=True):
+        for name, last_rank, on_all in zip(_CONTROL_FLAGS, *self.complete(compare), strict=True):
             if last_rank and not on_all:
                 logger.warning_once(
                     f"A callback sets `{name}` on rank {last_rank - 1} and not on all ranks. All ranks follow: they "
                     "log, evaluate, save and stop together."
                 )
             setattr(trainer.control, name, bool(last_rank))
-        return any(getattr(trainer.control, name) for name in _ASKED)
+        return any(getattr(trainer.control, name) for name in _CONTROL_FLAGS)
 
     def take_in(self) -> None:
         """Lets in processes that wait to join, if any rank knew of some in the last step."""

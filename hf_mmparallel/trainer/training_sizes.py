@@ -41,9 +41,9 @@ class RunContext:
     drop_columns: Callable[[Any, str], tuple[Any, Any]]
 
 
-_MEASURED = 256  # samples, where not all sizes are known before they are drawn
-_STREAMED = 64  # samples of a stream
-_TOGETHER = 64  # samples between two updates of the progress bar
+_NUM_MEASURED = 256  # samples, where not all sizes are known before they are drawn
+_NUM_STREAMED = 64  # samples of a stream
+_SAMPLES_PER_UPDATE = 64  # samples between two updates of the progress bar
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class TrainingSizes:
         if source.is_table:
             result = StartSizes(source(range(len(source))), True)
         else:
-            count = _MEASURED
+            count = _NUM_MEASURED
             if isinstance(source, StreamSizes):
-                dataset, count = copy.copy(source.window), _STREAMED  # training reads the stream itself
+                dataset, count = copy.copy(source.window), _NUM_STREAMED  # training reads the stream itself
                 source = source.of_window(dataset)
             global_batch = representative_batch(dataset, source, max(count, global_batch_size), self.context.args)
             readable = _readable(source, global_batch.samples, skip=True)
@@ -189,8 +189,8 @@ def representative_batch(
     is_quick = getattr(sizes, "is_table", True) or args.disable_tqdm
     readable = []
     with tqdm(total=len(chosen), desc="Measuring samples", disable=is_quick) as bar:
-        for start in range(0, len(chosen), _TOGETHER):
-            few = chosen[start : start + _TOGETHER]
+        for start in range(0, len(chosen), _SAMPLES_PER_UPDATE):
+            few = chosen[start : start + _SAMPLES_PER_UPDATE]
             # without samples whose file can't be read, and with `on_bad_sample="skip"` all that have no size
             readable += _readable(sizes, few, args.on_bad_sample == "skip")
             bar.update(len(few))

@@ -26,9 +26,9 @@ from .generations import Generation, Loss
 from .watcher import ACTIVITY
 
 SIGN_INTERVAL_S = 0.5  # between two signs of life that a worker gives its launcher
-_STANDING_S = 1.0  # a main thread that has stood this long in one activity sends its stack along
+_STACK_AFTER_S = 1.0  # a main thread that has stood this long in one activity sends its stack along
 _REPEAT_S = 0.05
-_LATE_S = 30.0  # after which a process that the others wait for says where it is
+_LATE_AFTER_S = 30.0  # after which a process that the others wait for says where it is
 _JOIN_S = 2.0
 _START_S = 600.0  # time for all launchers to start
 _GROUP_TIMEOUT = timedelta(minutes=5)  # for keys of a process group
@@ -342,11 +342,11 @@ class Membership:
                 self._end_group_stores()
                 end_gloo_connections(max(len(known.members) for known in self._known))
                 waits.end_stuck()
-            if not is_told and time.monotonic() - begun > _LATE_S:
+            if not is_told and time.monotonic() - begun > _LATE_AFTER_S:
                 is_told = True
                 self._write_error(
-                    f"the others wait for process {self.id}, which has not noticed for {_LATE_S:g} s that processes "
-                    f"were lost. It is in `{ACTIVITY}`:\n{_main_stack()}"
+                    f"the others wait for process {self.id}, which has not noticed for {_LATE_AFTER_S:g} s that "
+                    f"processes were lost. It is in `{ACTIVITY}`:\n{_main_stack()}"
                 )
             time.sleep(_REPEAT_S)
 
@@ -389,7 +389,7 @@ class Membership:
                 "doing": str(ACTIVITY),
                 "waits": ACTIVITY.waits,
                 "standing_s": standing_s,
-                "stack": _main_stack() if standing_s > _STANDING_S else "",
+                "stack": _main_stack() if standing_s > _STACK_AFTER_S else "",
             }
             new = self._sign_path.with_suffix(".new")
             new.write_text(json.dumps(sign))

@@ -53,9 +53,9 @@ STALL_S = 60.0  # without progress on any rank before a warning is logged; repea
 _INTERVAL_S = 0.5
 _RETRACTION_S = 3.0  # time for a rank that goes on after a failure to retract it
 _RANKS_PER_S = 512  # heartbeats per second that the store receives, independent of the number of ranks
-_SILENT_S = 2.0
+_SILENCE_LIMIT_S = 2.0
 _WINDOW = 8  # ranks read at once to find the lowest live one; a host with this many ranks may die at once
-_SMALL_WORLD = 64  # up to this size every rank may read the heartbeats of all others
+_MAX_SMALL_WORLD = 64  # up to this size every rank may read the heartbeats of all others
 _MAX_LINES = 16
 _PREFIX = "hf_mmparallel/"
 _FAILURE, _ASKED, _ABSENT = _PREFIX + "failure", _PREFIX + "asked", "absent"
@@ -123,7 +123,7 @@ class Watcher:
         self.keeper = keeper
         self.abort = abort
         self.interval_s = max(_INTERVAL_S, world_size / _RANKS_PER_S)
-        self.silent_s = max(_SILENT_S, 4 * self.interval_s)
+        self.silent_s = max(_SILENCE_LIMIT_S, 4 * self.interval_s)
         self.failure: Failure | None = None
         self.aborted = False
         self.peers: dict[int, Peer] = {}
@@ -309,7 +309,7 @@ class Watcher:
         self._follow()
         leads, asked = self._leader == self.rank, self._is_asked()
         if (leads and (asked or heartbeat.activity_s > STALL_S / 2)) or (
-            self._wants_reason and self.world_size <= _SMALL_WORLD
+            self._wants_reason and self.world_size <= _MAX_SMALL_WORLD
         ):
             for rank in range(self.world_size):
                 self._look_at(rank)

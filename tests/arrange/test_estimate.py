@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange.estimate import Pipeline, stage_share
-from hf_mmparallel.arrange.microbatch_sizes import LARGEST, Sizes, best_count, best_sizes
+from hf_mmparallel.arrange.microbatch_sizes import MAX_RELATIVE_SIZE, Sizes, best_count, best_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, Edge, ModulePlugin
 from hf_mmparallel.plan.parallel_plan import Schedule
 from tests.arrange.builders import AUDIO, IMAGE, plan_of
@@ -138,7 +138,7 @@ def test_sizes_are_small_at_the_ends_one_on_average_and_within_limits():
         sizes = best_sizes(pipeline, totals, 24, smallest)
         for own in (sizes.encoder, sizes.language):
             assert np.mean(own) == pytest.approx(1)
-            assert min(own) == min(own[0], own[-1]) < 0.8 and max(own) <= LARGEST * 1.01
+            assert min(own) == min(own[0], own[-1]) < 0.8 and max(own) <= MAX_RELATIVE_SIZE * 1.01
             assert min(own) >= smallest - 0.01
     twice = {name: 2 * total for name, total in totals.items()}
     assert best_sizes(pipeline, totals, 24) == best_sizes(pipeline, twice, 24)

@@ -161,7 +161,7 @@ def _on_a_rank() -> list[tuple[Hardware, list[str]]]:
     said: list[str] = []
     devices.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
     devices.measure_device = partial(measure_device, budget_s=0.05)
-    links._IN_ROUND, links._BYTES["cpu"] = 2, 2**18
+    links._MESSAGES_PER_ROUND, links._BYTES["cpu"] = 2, 2**18
     rank = dist.get_rank()
     if rank == 1:
         devices.find_known_device, devices.reported_name = lambda _: None, lambda _: "NVIDIA Something"

@@ -46,7 +46,7 @@ def slow_between(hosts: list[str]) -> None:
 
 def _measured(hosts: list[str], slow: bool = False) -> dict[str, float]:
     (slow_between if slow else pretend_hosts)(hosts)
-    links._LARGE, links._IN_ROUND, links._BYTES["cpu"] = 2, 1, 2**20
+    links._LARGE_RUNS, links._MESSAGES_PER_ROUND, links._BYTES["cpu"] = 2, 1, 2**20
     return link_constants(World())
 
 
@@ -84,9 +84,9 @@ def test_links_in_a_node_are_told_apart_from_those_between_nodes_and_are_of_the_
 @pytest.mark.parametrize(
     ("hosts", "names"),
     [
-        (["a", "a"], {*links._INSIDE}),
-        (["a", "b"], {*links._BETWEEN, "node_size", "network_cards"}),
-        deep(["a", "a", "b"], {*links._INSIDE, *links._BETWEEN, "node_size", "network_cards"}),  # one has no partner
+        (["a", "a"], {*links._NODE_FIELDS}),
+        (["a", "b"], {*links._NETWORK_FIELDS, "node_size", "network_cards"}),
+        deep(["a", "a", "b"], {*links._NODE_FIELDS, *links._NETWORK_FIELDS, "node_size", "network_cards"}),
     ],
 )
 def test_what_nodes_have_not_is_not_measured(hosts, names):

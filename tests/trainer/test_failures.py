@@ -75,7 +75,7 @@ def test_the_other_ranks_tell_the_failure_of_rank_zero():
 def stands_still() -> list[str]:
     """Rank 1 is stopped, then rank 0 that keeps the store, then a dataset blocks; the first to say so ends it."""
     meet_at_rank_zero()
-    watcher.STALL_S, watcher._INTERVAL_S, watcher._SILENT_S = 1.5, 0.05, 0.6
+    watcher.STALL_S, watcher._INTERVAL_S, watcher._SILENCE_LIMIT_S = 1.5, 0.05, 0.6
     rank, pids = dist.get_rank(), [0, 0]
     dist.all_gather_object(pids, os.getpid())
     blocked, said = [False], []

@@ -45,7 +45,7 @@ def read(engine: ParallelEngine, step: StepPlan, dataset: Any) -> StepBatch:
 
 def hurry() -> None:
     """Signs of life ten times as often."""
-    watcher._INTERVAL_S, watcher._SILENT_S = 0.05, 0.4
+    watcher._INTERVAL_S, watcher._SILENCE_LIMIT_S = 0.05, 0.4
 
 
 def end_in_a_step(rank: int, own_store: bool, kill: bool) -> None:

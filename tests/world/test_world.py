@@ -290,10 +290,10 @@ def test_ranks_that_wait_end_when_another_rank_has_failed():
 
 def told_late() -> str:
     """Rank 0 comes late, and tells its failure when rank 1 has told its own and is in the next block."""
-    watcher._INTERVAL_S, watcher._SILENT_S = 0.05, 0.4
+    watcher._INTERVAL_S, watcher._SILENCE_LIMIT_S = 0.05, 0.4
     world = World()
     if world.is_first:
-        time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 0.5)
+        time.sleep(watcher._SILENCE_LIMIT_S + 2 * watcher._INTERVAL_S + 0.5)
     with suppress(ValueError), raise_on_all_ranks("the first block"):
         raise ValueError("one of both")
     if world.is_first:

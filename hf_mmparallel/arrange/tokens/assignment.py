@@ -19,7 +19,7 @@ PARTIAL_COST = round(0.3 * 2**20) / 2**20
 Method = Literal["lpt", "zigzag", "contiguous", "random"]
 
 _EXCHANGES = 64  # each takes about 50 microseconds with 1,000 blocks per rank
-_CLOSE_ENOUGH = 1e-4  # relative to the mean; smaller differences are below the accuracy of the estimate
+_BALANCE_TOLERANCE = 1e-4  # relative to the mean; smaller differences are below the accuracy of the estimate
 
 
 def block_counts(
@@ -126,11 +126,11 @@ def _exchange(blocks: NDArray, work: NDArray) -> NDArray:
     mean = loads.mean()
     for _ in range(_EXCHANGES):
         heavy = int(loads.argmax())
-        if loads[heavy] - mean <= _CLOSE_ENOUGH * mean:
+        if loads[heavy] - mean <= _BALANCE_TOLERANCE * mean:
             break
         for light in np.argsort(loads, kind="stable").tolist():
             gap = loads[heavy] - loads[light]
-            if gap <= 2 * _CLOSE_ENOUGH * mean:
+            if gap <= 2 * _BALANCE_TOLERANCE * mean:
                 return blocks
             heavy_index, light_index, moved = _best_pair(work[blocks[heavy]], work[blocks[light]], gap)
             if 0 < moved < gap * (1 - 1e-9):

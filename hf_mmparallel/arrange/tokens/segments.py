@@ -35,12 +35,12 @@ from .assignment import (
 
 # Assignment of segments to the bins of ranks, with capacities in tokens and balanced work.
 
-_BALANCED = 0.002  # relative excess of the maximum over the mean at which the first phase ends
-GOOD = 0.01  # and at which the more expensive exchanges end
+_FIRST_PHASE_TOLERANCE = 0.002  # relative excess of the maximum over the mean at which the first phase ends
+BALANCE_TOLERANCE = 0.01  # and at which the more expensive exchanges end
 _ROUNDS = 300
 _TRIALS = 200  # exchanges that recompute the work of two ranks
 _CANDIDATES = 6
-_FEW = 24  # segments per rank of which pairs are considered
+_MAX_PAIRED_SEGMENTS = 24  # segments per rank of which pairs are considered
 _OVERFLOW_PRICE = 10.0  # cost of a whole rank's tokens; twice the mean work costs 1
 
 
@@ -126,7 +126,7 @@ class SegmentBins:
         owner = np.append(owner, np.arange(num_ranks))
         price = _OVERFLOW_PRICE / self.capacity.max()
         for _ in range(_ROUNDS):
-            if (tokens <= self.capacity).all() and share.max() <= 1 + _BALANCED:
+            if (tokens <= self.capacity).all() and share.max() <= 1 + _FIRST_PHASE_TOLERANCE:
                 break
             costs = (share - 1) ** 2 + price * np.maximum(tokens - self.capacity, 0)
             for rank in np.argsort(-costs, kind="stable").tolist():
@@ -170,7 +170,7 @@ class SegmentBins:
         owner, trials = owner.copy(), 0
         tokens = self.tokens(owner)
         work = np.array([self.rank_work(owner, rank) for rank in range(self.num_ranks)])
-        while trials < _TRIALS and work.max() > (1 + GOOD) * work.mean():
+        while trials < _TRIALS and work.max() > (1 + BALANCE_TOLERANCE) * work.mean():
             heavy = int(work.argmax())
             for light in np.argsort(work, kind="stable")[:-1].tolist():
                 from_heavy, from_light = self._groups(owner, heavy), self._groups(owner, light)
@@ -205,13 +205,13 @@ class SegmentBins:
     def _groups(self, owner: NDArray, rank: int) -> NDArray:
         """Pairs of segments of a rank `[num_groups, 2]`; the index after the last segment stands for none."""
         mine, none = np.flatnonzero(owner == rank), len(owner)
-        some = mine[:: -(-len(mine) // _FEW) or 1]
+        some = mine[:: -(-len(mine) // _MAX_PAIRED_SEGMENTS) or 1]
         left, right = np.triu_indices(len(some), 1)
         alone = np.stack([np.append(mine, none), np.full(len(mine) + 1, none)], axis=1)
         return np.concatenate([np.stack([some[left], some[right]], axis=1), alone])
 
 
-_MANY_SEGMENTS = 1024  # larger numbers are bundled with their neighbors to keep the search fast
+_MAX_SEGMENTS = 1024  # larger numbers are bundled with their neighbors to keep the search fast
 _CORRECTIONS = 10
 
 
@@ -279,8 +279,8 @@ class _SegmentedRow:
         """Finds all segments; bundles short neighbors if there are very many."""
         start, length = independent_segments(ids)
         seen = ids[start] > 0
-        if len(start) > _MANY_SEGMENTS:
-            size = -(-len(ids) // _MANY_SEGMENTS)
+        if len(start) > _MAX_SEGMENTS:
+            size = -(-len(ids) // _MAX_SEGMENTS)
             bundle = (start + length - 1) // size
             short = (start // size == bundle) & seen
             begins = np.ones(len(start), dtype=bool)
@@ -383,7 +383,7 @@ class _SplitRow:
         for _ in range(_CORRECTIONS):
             owner = bins.exchange(owner)
             assignments.append(self.assignment(owner))
-            if assignments[-1].imbalance <= 1 + GOOD:
+            if assignments[-1].imbalance <= 1 + BALANCE_TOLERANCE:
                 break
             # The work of images, for example, depends on their position within blocks, which bins do not know.
             expected = np.array([bins.rank_work(owner, rank) for rank in ranks])

@@ -20,7 +20,7 @@ from .words import BitfieldMask
 # a query that sees an interval of positions sees a slice of the keys.
 
 CHUNK_ROWS = 256
-_FEWEST_ROWS = 32  # shorter runs of queries are not worth a separate call
+_MIN_ROWS = 32  # shorter runs of queries are not worth a separate call
 _CALL_PAIRS = 16384  # a call costs about as much as this many pairs of a query and a key
 
 
@@ -125,7 +125,7 @@ def _runs(start: Tensor, stop: Tensor) -> Iterator[Part]:
     for growth, length in zip(steps.tolist(), lengths.tolist(), strict=True):
         first, end = max(row, taken), row + length + 1
         row += length
-        if growth not in (0, 1) or end - first < _FEWEST_ROWS:
+        if growth not in (0, 1) or end - first < _MIN_ROWS:
             continue
         keys = int(start[first]), int(stop[end - 1])
         if growth == 0 or int(stop[first]) == keys[0] + 1:
@@ -162,7 +162,7 @@ def _pairs(chunk: list[int]) -> int:
 
 __all__ = ["backward", "compile_mask", "forward"]
 
-_MOST_SCORES = 2**22  # scores in memory at once, with a soft cap
+_MAX_SCORES = 2**22  # scores in memory at once, with a soft cap
 
 
 def forward(
@@ -331,7 +331,7 @@ def _capped_backward(
 def _by_hand(query: Tensor, key: Tensor, part: Part, row: RowPlan) -> Iterator[tuple[slice, Tensor | None]]:
     """The queries of a rectangle, few enough at a time for their scores to fit into memory, and their visible keys."""
     total = query.shape[2]
-    count = max(1, _MOST_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    count = max(1, _MAX_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
     for begin in range(0, total, count):
         end = min(begin + count, total)
         if part.kind is Kind.CAUSAL:

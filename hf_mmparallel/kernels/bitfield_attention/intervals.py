@@ -25,7 +25,7 @@ from .words import (
 )
 
 _PLACE_BITS = 31
-_NOWHERE = 2**_PLACE_BITS - 1
+_ABSENT = 2**_PLACE_BITS - 1
 _NON_NEGATIVE = 2**63 - 1
 
 
@@ -153,21 +153,21 @@ def _search(
     # The highest bits of a word, causal and global, are 0 for a query that sees its span only, 1 for a causal query,
     # and more for a global one. Such a query sees the keys before 0, up to its own position, or everywhere.
     reach = mask.query_words >> CAUSAL_SHIFT
-    end = (torch.add(at, reach, alpha=_NOWHERE) + (1 - _NOWHERE)).clamp(0, _NOWHERE)
+    end = (torch.add(at, reach, alpha=_ABSENT) + (1 - _ABSENT)).clamp(0, _ABSENT)
     # With keys sorted by segment, or by segment and span, and then by position, each of the two sets is a slice, so
     # that two binary searches give its ends and its size. On a GPU launches take the time: one call does both.
     edges = [lowest, end]
     if num_groupings > 1:
-        edges += [torch.maximum(lowest, end), torch.full_like(end, _NOWHERE)]
+        edges += [torch.maximum(lowest, end), torch.full_like(end, _ABSENT)]
     edges = torch.stack(edges, dim=1).unflatten(1, (num_groupings, 2))  # [B, G, 2, Q]
     values = edges + (queries_BGQ[:, :num_groupings, None] << _PLACE_BITS)
     index = torch.searchsorted(ordered_BGK, values.flatten(2))
     start, stop = index.unflatten(2, (2, -1)).unbind(dim=2)
     count = (stop - start).clamp_(min=0)
     stop.sub_(1)  # the last visible key
-    ends = ordered_BGK.gather(-1, index.clamp_(0, num_keys - 1)) & _NOWHERE
+    ends = ordered_BGK.gather(-1, index.clamp_(0, num_keys - 1)) & _ABSENT
     first, last = ends.unflatten(2, (2, -1)).unbind(dim=2)
     none = count == 0
     # int64 [batch, groupings, query_length]: number, position of the first, and one past that of the last; if there
     # are none, a position beyond all others, and 0
-    return count, torch.add(first, none, alpha=_NOWHERE), torch.add(last + 1, none, alpha=-_NOWHERE - 1).clamp_(min=0)
+    return count, torch.add(first, none, alpha=_ABSENT), torch.add(last + 1, none, alpha=-_ABSENT - 1).clamp_(min=0)

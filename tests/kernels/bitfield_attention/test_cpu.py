@@ -75,9 +75,9 @@ def _masks(family: str, case: Call, rng: Random, length: int) -> BitfieldMask:
 def small_chunks(monkeypatch):
     """Chunks so small that rows of a hundred tokens take many calls of each kind."""
     monkeypatch.setattr(cpu, "CHUNK_ROWS", 16)
-    monkeypatch.setattr(cpu, "_FEWEST_ROWS", 5)
+    monkeypatch.setattr(cpu, "_MIN_ROWS", 5)
     monkeypatch.setattr(cpu, "_CALL_PAIRS", 64)
-    monkeypatch.setattr(cpu, "_MOST_SCORES", 2000)
+    monkeypatch.setattr(cpu, "_MAX_SCORES", 2000)
 
 
 @pytest.mark.usefixtures("small_chunks")
