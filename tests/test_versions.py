@@ -16,6 +16,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from hf_mmparallel import _versions
 from tests.composed.test_composed import compose
+from tests.deep_cases import deep
 
 
 @torch.no_grad()
@@ -54,7 +55,7 @@ assert not torch.cuda.is_initialized() and kernels == [], kernels
 
 
 @pytest.mark.parametrize(
-    "code", [PACKAGE_FIRST, pytest.param("import transformers, hf_mmparallel\n", marks=pytest.mark.deep)]
+    "code", [PACKAGE_FIRST, deep("import transformers, hf_mmparallel\nfrom transformers import PreTrainedModel\n")]
 )
 def test_what_importing_the_package_does(code):
     """Attention is registered, the installed peft accepted, and no kernel imported on a CPU, all in one process."""
