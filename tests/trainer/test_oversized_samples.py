@@ -75,7 +75,7 @@ def test_a_plan_above_ninety_percent_of_a_device_does_not_pass_a_dry_run():
 
 
 def see_steps(ratio: MemoryRatio, num_steps: int) -> None:
-    account = SimpleNamespace(predicted=lambda: RankMemory(activations=100.0))
+    account = SimpleNamespace(predict=lambda: RankMemory(activations=100.0))
     for _ in range(num_steps):
         ratio.saw_step(SimpleNamespace(account=account, world=World()))  # type: ignore[arg-type]
 
