@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..plan import ModelSpec, ModuleSpec
 from .dtensors import from_shard
+from .parallel_linear import shares_linear, use_plain_tensors
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -327,7 +328,15 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
     styles = _find_styles(model, module, mesh.size(), owned)
     for attention in styles.attentions:
         _localize_widths(attention, mesh.size())
-    apply_tensor_parallelism(model, mesh, styles.plan)
+    modules = dict(model.named_modules())
+    others = {}
+    for name, style in styles.plan.items():
+        layer = modules.get(name)
+        if layer is not None and shares_linear(layer, style, mesh.size()):
+            use_plain_tensors(layer, style, mesh)
+        else:
+            others[name] = style
+    apply_tensor_parallelism(model, mesh, others)
     _drop_full_storage(model, styles.plan)
     _check_placements(model, module, styles, owned)
     return styles.partial
