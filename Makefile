@@ -23,13 +23,14 @@ VENV := $(if $(filter tested,$(CONSTRAINTS)),.venv,.venv-$(CONSTRAINTS))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PINS := $(if $(filter newest,$(CONSTRAINTS)),,constraints/$(CONSTRAINTS).txt)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar off $(addprefix --constraint ,$(PINS))
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar off --no-compile $(addprefix --constraint ,$(PINS))
 TORCH := "torch$(addprefix ==,$(TORCH_VERSION))"
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
+unexport PYTHONDONTWRITEBYTECODE  # packages are compiled as they are first imported
 
 .PHONY: help venv demo charts test tests test-deep test-newest releases update-constraints quick lint format bench pages clean
 
