@@ -53,7 +53,7 @@ def output(process: subprocess.Popen) -> str:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_all_decisions_are_the_same_without_vector_units():
     """Of the arrangement, tokens, schedules, search, recovery and fits, over random cases; floats to the last bit."""
     environments = {**os.environ, "PYTHONHASHSEED": "0"}, other_processor()

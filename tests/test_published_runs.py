@@ -64,6 +64,7 @@ def assert_reached(key: str, found: dict[str, dict[str, Any]]) -> None:
     assert found["own_engine"]["mfu"] >= 0.94 * found["own_engine"]["measured_mfu"], key
 
 
+@pytest.mark.deep
 def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
     kept = json.loads(KEPT.read_text())["studies"]
     assert kept.keys() == STUDIES.keys()

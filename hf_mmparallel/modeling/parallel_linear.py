@@ -17,11 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from ..world import ACTIVITY
 from .dtensors import local
 
 # The columns of a matrix are the features that it returns; its rows are those that it takes.
 _COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROW_STYLES = ("rowwise",)
+
+
+def _run(collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup) -> None:
+    """Runs a collective, in which this rank waits for others."""
+    ACTIVITY.waits = True
+    collective(*tensors, group=group)
+    ACTIVITY.waits = False
 
 
 class _SumGradients(torch.autograd.Function):
@@ -35,7 +43,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         summed = gradient.contiguous()  # in place: nobody but the linear layer, which has just made it, knows it
-        dist.all_reduce(summed, group=ctx.group)
+        _run(dist.all_reduce, summed, group=ctx.group)
         return summed, None
 
 
@@ -45,7 +53,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(values)
-        dist.all_reduce(values, group=group)
+        _run(dist.all_reduce, values, group=group)
         return values
 
     @staticmethod
@@ -60,7 +68,7 @@ class _GatherFeatures(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.rank, ctx.width = group.rank(), values.shape[-1]
         gathered = values.new_empty((group.size(), *values.shape))
-        dist.all_gather_single(gathered.view(-1), values.contiguous().view(-1), group=group)
+        _run(dist.all_gather_single, gathered.view(-1), values.contiguous().view(-1), group=group)
         return gathered.movedim(0, -2).flatten(-2)
 
     @staticmethod

@@ -140,6 +140,7 @@ def test_processes_that_die_on_two_hosts():
     _check_times(first[1])
 
 
+@pytest.mark.deep
 @two_hosts
 def test_a_host_that_is_cut_off_ends_its_processes_and_the_others_go_on(tmp_path):
     begun = tmp_path / "begun"

@@ -212,6 +212,7 @@ def of_four() -> tuple[str | list[float], str | list[float], list[float]]:
     return *said, [trainer.model.get_parameter(name).double().sum().item() for name in names]
 
 
+@pytest.mark.deep
 def test_copies_that_differ_are_named_and_stay_equal_whatever_kernels_round():
     first, *others = run_distributed(of_four, 4)
     assert others == [first] * 3

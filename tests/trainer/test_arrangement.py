@@ -12,7 +12,6 @@ from hf_mmparallel.arrange.arrangements import contiguous
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from hf_mmparallel.plan.step_plan import Replicas
 from tests import tiny
-from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -182,10 +181,14 @@ def arranged_run(case: Case) -> tuple[runs.Run, list[Arranged], list[float]]:
     return run, steps, shares
 
 
-SELDOM = ("a function of the user", "two encoders", "counts of the plan, all forwards first")
+CORE = (
+    "trained, eager as far as memory goes, copies of vision, stages of the LM",
+    "a frozen tower, packed to a budget of tokens, copies of the LM",
+    "counts of the plan, gradients of the LM divided in its backwards, one encoder for all",
+)
 
 
-@pytest.mark.parametrize("name", [deep(name, unless=not name.startswith(SELDOM)) for name in CASES])
+@pytest.mark.parametrize("name", runs.deep_but(CASES, *CORE))
 def test_an_arranged_run_equals_the_stock_trainer(name: str):
     case = CASES[name]
     evaluate, sizes = case.counts is not None, {"per_device_train_batch_size": GLOBAL_BATCH, **STEPS}

@@ -41,7 +41,6 @@ from hf_mmparallel.trainer.training_sizes import TrainingSizes
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.cost.test_profile import profile_of
-from tests.deep_cases import deep
 from tests.distributed import run_distributed
 from tests.trainer.contexts import arguments, context
 
@@ -96,7 +95,8 @@ def run_candidates(family: str) -> list[runs.Run]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", ["llava", deep("qwen3_vl")])
+@pytest.mark.deep
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
 def test_what_the_search_can_return_equals_one_process(family: str):
     stock = runs.stock(family, {"vision": "tower"} if FREEZE[family] else {}, **A_STEP)
     ranks = run_distributed(run_candidates, 4, family, timeout=120)

@@ -149,6 +149,7 @@ DAMAGED += ["data_position.json", "rng_state_1.pth"]
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_what_cannot_be_gone_on_from_is_named_on_every_rank(tmp_path: Path):
     tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "source")
     weights = tmp_path / "source" / "model.safetensors"

@@ -117,6 +117,7 @@ def on_three_ranks() -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_predictions_adapters_and_composed_models_are_those_of_one_process():
     ranks = run_distributed(on_three_ranks, 3)
     of_ranks = [rank["evaluations"] for rank in ranks]

@@ -167,6 +167,7 @@ def repeated() -> tuple[list[Any], list[list[int]]]:
     return [dropping(seed) for seed in (1, 1, 2)], [step.samples for step in loader.batch_sampler]
 
 
+@pytest.mark.deep
 def test_runs_repeat():
     first, second = run_distributed(repeated, 2)
     (once, twice, other), batches = first

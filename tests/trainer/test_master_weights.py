@@ -116,7 +116,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "zero and tp"))
 def test_the_copies_follow_the_stock_trainer_with_float32_weights(name: str, tmp_path: Path):
     family, world_size, parallel = LAYOUTS[name]
     optim = {"optim": "adamw_torch", "learning_rate": 5e-6, "adam_epsilon": 1e-2}  # updates below the weights' digits
@@ -168,6 +168,7 @@ def moved(folder: Path) -> list[tuple[runs.Run, dict]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_copies_move_to_any_layout(tmp_path: Path):
     (straight, masters), (again, same), (back, _), (host, _) = run_distributed(moved, 2, tmp_path, timeout=200)[0]
     assert again.logs == straight.logs and all(torch.equal(same[name], masters[name]) for name in masters)
@@ -193,6 +194,7 @@ def starts(checkpoint: Path, folder: Path | None = None) -> dict[str, torch.Tens
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_the_stock_trainer_goes_on_from_copies_and_a_plan_from_there(tmp_path: Path):
     checkpoint = tmp_path / "plan" / "checkpoint-2"
     ranks = run_distributed(starts, 2, checkpoint, tmp_path / "plan")

@@ -47,6 +47,7 @@ def _straight_resumed_moved(folder: Path, stock: str) -> tuple[runs.Run, runs.Ru
     return straight, resumed, moved, said
 
 
+@pytest.mark.deep
 def test_8_bit_adam_runs_on_shards_and_goes_on(tmp_path: Path):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes has the 8-bit optimizers")
     stock = runs.stock("llama", **ADAM_8BIT, output_dir=str(tmp_path / "stock"))

@@ -129,6 +129,7 @@ def more_runs(folder: str, before: str) -> dict[str, Trained]:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_runs_are_resumed_under_other_layouts_adapters_trained_on_and_biases_follow_their_layers(tmp_path: Path):
     _, resumed = stock_run(adapted("mine"), **CHECKPOINTS)
     before = str(tmp_path / "before")

@@ -76,7 +76,7 @@ def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **argum
     ("start", "layouts", "decay"),
     [
         pytest.param(COPIES, {1: PIPELINE, 3: COPIES}, 0.0, id="copies, a pipeline, copies"),
-        pytest.param(OWN, {1: UNLIKE, 2: PIPELINE, 3: SHARED}, 0.1, id="tp groups of all sizes"),
+        deep(OWN, {1: UNLIKE, 2: PIPELINE, 3: SHARED}, 0.1, id="tp groups of all sizes"),
         deep(UNLIKE, {1: OTHERWISE, 3: UNLIKE}, 0.0, id="copies with unlike numbers of ranks"),
         deep(SHARED, {1: OWN, 3: SHARED}, 0.1, id="tensor parallel, there and back"),
     ],

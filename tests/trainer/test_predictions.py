@@ -136,6 +136,7 @@ def runs_of_llama(folder: Path) -> dict[str, dict]:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_a_slow_loader_is_named_windows_are_means_and_nothing_is_written_where_it_is_not_wanted(tmp_path: Path):
     ranks = run_distributed(runs_of_llama, 2, tmp_path)
     slow = ranks[0]["slow"]

@@ -65,7 +65,7 @@ def preempted_and_resumed(
     ("parallel", "signals", "async_save"),
     [
         pytest.param(PIPELINE, {1: signal.SIGTERM, 2: signal.SIGUSR1}, True, id="plan"),
-        pytest.param(None, {1: signal.SIGUSR1}, False, id="no plan"),
+        deep(None, {1: signal.SIGUSR1}, False, id="no plan"),
         deep(PIPELINE, {0: signal.SIGUSR1}, False, id="plan, saved at once"),
     ],
 )

@@ -50,7 +50,7 @@ FORMS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
     "adapter of a model with more tokens": ("llava", {}, "default"),
     "adapter of tied embeddings": ("gemma3", {"target_modules": ["embed_tokens", "lm_head"]}, "default"),
 }
-CORE = ("whole, tied", "adapter with a projector", "adapter by module")
+CORE = ("whole, tied", "adapter with a projector")
 
 
 BY_MODULE: dict[str, Any] = {VISION: {"freeze": "tower"}, LM: {"peft_config": LORA}}

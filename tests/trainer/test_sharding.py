@@ -44,7 +44,7 @@ def lm(zero_stage: int, **sizes: int) -> dict[str, Any]:
 
 FROZEN = {VISION: {"dp_size": 2, "freeze": "tower", "zero_stage": 3}, LM: {"dp_size": 2}}
 # Family, ranks, layout, further arguments
-CORE: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "dp in groups, stage 2": ("llava", 5, lm(2, dp_size=4, shard_size=2), ADAMW),
     "dp and tp, stage 3": ("llava", 5, lm(3, tp_size=2), ADAMW),
     "dp and cp, stage 3": ("llava", 5, lm(3, cp_size=2, cp_block=16), ADAMW),
@@ -56,20 +56,25 @@ CORE: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "momentum, stage 1": ("llava", 3, lm(1), {"optim_args": "momentum=0.9"}),
     "recomputed, stage 3": ("llava", 6, of_both(3, activation_checkpointing=True), ADAMW),
     "gathered through a step, stage 3": ("llava", 6, of_both(3, reshard_after_forward=False), ADAMW),
-}
-DEEP = {
     "dp and tp, stage 1": ("llava", 5, lm(1, tp_size=2), ADAMW),
     "dp and cp, stage 2": ("llava", 5, lm(2, cp_size=2, cp_block=16), ADAMW),
     "tied, dp and pp, stage 3": ("paligemma", 5, lm(3, pp_size=2), ADAMW),
     "shared ranks, stage 3": ("llava", 2, both(3), ADAMW),
     "norms of heads and experts, stage 3": ("qwen3_vl_moe", 5, lm(3, tp_size=2), {}),
 }
+CORE = (
+    "dp in groups, stage 2",
+    "dp and tp, stage 3",
+    "frozen tower, stage 3",
+    "tied, dp and pp, in groups, stage 1",
+    "norms of heads and experts, stage 2",
+)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but({**CORE, **DEEP}, *CORE))
+@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, *CORE))
 def test_a_sharded_layout_equals_the_stock_trainer(name: str):
-    family, world_size, parallel, arguments = {**CORE, **DEEP}[name]
+    family, world_size, parallel, arguments = LAYOUTS[name]
     reference = runs.stock(family, freeze=runs.frozen(parallel), **arguments)
     ranks = run_distributed(runs.parallel_run, world_size, family, parallel, **arguments)
     runs.assert_same_run(ranks[0], reference)
@@ -101,7 +106,8 @@ def with_and_without(zero_stage: int) -> list[tuple[runs.Run, runs.Run]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("zero_stage", [pytest.param(2, marks=pytest.mark.deep), 3])
+@pytest.mark.deep
+@pytest.mark.parametrize("zero_stage", [2, 3])
 def test_what_is_sharded_trains_as_without_sharding(zero_stage: int):
     half, adapters = run_distributed(with_and_without, 4, zero_stage)[0]
     runs.assert_same_run(*half, rtol=1e-2, atol=1e-3)
@@ -132,7 +138,8 @@ def resumed(zero_stage: int, folder: Path) -> list[runs.Run]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("zero_stage", [pytest.param(1, marks=pytest.mark.deep), 3])
+@pytest.mark.deep
+@pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_sharded_run_goes_on_as_it_was_and_under_any_layout(zero_stage: int, tmp_path: Path):
     straight, again, away, back = run_distributed(resumed, 4, zero_stage, tmp_path, timeout=200)[0]
     assert again.logs == straight.logs and again.weights and straight.weights
@@ -198,7 +205,7 @@ def unlike_run(name: str, parallel: dict[str, Any]) -> runs.Run:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("name", runs.deep_but(UNLIKE, "a step without images, stage 3"))
 def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(name: str):
     zero_stage = UNLIKE[name][1]
     sizes, world_size = ({"pp_size": 2}, 6) if name == ONLY_OTHERS else ({"dp_size": 3}, 5)

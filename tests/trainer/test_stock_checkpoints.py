@@ -80,6 +80,7 @@ def test_a_stock_run_goes_on_under_a_plan_and_back(tmp_path: Path, straight):
             torch.testing.assert_close(saved["state"][index][key], value, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.deep
 def test_a_run_with_adapters_moves_both_ways(tmp_path: Path):
     want = _stock(tmp_path / "stock", lora=True)
     plan = {LM: {"tp_size": 2, "peft_config": LORA}}
@@ -200,7 +201,7 @@ def _convert(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("form", runs.deep_but(FORMS, "FSDP2, sharded", "DeepSpeed, stage 2"))
+@pytest.mark.parametrize("form", runs.deep_but(FORMS, "FSDP2, sharded"))
 def test_a_sharded_run_of_the_stock_trainer_goes_on_under_a_plan(tmp_path: Path, form: str):
     engine, state_dict_type, layouts = FORMS[form]
     logs, weights = run_distributed(_sharded_stock, 2, tmp_path, engine, state_dict_type)[0]

@@ -22,7 +22,6 @@ from hf_mmparallel.resilience.templates import check_guarantee
 from hf_mmparallel.trainer import recovery_plan
 from hf_mmparallel.trainer.recovery_plan import check_survivable
 from tests.hosts import TwoHosts, available
-from tests.trainer import runs
 from tests.trainer.contexts import arguments
 
 TWO_HOSTS = ROOT / "examples" / "accelerate_configs" / "two_hosts_4cpu.yaml"
@@ -120,7 +119,8 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", runs.deep_but(JOINS, "after a loss"))
+@pytest.mark.deep
+@pytest.mark.parametrize("case", JOINS)
 @live
 def test_processes_that_join_change_no_number(tmp_path: Path, case: str):
     layout, deaths, joins, expected, options = JOINS[case]

@@ -34,7 +34,7 @@ def copies(*replicas: list[tuple[int, int, tuple[int, ...]]]) -> dict[str, Any]:
             ADAM,
             id="a copy of the LM on two ranks, one on a single rank",
         ),
-        pytest.param(
+        deep(
             "qwen3_vl_moe",
             3,
             {VISION: copies([(0, 4, (0, 1))], [(0, 4, (2,))]), LM: copies([(0, 4, (0, 1))], [(0, 4, (2,))])},
