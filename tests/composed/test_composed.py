@@ -9,7 +9,7 @@ from torch.nn import functional
 from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.composed.multimodal_config import EncoderSettings, MultimodalCallbacks
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
-from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages
+from hf_mmparallel.modeling import build_model_spec, prepare_stages
 from hf_mmparallel.modeling.loading import blank_model, fill
 from tests import tiny
 from tests.modeling.test_stages import assert_same, make_plan, run_stages
@@ -451,17 +451,6 @@ def test_bad_compositions_are_errors(arguments, salient):
     }
     with pytest.raises(ValueError, match=salient):
         MultimodalModel.from_unimodal(**{**given, **arguments})
-
-
-def test_encoders_are_modules_with_their_projectors():
-    model, _ = compose("clip_whisper_llama")
-    assert list(module_parts(model)) == ["vision", "audio", "language_model"]
-    spec = build_model_spec(model)
-    assert spec.placeholders == {"vision": IMAGE, "audio": AUDIO}
-    assert spec.modules["audio"].stack == "model.encoders.audio.layers"
-    names = {p.name for p in spec.modules["vision"].parameters}
-    assert {n for n, _ in model.named_parameters() if ".vision." in n} == names
-    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -32,29 +32,6 @@ def test_every_parameter_belongs_to_one_module(family):
     assert spec.language_model.intermediate_size == 128
 
 
-@pytest.mark.parametrize("family", ["llava", "llava_next", "gemma3", "mistral3", "qwen2_vl"])
-def test_the_projector_belongs_to_the_encoder(family):
-    spec = build_model_spec(tiny.FAMILIES[family]())
-    assert spec.encoders == ("vision",)
-    for module in spec.modules.values():
-        for p in module.parameters:
-            encoder = any(part in p.name for part in ("vision_tower", "visual", "projector", "image_newline"))
-            assert (module.name == "vision") == encoder, p.name
-            if "projector" in p.name or "merger" in p.name or "image_newline" in p.name:
-                assert p.layer == 4
-
-
-def test_layers_around_the_stack():
-    spec = build_model_spec(tiny.FAMILIES["llava"]())
-    layers = {p.name: (module.name, p.layer) for module in spec.modules.values() for p in module.parameters}
-    assert layers["model.vision_tower.embeddings.class_embedding"] == ("vision", -1)
-    assert layers["model.vision_tower.encoder.layers.2.mlp.fc1.weight"] == ("vision", 2)
-    assert layers["model.vision_tower.post_layernorm.weight"] == ("vision", 4)
-    assert layers["model.language_model.embed_tokens.weight"] == (LANGUAGE_MODEL, -1)
-    assert layers["model.language_model.norm.weight"] == (LANGUAGE_MODEL, 4)
-    assert layers["lm_head.weight"] == (LANGUAGE_MODEL, 4)
-
-
 def test_tied_embeddings_are_used_twice():
     names = {"llava": None, "gemma3": "model.language_model.embed_tokens.weight"}
     for family, name in {**names, "llama_tied": "model.embed_tokens.weight"}.items():
