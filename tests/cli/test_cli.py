@@ -16,7 +16,6 @@ from hf_mmparallel.cli.main import main
 from hf_mmparallel.papers.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
 from hf_mmparallel.planner.settings import SHORT_NAMES
-from hf_mmparallel.world.membership import Membership
 
 LAYOUT = ["--module", "vision:dp=2", "--module", "language_model:pp=2,tp=2"]
 
@@ -264,8 +263,3 @@ def test_its_help_says_what_it_adds(capsys):
 
 def test_limits_are_checked(fail):
     assert "--host_timeout must be above 0" in fail("launch", "--host_timeout", "0", "train.py")
-
-
-def test_other_launchers_have_no_membership(monkeypatch):
-    monkeypatch.delenv("HF_MMPARALLEL_LAUNCH", raising=False)
-    assert Membership.from_environment() is None

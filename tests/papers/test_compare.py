@@ -56,7 +56,7 @@ def quick_search(question: PlanningProblem):
 @pytest.fixture(scope="module")
 def answer():
     """A question, our plan, and those of others."""
-    question = problem(num_ranks=4, global_batch_size=8)
+    question = problem(num_ranks=4, global_batch_size=8, effort=8)
     result = quick_search(question)
     return question, result, dict(zip(NAMES, compare(question, result), strict=True))
 
