@@ -219,7 +219,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
 
 @pytest.mark.parametrize("frozen", [("vision",), deep(()), deep((LANGUAGE_MODEL,))])
 def test_answers_keep_to_the_rules_of_the_engine(frozen):
-    problem = problem_of(6, 6, frozen, memory_bytes=2e9, effort=8)
+    problem = problem_of(6, 6, frozen, memory_bytes=2e9, effort=32)
     result = search_plans(problem)
     plans = answers(result)
     assert len(result.runners_up) == len(result.reasons) <= 3
@@ -319,7 +319,7 @@ def test_a_model_that_fits_no_plan_says_by_how_much_and_what_helps():
 def large() -> tuple[PlanningProblem, RankedPlan]:
     """A problem with one long text in each batch, in memory that all others fit but not this one; and its answer."""
     sizes = sizes_of(8, 0)
-    problem = problem_of(1, 8, effort=4)
+    problem = problem_of(1, 8)
     best = search_plans(replace(problem, sizes=sizes)).best
     sizes.tokens[LANGUAGE_MODEL][3], sizes.squares[LANGUAGE_MODEL][3] = 40_000, 40_000.0**2
     problem = replace(problem, sizes=sizes, memory_bytes=2 * best.peak_memory_bytes)
