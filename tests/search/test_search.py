@@ -260,7 +260,7 @@ def test_plans_that_are_as_fast_differ_in_memory():
 
 @pytest.mark.parametrize("seed", [0, deep(1)])
 def test_plans_fit_each_of_their_batches(seed):
-    problem = problem_of(2, 4, seed=seed, checkpointing=NEVER, effort=8, **ONE_ORDER)
+    problem = problem_of(2, 4, seed=seed, checkpointing=NEVER)
     peaks = sorted(own.peak_memory_bytes for own in search_plans(problem).best.predictions)
     limit = (peaks[0] + peaks[1]) / 2
     for plan in answers(search_plans(replace(problem, memory_bytes=limit))):
