@@ -14,7 +14,7 @@ from hf_mmparallel.runtime.writes import Writes
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
-from tests.runtime.test_checkpoint import LAYOUTS, lay_out, tiny_llava
+from tests.runtime.test_checkpoint import LAYOUTS, full, lay_out, tiny_llava
 
 TEXT = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 VISION = {"r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "fc2"], "layers_to_transform": [1]}
@@ -101,10 +101,6 @@ def test_what_cannot_be_one_adapter_is_refused(configs, message):
     assert not layers_of(model, "lora_A")
 
 
-def _full(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-
-
 def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     model, adapter = adapted({"language_model": TEXT} if train_projector else BOTH, train_projector)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -122,11 +118,11 @@ def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(5.0)
     sharded.load_adapters(folder, adapter)
     for name, parameter in parameters.items():
-        full = _full(parameter)
-        assert torch.equal(full, expected[name] if name in trained else torch.full_like(full, 5.0)), name
+        value = full(parameter)
+        assert torch.equal(value, expected[name] if name in trained else torch.full_like(value, 5.0)), name
     sharded.load_model(folder + "-base")
     for name, parameter in parameters.items():
-        assert torch.equal(_full(parameter), expected[name]), name
+        assert torch.equal(full(parameter), expected[name]), name
     other, adapter = adapted({"language_model": {**TEXT, "target_modules": ["k_proj"]}})
     with pytest.raises(ValueError, match="k_proj.lora_A.weight"):
         lay_out(other, layout).load_adapters(folder, adapter)

@@ -16,7 +16,6 @@ from hf_mmparallel.cli.main import main
 from hf_mmparallel.papers.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
 from hf_mmparallel.planner.settings import SHORT_NAMES
-from hf_mmparallel.world.membership import Membership
 
 LAYOUT = ["--module", "vision:dp=2", "--module", "language_model:pp=2,tp=2"]
 
@@ -119,30 +118,15 @@ def test_errors_are_one_line(model, fail, arguments, message):
     assert message in fail("plan", "--model", model, *arguments)
 
 
-BART = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64, "encoder_attention_heads": 4}
-BERT = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
-@pytest.mark.parametrize(
-    ("config", "name", "message"),
-    [
-        (transformers.BartConfig(**BART), "BartForConditionalGeneration", "is an encoder-decoder model"),
-        (transformers.BertConfig(**BERT), "BertForMaskedLM", "is a masked language model"),
-    ],
-)
-def test_models_that_no_plan_describes_are_refused(tmp_path, fail, config, name, message):
-    config.architectures = [name]
-    config.save_pretrained(tmp_path)
-    assert f"`{name}` {message}" in fail("plan", "--model", tmp_path, "--gpus", 2)
-
-
 def test_missing_files_and_foreign_plans_are_errors(model, tmp_path, monkeypatch, fail):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    settings, broken, torn = (tmp_path / name for name in ("settings.yaml", "broken.yaml", "torn.yaml"))
+    settings, broken, torn, bart = (tmp_path / name for name in ("settings.yaml", "broken.yaml", "torn.yaml", "bart"))
     settings.write_text("vision: {dp_size: 2}\n")
     broken.write_text("modules:\n  - vision: [1\n")
     torn.write_text("modules: {vision: {replicas: [[{ranks: [[0]]}]]}}\n")
+    transformers.BartConfig(d_model=32, architectures=["BartForConditionalGeneration"]).save_pretrained(bart)
     for arguments, message in (
+        (["plan", "--model", bart, "--gpus", 2], "is an encoder-decoder model"),
         (["plan", "--model", tmp_path / "nothing"], "does not exist"),
         (["plan", "--model", "nope", "--gpus", 2], "`--model nope` is not a folder here, and no configuration"),
         (["plan", "--model", tmp_path], "without a config.json"),
@@ -279,8 +263,3 @@ def test_its_help_says_what_it_adds(capsys):
 
 def test_limits_are_checked(fail):
     assert "--host_timeout must be above 0" in fail("launch", "--host_timeout", "0", "train.py")
-
-
-def test_other_launchers_have_no_membership(monkeypatch):
-    monkeypatch.delenv("HF_MMPARALLEL_LAUNCH", raising=False)
-    assert Membership.from_environment() is None

@@ -86,7 +86,8 @@ def test_what_is_printed(found):
 def test_without_frozen_parameters_only_the_order_of_samples_is_left(model, run, tmp_path):
     """What ignores freezing then has our costs, and is not called by that."""
     files = ["--json", tmp_path / "figures.json", "--html", tmp_path / "page.html"]
-    out = run("plan", "--model", model, "--gpus", 2, *SHORT, "--compare", *files)
+    fixed = ["--module", "language_model:tp=1,checkpointing=false"]
+    out = run("plan", "--model", model, "--gpus", 2, *fixed, *SHORT, "--compare", *files)
     assert "│ sampler's order │" in out and "nothing is frozen: our search and costs" in out and "unaware" not in out
     assert json.loads((tmp_path / "figures.json").read_text())["comparison"][0]["name"] == "frozen-unaware"
     assert "frozen-unaware" not in (tmp_path / "page.html").read_text()
@@ -165,7 +166,8 @@ def test_what_if_keeps_sizes_that_are_given(model, figures):
 
 def test_generators_are_planned_but_not_trained(model, tmp_path, run, figures, fail):
     path, picture = tmp_path / "plan.yaml", tmp_path / "schedule.png"
-    sizes = ["--module", "vision:dp=1,tp=1", "--module", "language_model:dp=1,tp=1", "--microbatch-size", 1]
+    one = "dp=1,tp=1,checkpointing=false"
+    sizes = ["--module", f"vision:{one}", "--module", f"language_model:{one}", "--microbatch-size", 1]
     arguments = ["plan", "--model", model, "--gpus", 3, "--generator", GENERATOR, *sizes, *SHORT]
     found = figures(*arguments, "--output", path, "--picture", picture)
     assert list(found["layouts"]) == ["vision", "language_model", "image"] and found["num_ranks"] == 3

@@ -9,8 +9,9 @@ from torch.nn import functional
 from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.composed.multimodal_config import EncoderSettings, MultimodalCallbacks
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
-from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages
+from hf_mmparallel.modeling import build_model_spec, prepare_stages
 from hf_mmparallel.modeling.loading import blank_model, fill
+from tests import tiny
 from tests.modeling.test_stages import assert_same, make_plan, run_stages
 
 VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -55,22 +56,24 @@ KINDS = ("clip_llama", "siglip_qwen2", "dinov2_gpt2", "clip_whisper_llama")
 TIED = ("siglip_qwen2", "dinov2_gpt2")
 
 
-def make_batch(kind: str, rows: int, images: tuple[int, ...] = (1, 2, 0)) -> dict[str, Tensor]:
-    """Samples with so many images (and audio clips) each, padded to the right."""
-    generator = torch.Generator().manual_seed(1)
-    has_audio, samples = "whisper" in kind, []
+def make_samples(kind: str, rows: int, images: tuple[int, ...] = (1, 2, 0)) -> list[dict[str, Tensor]]:
+    """Samples with so many images (and audio clips) each."""
+    generator, samples = torch.Generator().manual_seed(1), []
     for count in images:
-        media = ([IMAGE] * rows + [3] + ([AUDIO] * 6 if has_audio else [])) * count
-        samples.append(torch.tensor([1, *media, *torch.randint(4, 39, (4,), generator=generator).tolist()]))
-    input_ids = nn.utils.rnn.pad_sequence(samples, batch_first=True)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in samples], batch_first=True)
-    labels = input_ids.masked_fill((mask == 0) | (input_ids >= IMAGE), -100)
-    batch = {"input_ids": input_ids, "attention_mask": mask, "labels": labels}
-    if sum(images):
-        batch["pixel_values"] = torch.randn(sum(images), 3, 8, 8, generator=generator)
-        if has_audio:
-            batch["input_features"] = torch.randn(sum(images), 8, 12, generator=generator)
-    return batch
+        media = ([IMAGE] * rows + [3] + [AUDIO] * (6 if "whisper" in kind else 0)) * count
+        ids = torch.tensor([1, *media, *torch.randint(4, 39, (4,), generator=generator).tolist()])
+        sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        sample["labels"] = ids.masked_fill(ids >= IMAGE, -100)
+        if count:
+            sample["pixel_values"] = torch.randn(count, 3, 8, 8, generator=generator)
+        if count and "whisper" in kind:
+            sample["input_features"] = torch.randn(count, 8, 12, generator=generator)
+        samples.append(sample)
+    return samples
+
+
+def make_batch(kind: str, rows: int, images: tuple[int, ...] = (1, 2, 0)) -> dict[str, Tensor]:
+    return tiny.collate("llava")(make_samples(kind, rows, images))
 
 
 def merged(model: MultimodalModel, batch: dict[str, Tensor]) -> Tensor:
@@ -448,17 +451,6 @@ def test_bad_compositions_are_errors(arguments, salient):
     }
     with pytest.raises(ValueError, match=salient):
         MultimodalModel.from_unimodal(**{**given, **arguments})
-
-
-def test_encoders_are_modules_with_their_projectors():
-    model, _ = compose("clip_whisper_llama")
-    assert list(module_parts(model)) == ["vision", "audio", "language_model"]
-    spec = build_model_spec(model)
-    assert spec.placeholders == {"vision": IMAGE, "audio": AUDIO}
-    assert spec.modules["audio"].stack == "model.encoders.audio.layers"
-    names = {p.name for p in spec.modules["vision"].parameters}
-    assert {n for n, _ in model.named_parameters() if ".vision." in n} == names
-    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(

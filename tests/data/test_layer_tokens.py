@@ -22,7 +22,7 @@ from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import layers_of
 from hf_mmparallel.modeling.unowned import hidden_of
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
-from tests.runtime.test_engine import mixed_dataset, two_encoders
+from tests.composed.test_composed import compose, make_samples
 from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset
 
 
@@ -70,7 +70,8 @@ SQUARES_DIFFER = ("qwen2_5_vl", "qwen2_5_omni", "mistral3")
 @pytest.mark.parametrize("family", ["composed", *(name for name in FAMILIES if name not in TEXT_ONLY)])
 def test_sizes_are_what_layers_see(family):
     if family == "composed":
-        model, samples, collator = two_encoders().eval(), mixed_dataset(6), PretokenizedCollator()
+        (model, rows), collator = compose("clip_whisper_llama"), PretokenizedCollator()
+        samples = make_samples("clip_whisper_llama", rows, (1, 2, 0, 1))
     else:
         model, samples, collator = FAMILIES[family](), make_dataset(family, 7), collate(family)
     spec = build_model_spec(model)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_mmparallel.modeling import build_model_spec, count_feature_tokens, module_parts
-from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec
+from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests import tiny
 
 torch.set_num_threads(1)
@@ -30,53 +30,6 @@ def test_every_parameter_belongs_to_one_module(family):
     assert list(spec.modules)[-1] == LANGUAGE_MODEL
     assert spec.language_model.num_kv_heads == 2
     assert spec.language_model.intermediate_size == 128
-
-
-@pytest.mark.parametrize("family", ["llava", "llava_next", "gemma3", "mistral3", "qwen2_vl"])
-def test_the_projector_belongs_to_the_encoder(family):
-    spec = build_model_spec(tiny.FAMILIES[family]())
-    assert spec.encoders == ("vision",)
-    for module in spec.modules.values():
-        for p in module.parameters:
-            encoder = any(part in p.name for part in ("vision_tower", "visual", "projector", "image_newline"))
-            assert (module.name == "vision") == encoder, p.name
-            if "projector" in p.name or "merger" in p.name or "image_newline" in p.name:
-                assert p.layer == 4
-
-
-def test_layers_around_the_stack():
-    spec = build_model_spec(tiny.FAMILIES["llava"]())
-    layers = {p.name: (module.name, p.layer) for module in spec.modules.values() for p in module.parameters}
-    assert layers["model.vision_tower.embeddings.class_embedding"] == ("vision", -1)
-    assert layers["model.vision_tower.encoder.layers.2.mlp.fc1.weight"] == ("vision", 2)
-    assert layers["model.vision_tower.post_layernorm.weight"] == ("vision", 4)
-    assert layers["model.language_model.embed_tokens.weight"] == (LANGUAGE_MODEL, -1)
-    assert layers["model.language_model.norm.weight"] == (LANGUAGE_MODEL, 4)
-    assert layers["lm_head.weight"] == (LANGUAGE_MODEL, 4)
-
-
-def test_tied_embeddings_are_used_twice():
-    names = {"llava": None, "gemma3": "model.language_model.embed_tokens.weight"}
-    for family, name in {**names, "llama_tied": "model.embed_tokens.weight"}.items():
-        assert build_model_spec(tiny.FAMILIES[family]()).tied == ({name: (LANGUAGE_MODEL, 4)} if name else {})
-
-
-def test_features_of_deepstack_enter_at_their_layers():
-    spec = build_model_spec(tiny.FAMILIES["qwen3_vl"]())
-    vision = spec.modules["vision"]
-    levels = [FeatureSpec("image", "deepstack_features", i, i) for i in range(3)]
-    assert vision.features[:4] == (FeatureSpec("image"), *levels)
-    assert [f.modality for f in vision.features] == ["image"] * 4 + ["video"] * 4
-    assert vision.inner_features
-    assert not build_model_spec(tiny.FAMILIES["qwen2_vl"]()).modules["vision"].inner_features
-    assert spec.placeholders == {"image": tiny.MEDIA_TOKEN, "video": tiny.VIDEO_TOKEN}
-
-
-def test_frozen_parameters_are_not_trainable():
-    model = tiny.FAMILIES["llava"]()
-    model.model.vision_tower.requires_grad_(False)
-    for p in build_model_spec(model).modules["vision"].parameters:
-        assert p.trainable == ("vision_tower" not in p.name)
 
 
 @pytest.mark.parametrize("family", ["paligemma", "qwen3_vl", "voxtral"])

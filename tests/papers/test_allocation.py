@@ -53,13 +53,6 @@ def test_many_at_once_are_each_on_its_own():
                 assert list(alone.values()) == row
 
 
-@given(st.floats(0.5, 0.999), st.integers(2, 64))
-def test_of_two_modules_only_the_larger_gets_fewer_ranks_for_speed(share, num_ranks):
-    work = {"a": share, "b": 1 - share}
-    fastest, nearest = (proportional_allocation(work, num_ranks, rounding=way)["a"] for way in ("fastest", "nearest"))
-    assert nearest - 1 <= fastest <= nearest
-
-
 def test_what_has_no_share_is_refused():
     with pytest.raises(ValueError, match="3 ranks are not 2 "):
         proportional_allocation({"a": 1.0, "b": 1.0}, 3, 2)

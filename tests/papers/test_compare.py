@@ -25,12 +25,10 @@ from hf_mmparallel.papers.compare import (
 )
 from hf_mmparallel.papers.encoders_replicated import ReplicatedEncoders
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.search.candidates import CandidateSpace, EstimatedCandidate
 from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.simulations import AS_FAST, step_planner
-from hf_mmparallel.steps.representatives import predict_batch
+from hf_mmparallel.search.simulations import AS_FAST
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import LAYERS, model
 from tests.deep_cases import deep
@@ -58,7 +56,7 @@ def quick_search(question: PlanningProblem):
 @pytest.fixture(scope="module")
 def answer():
     """A question, our plan, and those of others."""
-    question = problem(num_ranks=4, global_batch_size=8)
+    question = problem(num_ranks=4, global_batch_size=8, effort=8)
     result = quick_search(question)
     return question, result, dict(zip(NAMES, compare(question, result), strict=True))
 
@@ -246,51 +244,6 @@ def test_ways_to_run_fully_sharded():
     for given in ({"vision": True, LANGUAGE_MODEL: True}, {LANGUAGE_MODEL: False}):
         for own in FullyShardedLayouts(problem(checkpointing=given)):
             assert {name: own.layouts[name].activation_checkpointing for name in given} == given
-
-
-def test_slow_links_cost_the_fully_sharded_time_and_no_memory():
-    question = problem()
-    slow = replace(question.costs.device, node_link_gb_per_s=0.001)
-    slower = replace(question, costs=replace(question.costs, device=slow))
-    for own in FullyShardedLayouts(question):
-        fast, found = (predict_batch(step_planner(asked, own), question.batches[0]) for asked in (question, slower))
-        assert found.step_ms > fast.step_ms and found.peak_memory_bytes == fast.peak_memory_bytes
-
-
-def test_fewer_microbatches_gather_less_often():
-    question = problem(checkpointing=NEVER)
-    question = replace(question, costs=replace(question.costs, packing=True))
-    peaks = {}
-    for own in FullyShardedLayouts(question):
-        found = predict_batch(step_planner(question, own), question.batches[0])
-        peaks[own.layouts[LANGUAGE_MODEL].shard_size, own.num_microbatches] = found.peak_memory_bytes
-    assert peaks[None, 2] < peaks[4, 2] < peaks[4, 1]
-
-
-def of_search(estimated: EstimatedCandidate) -> tuple:
-    """What makes a candidate, but for what copies divide where no pass communicates."""
-    sizes = (
-        (own.dp_size, own.pp_size, own.kind.cp_size, own.kind.tp_size, own.kind.checkpointing)
-        + ((own.kind.sharding,) if own.kind.shares_passes else ())
-        for own in estimated.estimates.values()
-    )
-    return estimated.num_microbatches, tuple(estimated.colocated_with.items()), tuple(sizes)
-
-
-def test_layouts_of_others_are_candidates_of_the_search():
-    """Fully sharded, and one layout for all modules."""
-    question = problem((), num_ranks=4, global_batch_size=8, zero_stages=(0, 1, 3))
-    candidates = {of_search(own) for own in CandidateSpace(question)}
-    assert {of_search(own) for own in SingleLayouts(question)} <= candidates
-    sharded = {
-        (
-            own.num_microbatches,
-            tuple(own.colocated_with.items()),
-            tuple((own.dp_size, 1, 1, 1, own.activation_checkpointing, own.sharding) for own in own.layouts.values()),
-        )
-        for own in FullyShardedLayouts(question)
-    }
-    assert sharded and sharded <= candidates
 
 
 ALL = (0, 1, 2, 3)

@@ -25,7 +25,6 @@ from hf_mmparallel.resilience.plan_choice import (
     copy_seconds,
     reason_of_join,
     reason_text,
-    runs_text,
 )
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import Slice, StateCopies, StateCopy, state_copies
@@ -132,16 +131,11 @@ def test_the_fastest_pipelines_where_they_pay_for_their_copies() -> None:
 def test_the_reason_is_one_line_with_its_numbers() -> None:
     few, fast = option(10.0, 0.5, 2**20), option(9.0, 1.5, 3 * 2**20)
     pays, does_not = reason_text(fast, [few, fast], 3600.0), reason_text(few, [few, fast], 60.0)
-    for number in ("11.1% faster", "3.0 MiB", "1.0 MiB", "1 h"):
-        assert number in pays
-    assert does_not.startswith("Fewest changes") and "11.1% faster" in does_not and "3.0 MiB" in does_not
-    assert "\n" not in pays + does_not
+    assert all(number in pays for number in ("11.1% faster", "3.0 MiB", "1.0 MiB", "1 h"))
+    assert "11.1% faster" in does_not and "3.0 MiB" in does_not and "\n" not in pays + does_not
     assert "faster by 1%" in reason_text(few, [few], 60.0)
-    assert runs_text([2, 4, 4, 4]) == "3 x 4, 2"
-    assert reason_of_join(fast, [few, fast], 3600.0) == f"Fastest pipelines, of {fast.sizes} nodes"
-    assert f"{few.sizes} nodes. With pipelines of {fast.sizes} nodes a step is 11." in reason_of_join(
-        few, [few, fast], 60.0
-    )
+    joined = [reason_of_join(one, [few, fast], time_s) for one, time_s in ((fast, 3600.0), (few, 60.0))]
+    assert f"of {fast.sizes} nodes" in joined[0] and "a step is 11." in joined[1]
 
 
 @pytest.mark.parametrize("family", MODELS)

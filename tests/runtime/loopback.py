@@ -205,6 +205,7 @@ class Outcome:
     num_targets: int
     gradients: dict[str, Tensor]
     results: list[StepResult]
+    models: list[PreTrainedModel]  # of the ranks
 
 
 def reference(model: PreTrainedModel, batch: Mapping[str, Any]) -> tuple[float, int, dict[str, Tensor]]:
@@ -240,6 +241,7 @@ def run_loopback(
         collator = PackingCollator(collator, with_words(copy.deepcopy(model)))
         copies = [with_words(own) for own in copies]
     groups = {ranks: ThreadGroup(ranks) for ranks in shared}
+    cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")  # which threads do not inherit
 
     def rank_body(rank: int) -> StepResult:
         own = copies[rank]
@@ -258,7 +260,7 @@ def run_loopback(
         sharder = ContextSharder(plan, rank, spec.placeholders, media)
         source = StepDataset(Reader(dataset, collator), RankInputs(plan, rank, sharder=sharder), 0)
         batch = source.read(step)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), torch.autocast("cpu", dtype, enabled=cast):
             return executor.run(program, batch)
 
     def after_failure(rank: int) -> None:
@@ -279,7 +281,8 @@ def run_loopback(
     assert not any(not channel.empty() for channel in world.channels.values()), "a message nobody took"
     assert all(task.module == LANGUAGE_MODEL for result in results for task in result.losses)
     losses = [loss for result in results for loss in result.losses.values()]
-    return Outcome(sum(float(loss) for loss, _ in losses), sum(int(count) for _, count in losses), gradients, results)
+    loss, count = sum(float(loss) for loss, _ in losses), sum(int(count) for _, count in losses)
+    return Outcome(loss, count, gradients, results, copies)
 
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:

@@ -58,7 +58,7 @@ def lay_out(model, layout: str):
     return ShardedModel(model, spec, plan, world)
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -83,7 +83,7 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
         if not sharded.holds(name):
             assert is_unowned(parameter)
         else:
-            assert torch.equal(_full(parameter), other[name]), name
+            assert torch.equal(full(parameter), other[name]), name
     if tie:
         assert model.lm_head.weight is model.get_input_embeddings().weight
 

@@ -31,7 +31,6 @@ def test_rows_of_a_grid_talk_to_the_same_row_and_encoders_to_all():
 
 def test_ranks_with_equal_shards_share_the_tokens_of_a_stage():
     assert context_groups(PLAN) == [(2, 4), (3, 5), (6, 8), (7, 9)]
-    assert context_groups(resolve_plan(model_spec(), {LANGUAGE_MODEL: ModulePlugin(tp_size=2)})) == []
 
 
 def test_dropout_is_equal_on_ranks_with_the_same_tokens_only():

@@ -24,7 +24,7 @@ from hf_mmparallel.plan import (
     Stage,
     resolve_plan,
 )
-from hf_mmparallel.runtime.payloads import Mesh, Payloads, feature_routes, hidden_state_routes, select, wire_dtype
+from hf_mmparallel.runtime.payloads import Mesh, Payloads, feature_routes, select, wire_dtype
 from hf_mmparallel.schedule.actions import Message, Task
 from tests import tiny
 from tests.plan.specs import model_spec
@@ -35,12 +35,13 @@ FEATURES = {
 }
 
 
-def graph_spec(vectors: str | None = None, **dtypes: str) -> ModelSpec:
-    """An encoder and a language model, with a dtype each. `vectors` is that of a norm in the first layer."""
+def graph_spec(vectors: str | None = None, projector: str | None = None, **dtypes: str) -> ModelSpec:
+    """An encoder and a language model, with a dtype each, and those of norms in the first layers and of projectors."""
     modules = {}
     for name, features in FEATURES.items():
         weights = [ParameterSpec(f"{name}.{i}", (1, 1), i, dtypes.get(name, "bfloat16")) for i in range(4)]
         weights += [ParameterSpec(f"{name}.norm", (1,), 0, vectors)] if vectors else []
+        weights += [ParameterSpec(f"{name}.projector", (1, 1), 4, projector)] if projector else []
         modules[name] = ModuleSpec(name, name, 4, 8, 1, 1, 1, tuple(weights), features)
     return ModelSpec(modules)
 
@@ -80,28 +81,19 @@ def test_hidden_states_travel_in_the_widest_dtype_that_layers_compute_in(matrice
 
 
 @pytest.mark.parametrize(
-    ("producer", "consumer", "expected"),
+    ("producer", "projector", "consumer", "expected"),
     [
-        ("bfloat16", "float32", torch.float32),
-        ("float32", "bfloat16", torch.float32),
-        ("float16", "bfloat16", torch.float32),
-        ("float16", "float16", torch.float16),
+        ("bfloat16", None, "float32", torch.float32),
+        ("float32", None, "bfloat16", torch.float32),
+        ("float16", None, "bfloat16", torch.float32),
+        ("float16", None, "float16", torch.float16),
+        ("bfloat16", "float32", "bfloat16", torch.float32),
     ],
 )
-def test_features_travel_in_a_dtype_that_holds_what_both_ends_compute(producer, consumer, expected):
-    spec = graph_spec(vision=producer, language_model=consumer)
+def test_features_travel_in_a_dtype_that_holds_what_both_ends_compute(producer, projector, consumer, expected):
+    spec = graph_spec(projector=projector, vision=producer, language_model=consumer)
     assert wire_dtype(spec, "vision", LANGUAGE_MODEL) == expected
     assert wire_dtype(spec, "vision", "vision") == getattr(torch, producer)  # whatever other edges carry
-
-
-def test_what_comes_after_the_last_layer_widens_features_and_no_hidden_states():
-    spec = graph_spec()
-    vision = spec.modules["vision"]
-    projector = ParameterSpec("projector", (1, 1), vision.num_layers, "float32")
-    modules = {**spec.modules, "vision": replace(vision, parameters=(*vision.parameters, projector))}
-    spec = replace(spec, modules=modules)
-    assert wire_dtype(spec, "vision", LANGUAGE_MODEL) == torch.float32
-    assert wire_dtype(spec, "vision", "vision") == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -175,14 +167,6 @@ def test_each_token_crosses_once_from_where_it_is_to_where_it_is_needed(layout):
                 assert route.consumers == consumer[needed_on[token]]
                 crossed[token] += 1
     assert crossed == Counter(range(len(computed_on)))
-
-
-def test_hidden_states_stay_on_their_cp_rank():
-    routes = hidden_state_routes(3, ((7,), (8,)), ((1, 2), (3, 4)))
-    assert [(route.producers, route.consumers, route.num_tokens, route.tokens) for route in routes] == [
-        ((7,), (1, 2), 3, None),
-        ((8,), (3, 4), 3, None),
-    ]
 
 
 def test_tokens_that_are_all_in_order_are_not_copied():

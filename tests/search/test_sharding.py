@@ -142,9 +142,3 @@ def test_state_and_sums_are_those_of_the_plan(sharding):
     cost = StepCost(asked.costs, plan, step, batch, groups)
     expected = sum(map(cost.sync_ms, range(len(groups)))) + optimizer_ms(asked.costs, plan, groups)
     assert sum(options[name].sync_ms(kind, 8, 1) for name, kind in kinds.items()) == pytest.approx(expected, rel=0.02)
-
-
-def test_layouts_say_what_they_divide():
-    assert str(Layout((4,), 8, sharding=ShardingSettings(3))) == "dp 8, ZeRO-3"
-    recomputed = Layout((4,), 8, 1, 2, True, ShardingSettings(1, 4))
-    assert str(recomputed) == "dp 8 x tp 2, ZeRO-1 over 4, recomputed"

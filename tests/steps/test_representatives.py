@@ -28,6 +28,10 @@ LAYOUTS = {
     "a common divisor": (ModulePlugin(dp_size=4), ModulePlugin(dp_size=2, pp_size=2, tp_size=2)),
     "no common divisor": (ModulePlugin(dp_size=3), ModulePlugin(dp_size=5, pp_size=2)),
     "few language models": (ModulePlugin(dp_size=7, tp_size=2), ModulePlugin(dp_size=2)),
+    "ranks that are shared": (
+        ModulePlugin(dp_size=2, pp_size=2, activation_checkpointing=True),
+        ModulePlugin(colocate_with="vision"),
+    ),
 }
 SAMPLES = 30
 
