@@ -1,7 +1,5 @@
 """Ways to recover from failures, baselines of the benchmarks: what they use and copy, and what a replay counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How even microbatches are: every sample is counted once, what is deferred is found."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

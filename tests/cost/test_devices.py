@@ -1,7 +1,5 @@
 """Devices: found by name, recognised as drivers report them, described in a file, and their links."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 
 import pytest

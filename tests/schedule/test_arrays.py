@@ -1,7 +1,5 @@
 """Programs that are written in arrays are those that the plain way gives, and what is proved of them holds."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

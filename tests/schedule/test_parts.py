@@ -1,7 +1,5 @@
 """A rank plans the replicas that it exchanges tensors with; that gives the program that planning all of them gives."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

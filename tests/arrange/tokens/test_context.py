@@ -1,7 +1,5 @@
 """Rows cut over ranks: the mask stays what it was, ranks get what they need, and whole segments stay whole."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One call of attention: its inputs, and what the definition gives for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

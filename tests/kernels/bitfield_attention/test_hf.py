@@ -1,7 +1,5 @@
 """`attn_implementation="bitfield"`: how it becomes known, and models against themselves under eager attention."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

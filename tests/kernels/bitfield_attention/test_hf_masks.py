@@ -1,7 +1,5 @@
 """What a layer does with words, with a mask, with both and with neither."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
