@@ -12,9 +12,7 @@ from hf_mmparallel.arrange.deferral import (
     MAX_ITEMS,
     bottleneck_matching,
     defer,
-    pair_means,
     pair_order,
-    shuffled_pairs,
     subset_sums,
 )
 from hf_mmparallel.arrange.greedy import Capacity
@@ -87,16 +85,6 @@ def test_orders_hold_every_microbatch_once(seed, count, num_items):
     surplus = np.bincount(rows, weights, 2 * count + 1)[:-1].reshape(2, count)
     order = pair_order(rows, weights, surplus, np.zeros(2))
     assert np.sort(order, axis=1).tolist() == [list(range(count))] * 2
-
-
-def test_pairs_stay_together_in_every_order_that_is_tried():
-    order = np.array([[3, 1, 0, 4, 2], [0, 1, 2, 3, 4]])
-    trials = shuffled_pairs(order, 6)
-    assert trials.shape == (6, 2, 5) and trials[0].tolist() == order.tolist()
-    assert {tuple(trial[0].tolist()) for trial in trials} == {(3, 1, 0, 4, 2), (0, 4, 3, 1, 2)}
-    assert {tuple(trial[1].tolist()) for trial in trials} == {(0, 1, 2, 3, 4), (2, 3, 0, 1, 4)}
-    loads = np.array([[1.0, 2, 3, 4, 5], [1, 3, 5, 7, 9]])
-    assert pair_means(order, loads).tolist() == [[3, 3, 3, 3, 3], [2, 2, 6, 6, 9]]
 
 
 def test_what_pairs_leave_over_stays_small_in_the_running_sum():

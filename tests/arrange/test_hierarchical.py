@@ -13,7 +13,16 @@ from hf_mmparallel.arrange.assigned_batch import Batch
 from hf_mmparallel.arrange.colocated_modules import ColocatedModules
 from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.arrange.hierarchical import hierarchical, tapered
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlan,
+    ModulePlugin,
+    ParallelPlan,
+    Stage,
+    StepPlan,
+    Workloads,
+    resolve_plan,
+)
 from hf_mmparallel.schedule import build_program, simulate
 from tests.arrange.builders import batch_indices_of, check_samples, draw, loads, plan_of, workloads_of
 from tests.plan.specs import model_spec
@@ -196,6 +205,14 @@ def test_several_encoders(merged):
     both = [batch_index for batch_index in range(128) if ("audio", batch_index) in step.location_of]
     both = [batch_index for batch_index in both if ("vision", batch_index) in step.location_of]
     assert both and (not merged or all(step.location_of["audio", i] == step.location_of["vision", i] for i in both))
+
+
+def test_encoders_on_the_same_ranks_may_have_other_numbers_of_replicas():
+    plan = plan_of(audio=2, vision=1, language_model=1)
+    vision = ModulePlan(((Stage((0, 4), ((0,),)), Stage((4, 8), ((1,),))),))
+    plan = dataclasses.replace(plan, modules={**plan.modules, "vision": vision})
+    work = draw(plan, 32)
+    check(plan, work, arrange_step(plan, range(32), work, 2))
 
 
 def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_ends():

@@ -73,17 +73,12 @@ def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
     spec = model_spec(draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.booleans()))
     pattern = draw(st.sampled_from([False, True, "tower", r"layers\.[02]\.", "weight"]))
     frozen = draw(st.sampled_from(["vision", LANGUAGE_MODEL]))
-    if pattern != "tower" or frozen == "vision":
-        modules = {name: m.with_frozen(pattern) if name == frozen else m for name, m in spec.modules.items()}
-        spec = ModelSpec(modules, spec.tied)
-    dims = st.sampled_from([None, 0, 1])
-    spec = ModelSpec(
-        {
-            name: replace(m, parameters=tuple(replace(p, tp_dim=draw(dims)) for p in m.parameters))
-            for name, m in spec.modules.items()
-        },
-        spec.tied,
-    )
+    dims, modules = st.sampled_from([None, 0, 1]), {}
+    for name, module in spec.modules.items():
+        if name == frozen and (pattern != "tower" or name == "vision"):
+            module = module.with_frozen(pattern)
+        modules[name] = replace(module, parameters=tuple(replace(p, tp_dim=draw(dims)) for p in module.parameters))
+    spec = ModelSpec(modules, spec.tied)
     shared = draw(st.booleans())
     modules, next_rank = {}, 0
     for name, module in spec.modules.items():

@@ -67,7 +67,7 @@ def divided(expected, sharding) -> dict[tuple[Cut, ...], tuple[list[int], list[i
 
 
 @given(specs_and_plans())
-def test_shards_and_sync_groups_are_what_the_words_say(case):
+def test_shards_sync_groups_and_trainable_stages_are_what_the_words_say(case):
     spec, plan = case
     table = parameter_shards(spec, plan)
     groups = sync_groups(spec, plan)
@@ -100,17 +100,10 @@ def test_shards_and_sync_groups_are_what_the_words_say(case):
     for group in groups:
         assert list(group.parameters) == [name for name in spec.parameters if name in group.parameters]
     assert len({(group.ranks, group.stages) for group in groups}) == len(groups)
-
-
-@given(specs_and_plans())
-def test_a_stage_is_trainable_when_it_holds_a_trainable_parameter(case):
-    spec, plan = case
-    parameters = {p.name: p for module in spec.modules.values() for p in module.parameters}
-    held = {key for name, p in parameters.items() if p.trainable for key, _ in copies(spec, plan, name)}
+    held = {key for name, p in spec.parameters.items() if p.trainable for key, _ in copies(spec, plan, name)}
     for module_name, module in plan.modules.items():
         for replica, stages in enumerate(module.replicas):
-            ranges = [stage.layers for stage in stages]
-            found = trainable_stages(spec.modules[module_name], spec.tied, ranges)
+            found = trainable_stages(spec.modules[module_name], spec.tied, [stage.layers for stage in stages])
             assert found == [(module_name, replica, index) in held for index in range(len(stages))]
 
 

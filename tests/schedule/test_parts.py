@@ -156,6 +156,7 @@ def test_the_checksum_of_a_part_tells_of_its_order_and_its_replicas():
     programs = {r: representatives.expand(program_of_parts(representatives.parts(step, r), uneven)) for r in range(6)}
     replicas = {rank: program.replicas(LM) for rank, program in programs.items()}
     assert sorted(map(sorted, set(replicas.values()))) == [[0], [1]]
+    assert not list(representatives.parts(step, plan.world_size))
     for rank, other in itertools.combinations(programs, 2):
         same = programs[rank].checksum == programs[other].checksum
         assert same == (replicas[rank] == replicas[other])
