@@ -237,9 +237,7 @@ def last_end(case: Case, max_in_flight) -> float:
 
 
 def iteration_ms(case: Case, schedule: Schedule) -> float:
-    plan = replace(case.plan, schedule=schedule)
-    cost = balanced(case)
-    return simulate(plan, build_program(plan, case.step, case.sync_groups, cost), cost).iteration_ms
+    return run(replace(case, plan=replace(case.plan, schedule=schedule)), balanced(case)).iteration_ms
 
 
 def test_an_encoder_needs_one_more_in_flight_when_samples_are_deferred():

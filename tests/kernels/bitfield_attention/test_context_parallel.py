@@ -229,6 +229,14 @@ def test_taking_and_gathering_tokens_are_inverse_and_adjoint(cut, dim, seed):
     torch.testing.assert_close(inner, (x.double() * values[0][3].double()).sum())
 
 
+def test_rows_of_padding_get_the_words_and_labels_of_padding():
+    order = np.array([8, 9, 10, 11, 12, -1, -1, -1, 0, 1, 2, 3, 4, 5, 6, 7])
+    shard = shard_sequence(packed_words([5, 8]), order, 0, None, num_ranks=2)
+    assert shard.take(torch.arange(13)[None], padding=-100).tolist() == [[8, 9, 10, 11, 12, -100, -100, -100]]
+    assert shard.words[0, 5:].tolist() == [0, 0, 0]
+    assert shard.positions.tolist() == [list(range(8, 16))]
+
+
 @pytest.mark.parametrize(
     "change, salient",
     [
