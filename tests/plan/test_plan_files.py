@@ -40,9 +40,13 @@ PLAN = resolve_plan(SPEC, PLUGIN.modules, num_microbatches=3, schedule="gpipe")
 TWO_COPIES = resolve_plan(SPEC, {LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
 
 
+def with_plan(modules, plan=PLAN) -> dict:
+    """A file with a plan and settings of modules beside it."""
+    return {"plan": plan.to_dict(), "modules": modules}
+
+
 def read(plan, modules=None) -> MultimodalParallelPlugin:
-    """The plugin of a plan and of settings of modules beside it, as they stand in a file."""
-    return MultimodalParallelPlugin.from_any({"plan": plan.to_dict(), "modules": modules or {}})
+    return MultimodalParallelPlugin.from_any(with_plan(modules or {}, plan))
 
 
 def frozen(plugin):
@@ -166,6 +170,14 @@ def test_modules_of_a_file(tmp_path):
         ({"vision": 2}, "`vision=2` must be a `ModulePlugin` or a dict of its settings.$"),
         ({"vision": {}, "bogus": 1, LANGUAGE_MODEL: {}}, "`bogus=1` .* Known: `vision`, `language_model`.$"),
         ({"vision": {}, "schedule": "gpipe"}, "`schedule='gpipe'` stands among the modules"),
+        (with_plan({"vision": {"dp_size": 3}}), "`dp_size=3` of `vision` contradicts the plan beside it, which has 2"),
+        (with_plan({LANGUAGE_MODEL: {"tp_size": 1}}), "`tp_size=1` of `language_model` contradicts"),
+        (with_plan({LANGUAGE_MODEL: {"activation_checkpointing": False}}), "checkpointing=False` .* contradicts"),
+        (
+            with_plan({"vision": {"colocate_with": LANGUAGE_MODEL}}),
+            "`colocate_with='language_model'` .* has no effect",
+        ),
+        (with_plan({"visoin": {"freeze": True}}), "no `visoin`. Did you mean `vision`"),
     ],
 )
 def test_what_is_no_plugin_is_a_sentence(value, message):
@@ -243,21 +255,6 @@ def test_a_plan_alone_does_not_train_what_a_run_had_frozen_in_part():
     for freeze, partly in (("tower", True), (False, False)):
         again = planned(read(plan, {"vision": {"freeze": freeze}}))
         assert again.modules["vision"].replicas[0][0].partly_frozen == partly
-
-
-@pytest.mark.parametrize(
-    ("beside", "message"),
-    [
-        ({"vision": {"dp_size": 3}}, "`dp_size=3` of `vision` contradicts the plan beside it, which has 2"),
-        ({LANGUAGE_MODEL: {"tp_size": 1}}, "`tp_size=1` of `language_model` contradicts"),
-        ({LANGUAGE_MODEL: {"activation_checkpointing": False}}, "`activation_checkpointing=False` .* contradicts"),
-        ({"vision": {"colocate_with": LANGUAGE_MODEL}}, "`colocate_with='language_model'` of `vision` has no effect"),
-        ({"visoin": {"freeze": True}}, "no `visoin`. Did you mean `vision`"),
-    ],
-)
-def test_settings_that_contradict_the_plan_beside_them_are_a_sentence(beside, message):
-    with pytest.raises(ValueError, match=message):
-        read(PLAN, beside)
 
 
 def test_settings_that_agree_with_the_plan_beside_them_hold():

@@ -124,19 +124,19 @@ def test_samples_that_are_not_generated_do_not_change_the_depth():
     assert run(straight(none, 12)).iteration_ms <= run(case).iteration_ms <= run(straight(every, 12)).iteration_ms
 
 
+# The gradients that cross from module to module, in the order in which they do.
+CROSSING = [(IMAGE, LANGUAGE_MODEL), (LANGUAGE_MODEL, "vision")]
+
+
 @pytest.mark.parametrize(
     ("frozen", "backwards", "gradients"),
     [
-        ((), {"vision", LANGUAGE_MODEL, IMAGE}, {(IMAGE, LANGUAGE_MODEL), (LANGUAGE_MODEL, "vision")}),
-        (("vision", LANGUAGE_MODEL), {IMAGE}, set()),
-        (("vision",), {LANGUAGE_MODEL, IMAGE}, {(IMAGE, LANGUAGE_MODEL)}),
-        (("vision", IMAGE), {LANGUAGE_MODEL, IMAGE}, {(IMAGE, LANGUAGE_MODEL)}),
-        (
-            (LANGUAGE_MODEL, IMAGE),
-            {"vision", LANGUAGE_MODEL, IMAGE},
-            {(IMAGE, LANGUAGE_MODEL), (LANGUAGE_MODEL, "vision")},
-        ),
-        (("vision", LANGUAGE_MODEL, IMAGE), set(), set()),
+        ((), {"vision", LANGUAGE_MODEL, IMAGE}, CROSSING),
+        (("vision", LANGUAGE_MODEL), {IMAGE}, []),
+        (("vision",), {LANGUAGE_MODEL, IMAGE}, CROSSING[:1]),
+        (("vision", IMAGE), {LANGUAGE_MODEL, IMAGE}, CROSSING[:1]),
+        ((LANGUAGE_MODEL, IMAGE), {"vision", LANGUAGE_MODEL, IMAGE}, CROSSING),
+        (("vision", LANGUAGE_MODEL, IMAGE), set(), []),
     ],
 )
 def test_gradients_flow_where_something_trainable_lies_before(frozen, backwards, gradients):
@@ -146,7 +146,7 @@ def test_gradients_flow_where_something_trainable_lies_before(frozen, backwards,
     assert stages == {task.stage_key for task in graph.tasks if task.kind == "bwd"}
     assert {name for name, _, _ in stages} == backwards
     crossing = [m for m in graph.messages if m.kind == "grad" and m.crosses_boundary]
-    assert {(m.source.module, m.target.module) for m in crossing} == gradients
+    assert {(m.source.module, m.target.module) for m in crossing} == set(gradients)
     if LANGUAGE_MODEL not in backwards:  # its forwards wait for nobody, as far ahead as they can
         assert run(case).peak_in_flight[LANGUAGE_MODEL, 0, 0] == 1
 
