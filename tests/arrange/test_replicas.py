@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange.assigned_batch import assign_replicas
+from hf_mmparallel.arrange.colocated_modules import ColocatedModules
 
 
 @pytest.mark.parametrize(("num_samples", "num_replicas"), [(512, 4), (1024, 7), (2048, 16)])
@@ -39,3 +40,25 @@ def test_text_alone_is_longest_first_or_better(seed):
     ways = np.array(list(itertools.product(range(3), repeat=8)))
     best = min(np.bincount(way, language, 3).max() for way in ways)
     assert np.bincount(replica, language, 3).max() <= (4 / 3 - 1 / 9) * best * (1 + 1e-9)
+
+
+def test_a_replica_that_is_twice_as_fast_gets_twice_the_work():
+    rng = np.random.default_rng(0)
+    language, encoders = rng.random(600), rng.random((600, 1))
+    replica = assign_replicas(language, encoders, np.array([4, 8]))
+    for weights in (language, encoders[:, 0]):
+        totals = np.bincount(replica, weights)
+        assert totals[1] / totals[0] == pytest.approx(2, rel=0.02)
+
+
+def test_encoder_replicas_share_each_microbatch_and_the_step():
+    rng = np.random.default_rng(0)
+    work = rng.lognormal(0, 0.5, 240) * (rng.random(240) < 0.9)
+    replica, microbatch = rng.integers(0, 4, 240), rng.integers(0, 5, 240)
+    copy = ColocatedModules(("vision",), work, 6, 2, 4).copies(replica, microbatch, 5, None)
+    assert (copy // 3 == replica // 2).all()
+    loads = np.zeros((2, 3, 5))
+    np.add.at(loads, (copy // 3, copy % 3, microbatch), work)
+    assert (loads.max(axis=1) < 1.15 * loads.mean(axis=1)).all()
+    totals = loads.sum(axis=2)
+    assert (totals.max(axis=1) < 1.02 * totals.mean(axis=1)).all()
