@@ -1,7 +1,5 @@
 """The benchmarks run and report what they measured; no time is asserted."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

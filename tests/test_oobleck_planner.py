@@ -1,7 +1,5 @@
 """The paper's planner, a baseline of the benchmarks, against exhaustive search."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ways to recover from failures, baselines of the benchmarks: what they use and copy, and what a replay counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,9 +35,14 @@ def job(num_nodes: int, num_layers: int = 6, most_layers: int | None = None, num
     return ReplayJob(chain, [100.0] * num_layers, 1, num_microbatches, num_microbatches, num_nodes)
 
 
+def joined(policy, *nodes: int) -> Transition:
+    transition = policy.join(frozenset(nodes))
+    assert transition is not None
+    return transition
+
+
 def started(policy, num_nodes: int):
-    transition = policy.join(frozenset(range(num_nodes)))
-    assert transition is not None and not transition.pauses, "the first start is free"
+    assert not joined(policy, *range(num_nodes)).pauses, "the first start is free"
     policy.settle()
     return policy
 
@@ -93,8 +96,7 @@ def test_too_few_nodes_save_what_is_whole_and_wait() -> None:
     first, second = policy.pipelines
     transition = lost(policy, 0)
     assert transition == Transition(None, (("saving", COSTS.save_s),), "step")
-    again = policy.join(frozenset([9]))
-    assert again is not None and again.pauses == RESTART
+    assert joined(policy, 9).pauses == RESTART
     other = started(TemplateRecovery(job(4, most_layers=3), COSTS, 1), 4)
     transition = lost(other, first[0], second[0])
     assert transition.pace is None and transition.loses == "saved"
@@ -102,8 +104,8 @@ def test_too_few_nodes_save_what_is_whole_and_wait() -> None:
 
 def test_nodes_that_join_copy_what_they_lack() -> None:
     policy = started(TemplateRecovery(job(6, most_layers=3), COSTS, 1), 4)
-    transition = policy.join(frozenset([4, 5]))
-    assert transition is not None and transition.loses == "nothing"
+    transition = joined(policy, 4, 5)
+    assert transition.loses == "nothing"
     assert dict(transition.pauses)["copying"] > 0 and transition.pace is not None and transition.pace.num_nodes == 6
 
 
@@ -177,9 +179,8 @@ def test_neighbours_stand_in_until_two_are_lost() -> None:
 
 
 def test_redundancy_costs_what_it_computes_twice() -> None:
-    transition = RedundantStages(job(6, most_layers=2), COSTS, forward_share=0.5).join(frozenset(range(6)))
-    assert transition is not None and transition.pace is not None
-    assert transition.pace.redundant_share == pytest.approx(1 / 3)
+    pace = joined(RedundantStages(job(6, most_layers=2), COSTS, forward_share=0.5), *range(6)).pace
+    assert pace is not None and pace.redundant_share == pytest.approx(1 / 3)
 
 
 def test_what_does_not_fit_is_refused() -> None:

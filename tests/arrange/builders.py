@@ -1,7 +1,5 @@
 """Plans, and work of samples, for the tests of arrangements."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

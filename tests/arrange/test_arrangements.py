@@ -74,14 +74,6 @@ def test_every_sample_is_once_in_every_module_and_in_order(vision, language, siz
         assert encoders == decoders, "samples stay with the copy of the same number"
 
 
-def test_a_small_batch_leaves_microbatches_empty():
-    step = contiguous_step(plan_of(vision=2, language_model=3), [7, 8, 9], 2)
-    assert step.microbatches[LANGUAGE_MODEL] == (((0, 1),), ((2,),), ((),))
-    assert step.microbatches["vision"] == (((0, 1),), ((2,),))
-    assert step.chunks[LANGUAGE_MODEL, 2, 0] == ()
-    assert step.chunks["vision", 0, 0] == ((0, 1),)
-
-
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
 def test_encoder_copies_take_turns_in_who_gets_one_more(vision, microbatch_size, turns):
     plan, count = plan_of(vision=vision, language_model=1), turns * vision
@@ -96,20 +88,6 @@ MOVED = StepPlan(
     {"vision": (((0, 2, 1), ()),), LANGUAGE_MODEL: (((1,), (0, 3)), ((2,), ()))},
     {"vision": (LANGUAGE_MODEL,)},
 )
-
-
-def test_an_encoder_microbatch_is_cut_by_who_takes_it():
-    assert MOVED.chunks == {
-        ("vision", 0, 0): ((2, 1), (0,)),
-        ("vision", 0, 1): (),
-        (LANGUAGE_MODEL, 0, 0): ((1,),),
-        (LANGUAGE_MODEL, 0, 1): ((0, 3),),
-        (LANGUAGE_MODEL, 1, 0): ((2,),),
-        (LANGUAGE_MODEL, 1, 1): (),
-    }
-    assert MOVED.location_of[LANGUAGE_MODEL, 3] == (0, 1)
-    assert MOVED.location_of["vision", 2] == (0, 0)
-    assert ("vision", 3) not in MOVED.location_of
 
 
 def changed(**microbatches) -> StepPlan:

@@ -1,7 +1,5 @@
 """How even microbatches are: every sample is counted once, what is deferred is found."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -48,29 +46,17 @@ def test_forwards_that_ran_are_summed_over_stages_and_chunks():
     assert balance.deferred_fraction == 0.25
 
 
-def is_late(step: StepPlan, batch_index: int) -> bool:
-    """
-    Whether an encoder takes a sample before the turn of its language-model microbatch. Turns are the microbatches of
-    that replica, of those that the encoder's copy feeds, which has most of them.
-    """
-    language, locations = step.microbatches[LANGUAGE_MODEL], step.location_of
-    replica, taken = locations[LANGUAGE_MODEL, batch_index]
-    for name in step.targets:
-        if (name, batch_index) in locations:
-            copy, index = locations[name, batch_index]
-            fed = {locations[LANGUAGE_MODEL, other][0] for own in step.microbatches[name][copy] for other in own}
-            turns = max(len(language[other]) for other in fed)
-            if index < int((taken + 0.5) * turns / len(language[replica])):
-                return True
-    return False
-
-
 @given(cases(), st.data())
 def test_every_sample_counts_once_and_is_deferred_or_not(case, data):
     step = case.step
     times = {name: np.array([data.draw(st.integers(1, 9)) for _ in step.samples]) for name in step.microbatches}
     balance = step_balance(step, workloads_of(**times))
-    late = np.array([is_late(step, batch_index) for batch_index in range(len(step.samples))], bool)
+    late = np.zeros(len(step.samples), bool)  # samples that an encoder takes before their turn in the language model
+    for name in step.targets:
+        for replica, microbatches in enumerate(step.microbatches[name]):
+            turns = step.consumer_turns(name, replica, LANGUAGE_MODEL)
+            for index, batch_indices in enumerate(microbatches):
+                late[[i for i in batch_indices if index < turns[i]]] = True
     assert balance.deferred_fraction == (late.mean() if len(late) else 0)
     deferred = times[LANGUAGE_MODEL] * late
     for replica, microbatches in enumerate(step.microbatches[LANGUAGE_MODEL]):

@@ -13,7 +13,16 @@ from hf_mmparallel.arrange.assigned_batch import Batch
 from hf_mmparallel.arrange.colocated_modules import ColocatedModules
 from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.arrange.hierarchical import hierarchical, tapered
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlan,
+    ModulePlugin,
+    ParallelPlan,
+    Stage,
+    StepPlan,
+    Workloads,
+    resolve_plan,
+)
 from hf_mmparallel.schedule import build_program, simulate
 from tests.arrange.builders import batch_indices_of, check_samples, draw, loads, plan_of, workloads_of
 from tests.plan.specs import model_spec
@@ -42,35 +51,29 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
             assert loads(replicas, work.tokens[name]).max(initial=0) <= work.token_limits[name]
 
 
-@settings(max_examples=40)
+@settings(max_examples=70)
 @given(
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.integers(0, 40),
-    st.integers(1, 5),
-    st.sampled_from([0.0, 0.3, 1.0]),
+    st.integers(0, 10**6),
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40), st.integers(1, 5)),
+    st.sampled_from([0.0, 0.2, 1.0]),
     st.booleans(),
+    st.none() | st.floats(1.0, 3.0),
 )
-def test_any_sizes_of_anything(vision, language, num_samples, microbatch_size, text, whole):
+def test_any_sizes_with_and_without_limits(seed, sizes, text, whole, capacity):
+    vision, language, num_samples, microbatch_size = sizes
     plan = make_plan(vision, language)
-    work = draw(plan, num_samples, num_samples, text)
+    work = draw(plan, num_samples, seed, text)
     if whole:
         work = dataclasses.replace(work, forward_ms={name: np.ceil(own) for name, own in work.forward_ms.items()})
+    if capacity is not None:
+        # With fewer replicas than the language model an encoder takes the samples of several.
+        several = {"vision": max(1, -(-language // vision)), LANGUAGE_MODEL: 1}
+        largest = {name: work.tokens[name].max(initial=0) for name in several}
+        work = limited(work, **{name: max(1, int(capacity * own * largest[name])) for name, own in several.items()})
     step = arrange_step(plan, range(num_samples), work, microbatch_size)
     check(plan, work, step)
-    assert len(step.microbatches[LANGUAGE_MODEL][0]) <= num_microbatches(num_samples, microbatch_size, language)
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.floats(1.0, 3.0))
-def test_limits_hold(seed, vision, language, num_samples, capacity):
-    plan = make_plan(vision, language)
-    work = draw(plan, num_samples, seed)
-    # With fewer replicas than the language model an encoder takes the samples of several.
-    several = {"vision": max(1, -(-language // vision)), LANGUAGE_MODEL: 1}
-    limits = {name: max(1, int(capacity * own * work.tokens[name].max())) for name, own in several.items()}
-    work = limited(work, **limits)
-    check(plan, work, arrange_step(plan, range(num_samples), work, 4))
+    if capacity is None:
+        assert len(step.microbatches[LANGUAGE_MODEL][0]) <= num_microbatches(num_samples, microbatch_size, language)
 
 
 @settings(max_examples=30)
@@ -202,6 +205,14 @@ def test_several_encoders(merged):
     both = [batch_index for batch_index in range(128) if ("audio", batch_index) in step.location_of]
     both = [batch_index for batch_index in both if ("vision", batch_index) in step.location_of]
     assert both and (not merged or all(step.location_of["audio", i] == step.location_of["vision", i] for i in both))
+
+
+def test_encoders_on_the_same_ranks_may_have_other_numbers_of_replicas():
+    plan = plan_of(audio=2, vision=1, language_model=1)
+    vision = ModulePlan(((Stage((0, 4), ((0,),)), Stage((4, 8), ((1,),))),))
+    plan = dataclasses.replace(plan, modules={**plan.modules, "vision": vision})
+    work = draw(plan, 32)
+    check(plan, work, arrange_step(plan, range(32), work, 2))
 
 
 def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_ends():

@@ -1,7 +1,5 @@
 """Microbatches of samples of similar length, where rows are padded."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -21,8 +21,7 @@ from hf_mmparallel.arrange.balance import step_balance
 from hf_mmparallel.arrange.microbatch_counts import microbatch_counts
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
-from tests.arrange.builders import check_samples
-from tests.papers.test_baselines import make_workloads
+from tests.arrange.builders import check_samples, draw, workloads_of
 from tests.schedule.builders import make_plan, module_spec, task_times
 
 VISION = "vision"
@@ -39,15 +38,6 @@ def plan_of(
     specs = {VISION: module_spec(VISION, 12, feature_layers=(0,)), LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL, 12)}
     plan = make_plan(modules, specs)[1]
     return replace(plan, num_microbatches=num_microbatches, replica_microbatches=counts)
-
-
-def workloads_of(num_samples: int, seed: int) -> Workloads:
-    """Samples of which some have no image."""
-    rng = np.random.default_rng(seed)
-    language, vision = rng.lognormal(0, 0.6, (2, num_samples))
-    forward_ms = {VISION: vision * (rng.random(num_samples) < 0.7), LANGUAGE_MODEL: language}
-    tokens = {name: np.ceil(10 * times).astype(np.int64) for name, times in forward_ms.items()}
-    return Workloads(forward_ms, dict.fromkeys(forward_ms, 2.0), tokens, {})
 
 
 LAYOUTS = st.integers(1, 4).flatmap(
@@ -97,7 +87,7 @@ def test_every_arrangement_keeps_the_counts_of_the_plan(layout, arrangement, mic
     plan = plan_of(*layout)
     full = plan.total_microbatches * microbatch_size
     num_samples = max(1, round(left * full))
-    step = arrange_step(plan, range(num_samples), workloads_of(num_samples, seed), microbatch_size, arrangement)
+    step = arrange_step(plan, range(num_samples), draw(plan, num_samples, seed), microbatch_size, arrangement)
     step.check(plan)  # every sample once
     found = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
     expected = plan.microbatches_for(num_microbatches(num_samples, microbatch_size))
@@ -115,15 +105,15 @@ def test_every_arrangement_keeps_the_counts_of_the_plan(layout, arrangement, mic
 def test_equal_counts_are_no_special_case(sizes, count, arrangement, num_samples):
     equal = plan_of([1] * sizes[0], [2] * sizes[1], num_microbatches=count)
     given_counts = replace(equal, replica_microbatches=(count,) * sizes[1])
-    workloads = workloads_of(num_samples, num_samples)
+    workloads = draw(equal, num_samples, num_samples)
     steps = [arrange_step(plan, range(num_samples), workloads, 2, arrangement) for plan in (equal, given_counts)]
     assert steps[0] == steps[1]
 
 
 def test_a_plan_with_the_predicted_counts():
-    workloads = workloads_of(48, 0)
-    workloads.forward_ms[VISION][:] *= 0.1  # so that encoders of one stage hold nobody up
     unlike = plan_of([1, 1, 1], [4, 3, 2], num_microbatches=8)
+    workloads = draw(unlike, 48)
+    workloads.forward_ms[VISION][:] *= 0.1  # so that encoders of one stage hold nobody up
     counts = with_fastest_counts(unlike, workloads).replica_microbatches
     assert counts is not None and sum(counts) == 24 and counts[0] > counts[1] > counts[2]
     for arrangement in ("contiguous", "hierarchical"):
@@ -186,7 +176,7 @@ def test_every_arrangement_follows_the_counts(arrangement, num_encoders):
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_a_step_with_the_counts_of_the_plan(arrangement):
     """Of 24 equal microbatches, 11, 7 and 6 take 420 ms, as the predicted 11, 8 and 5 do; eight each take 540 ms."""
-    workloads = make_workloads([0.0] * 24, [40.0] * 24)
+    workloads = workloads_of(vision=[0.0] * 24, language_model=[40.0] * 24)
     plan, step_ms = unlike(3), {}
     for counts in [(11, 7, 6), (8, 8, 8), None]:
         plan = replace(plan, replica_microbatches=counts)
@@ -199,7 +189,7 @@ def test_a_step_with_the_counts_of_the_plan(arrangement):
 
 
 def test_microbatches_of_a_shared_encoder_come_when_each_replica_needs_them():
-    plan, workloads = unlike(1), make_workloads([1.0] * 24, [40.0] * 24)
+    plan, workloads = unlike(1), workloads_of(vision=[1.0] * 24, language_model=[40.0] * 24)
     step = arrange_step(plan, range(24), workloads, 1, "contiguous")
     counts = [len(own) for own in step.microbatches[LANGUAGE_MODEL]]
     (encoder,) = step.microbatches["vision"]

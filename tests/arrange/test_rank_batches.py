@@ -1,7 +1,5 @@
 """Arrangements over ranks that hold the whole model: equal numbers of microbatches, alike turns, even ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given

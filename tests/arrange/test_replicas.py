@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import assigned_batch
 from hf_mmparallel.arrange.assigned_batch import assign_replicas
+from hf_mmparallel.arrange.colocated_modules import ColocatedModules
 
 
 @pytest.mark.parametrize(("num_samples", "num_replicas"), [(512, 4), (1024, 7), (2048, 16)])
@@ -20,13 +20,6 @@ def test_totals_are_close_in_all_modules(num_samples, num_replicas):
     for weights in (language, *encoders.T):
         totals = np.bincount(replica, weights, num_replicas)
         assert totals.max() / totals.mean() < 1.01
-
-
-def test_before_exchanges_the_largest_encoder_work_goes_where_the_language_model_has_least(monkeypatch):
-    monkeypatch.setattr(assigned_batch, "_ROUNDS", 0)
-    language, encoders = np.array([1.0, 5, 3, 1, 2, 4]), np.array([[4.0], [1], [9], [6], [0], [0]])
-    # In this order 2, 3, 0, 1, then text alone from the longest: 5, 4.
-    assert assigned_batch.assign_replicas(language, encoders, np.ones(2)).tolist() == [1, 1, 0, 1, 0, 0]
 
 
 @settings(max_examples=30)
@@ -56,3 +49,16 @@ def test_a_replica_that_is_twice_as_fast_gets_twice_the_work():
     for weights in (language, encoders[:, 0]):
         totals = np.bincount(replica, weights)
         assert totals[1] / totals[0] == pytest.approx(2, rel=0.02)
+
+
+def test_encoder_replicas_share_each_microbatch_and_the_step():
+    rng = np.random.default_rng(0)
+    work = rng.lognormal(0, 0.5, 240) * (rng.random(240) < 0.9)
+    replica, microbatch = rng.integers(0, 4, 240), rng.integers(0, 5, 240)
+    copy = ColocatedModules(("vision",), work, 6, 2, 4).copies(replica, microbatch, 5, None)
+    assert (copy // 3 == replica // 2).all()
+    loads = np.zeros((2, 3, 5))
+    np.add.at(loads, (copy // 3, copy % 3, microbatch), work)
+    assert (loads.max(axis=1) < 1.15 * loads.mean(axis=1)).all()
+    totals = loads.sum(axis=2)
+    assert (totals.max(axis=1) < 1.02 * totals.mean(axis=1)).all()

@@ -1,7 +1,5 @@
 """What layers are said to keep, against what autograd keeps of models."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -250,8 +250,3 @@ def test_of_a_graph_as_one_by_one(windows, attention, layout, blocking):
         assert cost.of_graph(graph).tolist() == [cost(task) for task in graph.tasks]
         assert cost.messages_ms(graph) == [cost.message_ms(message) for message in graph.messages]
         assert len(set(cost.messages_ms(graph))) > 2
-    known = stage_costs(costs, plan)
-    for part in find_representatives(plan, ()).parts(step):
-        few = StepCost(costs, part.whole_plan, part.step, sizes, (), known)
-        graph = build_graph(part.plan, part.step)
-        assert few.of_graph(graph).tolist() == [cost(task) for task in graph.tasks]

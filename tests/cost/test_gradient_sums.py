@@ -1,7 +1,5 @@
 """Gradient sums beside the last backward, and passes that gather and reduce, replayed action by action."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Microbatches as large, and as many in flight, as memory allows, and not one more."""
 
-import bisect
 import math
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -121,20 +119,12 @@ def test_where_all_forwards_go_first_a_faster_replica_keeps_more_microbatches():
     counts = with_fastest_counts(plan, batch_workloads(h100(spec), plan, sizes)).microbatch_counts
     assert counts[0] > 8 > counts[1]
     explicit = replace(plan, replica_microbatches=counts)
-
-    def fits(own, memory_bytes: float) -> bool:
-        with suppress(ValueError):
-            fitting_tokens(h100(spec), own, sizes, memory_bytes)
-            return True
-        return False
-
-    budgets = np.geomspace(1e6, 1e12, 2000).tolist()
-    least = budgets[bisect.bisect(budgets, False, key=lambda budget: fits(explicit, budget))]
-    found = batch_workloads(h100(spec), plan, sizes, memory_bytes=least).token_limits
-    assert found == fitting_tokens(h100(spec), explicit, sizes, least)
+    needed = fullest_of_all(spec, explicit, sizes, 1)
+    found = batch_workloads(h100(spec), plan, sizes, memory_bytes=1.02 * needed).token_limits
+    assert found == fitting_tokens(h100(spec), explicit, sizes, 1.02 * needed)
     with pytest.raises(ValueError, match='`schedule="gpipe"` keeps the activations'):
-        batch_workloads(h100(spec), plan, sizes, memory_bytes=0.98 * least)
-    assert fits(plan, 0.98 * least)  # as many microbatches each would need less
+        batch_workloads(h100(spec), plan, sizes, memory_bytes=0.98 * needed)
+    assert fitting_tokens(h100(spec), plan, sizes, 0.98 * needed)  # as many microbatches each would need less
 
 
 def test_state_that_does_not_fit_is_refused():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_mmparallel.arrange import arrange_step, step_balance
+from hf_mmparallel.arrange import step_balance
 from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads, find_device
 from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.cost.row_sizes import chunk_sizes
@@ -96,21 +96,6 @@ def test_samples_that_are_all_alike_are_not_padded():
     costs = with_attention("sdpa")
     plan = resolve_plan(costs.spec, {})
     assert batch_workloads(costs, plan, SampleSizes.uniform({"vision": 4, LANGUAGE_MODEL: 9}, 8)).row_ms is None
-
-
-def test_padded_microbatches_hold_samples_of_similar_length():
-    costs = with_attention("sdpa")
-    plan = resolve_plan(costs.spec, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
-    lengths = np.exp(np.random.default_rng(0).normal(6, 0.8, 128)).astype(int) + 1
-    sizes = alike(lengths)
-    workloads = batch_workloads(costs, plan, sizes)
-    computed = {}
-    for arrangement in ("contiguous", "hierarchical", "tapered"):
-        step = arrange_step(plan, range(128), workloads, 4, arrangement)
-        chunks = chunk_sizes(costs, plan, step, sizes)
-        computed[arrangement] = sum(size.tokens for key, size in chunks.items() if key[0] == LANGUAGE_MODEL)
-    assert computed["contiguous"] > 1.5 * lengths.sum()
-    assert computed["hierarchical"] < 1.15 * lengths.sum() and computed["tapered"] < 1.15 * lengths.sum()
 
 
 THREE = SampleSizes.of_sequences({"vision": [[40, 40], [], [90]], LANGUAGE_MODEL: [[200], [50], [120]]})

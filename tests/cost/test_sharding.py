@@ -1,7 +1,5 @@
 """What ZeRO and offloading change: when ranks send gradients and weights, what passes wait for, what ranks hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -53,29 +51,6 @@ def memory_of(stage: int, shard_size: int | None = None, **sizes):
     return stage_memories(COSTS, plan_of(COSTS.spec, stage, shard_size, **sizes))[STAGE]
 
 
-def waited(computes, gather, reduce, efficiency: float) -> float:
-    """
-    A pass of two streams, part by part: one computes, the other gathers ahead and then reduces.
-
-    Args:
-        computes: (Layer or `None`, compute time) of each part, in the order of the pass.
-        gather, reduce: Times of each layer.
-    """
-    layers = [layer for layer, _ in computes if layer is not None]
-    now, beside, done = 0.0, gather[layers[0]], None
-    for layer, compute in computes:
-        if layer is not None:
-            if layer == computes[0][0]:
-                now += beside
-            following = layers[layers.index(layer) + 1 :]
-            beside = (gather[following[0]] if following else 0.0) + (0.0 if done is None else reduce[done])
-            done = layer
-        elif done is not None:
-            beside = 0.0
-        now += beside + max(0.0, compute - efficiency * beside)
-    return now + reduce[layers[-1]]
-
-
 def transfers_of(costs, plan, index: int) -> PassTransfers:
     transfers = pass_transfers(costs, plan, LANGUAGE_MODEL, index)
     assert transfers is not None
@@ -111,17 +86,17 @@ def test_communication_is_beside_the_neighbours(stage, link):
     (cost,) = {id(own): own for own in stage_costs(costs, plan).values()}.values()
     of_layers = [held_bytes(costs, LANGUAGE_MODEL, 1, (layer,)) for layer in range(LAYERS)]
     weights, gradients = (3 / 4 * np.array(of_layers) / (link * 1e6)).T
-    outer = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 1, (-1,))[1] / (link * 1e6)
-    weights = weights * (stage == 3)
+    transfers = transfers_of(costs, plan, 0)
+    assert transfers.gather_ms == pytest.approx(weights * (stage == 3))
+    assert transfers.reduce_ms == pytest.approx(gradients) and transfers.outer_rows == (1, 1)
+    outer = held_bytes(costs, LANGUAGE_MODEL, 1, (-1,))[1]
+    assert transfers.outer_reduce_ms == pytest.approx(3 / 4 * outer / (link * 1e6))
     table = layer_table(costs, LANGUAGE_MODEL)
-    layers = [None, *range(LAYERS), None]
     for tokens in (10.0, 1e4):
-        forward, backward = (own[:, 0].tolist() for own in table.times([tokens], [tokens**2]))
-        expected = waited(list(zip(layers, forward, strict=True)), weights, np.zeros(LAYERS), 0.5)
-        assert cost.forward_ms(tokens, tokens**2) == pytest.approx(expected)
-        parts = list(zip(layers, backward, strict=True))[::-1]
-        expected = waited(parts, weights, gradients, 0.5) + outer
-        assert cost.backward_ms(tokens, tokens**2) == pytest.approx(expected)
+        # `test_a_pass_is_as_long_as_its_actions` of test_gradient_sums.py says what a pass waits for.
+        forward, backward = (own[:, 0] for own in table.times([tokens], [tokens**2]))
+        assert cost.forward_ms(tokens, tokens**2) == pytest.approx(transfers.time_transfers(forward, False)[1])
+        assert cost.backward_ms(tokens, tokens**2) == pytest.approx(transfers.time_transfers(backward, True)[1])
 
 
 def test_layers_without_a_backward_are_gathered_for_the_forward_only():

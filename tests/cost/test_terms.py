@@ -98,14 +98,6 @@ def test_each_form_of_attention_has_its_own_speed(attention, share):
     assert found == pytest.approx(2 * HIDDEN / (1e9 * 989.4 * 0.4) / share)
 
 
-@pytest.mark.parametrize("length", [3, 8, 9, 100])
-def test_squares_of_a_window_are_those_of_the_tokens_that_are_seen(length):
-    causal, both = (float(windowed_squares(5 * length, 5 * length**2, 8, own)) for own in (True, False))
-    # A squared token stands for half a pair; tokens near the start see fewer.
-    exact = sum(min(place, 8) for place in range(length + 1))
-    assert causal == pytest.approx(5 * 2 * exact, abs=5 * length) and both == 5 * min(length**2, 8 * length)
-
-
 def test_layers_with_a_window_cost_less_where_the_kernel_skips():
     tables = {
         attention: layer_table(costs_on(spec=text_model(windows=(8, 0, 8, 0), attention=attention)), LANGUAGE_MODEL)

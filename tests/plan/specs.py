@@ -1,7 +1,5 @@
 """Small model specs and plans without a model, for the tests of plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import strategies as st
@@ -32,19 +30,8 @@ def vision_spec(num_layers: int = 6, deepstack: tuple[int, ...] = ()) -> ModuleS
     parameters.append(ParameterSpec("model.projector.weight", (8, 16), num_layers))
     features = [FeatureSpec("image")]
     features += [FeatureSpec("image", "deepstack_features", layer, i) for i, layer in enumerate(deepstack)]
-    return ModuleSpec(
-        "vision",
-        f"{tower}.layers",
-        num_layers,
-        8,
-        8,
-        8,
-        32,
-        tuple(parameters),
-        tuple(features),
-        tower,
-        bool(deepstack),
-    )
+    sizes = (num_layers, 8, 8, 8, 32)
+    return ModuleSpec("vision", f"{tower}.layers", *sizes, tuple(parameters), tuple(features), tower, bool(deepstack))
 
 
 def language_spec(num_layers: int = 4) -> ModuleSpec:
@@ -55,9 +42,8 @@ def language_spec(num_layers: int = 4) -> ModuleSpec:
         parameters.append(ParameterSpec(f"{prefix}.layers.{layer}.attention.weight", (16, 16), layer))
         parameters.append(ParameterSpec(f"{prefix}.layers.{layer}.mlp.weight", (16, 32), layer))
     parameters.append(ParameterSpec(f"{prefix}.norm.weight", (16,), num_layers))
-    return ModuleSpec(
-        LANGUAGE_MODEL, f"{prefix}.layers", num_layers, 16, 4, 2, 32, tuple(parameters), tower=f"{prefix}.layers"
-    )
+    sizes = (num_layers, 16, 4, 2, 32)
+    return ModuleSpec(LANGUAGE_MODEL, f"{prefix}.layers", *sizes, tuple(parameters), tower=f"{prefix}.layers")
 
 
 def model_spec(
@@ -87,17 +73,12 @@ def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
     spec = model_spec(draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.booleans()))
     pattern = draw(st.sampled_from([False, True, "tower", r"layers\.[02]\.", "weight"]))
     frozen = draw(st.sampled_from(["vision", LANGUAGE_MODEL]))
-    if pattern != "tower" or frozen == "vision":
-        modules = {name: m.with_frozen(pattern) if name == frozen else m for name, m in spec.modules.items()}
-        spec = ModelSpec(modules, spec.tied)
-    dims = st.sampled_from([None, 0, 1])
-    spec = ModelSpec(
-        {
-            name: replace(m, parameters=tuple(replace(p, tp_dim=draw(dims)) for p in m.parameters))
-            for name, m in spec.modules.items()
-        },
-        spec.tied,
-    )
+    dims, modules = st.sampled_from([None, 0, 1]), {}
+    for name, module in spec.modules.items():
+        if name == frozen and (pattern != "tower" or name == "vision"):
+            module = module.with_frozen(pattern)
+        modules[name] = replace(module, parameters=tuple(replace(p, tp_dim=draw(dims)) for p in module.parameters))
+    spec = ModelSpec(modules, spec.tied)
     shared = draw(st.booleans())
     modules, next_rank = {}, 0
     for name, module in spec.modules.items():
@@ -121,4 +102,6 @@ def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
         modules[name] = ModulePlan(tuple(replicas), draw(st.booleans()), context, sharding)
     schedule = draw(st.sampled_from(["1f1b", "gpipe"]))
     edges = (Edge("vision", LANGUAGE_MODEL, (0,)),)
-    return spec, ParallelPlan(modules, edges, schedule, draw(st.integers(1, 9)))
+    assignment = draw(st.sampled_from([None, "tapered"]))
+    plan = ParallelPlan(modules, edges, schedule, draw(st.integers(1, 9)), microbatch_assignment=assignment)
+    return spec, plan

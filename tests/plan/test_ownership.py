@@ -12,7 +12,6 @@ from hf_mmparallel.plan import (
     ModulePlugin,
     ParallelPlan,
     ParameterShards,
-    Shard,
     ShardingSettings,
     Stage,
     parameter_shards,
@@ -21,21 +20,10 @@ from hf_mmparallel.plan import (
     sync_groups_of,
 )
 from hf_mmparallel.plan.ownership import trainable_stages
-from tests.plan.specs import EMBEDDINGS, model_spec, specs_and_plans
+from tests.plan.specs import model_spec, specs_and_plans
 
 SPEC = model_spec()
 MLP = "model.language_model.layers.0.mlp.weight"
-
-
-def group_names(spec, plan) -> dict[tuple[int, ...], tuple[str, ...]]:
-    """Ranks that sum gradients -> the parameters whose."""
-    return {group.ranks: group.parameters for group in sync_groups(spec, plan)}
-
-
-def with_language(replicas, **plugins) -> ParallelPlan:
-    """A plan whose language model has these replicas."""
-    plan = resolve_plan(SPEC, plugins)
-    return dataclasses.replace(plan, modules={**plan.modules, LANGUAGE_MODEL: ModulePlan(tuple(replicas))})
 
 
 def copies(spec, plan, name) -> list[tuple]:
@@ -79,7 +67,7 @@ def divided(expected, sharding) -> dict[tuple[Cut, ...], tuple[list[int], list[i
 
 
 @given(specs_and_plans())
-def test_shards_and_sync_groups_are_what_the_words_say(case):
+def test_shards_sync_groups_and_trainable_stages_are_what_the_words_say(case):
     spec, plan = case
     table = parameter_shards(spec, plan)
     groups = sync_groups(spec, plan)
@@ -112,33 +100,11 @@ def test_shards_and_sync_groups_are_what_the_words_say(case):
     for group in groups:
         assert list(group.parameters) == [name for name in spec.parameters if name in group.parameters]
     assert len({(group.ranks, group.stages) for group in groups}) == len(groups)
-
-
-@given(specs_and_plans())
-def test_a_stage_is_trainable_when_it_holds_a_trainable_parameter(case):
-    spec, plan = case
-    parameters = {p.name: p for module in spec.modules.values() for p in module.parameters}
-    held = {key for name, p in parameters.items() if p.trainable for key, _ in copies(spec, plan, name)}
+    held = {key for name, p in spec.parameters.items() if p.trainable for key, _ in copies(spec, plan, name)}
     for module_name, module in plan.modules.items():
         for replica, stages in enumerate(module.replicas):
-            ranges = [stage.layers for stage in stages]
-            found = trainable_stages(spec.modules[module_name], spec.tied, ranges)
+            found = trainable_stages(spec.modules[module_name], spec.tied, [stage.layers for stage in stages])
             assert found == [(module_name, replica, index) in held for index in range(len(stages))]
-
-
-def test_tied_embeddings_are_summed_over_the_pipeline_and_the_copies():
-    spec = model_spec(tied=True)
-    groups = group_names(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2, tp_size=2)}))
-    assert groups[1, 3, 5, 7] == (EMBEDDINGS,) and "model.language_model.norm.weight" in groups[4, 8]
-    assert sorted(groups) == [(1, 3, 5, 7), (1, 5), (2, 4, 6, 8), (2, 6), (3, 7), (4, 8)]
-
-
-def test_copies_with_different_stages_are_summed_layer_by_layer():
-    first, second, whole = (Stage(layers, ((rank,),)) for layers, rank in (((0, 2), 1), ((2, 4), 2), ((0, 4), 3)))
-    groups = group_names(SPEC, with_language([(first, second), (whole,)]))
-    assert set(groups) == {(1, 3), (2, 3)}
-    assert {name.split(".")[-3] for name in groups[2, 3] if "mlp" in name} == {"2", "3"}
-    assert EMBEDDINGS in groups[1, 3] and EMBEDDINGS not in groups[2, 3]
 
 
 def test_parameters_that_live_alike_share_one_table_of_ranks():
@@ -187,30 +153,10 @@ def test_experts_over_ranks_are_shards_like_others():
     assert [len(experts.on_rank(rank)) for rank in range(4)] == [1, 1, 1, 1]
 
 
-def test_optimizer_shards_over_replicas_are_shards_like_others():
-    """
-    ZeRO over three replicas: all hold the whole parameter and sum its gradient; each owns a slice, which it counts and
-    of which it has the optimizer state. One parameter is cut by tp before.
-    """
-    stages, replicas = ((LANGUAGE_MODEL, 0, 0),), (0, 2, 4)
-    slices = [(Cut("dp", None, index, 3), rank) for index, rank in enumerate(replicas)]
-    flat = ParameterShards(stages, tuple(Shard((own,), replicas, rank) for own, rank in slices))
-    both = [
-        Shard((Cut("tp", 1, t, 2), own), tuple(r + t for r in replicas), rank + t)
-        for t in range(2)
-        for own, rank in slices
-    ]
-    table = {"bias": flat, "weight": ParameterShards(stages, tuple(both))}
-    groups = {group.ranks: group.parameters for group in sync_groups_of(table, [LANGUAGE_MODEL])}
-    assert groups == {(0, 2, 4): ("bias", "weight"), (1, 3, 5): ("weight",)}
-    assert counts(table, {"bias": (7,), "weight": (3, 4)}, 6) == dict.fromkeys(table, {1})
-    assert [len(table["weight"].owned_by(rank)) for rank in range(6)] == [1] * 6
-    assert len(table["weight"].on_rank(3)) == 3 and flat.on_rank(1) == () and flat.owner == 0
-
-
 def unlike(*parts: tuple[int, ...], **plugins) -> ParallelPlan:
     """A plan whose copies of the language model are tp groups of these ranks."""
-    return with_language([(Stage((0, 4), (ranks,)),) for ranks in parts], **plugins)
+    plan, replicas = resolve_plan(SPEC, plugins), tuple((Stage((0, 4), (ranks,)),) for ranks in parts)
+    return dataclasses.replace(plan, modules={**plan.modules, LANGUAGE_MODEL: ModulePlan(replicas)})
 
 
 def test_tp_groups_of_unlike_sizes_share_the_slices_between_all_of_their_borders():
@@ -223,7 +169,7 @@ def test_tp_groups_of_unlike_sizes_share_the_slices_between_all_of_their_borders
         (Cut("tp", 0, 2, 3), (3, 6, 7), 3),
     ]
     assert [shard.cuts[0].bounds(24) for shard in shards] == [(0, 8), (8, 12), (12, 16), (16, 24)]
-    assert list(group_names(SPEC, plan)) == [(2, 4, 7), (2, 5, 7), (3, 5, 7), (3, 6, 7), (0, 1)]
+    assert [group.ranks for group in sync_groups(SPEC, plan)] == [(2, 4, 7), (2, 5, 7), (3, 5, 7), (3, 6, 7), (0, 1)]
 
 
 def test_slices_between_the_borders_of_four_and_six_ranks():

@@ -41,10 +41,6 @@ def rows(plan: ParallelPlan, name: str) -> list[list[tuple]]:
     return [[(stage.layers, stage.mesh) for stage in stages] for stages in plan.modules[name].replicas]
 
 
-def flags(plan: ParallelPlan, name: str) -> list[bool]:
-    return [stage.trainable for stage in plan.modules[name].replicas[0]]
-
-
 def with_module(spec: ModelSpec, name: str, **changes: Any) -> ModelSpec:
     module = dataclasses.replace(spec.modules[name], **changes)
     return dataclasses.replace(spec, modules={**spec.modules, name: module})
@@ -102,12 +98,6 @@ def test_every_layer_and_every_rank_occurs_once(layers, dp, pp, tp, vision_dp, c
     assert (plan.modules[LANGUAGE_MODEL].dp_size, plan.schedule, plan.num_microbatches) == (dp, "gpipe", 5)
 
 
-def test_uneven_stages_need_no_size():
-    plan = resolve({"layers_per_stage": [1, 4, 1]})
-    assert [stage.layers for stage in plan.modules["vision"].replicas[0]] == [(0, 1), (1, 5), (5, 6)]
-    assert plan.world_size == 4
-
-
 def test_colocation_shares_ranks_stage_by_stage():
     host = {"dp_size": 2, "pp_size": 2}
     plan = resolve(host, {"colocate_with": "vision", "activation_checkpointing": True}, world_size=4)
@@ -119,32 +109,10 @@ def test_colocation_shares_ranks_stage_by_stage():
     assert rows(uneven, LANGUAGE_MODEL)[0] == [((0, 1), ((0,),)), ((1, 4), ((1,),))]
 
 
-@pytest.mark.parametrize(
-    ("freeze", "expected"),
-    [
-        (False, [True, True, True]),
-        (True, [False, False, False]),
-        ("tower", [False, False, True]),
-        (r"layers\.[23]\.", [True, False, True]),
-        (["embeddings", r"layers\.[01]\.", "projector"], [False, True, True]),
-        (["layers", "projector"], [True, False, False]),
-    ],
-)
-def test_a_stage_is_trainable_if_one_of_its_parameters_is(freeze, expected):
-    plan = resolve({"pp_size": 3, "freeze": freeze})
-    assert flags(plan, "vision") == expected and flags(plan, LANGUAGE_MODEL) == [True]
-
-
 def test_freezing_is_not_undone():
     module = VISION.with_frozen("projector").with_frozen("embeddings")
     assert [p.trainable for p in module.parameters] == [False, *[True] * 6, False]
     assert all(p.trainable for p in VISION.parameters)
-
-
-@pytest.mark.parametrize(("tied", "expected"), [(False, [True, False, False]), (True, [True, False, True])])
-def test_tied_embeddings_train_the_last_stage_too(tied, expected):
-    settings = {"layers_per_stage": [1, 2, 1], "freeze": ["layers", "norm"]}
-    assert flags(resolve(language=settings, spec=model_spec(tied=tied)), LANGUAGE_MODEL) == expected
 
 
 def test_deepstack_features_enter_at_their_layers_and_leave_a_stack_that_is_not_cut():

@@ -1,7 +1,5 @@
 """Small plans and steps, fixed and random, for the tests of schedules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise

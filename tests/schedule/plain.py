@@ -3,8 +3,6 @@ The plain way to the lists of ranks, task by task over objects: what the arrays 
 Everything is looked up anew where it is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A rank plans the replicas that it exchanges tensors with; that gives the program that planning all of them gives."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -82,23 +80,14 @@ def test_a_rank_gets_from_its_part_what_it_gets_from_the_program_of_all_ranks(ca
 
 @SETTINGS
 @given(CASES)
-def test_parts_put_together_are_what_one_simulation_of_all_tasks_gives(case):
-    """The plan as one part, without alternation, which each part chooses for itself, and without gradient sums."""
-    graph = build_graph(case.plan, case.step)
-    timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step))
-    expected = lower(case.plan, graph, timeline, ())
+def test_parts_are_what_one_simulation_gives_each_with_the_better_of_two_orders(case):
+    """The plan as one part, and without gradient sums."""
+    graph, limits = build_graph(case.plan, case.step), in_flight_limits(case.plan, case.step)
+    timeline = schedule_tasks(case.plan, graph, uneven, limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering_module, "may_alternate", lambda plan: False)
-        found = build_program(case.plan, case.step, (), uneven)
-    assert found == expected
-
-
-@SETTINGS
-@given(CASES)
-def test_each_part_takes_the_better_of_two_orders(case):
-    graph = build_graph(case.plan, case.step)
-    alternate = may_alternate(case.plan)
-    timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step), alternate)
+        assert build_program(case.plan, case.step, (), uneven) == lower(case.plan, graph, timeline, ())
+    timeline = schedule_tasks(case.plan, graph, uneven, limits, may_alternate(case.plan))
     found = build_program(case.plan, case.step, (), uneven)
     assert max((end for _, end in found.times_ms.values()), default=0.0) <= max(timeline.end_ms, default=0.0) + 1e-9
 
@@ -106,7 +95,9 @@ def test_each_part_takes_the_better_of_two_orders(case):
 @SETTINGS
 @given(CASES, st.randoms(use_true_random=False))
 def test_gradient_sums_stand_in_one_order_on_all_ranks_whatever_it_is(case, random):
-    groups = list(case.sync_groups)
+    groups, modules = list(case.sync_groups), list(case.plan.modules)
+    ends = [min((modules.index(name), index) for name, _, index in group.stages) for group in groups]
+    assert ends == sorted(ends, reverse=True), "in the order in which backwards end"
     random.shuffle(groups)
     program = build_program(case.plan, case.step, groups, uneven)
     check_program(case.plan, case.step, groups, program)
@@ -116,14 +107,6 @@ def test_gradient_sums_stand_in_one_order_on_all_ranks_whatever_it_is(case, rand
         # For each sum the index of the first with the same representatives.
         order = [(keys.index(keys[action.index]), action.index) for action in row if action.index is not None]
         assert order == sorted(order)
-
-
-@SETTINGS
-@given(CASES)
-def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
-    order = {name: number for number, name in enumerate(case.plan.modules)}
-    ends = [min((order[name], index) for name, _, index in group.stages) for group in case.sync_groups]
-    assert ends == sorted(ends, reverse=True)
 
 
 def test_the_work_of_a_rank_does_not_grow_with_the_number_of_replicas():
@@ -173,6 +156,7 @@ def test_the_checksum_of_a_part_tells_of_its_order_and_its_replicas():
     programs = {r: representatives.expand(program_of_parts(representatives.parts(step, r), uneven)) for r in range(6)}
     replicas = {rank: program.replicas(LM) for rank, program in programs.items()}
     assert sorted(map(sorted, set(replicas.values()))) == [[0], [1]]
+    assert not list(representatives.parts(step, plan.world_size))
     for rank, other in itertools.combinations(programs, 2):
         same = programs[rank].checksum == programs[other].checksum
         assert same == (replicas[rank] == replicas[other])

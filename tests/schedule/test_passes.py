@@ -1,7 +1,5 @@
 """The order in which the layers of a stage are gathered, computed, freed and summed."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

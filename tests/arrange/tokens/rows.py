@@ -1,7 +1,5 @@
 """Rows of tokens to cut."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Work of blocks against a dense count, and their balance against bounds and the exact optimum."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One call of attention: its inputs, and what the definition gives for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +22,8 @@ class Case:
 
     def inputs(self, mask: BitfieldMask, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """Queries, keys, values and sinks, if there are any, laid out as models give them."""
-        device, (batch, num_queries), num_keys = (
-            mask.query_words.device,
-            mask.query_words.shape,
-            mask.key_words.shape[1],
-        )
+        (batch, num_queries), num_keys = mask.query_words.shape, mask.key_words.shape[1]
+        device = mask.query_words.device
         query = torch.randn(batch, num_queries, self.heads, self.head_dim, dtype=dtype, device=device)
         key, value = torch.randn(2, batch, num_keys, self.kv_heads, self.head_dim, dtype=dtype, device=device)
         states = [tensor.transpose(1, 2) for tensor in (query, key, value)]

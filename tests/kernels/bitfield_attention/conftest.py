@@ -1,7 +1,5 @@
 """The interpreter of Triton, without what makes it slow."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

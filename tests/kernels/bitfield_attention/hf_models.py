@@ -1,7 +1,5 @@
 """Tiny language models and vision-language models, and the words of their padded batches, made by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

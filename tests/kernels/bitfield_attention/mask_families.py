@@ -1,7 +1,5 @@
 """Words of every mask family, of random rows of odd lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from random import Random
 

@@ -5,8 +5,6 @@ What a collective writes is poisoned when it starts and filled when it is waited
 then: code that reads too early, or writes over a buffer that is in use, gets NaN or a wrong result.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from functools import partial

@@ -13,7 +13,6 @@ from hf_mmparallel.kernels.bitfield_attention import (
     bitfield_attention,
     dispatch,
     encode_words,
-    intervals,
     reference_attention,
 )
 from tests.deep_cases import deep
@@ -249,9 +248,3 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=salient):
             bitfield_attention(**{**states, "mask": _words(), **given})
-
-
-def test_a_mask_moves_between_devices():
-    mask = BitfieldMask.from_words(_words())
-    assert all(tensor.device.type == "meta" for tensor in mask.to("meta").tensors)
-    assert intervals.row_intervals(mask.to("cpu")) is not None

@@ -1,7 +1,5 @@
 """The CPU path against the reference in float64: every mask family with every feature, all gradients."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """`attn_implementation="bitfield"`: how it becomes known, and models against themselves under eager attention."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys
@@ -142,14 +140,15 @@ def _assert_as_exact_as_eager(family: str, dtype: torch.dtype, device: str = "cp
     assert (found - exact).norm() <= 1.5 * (eager - exact).norm()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-def test_autocast(family):
-    _assert_as_exact_as_eager(family, torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(dtype):
-    _assert_as_exact_as_eager("llama", dtype, autocast=False)
+@pytest.mark.parametrize(
+    ("family", "dtype", "autocast"),
+    [
+        *((family, torch.bfloat16, True) for family in ("llama", "gemma2", "gpt_oss")),
+        *(("llama", dtype, False) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_low_precision(family, dtype, autocast):
+    _assert_as_exact_as_eager(family, dtype, autocast=autocast)
 
 
 @pytest.mark.gpu

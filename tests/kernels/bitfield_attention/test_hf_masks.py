@@ -1,7 +1,5 @@
 """What a layer does with words, with a mask, with both and with neither."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers
@@ -215,33 +213,23 @@ def test_words_that_do_not_grow_with_the_cache_are_refused(family, cache_type):
 
 
 @pytest.mark.parametrize(
-    ("words", "salient"),
-    [
-        (torch.ones(2, 12, dtype=torch.int32), r"torch.int32 of shape \(2, 12\)"),
-        (torch.ones(1, 12, dtype=torch.int64), "2 rows"),
-        (torch.ones(2, 1, 1, 12, dtype=torch.int64), r"shape \(2, 1, 1, 12\)"),
-        (torch.ones(2, 11, dtype=torch.int64), "11 tokens; a layer has 12 queries and 12 keys"),
-        (torch.ones(2, 13, dtype=torch.int64), "13 tokens"),
-    ],
-)
-def test_words_that_do_not_fit_are_refused(words, salient):
-    with pytest.raises(ValueError, match=salient):
-        hf.bitfield_attention_forward(_layer(), *_states(batch=2), None, attention_words=words)
-
-
-@pytest.mark.parametrize(
     ("settings", "salient"),
     [
+        ({"attention_words": torch.ones(2, 12, dtype=torch.int32)}, r"torch.int32 of shape \(2, 12\)"),
+        ({"attention_words": torch.ones(1, 12, dtype=torch.int64)}, "2 rows"),
+        ({"attention_words": torch.ones(2, 1, 1, 12, dtype=torch.int64)}, r"shape \(2, 1, 1, 12\)"),
+        ({"attention_words": torch.ones(2, 11, dtype=torch.int64)}, "11 tokens; a layer has 12 queries and 12 keys"),
+        ({"attention_words": torch.ones(2, 13, dtype=torch.int64)}, "13 tokens"),
         ({"dropout": 0.1}, "`dropout=0.1` in `LlamaAttention`"),
         ({"position_bias": torch.ones(1)}, "`position_bias`"),
         ({"cache": object()}, "`cache`"),
-        ({"attention_mask": torch.ones(1, 1, 1, 12, dtype=torch.int64)}, "`attention_mask` is an int64"),
+        ({"attention_mask": torch.ones(2, 1, 1, 12, dtype=torch.int64)}, "`attention_mask` is an int64"),
     ],
 )
-def test_what_no_path_computes_is_refused(settings, salient):
-    settings = {"attention_mask": None, "attention_words": ONE_SAMPLE, **settings}
+def test_words_that_do_not_fit_and_what_no_path_computes_are_refused(settings, salient):
+    settings = {"attention_mask": None, "attention_words": ONE_SAMPLE.expand(2, -1), **settings}
     with pytest.raises(ValueError, match=salient):
-        hf.bitfield_attention_forward(_layer(), *_states(), **settings)
+        hf.bitfield_attention_forward(_layer(), *_states(batch=2), **settings)
 
 
 @pytest.mark.parametrize("of_config", [True, False])

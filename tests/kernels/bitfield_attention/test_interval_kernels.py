@@ -1,7 +1,5 @@
 """What compiling a mask launches and waits for, with the search in torch and in one kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,6 +1,7 @@
-"""Compiled masks against the dense mask: no visible pair is lost, full blocks are full, splits never end later."""
-
-from __future__ import annotations
+"""
+Compiled masks against the dense mask: intervals are exact and absent only where a row has a hole, no visible pair is
+lost, full blocks are full, splits never end later.
+"""
 
 import heapq
 from random import Random
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, intervals
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import (
     COMBINE_COST,
     EMPTY,
@@ -66,10 +67,29 @@ def _dense_of_rows(plan: MaskPlan) -> Tensor:
     return same & ((queries[:, 1] & keys[:, 2]) != 0) & reached & (places > queries[:, 4])
 
 
-def _check(mask: BitfieldMask, window: int, block_q: int, block_k: int) -> tuple[MaskPlan, Tensor, Tensor]:
+def _check_bounds(mask: BitfieldMask, window: int = 0) -> tuple[bool, bool]:
+    """Checks first and last place that each query sees; returns whether a row has holes, found and by the mask."""
+    dense = dense_mask(mask, window)
+    places = mask.key_positions[:, None].expand_as(dense)
+    last = torch.where(dense, places, -1).amax(-1)
+    first = torch.where(last < 0, 0, torch.where(dense, places, 2**30).amin(-1))
+    inside = (places >= first[..., None]) & (places <= last[..., None]) & (mask.key_words != 0)[:, None]
+    bounds, found = intervals.row_bounds(mask, window)
+    assert bounds.first.dtype == bounds.last.dtype == torch.int32
+    assert torch.equal(bounds.first, first) and torch.equal(bounds.last, last)
+    return bool(found), not torch.equal(inside, dense)
+
+
+def _check(
+    mask: BitfieldMask, window: int, block_q: int, block_k: int, kernel: bool = False
+) -> tuple[MaskPlan, Tensor, Tensor]:
     """Checks a plan against the dense mask; returns it with its states and the exact ones."""
     dense = dense_mask(mask, window)
-    plan = compile_mask(mask, window, block_q, block_k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intervals, "_has_kernel", lambda tensor: kernel)  # as on a GPU
+        found, holes = _check_bounds(mask, window)
+        plan = compile_mask(mask, window, block_q, block_k)
+    assert plan.interval == (not found) and found == holes
     exact = _exact_states(dense, block_q, block_k)
     states = _states_of_lists(plan.by_query, *exact.shape)
     batch, num_query_blocks, num_key_blocks = exact.shape
@@ -84,25 +104,55 @@ def _check(mask: BitfieldMask, window: int, block_q: int, block_k: int) -> tuple
 
 
 @settings(max_examples=120)
-@given(drawn=masks(longest=70), block_q=st.sampled_from([4, 8]), block_k=st.sampled_from([2, 8]))
-def test_any_words_in_any_order(drawn, block_q, block_k):
-    _check(*drawn, block_q, block_k)
+@given(drawn=masks(longest=70), block_q=st.sampled_from([4, 8]), block_k=st.sampled_from([2, 8]), kernel=st.booleans())
+def test_any_words_in_any_order(drawn, block_q, block_k, kernel):
+    _check(*drawn, block_q, block_k, kernel)
 
 
 @pytest.mark.parametrize("window", [0, 21])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_visit_what_they_must(family, window):
     rng = Random(f"{family} {window}")
-    needless = missed_full = visited = 0
-    for _ in range(6):
-        plan, states, exact = _check(BitfieldMask.from_words(FAMILIES[family](rng, 331)), window, 32, 16)
-        assert plan.interval or family in HOLES
+    needless = missed_full = visited = num_with_holes = 0
+    for index in range(6):
+        mask = BitfieldMask.from_words(FAMILIES[family](rng, 331))
+        plan, states, exact = _check(mask, window, 32, 16, kernel=index == 5)
+        num_with_holes += not plan.interval
         needless += int(((states != EMPTY) & (exact == EMPTY)).sum())
         missed_full += int(((states != FULL) & (exact == FULL)).sum())
         visited += int((exact != EMPTY).sum())
+    assert bool(num_with_holes) == (family in HOLES) or (window and not num_with_holes)
     # From minima and maxima alone, intervals give the exact blocks and the words nearly so.
     assert needless <= (0.05 * visited if family in HOLES else 0.0)
     assert missed_full <= (0.1 * visited if family in HOLES else 0.0)
+
+
+def test_holes_are_never_missed_where_keys_have_several_kinds():
+    safe = 0
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        kinds, sees = torch.randint(0, 8, (2, 2, 20), generator=generator)
+        words = encode_words(torch.ones_like(kinds), kinds=kinds, sees=sees)
+        found, holes = _check_bounds(BitfieldMask.from_words(words))
+        assert found or not holes
+        safe += found
+    assert safe > 0
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_intervals_without_keys_or_queries(kernel, monkeypatch):
+    monkeypatch.setattr(intervals, "_has_kernel", lambda tensor: kernel)
+    ones = BitfieldMask.from_words(encode_words(torch.ones(1, 4, dtype=torch.int64)))
+    none = ones.query_words[:, :0]
+    found = intervals.row_intervals(BitfieldMask(ones.query_words, ones.query_positions, none, none.int()))
+    assert found is not None and (found.last < found.first).all()
+    found = intervals.row_intervals(BitfieldMask(none, none.int(), ones.key_words, ones.key_positions))
+    assert found is not None and found.first.shape == found.last.shape == (1, 0)
+
+
+def test_memory_of_intervals_is_linear_in_tokens():
+    words = FAMILIES["image_spans"](Random(0), 200_000)  # a dense mask of it would have 40 billion pairs
+    assert intervals.row_intervals(BitfieldMask.from_words(words)) is not None
 
 
 def test_whole_blocks_in_another_order_stay_exact():

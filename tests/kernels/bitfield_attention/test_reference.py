@@ -2,15 +2,13 @@
 
 from random import Random
 
-import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, reference_attention
-from hf_mmparallel.kernels.bitfield_attention.reference import reference_backward
 
 from .cases import Case
-from .mask_families import FAMILIES, random_words
+from .mask_families import FAMILIES
 
 
 def _inputs(mask: BitfieldMask, sinks: bool = False) -> list[torch.Tensor]:
@@ -38,16 +36,3 @@ def test_a_sink_is_a_key_without_a_value():
     torch.testing.assert_close(out, plain * torch.exp(plain_lse - lse)[..., None])
     nothing = mask.query_words[0] == 0
     assert nothing.any() and (out[:, :, nothing] == 0).all()
-
-
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_its_backward_pass_is_autograds(softcap):
-    mask = BitfieldMask.from_words(random_words(Random(3), 2, 23))
-    inputs = _inputs(mask, sinks=True)
-    out, lse = reference_attention(*inputs[:3], mask, 0.3, softcap, 7, inputs[3])
-    grad = torch.randn_like(out)
-    expected = torch.autograd.grad(out, inputs, grad)
-    with torch.no_grad():
-        found = reference_backward(grad, *inputs[:3], out, lse, mask, 0.3, softcap, 7, inputs[3])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)

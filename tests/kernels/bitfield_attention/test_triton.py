@@ -1,7 +1,5 @@
 """The kernels in Triton's interpreter against the definition in float64: every constant that they are compiled for."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
