@@ -43,8 +43,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.callbacks import PredictionCallback
-from hf_mmparallel.cost.calibrate import calibrate_logs
-from hf_mmparallel.cost.calibration import without_calibration
+from hf_mmparallel.cost.calibration import calibrate_logs, without_calibration
 from hf_mmparallel.cost.run_log import RUN_LOG, LoggedWindow, tasks_of
 from hf_mmparallel.profiling.links import link_constants
 from hf_mmparallel.search.comparison import StepComparer, kind_of

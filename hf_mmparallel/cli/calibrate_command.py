@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..cost.calibrate import CalibrationResult
-    from ..cost.calibration import Calibration
+    from ..cost.calibration import Calibration, CalibrationResult
 
 EXAMPLES = """\
 examples:
@@ -28,9 +27,9 @@ def add_calibrate_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="correct costs by the logs of runs, for `--profile` of the other commands",
-        description="Fits factors of the forward and backward times of each module, of kernel launches, and of "
-        "activation memory to measured runs. Half of the logged windows are fitted and the others used for "
-        "evaluation; then all are fitted. Needs no GPU and no model.",
+        description="Fits factors of the forward and backward times of each module, of their kernel launches and "
+        "tensor-parallel sums, and of activation memory to measured runs. Half of the logged windows are fitted and "
+        "the others used for evaluation; then all are fitted. Needs no GPU and no model.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,8 +48,7 @@ def add_calibrate_parser(commands: Any) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> None:
     """Runs `hf-mmparallel calibrate`; raises `ValueError` for logs that can't be used for a calibration."""
-    from ..cost.calibrate import calibrate_logs
-    from ..cost.calibration import Calibration, read_costs
+    from ..cost.calibration import Calibration, calibrate_logs, read_costs
     from ..planner.text import new_console
 
     logs = [log_file(path) for path in args.logs]
@@ -61,7 +59,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     console = new_console()
     calibration = result.calibration
     console.print(
-        f"{calibration.windows} windows of {', '.join(calibration.modules)} on {calibration.device_name}",
+        f"{calibration.windows} windows of {', '.join(calibration.run.modules)} on {calibration.run.device_name}",
         highlight=False,
     )
     console.print(error_table(result))
@@ -97,10 +95,9 @@ def error_table(result: CalibrationResult) -> Table:
     table.add_column("", no_wrap=True)
     for name in ("median before", "after", "worst before", "after"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, errors in (result.calibration.errors or {}).items():
-        before, after = errors["before"], errors["after"]
-        cells = (before.median, after.median, before.worst, after.worst)
-        table.add_row(name.replace("/", ", "), *(f"{error:.1%}" for error in cells))
+    for name, error in result.calibration.errors.items():
+        cells = (error.before, error.after, error.worst_before, error.worst_after)
+        table.add_row(name.replace("/", ", "), *(f"{cell:.1%}" for cell in cells))
     return table
 
 
@@ -110,15 +107,14 @@ def scale_table(calibration: Calibration) -> Table:
 
     table = Table(title="Factors of costs, by all windows", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in ("per token", "per squared length", "ms per layer", "of launches", "of sums"):
+    for name in ("of compute", "of launches", "of sums"):
         table.add_column(name, justify="right", no_wrap=True)
     for module, scales in calibration.scales.items():
         for kind, scale in scales.items():
-            besides = f"{scale.layer_ms:.3g}" if scale.layer_ms else "-"
-            others = ("-" if factor is None else f"{factor:.3g}" for factor in (scale.launch, scale.sum))
-            table.add_row(f"{module}, {kind}", f"{scale.token:.3g}", f"{scale.square:.3g}", besides, *others)
+            factors = (scale.compute, scale.launch, scale.sum)
+            table.add_row(f"{module}, {kind}", *("-" if factor is None else f"{factor:.3g}" for factor in factors))
     if calibration.activations is not None:
-        table.add_row("activations", f"{calibration.activations:.3g}", *["-"] * 4)
+        table.add_row("activations", f"{calibration.activations:.3g}", "-", "-")
     return table
 
 
@@ -127,22 +123,19 @@ def notes(result: CalibrationResult) -> list[str]:
     lines = []
     if result.calibration.activations is None:
         lines.append("Memory is not calibrated: it was not measured, which needs CUDA.")
-    untold = [
-        f"`{module}` ({kind})"
-        for module, scales in result.calibration.scales.items()
-        for kind, scale in scales.items()
-        if scale.launch is None
-    ]
-    if result.has_launches and untold:
+    scales = {
+        f"`{module}` ({kind})": scale
+        for module, kinds in result.calibration.scales.items()
+        for kind, scale in kinds.items()
+    }
+    untold = [name for name, scale in scales.items() if scale.launch is None]
+    if untold:
         lines.append(
-            f"Launches of {', '.join(untold)} keep their predicted time (a factor of 1): the log can't tell them from "
-            "compute time. That needs tasks of different sizes, some so small that the host launches them no faster "
-            "than the device computes."
+            f"Launches of {', '.join(untold)} keep their predicted time (a factor of 1): no logged task is so small "
+            "that the host takes longer to launch it than the device to compute it."
         )
-    if not any(scale.sum for scales in result.calibration.scales.values() for scale in scales.values()):
-        lines.append(
-            "Tensor-parallel sums keep their predicted time: no run has any, or they take as long as predicted."
-        )
+    if not any(scale.sum for scale in scales.values()):
+        lines.append("Tensor-parallel sums keep their predicted time: no run has any.")
     share = result.outside_share
     lines.append(
         f"With measured tasks, a step is predicted {abs(share):.1%} {'shorter' if share >= 0 else 'longer'} "

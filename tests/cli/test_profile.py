@@ -66,7 +66,7 @@ def test_only_some_modules_and_layouts(model, tmp_path, run, steady):
 def test_what_does_not_fit_is_said(capsys):
     found = [MeasuredPoint(n, 1, 1e-3 * n, 1e-3 * n, 1e-3 * n, 8.0 * n, 8.0 * n) for n in (64, 256, 1024)]
     found.append(MeasuredPoint(1024, 4, 9.0, 1.024, 1.024, 8192.0, 8192.0))
-    layer = MeasuredLayer.from_points("vision", "Block", (0, 1, 2, 5), "0" * 12, 2, found)
+    layer = MeasuredLayer("vision", "Block", (0, 1, 2, 5), "0" * 12, 2, tuple(found))
     profile = LayerProfile("tiny", "a device", "float32", None, "sdpa", {}, (layer,), ("`audio`: no inputs",))
     (line,) = misfits(profile)
     assert line.startswith("Does not fit: forward of vision, Block 0-2 5, with tp 2 is off by ")
