@@ -267,8 +267,8 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
             logs = [folder / name / RUN_LOG for name in ("fitted", "fitted_too")]
             for name, path, own in (("calibration", profile, logs[:1]), ("calibration_by_both", both, logs)):
                 found = calibrate_logs(own)
-                found.calibration.save(path)
-                result[name] = {**asdict(found.calibration), "outside_share": found.outside_share}
+                found.save(path)
+                result[name] = asdict(found)
         dist.barrier()
         steps: dict[str, list[Step]] = {case.name: [] for case in plans}
         for number in range(1, 1 + sizes.rounds):

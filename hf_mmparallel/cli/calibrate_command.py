@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..cost.calibration import Calibration, CalibrationResult
+    from ..cost.calibration import Calibration
 
 EXAMPLES = """\
 examples:
@@ -55,16 +55,15 @@ def run_calibrate(args: argparse.Namespace) -> None:
     if args.profile and not Path(args.profile).is_file():
         raise ValueError(f"`--profile {args.profile}` is not a file. Give the output of `hf-mmparallel profile`.")
     source = None if args.profile is None else read_costs(args.profile)
-    result = calibrate_logs(logs, source.profile if isinstance(source, Calibration) else source)
+    calibration = calibrate_logs(logs, source.profile if isinstance(source, Calibration) else source)
     console = new_console()
-    calibration = result.calibration
     console.print(
         f"{calibration.windows} windows of {', '.join(calibration.run.modules)} on {calibration.run.device_name}",
         highlight=False,
     )
-    console.print(error_table(result))
+    console.print(error_table(calibration))
     console.print(scale_table(calibration))
-    for line in notes(result):
+    for line in notes(calibration):
         console.print(line, highlight=False, soft_wrap=True)
     if args.output:
         calibration.save(args.output)
@@ -86,16 +85,17 @@ def log_file(path: str) -> Path:
     raise ValueError(f"`{path}` does not exist. Give the `{RUN_LOG}` of a run's output folder.")
 
 
-def error_table(result: CalibrationResult) -> Table:
+def error_table(calibration: Calibration) -> Table:
     """Returns a table of prediction errors in the windows left out of the fit, before and after calibration."""
     from rich.table import Table
 
-    title = f"Errors in the last {result.judged} windows, by a fit of the first {result.fitted}"
+    judged = calibration.judged
+    title = f"Errors in the last {judged} windows, by a fit of the first {calibration.windows - judged}"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for name in ("median before", "after", "worst before", "after"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, error in result.calibration.errors.items():
+    for name, error in calibration.errors.items():
         cells = (error.before, error.after, error.worst_before, error.worst_after)
         table.add_row(name.replace("/", ", "), *(f"{cell:.1%}" for cell in cells))
     return table
@@ -118,15 +118,13 @@ def scale_table(calibration: Calibration) -> Table:
     return table
 
 
-def notes(result: CalibrationResult) -> list[str]:
+def notes(calibration: Calibration) -> list[str]:
     """Returns limitations of the calibration, one sentence each."""
     lines = []
-    if result.calibration.activations is None:
+    if calibration.activations is None:
         lines.append("Memory is not calibrated: it was not measured, which needs CUDA.")
     scales = {
-        f"`{module}` ({kind})": scale
-        for module, kinds in result.calibration.scales.items()
-        for kind, scale in kinds.items()
+        f"`{module}` ({kind})": scale for module, kinds in calibration.scales.items() for kind, scale in kinds.items()
     }
     untold = [name for name, scale in scales.items() if scale.launch is None]
     if untold:
@@ -136,7 +134,7 @@ def notes(result: CalibrationResult) -> list[str]:
         )
     if not any(scale.sum for scale in scales.values()):
         lines.append("Tensor-parallel sums keep their predicted time: no run has any.")
-    share = result.outside_share
+    share = calibration.outside_fraction
     lines.append(
         f"With measured tasks, a step is predicted {abs(share):.1%} {'shorter' if share >= 0 else 'longer'} "
         "than it is, due to messages, gradient sums and host time between tasks, which are not corrected."

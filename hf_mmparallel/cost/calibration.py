@@ -24,8 +24,7 @@ from .run_log import KINDS, Kind, LoggedWindow, MemoryPeak, RunHeader, module_di
 
 MIN_WINDOWS = 4  # minimum number of windows of a log: two for the fit, two for its evaluation
 _MIN_ACTIVATION_FACTOR = 0.05
-_MAX_SPLITS = 16  # maximum number of tried splits into launch-bound and compute-bound tasks
-_CLEARLY_LOWER = 0.9  # ratio of errors below which another split than the predicted one is taken
+_MAX_ROUNDS = 20  # maximum number of splits into launch-bound and compute-bound tasks
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,9 @@ class Calibration:
     activations: float | None = None  # factor of activation bytes; `None` if no memory was measured
     # quantity (`"step"`, `"memory"`, `"vision/forward"`, ...) -> errors in windows that were left out of the fit
     errors: Mapping[str, Accuracy] = field(default_factory=dict)
+    # fraction of the step times that neither tasks nor predicted messages and all-reduces explain; negative if the
+    # latter are predicted to take longer than they do
+    outside_fraction: float = 0.0
     windows: int = 0  # number of windows of the fit
     profile: LayerProfile | None = None  # the profile whose costs are corrected; `None` for operation counts
 
@@ -86,6 +88,11 @@ class Calibration:
         ]
         activations = max(_MIN_ACTIVATION_FACTOR, float(np.median(ratios))) if ratios else None
         return cls(run, scales, activations, windows=len(windows), profile=profile)
+
+    @property
+    def judged(self) -> int:
+        """Number of windows, the last ones, that `errors` are of."""
+        return self.windows // 2
 
     def scale(self, module: str, kind: Kind) -> TimeScale:
         """The factors of one kind of task, 1 for tasks without any."""
@@ -190,21 +197,10 @@ class Calibration:
 # Fitting the factors to logs.
 
 
-@dataclass(frozen=True)
-class CalibrationResult:
-    """A calibration with its evaluation."""
-
-    calibration: Calibration  # fit on all windows, with the errors of a fit on the first half of them
-    fitted: int  # windows of the evaluated fit
-    judged: int  # windows that it was evaluated on
-    # share of the judged windows' step times that neither tasks nor predicted messages and all-reduces explain;
-    # negative if the latter are predicted to take longer than they do
-    outside_share: float
-
-
-def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = None) -> CalibrationResult:
+def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = None) -> Calibration:
     """
-    Calibrates costs by the `trainer_log.jsonl` files of runs that planned with `profile`, if any.
+    Calibrates costs by the `trainer_log.jsonl` files of runs that planned with `profile`, if any. The factors are fit
+    to all windows, the errors are those of a fit to the first half of them in the others.
 
     Raises:
         `ValueError`: For files that are not logs, are too short, or are of different models, devices or costs.
@@ -220,12 +216,13 @@ def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = N
             f"The log has {len(windows)} windows with predictions; a calibration needs {MIN_WINDOWS}, half of them to "
             "judge it by. Train longer, or with fewer `logging_steps`."
         )
-    half = (len(windows) + 1) // 2
-    first, judged = windows[:half], windows[half:]
-    errors = Calibration.fit(header, first, profile).errors_in(judged)
-    calibration = replace(Calibration.fit(header, windows, profile), errors=errors)
-    outside = sum(window.step_ms - window.replayed_ms for window in judged) / sum(w.step_ms for w in judged)
-    return CalibrationResult(calibration, len(first), len(judged), outside)
+    calibration = Calibration.fit(header, windows, profile)
+    half = len(windows) - calibration.judged
+    return replace(
+        calibration,
+        errors=Calibration.fit(header, windows[:half], profile).errors_in(windows[half:]),
+        outside_fraction=1 - sum(window.replayed_ms for window in windows) / sum(window.step_ms for window in windows),
+    )
 
 
 def _check_compatible(header: RunHeader, other: RunHeader) -> None:
@@ -269,41 +266,32 @@ def _task_rows(windows: Sequence[LoggedWindow], module: str, kind: Kind, forward
     return np.array(rows, float).reshape(-1, 5)
 
 
+def _computed_ms(scale: TimeScale, rows: NDArray) -> NDArray:
+    """Corrected times of tasks `[groups]` that need not wait for their launches."""
+    return weighted_sum(rows[:, 1:4], [scale.compute, 1.0, scale.sums])
+
+
 def _corrected_ms(scale: TimeScale, rows: NDArray) -> NDArray:
     """Corrected times of tasks `[groups]`: the larger of compute and launch time."""
-    computed = weighted_sum(rows[:, 1:4], [scale.compute, 1.0, scale.sums])
-    return np.maximum(computed, scale.launches * rows[:, 4])
+    return np.maximum(_computed_ms(scale, rows), scale.launches * rows[:, 4])
 
 
 def _fit_times(rows: NDArray) -> TimeScale | None:
-    """
-    Fits the factors of one kind of task, split into launch-bound and compute-bound tasks: as predicted, unless another
-    split has a clearly lower error; `None` without times.
-    """
+    """Fits the factors of one kind of task; `None` without times."""
     rows = rows[(rows[:, 0] > rows[:, 2]) & (rows[:, 1] > 0)]
     if not len(rows):
         return None
-    computed, launches = rows[:, 1:4].sum(axis=1), rows[:, 4]
-    ratios = np.divide(computed, launches, out=np.full(len(rows), np.inf), where=launches > 0)
-    rows = rows[np.argsort(ratios, kind="stable")]
-
-    def error(scale: TimeScale) -> float:
-        return float((np.abs(_corrected_ms(scale, rows) - rows[:, 0]) / rows[:, 0]).mean())
-
-    predicted = _fit_split(rows, int((ratios < 1).sum()))
-    counts = np.unique(np.linspace(0, np.isfinite(ratios).sum(), _MAX_SPLITS).astype(int)).tolist()
-    best = min((_fit_split(rows, count) for count in counts), key=error)
-    return best if error(best) < _CLEARLY_LOWER * error(predicted) else predicted
-
-
-def _fit_split(rows: NDArray, count: int) -> TimeScale:
-    """Factors with the first `count` tasks launch-bound and the others compute-bound."""
-    measured, launches = rows[:count, 0], rows[:count, 4]
-    launch = _weighted_median(measured / launches, launches) if count else None
-    if count == len(rows):
-        return TimeScale(launch=launch)
-    compute, sums = _fit_computed(rows[count:])
-    return TimeScale(compute, launch, sums)
+    # tasks are launch-bound or compute-bound as predicted, then as by the factors that this gives, until these agree
+    scale, launched = TimeScale(), np.full(len(rows), -1)
+    for _ in range(_MAX_ROUNDS):
+        split = _computed_ms(scale, rows) < scale.launches * rows[:, 4]
+        if (split == launched).all():
+            break
+        launched = split
+        compute, sums = (1.0, None) if split.all() else _fit_computed(rows[~split])
+        launch = _weighted_median(rows[split, 0] / rows[split, 4], rows[split, 4]) if split.any() else None
+        scale = TimeScale(compute, launch, sums)
+    return scale
 
 
 def _fit_computed(rows: NDArray) -> tuple[float, float | None]:

@@ -53,7 +53,6 @@ class Curve:
     """A polynomial fitted to measured points."""
 
     polynomial: Polynomial  # no coefficient is negative
-    r_squared: float  # share of the points' variance that it explains
     worst_error: float  # its largest relative error at a point
     worst_point: tuple[int, int]  # tokens and sequences of that point
 
@@ -89,13 +88,10 @@ def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_ca
     rows = sizes * weights[:, None]
     units = np.maximum(rows.max(axis=0), np.finfo(float).tiny)  # equal column norms, for the condition number
     coefficients = on_grid(nnls(rows / units, values * weights)[0] / units) if weights.any() else np.zeros(3)
-    residuals = weighted_sum(sizes, coefficients) - values
-    errors = np.abs(residuals) * weights
+    errors = np.abs(weighted_sum(sizes, coefficients) - values) * weights
     worst = int(errors.argmax())
-    variance = float(((values - values.mean()) ** 2).sum())
-    explained = 1.0 - float((residuals**2).sum()) / variance if variance > 0 else float(errors[worst] < 1e-9)
     point = points[worst]
-    return Curve(Polynomial(*coefficients.tolist()), explained, float(errors[worst]), (point.tokens, point.sequences))
+    return Curve(Polynomial(*coefficients.tolist()), float(errors[worst]), (point.tokens, point.sequences))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def test_profile_prints_and_writes_what_plan_reads(model, tmp_path, run, steady)
     out = run("profile", "--model", model, *lengths, "--device", "cpu", "--output", path)
     assert f"{model.name} on" in out and "float32, sdpa attention" in out and f"Profile written to {path}" in out
     assert "vision: ms at tokens of a chunk" in out and "CLIPEncoderLayer 0-3" in out
-    assert "LlamaDecoderLayer 0-3 │ 1 │ forward │ 0.108 │ 0.116 │ 0.133 │ 0.133 │ 1 │ 1 │ 0.1 │ 1.0000 │" in out
+    assert "LlamaDecoderLayer 0-3 │ 1 │ forward │ 0.108 │ 0.116 │ 0.133 │ 0.133 │ 1 │ 1 │ 0.1 │ 0.0% at" in out
     assert "weight grad" in out and "Does not fit" not in out
     assert "attention reaches 50% of its rate with a dense mask, 90% with `bitfield`. Links:" in out
     assert str(model.parent) not in path.read_text()
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_said(capsys):
     assert line.startswith("Does not fit: forward of vision, Block 0-2 5, with tp 2 is off by ")
     report(Console(width=200), profile)
     out = " ".join(capsys.readouterr().out.split())
-    assert line in out and "Left out: `audio`: no inputs." in out and "4x256" in out and "│ no │" in out
+    assert line in out and "Left out: `audio`: no inputs." in out and "4x256" in out
 
 
 def _profile_on_two_hosts(arguments: list[str], found: dict[str, float]) -> tuple[int, bool, str]:

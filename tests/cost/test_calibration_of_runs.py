@@ -49,7 +49,7 @@ def groups_of(path: Path, module: str) -> list[TaskGroup]:
 
 
 def scales_of(*paths: Path) -> Mapping[str, Mapping[Any, TimeScale]]:
-    return calibrate_logs(list(paths)).calibration.scales
+    return calibrate_logs(list(paths)).scales
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +68,8 @@ def log(tmp_path, calibrated):
 
 
 def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(calibrated):
-    _, result = calibrated
-    found = result.calibration
-    assert (result.fitted, result.judged, found.windows) == (4, 4, 8)
+    _, found = calibrated
+    assert (found.judged, found.windows) == (4, 8) and found.outside_fraction == pytest.approx(0.0, abs=1e-5)
     for module, kinds in SCALES.items():
         for kind, scale in kinds.items():
             own = found.scales[module][kind]
@@ -87,7 +86,7 @@ def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(calibrat
 
 
 def test_errors_are_those_of_windows_that_were_not_fitted(calibrated, log):
-    errors = calibrated[1].calibration.errors
+    errors = calibrated[1].errors
     assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in KINDS)}
     for name, own in errors.items():
         assert own.after < 0.01 < 0.1 < own.before <= own.worst_before, name
@@ -95,7 +94,7 @@ def test_errors_are_those_of_windows_that_were_not_fitted(calibrated, log):
     for group in (group for line in lines[5:] for group in line["groups"]):
         group["measured_ms"] *= 10  # the last windows took ten times as long: no fit of the first ones knows
     log.write_text("\n".join(map(json.dumps, lines)))
-    assert calibrate_logs([log]).calibration.errors["vision/forward"].after == pytest.approx(0.9, abs=0.01)
+    assert calibrate_logs([log]).errors["vision/forward"].after == pytest.approx(0.9, abs=0.01)
 
 
 def test_a_window_that_something_else_slowed_down_changes_little(log):
@@ -109,7 +108,7 @@ def test_a_window_that_something_else_slowed_down_changes_little(log):
 
 
 def test_memory_of_activations_is_corrected(calibrated):
-    found = calibrated[1].calibration
+    found = calibrated[1]
     assert found.activations == pytest.approx(2.0)
     before, after = counted(), costs_from(SPEC, CPU, 2, replace(found, scales={}))
     step = measured_step(StepComparer(planner(before)), before, 0)
@@ -132,7 +131,7 @@ def test_launches_have_a_factor_of_their_own(tmp_path, forward, backward):
     costs = analytic_costs(SPEC, replace(CPU, launch_us=150.0))
     wanted = {"forward": forward, "backward": backward}
     path = write_log(tmp_path / "log.jsonl", costs, corrected(costs, {"vision": wanted}))
-    calibration = calibrate_logs([path]).calibration
+    calibration = calibrate_logs([path])
     for kind, scale in wanted.items():
         groups = [group for group in groups_of(path, "vision") if group.kind == kind]
         for factor, field in ((scale.compute, "computed_ms"), (scale.launch, "launch_ms")):
@@ -202,7 +201,7 @@ def test_a_profile_goes_into_the_file(tmp_path):
         calibrate_logs([path])
     with pytest.raises(ValueError, match="`--profile` is not the profile of the run"):
         calibrate_logs([path], replace(profile, model="another"))
-    calibrate_logs([path], profile).calibration.save(tmp_path / "calibrated.json")
+    calibrate_logs([path], profile).save(tmp_path / "calibrated.json")
     found = read_costs(tmp_path / "calibrated.json")
     assert isinstance(found, Calibration) and found.profile == profile
     assert LayerProfile.load(tmp_path / "calibrated.json") == profile
@@ -227,7 +226,7 @@ def test_every_cost_of_a_layer_is_corrected():
 
 
 def test_a_calibration_is_read_as_it_was_written(calibrated, tmp_path):
-    found, path = calibrated[1].calibration, tmp_path / "calibrated.json"
+    found, path = calibrated[1], tmp_path / "calibrated.json"
     found.save(path)
     assert read_costs(path) == found
     data = json.loads(path.read_text())
@@ -260,7 +259,7 @@ def test_logs_that_are_too_short_or_of_different_runs_are_refused(tmp_path):
     short = write_log(tmp_path / "short.jsonl", counted(), counted(), MIN_WINDOWS - 1)
     with pytest.raises(ValueError, match=f"has {MIN_WINDOWS - 1} windows .* needs {MIN_WINDOWS}"):
         calibrate_logs([short])
-    assert calibrate_logs([short, short]).calibration.windows == 2 * (MIN_WINDOWS - 1)
+    assert calibrate_logs([short, short]).windows == 2 * (MIN_WINDOWS - 1)
     others: dict[str, dict[str, Any]] = {
         "models": {"modules": {LANGUAGE_MODEL: "0"}},
         "kinds of devices": {"device": "h100"},

@@ -91,7 +91,6 @@ def test_no_coefficient_is_negative_whatever_was_measured(found):
     curve = fit_curve(forwards(dict(zip(CHUNKS, found, strict=True))), "forward")
     polynomial = curve.polynomial
     assert min(polynomial.square, polynomial.token, polynomial.constant) >= 0.0
-    assert curve.r_squared <= 1.0 + 1e-9
     assert curve.fits == (curve.worst_error <= FIT_TOLERANCE)
 
 
@@ -99,7 +98,7 @@ def test_a_curve_that_does_not_fit_says_where():
     exact = {chunk: 1e-3 * chunk[0] + 0.1 for chunk in CHUNKS}
     curve = fit_curve(forwards({**exact, (1024, 4): 3 * exact[1024, 4]}), "forward")
     assert not curve.fits and curve.worst_point == (1024, 4)
-    assert curve.worst_error > 0.3 and curve.r_squared < 1.0
+    assert curve.worst_error > 0.3
 
 
 def test_small_times_count_as_much_as_large_ones():

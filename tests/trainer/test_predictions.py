@@ -95,7 +95,7 @@ def test_a_run_is_compared_written_down_and_calibrated_by(tmp_path: Path):
         # With tasks as measured little is left, though ranks share cores.
         assert abs(window.replayed_ms / window.step_ms - 1) < 0.5
 
-    errors = calibrate_logs([tmp_path / RUN_LOG]).calibration.errors
+    errors = calibrate_logs([tmp_path / RUN_LOG]).errors
     for (module, kind), factor in FACTORS.items():  # of whole tasks; these are so small that launches take part of it
         name = "forward" if kind == "fwd" else "backward"
         predicted, took = (
