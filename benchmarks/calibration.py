@@ -43,8 +43,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.callbacks import PredictionCallback
-from hf_mmparallel.cost.calibrate import calibrate_logs
-from hf_mmparallel.cost.calibration import without_calibration
+from hf_mmparallel.cost.calibration import calibrate_logs, without_calibration
 from hf_mmparallel.cost.run_log import RUN_LOG, LoggedWindow, tasks_of
 from hf_mmparallel.profiling.links import link_constants
 from hf_mmparallel.search.comparison import StepComparer, kind_of
@@ -268,8 +267,8 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
             logs = [folder / name / RUN_LOG for name in ("fitted", "fitted_too")]
             for name, path, own in (("calibration", profile, logs[:1]), ("calibration_by_both", both, logs)):
                 found = calibrate_logs(own)
-                found.calibration.save(path)
-                result[name] = {**asdict(found.calibration), "outside_share": found.outside_share}
+                found.save(path)
+                result[name] = asdict(found)
         dist.barrier()
         steps: dict[str, list[Step]] = {case.name: [] for case in plans}
         for number in range(1, 1 + sizes.rounds):

@@ -18,7 +18,6 @@ from .. import __version__
 from ..cost.calibration import profile_digest
 from ..cost.run_log import RUN_LOG, LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
 from ..cost.stage_memory import GIB
-from ..plan import ParallelPlan
 from ..plan.methods import arrangement_name
 from ..profiling.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
@@ -26,7 +25,6 @@ from ..search.comparison import (
     MeasuredStep,
     RunComparison,
     StepComparer,
-    num_stages,
     rank_durations,
     times_on_a_rank,
 )
@@ -96,7 +94,7 @@ class PredictionCallback(EngineCallback):
         """All windows so far; `None` before the first, and on other ranks than the first."""
         if not self.windows or self.engine is None:
             return None
-        return RunComparison(list(self.windows), num_stages(self.engine.plan))
+        return RunComparison(list(self.windows))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.windows, self.steps, self.predictions = [], RankSteps(), []
@@ -224,6 +222,7 @@ class PredictionCallback(EngineCallback):
             data_ms=data_ms,
             predicted_bubble=float(np.mean([step.prediction.simulation.idle_fraction for step in steps])),
             bubble=_bubble(ranks, chosen) if core_per_rank(engine.world) else None,
+            task_times=times_on_a_rank(engine.plan, steps),
             causes={},
             memory=_memory(ranks, steps),
             groups=(),
@@ -231,7 +230,7 @@ class PredictionCallback(EngineCallback):
         assert self._pool is not None
         self._pool.submit(self._timed, self._finish, self.comparer, window, steps)
         self._tell_early()
-        return metrics | _predicted_metrics(window, steps, engine.plan)
+        return metrics | _predicted_metrics(window, steps)
 
     def _finish(self, comparer: StepComparer, window: LoggedWindow, steps: Sequence[MeasuredStep]) -> None:
         """Finds the causes of a difference and writes the window, in the thread."""
@@ -270,7 +269,7 @@ class PredictionCallback(EngineCallback):
             self._tell()
 
 
-def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep], plan: ParallelPlan) -> dict[str, float]:
+def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep]) -> dict[str, float]:
     metrics = {
         "parallel/predicted_step_ms": window.predicted_step_ms,
         "parallel/predicted_bubble_fraction": window.predicted_bubble,
@@ -278,7 +277,8 @@ def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep], plan
     }
     if window.memory is not None:
         metrics["parallel/memory_gib"] = window.memory.measured
-    for (module, kind), (predicted, measured) in times_on_a_rank(plan, steps).items():
+    for name, (predicted, measured) in window.task_times.items():
+        module, _, kind = name.partition("/")
         metrics[f"parallel/predicted_{kind}_ms/{module}"] = predicted
         metrics[f"parallel/{kind}_ms/{module}"] = measured
     return metrics

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..cost.calibrate import CalibrationResult
     from ..cost.calibration import Calibration
 
 EXAMPLES = """\
@@ -28,9 +27,9 @@ def add_calibrate_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="correct costs by the logs of runs, for `--profile` of the other commands",
-        description="Fits factors of the forward and backward times of each module, of kernel launches, and of "
-        "activation memory to measured runs. Half of the logged windows are fitted and the others used for "
-        "evaluation; then all are fitted. Needs no GPU and no model.",
+        description="Fits factors of the forward and backward times of each module, of their kernel launches and "
+        "tensor-parallel sums, and of activation memory to measured runs. Half of the logged windows are fitted and "
+        "the others used for evaluation; then all are fitted. Needs no GPU and no model.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,24 +48,22 @@ def add_calibrate_parser(commands: Any) -> None:
 
 def run_calibrate(args: argparse.Namespace) -> None:
     """Runs `hf-mmparallel calibrate`; raises `ValueError` for logs that can't be used for a calibration."""
-    from ..cost.calibrate import calibrate_logs
-    from ..cost.calibration import Calibration, read_costs
+    from ..cost.calibration import Calibration, calibrate_logs, read_costs
     from ..planner.text import new_console
 
     logs = [log_file(path) for path in args.logs]
     if args.profile and not Path(args.profile).is_file():
         raise ValueError(f"`--profile {args.profile}` is not a file. Give the output of `hf-mmparallel profile`.")
     source = None if args.profile is None else read_costs(args.profile)
-    result = calibrate_logs(logs, source.profile if isinstance(source, Calibration) else source)
+    calibration = calibrate_logs(logs, source.profile if isinstance(source, Calibration) else source)
     console = new_console()
-    calibration = result.calibration
     console.print(
-        f"{calibration.windows} windows of {', '.join(calibration.modules)} on {calibration.device_name}",
+        f"{calibration.windows} windows of {', '.join(calibration.run.modules)} on {calibration.run.device_name}",
         highlight=False,
     )
-    console.print(error_table(result))
+    console.print(error_table(calibration))
     console.print(scale_table(calibration))
-    for line in notes(result):
+    for line in notes(calibration):
         console.print(line, highlight=False, soft_wrap=True)
     if args.output:
         calibration.save(args.output)
@@ -88,19 +85,19 @@ def log_file(path: str) -> Path:
     raise ValueError(f"`{path}` does not exist. Give the `{RUN_LOG}` of a run's output folder.")
 
 
-def error_table(result: CalibrationResult) -> Table:
+def error_table(calibration: Calibration) -> Table:
     """Returns a table of prediction errors in the windows left out of the fit, before and after calibration."""
     from rich.table import Table
 
-    title = f"Errors in the last {result.judged} windows, by a fit of the first {result.fitted}"
+    judged = calibration.judged
+    title = f"Errors in the last {judged} windows, by a fit of the first {calibration.windows - judged}"
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for name in ("median before", "after", "worst before", "after"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, errors in (result.calibration.errors or {}).items():
-        before, after = errors["before"], errors["after"]
-        cells = (before.median, after.median, before.worst, after.worst)
-        table.add_row(name.replace("/", ", "), *(f"{error:.1%}" for error in cells))
+    for name, error in calibration.errors.items():
+        cells = (error.before, error.after, error.worst_before, error.worst_after)
+        table.add_row(name.replace("/", ", "), *(f"{cell:.1%}" for cell in cells))
     return table
 
 
@@ -110,40 +107,34 @@ def scale_table(calibration: Calibration) -> Table:
 
     table = Table(title="Factors of costs, by all windows", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in ("per token", "per squared length", "ms per layer", "of launches", "of sums"):
+    for name in ("of compute", "of launches", "of sums"):
         table.add_column(name, justify="right", no_wrap=True)
     for module, scales in calibration.scales.items():
         for kind, scale in scales.items():
-            besides = f"{scale.layer_ms:.3g}" if scale.layer_ms else "-"
-            others = ("-" if factor is None else f"{factor:.3g}" for factor in (scale.launch, scale.sum))
-            table.add_row(f"{module}, {kind}", f"{scale.token:.3g}", f"{scale.square:.3g}", besides, *others)
+            factors = (scale.compute, scale.launch, scale.sum)
+            table.add_row(f"{module}, {kind}", *("-" if factor is None else f"{factor:.3g}" for factor in factors))
     if calibration.activations is not None:
-        table.add_row("activations", f"{calibration.activations:.3g}", *["-"] * 4)
+        table.add_row("activations", f"{calibration.activations:.3g}", "-", "-")
     return table
 
 
-def notes(result: CalibrationResult) -> list[str]:
+def notes(calibration: Calibration) -> list[str]:
     """Returns limitations of the calibration, one sentence each."""
     lines = []
-    if result.calibration.activations is None:
+    if calibration.activations is None:
         lines.append("Memory is not calibrated: it was not measured, which needs CUDA.")
-    untold = [
-        f"`{module}` ({kind})"
-        for module, scales in result.calibration.scales.items()
-        for kind, scale in scales.items()
-        if scale.launch is None
-    ]
-    if result.has_launches and untold:
+    scales = {
+        f"`{module}` ({kind})": scale for module, kinds in calibration.scales.items() for kind, scale in kinds.items()
+    }
+    untold = [name for name, scale in scales.items() if scale.launch is None]
+    if untold:
         lines.append(
-            f"Launches of {', '.join(untold)} keep their predicted time (a factor of 1): the log can't tell them from "
-            "compute time. That needs tasks of different sizes, some so small that the host launches them no faster "
-            "than the device computes."
+            f"Launches of {', '.join(untold)} keep their predicted time (a factor of 1): no logged task is so small "
+            "that the host takes longer to launch it than the device to compute it."
         )
-    if not any(scale.sum for scales in result.calibration.scales.values() for scale in scales.values()):
-        lines.append(
-            "Tensor-parallel sums keep their predicted time: no run has any, or they take as long as predicted."
-        )
-    share = result.outside_share
+    if not any(scale.sum for scale in scales.values()):
+        lines.append("Tensor-parallel sums keep their predicted time: no run has any.")
+    share = calibration.outside_fraction
     lines.append(
         f"With measured tasks, a step is predicted {abs(share):.1%} {'shorter' if share >= 0 else 'longer'} "
         "than it is, due to messages, gradient sums and host time between tasks, which are not corrected."

@@ -183,7 +183,7 @@ def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
     table = Table(title=f"{module}: ms at tokens of a chunk, curves `a x² + b x + c`", title_justify="left")
     for name in ("layers", "tp", ""):
         table.add_column(name, no_wrap=True)
-    for name in (*(_chunk(*chunk) for chunk in chunks), "a ns", "b µs", "c ms", "r²", "worst error", "fits"):
+    for name in (*(_chunk(*chunk) for chunk in chunks), "a ns", "b µs", "c ms", "worst error"):
         table.add_column(name, justify="right", no_wrap=True)
     for layer in layers:
         rows = [name for name in LABELS if any(getattr(point, name) for point in layer.points)]
@@ -195,14 +195,12 @@ def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
 
 
 def _cells(layer: MeasuredLayer, name: str, chunks: list[tuple[int, int]]) -> Iterator[str]:
-    """Times at each chunk, the coefficients, and the quality of the fit."""
+    """Times at each chunk, the coefficients, and the largest error of the curve."""
     times = {(point.tokens, point.sequences): f"{getattr(point, name):.3g}" for point in layer.points}
     yield from (times.get(chunk, "") for chunk in chunks)
     curve, polynomial = layer.curves[name], layer.curves[name].polynomial
     yield from (f"{n:.3g}" for n in (polynomial.square * 1e6, polynomial.token * 1e3, polynomial.constant))
-    yield f"{curve.r_squared:.4f}"
     yield f"{curve.worst_error:.1%} at {_chunk(*curve.worst_point)}"
-    yield "yes" if curve.fits else "no"
 
 
 def misfits(profile: LayerProfile) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +22,25 @@ from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .stage_times import windowed_squares
 
-PROFILE_VERSION = 2
 FIT_TOLERANCE = 0.15  # maximum relative error of a curve at any of its points
 TIMES = ("forward", "data_gradient", "weight_gradient")
 CURVES = (*TIMES, "activations", "frozen_activations")  # the measured fields of `LayerCost`: times and bytes
 _CONSTANTS = {entry.name for entry in fields(Hardware) if entry.type in ("float", "float | None")}
 _CONSTANTS |= {"node_size", "network_cards"}
-_REMEDY = "Write one with `hf-mmparallel profile --output`."
 _ADAPTER = re.compile(r"\.(lora_|base_layer|original_module|modules_to_save)")
 
 
 @dataclass(frozen=True)
 class MeasuredPoint:
-    """
-    Measurement of a layer for one chunk: `sequences` sequences of equal length with `tokens` tokens in total.
+    """Measurement of a layer for one chunk: sequences of equal length; times are milliseconds."""
 
-    Args:
-        tokens (`int`): Tokens of the chunk in the layers.
-        sequences (`int`): Number of sequences, which do not attend to each other.
-        forward (`float`): Milliseconds of the forward.
-        data_gradient (`float`): Milliseconds of a backward to the input only.
-        weight_gradient (`float`): Additional milliseconds of a backward to the weights as well.
-        activations (`float`): Bytes saved for the backward with trained weights.
-        frozen_activations (`float`): Bytes saved if only the gradient of the input is needed.
-    """
-
-    tokens: int
-    sequences: int
+    tokens: int  # of the chunk in the layers
+    sequences: int  # which do not attend to each other
     forward: float
-    data_gradient: float
-    weight_gradient: float
-    activations: float
-    frozen_activations: float
+    data_gradient: float  # a backward to the input only
+    weight_gradient: float  # additional time of a backward to the weights as well
+    activations: float  # bytes saved for the backward with trained weights
+    frozen_activations: float  # bytes saved if only the gradient of the input is needed
 
     @property
     def squares(self) -> float:
@@ -61,20 +50,11 @@ class MeasuredPoint:
 
 @dataclass(frozen=True)
 class Curve:
-    """
-    A polynomial fitted to measured points.
+    """A polynomial fitted to measured points."""
 
-    Args:
-        polynomial (`Polynomial`): The polynomial; no coefficient is negative.
-        r_squared (`float`): Share of the points' variance that it explains.
-        worst_error (`float`): Its largest relative error at a point.
-        worst_point (`tuple[int, int]`): Tokens and sequences of that point.
-    """
-
-    polynomial: Polynomial
-    r_squared: float
-    worst_error: float
-    worst_point: tuple[int, int]
+    polynomial: Polynomial  # no coefficient is negative
+    worst_error: float  # its largest relative error at a point
+    worst_point: tuple[int, int]  # tokens and sequences of that point
 
     @property
     def fits(self) -> bool:
@@ -108,62 +88,30 @@ def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_ca
     rows = sizes * weights[:, None]
     units = np.maximum(rows.max(axis=0), np.finfo(float).tiny)  # equal column norms, for the condition number
     coefficients = on_grid(nnls(rows / units, values * weights)[0] / units) if weights.any() else np.zeros(3)
-    residuals = weighted_sum(sizes, coefficients) - values
-    errors = np.abs(residuals) * weights
+    errors = np.abs(weighted_sum(sizes, coefficients) - values) * weights
     worst = int(errors.argmax())
-    variance = float(((values - values.mean()) ** 2).sum())
-    explained = 1.0 - float((residuals**2).sum()) / variance if variance > 0 else float(errors[worst] < 1e-9)
     point = points[worst]
-    return Curve(Polynomial(*coefficients.tolist()), explained, float(errors[worst]), (point.tokens, point.sequences))
+    return Curve(Polynomial(*coefficients.tolist()), float(errors[worst]), (point.tokens, point.sequences))
 
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """
-    Measurements of one kind of layer at one tensor-parallel size.
-
-    Args:
-        module (`str`): Its module.
-        kind (`str`): Its class, or `"before"` and `"after"` for the parts outside of the layers.
-        layers (`tuple[int, ...]`): Layers of this kind, of which one was measured: `-1` for the part before the first
-            one, `num_layers` for the part after the last one.
-        shapes (`str`): Digest of the shapes of its parameters, see [`shape_digest`].
-        tp_size (`int`): Size of the tp group.
-        points (`tuple[MeasuredPoint, ...]`): In the order of measurement.
-        curves (`Mapping[str, Curve]`): Field of [`LayerCost`] -> the fitted curve.
-        window (`int`, *optional*, defaults to 0): Size of the attention window in tokens; 0 for none.
-    """
+    """Measurements of one kind of layer at one tensor-parallel size."""
 
     module: str
-    kind: str
+    kind: str  # its class, or `"before"` and `"after"` for the parts outside of the layers
+    # layers of this kind, of which one was measured: -1 for the part before the first one, `num_layers` for the part
+    # after the last one
     layers: tuple[int, ...]
-    shapes: str
+    shapes: str  # digest of the shapes of its parameters, see [`shape_digest`]
     tp_size: int
     points: tuple[MeasuredPoint, ...]
-    curves: Mapping[str, Curve]
-    window: int = 0
+    window: int = 0  # size of the attention window in tokens; 0 for none
 
-    @classmethod
-    def from_points(
-        cls,
-        module: str,
-        kind: str,
-        layers: Iterable[int],
-        shapes: str,
-        tp_size: int,
-        points: Iterable[MeasuredPoint],
-        window: int = 0,
-    ) -> MeasuredLayer:
-        """Fits the curves to measured points."""
-        measured = tuple(points)
-        curves = {name: fit_curve(measured, name, window, module == LANGUAGE_MODEL) for name in CURVES}
-        return cls(module, kind, tuple(layers), shapes, tp_size, measured, curves, window)
-
-    def within(self, window: int) -> MeasuredLayer:
-        """The same points with curves for another window, such as one that the attention function does not skip."""
-        if window == self.window:
-            return self
-        return self.from_points(self.module, self.kind, self.layers, self.shapes, self.tp_size, self.points, window)
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """Field of [`LayerCost`] -> the curve fitted to the points."""
+        return {name: fit_curve(self.points, name, self.window, self.module == LANGUAGE_MODEL) for name in CURVES}
 
     def squares(self, point: MeasuredPoint, name: str) -> float:
         """Sum of squared lengths that a quantity grows with, see [`attended_squares`]."""
@@ -192,30 +140,17 @@ def shape_digest(spec: ModelSpec, module: str, index: int) -> str:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """
-    Measurements of a model's layers on a machine; a small JSON file.
+    """Measurements of a model's layers on a machine."""
 
-    Args:
-        model (`str`): Source of the model, for people.
-        device (`str`): Name that the driver reports.
-        dtype (`str`): Dtype of the weights.
-        autocast (`str`, *optional*): Compute dtype of matrix products if it differs.
-        attention (`str`): The attention function.
-        versions (`Mapping[str, str]`): Package -> version.
-        layers (`tuple[MeasuredLayer, ...]`): The measurements.
-        left_out (`tuple[str, ...]`): Requested measurements that failed, with the reasons.
-        constants (`Mapping[str, float]`, *optional*): Field of [`Hardware`] -> measured value, for the analytic costs
-            of what the profile lacks.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    autocast: str | None
-    attention: str
-    versions: Mapping[str, str]
+    model: str  # its source, for people
+    device: str  # name that the driver reports
+    dtype: str  # of the weights
+    autocast: str | None  # compute dtype of matrix products if it differs
+    attention: str  # the attention function
+    versions: Mapping[str, str]  # package -> version
     layers: tuple[MeasuredLayer, ...]
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # requested measurements that failed, with the reasons
+    # field of [`Hardware`] -> measured value, for the analytic costs of what the profile lacks
     constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -227,53 +162,31 @@ class LayerProfile:
         """Measurements of a module."""
         return [layer for layer in self.layers if layer.module == module]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Content of its file."""
-        data = {"version": PROFILE_VERSION, **asdict(self)}
-        for layer, entry in zip(self.layers, data["layers"], strict=True):
-            for name, curve in layer.curves.items():
-                entry["curves"][name]["fits"] = curve.fits
-        return data
-
     def save(self, path: str | Path) -> None:
         """Writes the profile as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        Path(path).write_text(json.dumps({"profile": asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
-        """
-        Reads the output of `hf-mmparallel profile`.
-
-        Raises:
-            `ValueError`: If the file has another format or version.
-        """
-        try:
-            data = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"`{path}` is not a layer profile. {_REMEDY}") from error
-        return cls.from_dict(data, path)
+        """Reads the output of `hf-mmparallel profile`; raises `ValueError` for a file without a profile."""
+        return cls.from_file(read_cost_file(path), path)
 
     @classmethod
-    def from_dict(cls, data: Any, path: str | Path) -> LayerProfile:
-        """Reads the content of the file `path`; raises `ValueError` for another format or version."""
+    def from_file(cls, data: Mapping[str, Any], path: str | Path) -> LayerProfile:
+        """Reads the profile in the content of a file, see [`read_cost_file`]."""
+        remedy = "Write one with `hf-mmparallel profile --output`."
+        values = data.get("profile")
+        if values is None:
+            raise ValueError(f"`{path}` has no layer profile. {remedy}")
         try:
-            values = dict(data)
-            version = values.pop("version")
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"`{path}` is not a layer profile. {_REMEDY}") from error
-        if version != PROFILE_VERSION:
-            raise ValueError(
-                f"`{path}` is a profile of version {version}; this version of hf_mmparallel reads {PROFILE_VERSION}. "
-                "Measure again with `hf-mmparallel profile`."
-            )
-        try:
-            layers = tuple(map(_read_layer, values.pop("layers")))
-            unknown = sorted(set(values["constants"]) - _CONSTANTS)
-            if unknown:
-                raise ValueError(f"`{path}` is a profile with a constant `{unknown[0]}` that no device has. {_REMEDY}")
-            return cls(layers=layers, left_out=tuple(values.pop("left_out")), **values)
+            layers = tuple(map(_read_layer, values["layers"]))
+            profile = cls(**{**values, "layers": layers, "left_out": tuple(values["left_out"])})
+            unknown = sorted(set(profile.constants) - _CONSTANTS)
         except (AttributeError, TypeError, KeyError) as error:
-            raise ValueError(f"`{path}` is a profile with fields missing ({error}). {_REMEDY}") from error
+            raise ValueError(f"`{path}` is a profile with fields missing ({error}). {remedy}") from error
+        if unknown:
+            raise ValueError(f"`{path}` is a profile with a constant `{unknown[0]}` that no device has. {remedy}")
+        return profile
 
     def check(self, spec: ModelSpec) -> None:
         """
@@ -303,13 +216,21 @@ class LayerProfile:
 
 def _read_layer(data: Mapping[str, Any]) -> MeasuredLayer:
     """Parses one entry of a file."""
-    curves = {}
-    for name in CURVES:
-        entry = data["curves"][name]
-        polynomial = Polynomial(**entry["polynomial"])
-        curves[name] = Curve(polynomial, entry["r_squared"], entry["worst_error"], tuple(entry["worst_point"]))
     points = tuple(MeasuredPoint(**point) for point in data["points"])
-    return MeasuredLayer(**{**data, "layers": tuple(data["layers"]), "points": points, "curves": curves})
+    return MeasuredLayer(**{**data, "layers": tuple(data["layers"]), "points": points})
+
+
+def read_cost_file(path: str | Path) -> dict[str, Any]:
+    """Reads what `hf-mmparallel profile` and `calibrate` write: `"profile"`, `"calibration"` or both of them."""
+    try:
+        data = json.loads(Path(path).read_text())
+        if data.keys() & {"profile", "calibration"}:
+            return data
+    except (ValueError, AttributeError):
+        pass
+    raise ValueError(
+        f"`{path}` holds no costs. Write a file with `hf-mmparallel profile` or `hf-mmparallel calibrate`."
+    )
 
 
 class MeasuredLayers:
@@ -317,7 +238,10 @@ class MeasuredLayers:
 
     def __init__(self, spec: ModelSpec, profile: LayerProfile, fallback: LayerCosts):
         self.spec, self.profile, self.fallback = spec, profile, fallback
-        self._layers = [layer.within(window_of(spec, layer.module, layer.layers[0])) for layer in profile.layers]
+        # windows are those of the model, whose attention function may not skip what the measured one did
+        self._layers = [
+            replace(layer, window=window_of(spec, layer.module, layer.layers[0])) for layer in profile.layers
+        ]
         self._measured = {
             (layer.module, index, layer.tp_size): layer for layer in self._layers for index in layer.layers
         }
@@ -331,8 +255,8 @@ class MeasuredLayers:
 
     def starting_at(self, first_rank: int) -> MeasuredLayers:
         """See [`LayerCosts`]."""
-        placed = MeasuredLayers(self.spec, self.profile, self.fallback.starting_at(first_rank))
-        placed._missing = self._missing
+        placed = copy(self)  # with the same curves and missing requests
+        placed.fallback, placed._known = self.fallback.starting_at(first_rank), {}
         return placed
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
@@ -346,7 +270,7 @@ class MeasuredLayers:
 
     def _scaled(self, module: str, index: int, tp_size: int) -> LayerCost:
         """Analytic costs, times the ratio of measured to analytic costs of the nearest measurements."""
-        source, nearest = next(self._nearest(module, index))
+        source, nearest = self._nearest(module, index)
         counted = self.fallback.layer(module, index, tp_size)
         ratios = {name: self._ratio(nearest, name) for name in CURVES}
         self._missing.setdefault(
@@ -362,16 +286,13 @@ class MeasuredLayers:
             costs[name] = getattr(same[0], name) if uncounted else getattr(counted, name) * (ratio or 1.0)
         return LayerCost(**costs)
 
-    def _nearest(self, module: str, index: int) -> Iterator[tuple[str, list[MeasuredLayer]]]:
-        """Candidates for the ratio, nearest first; the last one is the whole profile."""
-        # the same layer at another tensor-parallel size, else its module, else all of the profile
+    def _nearest(self, module: str, index: int) -> tuple[str, list[MeasuredLayer]]:
+        """The layer at other tensor-parallel sizes, else its module, else all of the profile."""
         in_module = [layer for layer in self._layers if layer.module == module]
         same = [layer for layer in in_module if index in layer.layers]
         if same:
-            yield f"tp {', '.join(str(layer.tp_size) for layer in same)}", same
-        if in_module:
-            yield f"`{module}`", in_module
-        yield "the other modules", self._layers
+            return f"tp {', '.join(str(layer.tp_size) for layer in same)}", same
+        return (f"`{module}`", in_module) if in_module else ("the other modules", self._layers)
 
     def _ratio(self, layers: Iterable[MeasuredLayer], name: str) -> float | None:
         """Measured over analytic costs, summed over all points; `None` if the analytic cost is 0."""
@@ -391,15 +312,8 @@ def window_of(spec: ModelSpec, module: str, index: int) -> int:
 
 def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> CostModel:
     """
-    Cost model of a profile.
-
-    Args:
-        spec (`ModelSpec`): The model, with its frozen parameters marked.
-        device (`Hardware`): For its memory and for links that the profile has not measured; speeds are the profile's.
-        profile ([`LayerProfile`]): The measurements.
-
-    Raises:
-        `ValueError`: If the profile is of another model.
+    Cost model of a profile, with the memory of `device` and its links as far as the profile has not measured them;
+    raises `ValueError` if the profile is of another model.
     """
     profile.check(spec)
     device = replace(device, **profile.constants)

@@ -13,135 +13,77 @@ from ..plan import ModelSpec
 from .profile import shape_digest
 
 RUN_LOG = "trainer_log.jsonl"  # name of the file in the output folder of a run
-LOG_VERSION = 3
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """
-    The first line of a run in a log.
+    """The first line of a run in a log."""
 
-    Args:
-        package (`str`): Version of `hf_mmparallel`.
-        modules (`Mapping[str, str]`): Module -> digest of the shapes of its parameters, see [`module_digests`].
-        device (`str`): Name in the device table of the device that costs were predicted for.
-        device_name (`str`): Name that the driver reports.
-        dtype (`str`): Compute dtype of matrix products.
-        value_bytes (`int`): Bytes of a value in matrix products.
-        profile (`str`, *optional*): Digest of the layer profile; `None` for operation counts.
-        world_size (`int`): Number of ranks.
-        plan (`str`): The plan's fingerprint.
-        layout (`Mapping[str, Mapping[str, Any]]`): Module -> its dp, pp, cp and tp.
-        schedule (`str`): The schedule.
-        method (`str`): How samples are assigned to microbatches.
-    """
-
-    package: str
-    modules: Mapping[str, str]
-    device: str
-    device_name: str
-    dtype: str
-    value_bytes: int
-    profile: str | None
+    package: str  # version of `hf_mmparallel`
+    modules: Mapping[str, str]  # module -> digest of the shapes of its parameters, see [`module_digests`]
+    device: str  # name in the device table of the device that costs were predicted for
+    device_name: str  # name that the driver reports
+    dtype: str  # compute dtype of matrix products
+    value_bytes: int  # bytes of a value in matrix products
+    profile: str | None  # digest of the layer profile; `None` for operation counts
+    # what the run was, for people
     world_size: int
-    plan: str
-    layout: Mapping[str, Mapping[str, Any]]
+    plan: str  # the plan's fingerprint
+    layout: Mapping[str, Mapping[str, Any]]  # module -> its dp, pp, cp and tp
     schedule: str
-    method: str
+    method: str  # how samples are assigned to microbatches
 
 
 @dataclass(frozen=True)
 class TaskGroup:
     """
-    Sums over tasks of one kind and of similar size, on stages of a module with equally many layers. Predictions but
-    `predicted_ms` are without calibration.
-
-    Args:
-        module (`str`): The module.
-        kind (`str`): `"forward"` or `"backward"`.
-        layers (`int`): Layers of each stage.
-        tasks (`int`): Number of tasks.
-        tokens (`float`): Number of tokens.
-        squares (`float`): Sum of squared sequence lengths.
-        measured_ms (`float`): Measured time; of a task on several ranks, the slowest one.
-        predicted_ms (`float`): Predicted time.
-        base_ms (`float`): Predicted compute time, without recomputation and tensor-parallel all-reduces.
-        squares_ms (`float`): Part of `base_ms` that grows with squared sequence lengths.
-        recomputed_ms (`float`): Predicted time of recomputed forwards, without all-reduces.
-        recomputed_squares_ms (`float`): Part of `recomputed_ms` that grows with squared sequence lengths.
-        launch_ms (`float`): Predicted host time to launch all kernels, a task's time if it exceeds the compute time.
-        sums_ms (`float`): Predicted time of tensor-parallel all-reduces.
+    Sums over tasks of one module and kind and of similar size, in milliseconds. Predictions but `predicted_ms` are
+    without calibration.
     """
 
     module: str
     kind: Kind
-    layers: int
     tasks: int
     tokens: float
-    squares: float
-    measured_ms: float
+    measured_ms: float  # of a task on several ranks, the slowest one
     predicted_ms: float
-    base_ms: float
-    squares_ms: float
-    recomputed_ms: float = 0.0
-    recomputed_squares_ms: float = 0.0
-    launch_ms: float = 0.0
-    sums_ms: float = 0.0
+    computed_ms: float  # compute time without recomputation and tensor-parallel all-reduces
+    recomputed_ms: float = 0.0  # recomputed forwards, without all-reduces
+    launch_ms: float = 0.0  # host time to launch all kernels, a task's time if it exceeds the compute time
+    sums_ms: float = 0.0  # tensor-parallel all-reduces
 
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """
-    Memory in GiB of the rank with the highest peak.
-
-    Args:
-        rank (`int`): The rank with the highest measured peak.
-        measured (`float`): The allocator's peak.
-        predicted (`float`): Predicted peak of this rank.
-        state (`float`): Part of `predicted`: weights, gradients and optimizer state.
-    """
+    """Memory in GiB of the rank with the highest peak."""
 
     rank: int
-    measured: float
+    measured: float  # the allocator's peak
     predicted: float
-    state: float
+    state: float  # part of `predicted`: weights, gradients and optimizer state
 
 
 @dataclass(frozen=True)
 class LoggedWindow:
-    """
-    Steps between two logs. Times are means over these steps, in ms.
+    """Steps between two logs. Times are means over these steps, in milliseconds."""
 
-    Args:
-        step (`int`): The last optimizer step of the window.
-        steps (`int`): Number of steps, without the first one of the run.
-        compared (`int`): Number of steps with a prediction; all fields but `wall_ms` and `data_ms` refer to these.
-        step_ms (`float`): From the first action of a step to the end of its gradient all-reduces, on the slowest rank.
-        predicted_step_ms (`float`): The simulated value of `step_ms`.
-        wall_ms (`float`): From the request for a batch to the end of the optimizer step.
-        data_ms (`float`): Part of `wall_ms`: waiting for the batch, on the rank that waits longest.
-        predicted_bubble (`float`): Simulated share of the ranks' time outside of tasks.
-        bubble (`float`, *optional*): Measured share of the ranks' time outside of tasks; `None` if ranks share cores.
-        causes (`Mapping[str, float]`): `"<module>/forward"` and `"<module>/backward"` -> additional step time with
-            measured instead of predicted times of these tasks. All of them together give a step with measured tasks
-            and predicted messages and all-reduces.
-        memory ([`MemoryPeak`], *optional*): `None` if memory is not measured.
-        groups (`tuple[TaskGroup, ...]`): The tasks.
-    """
-
-    step: int
-    steps: int
-    compared: int
-    step_ms: float
-    predicted_step_ms: float
-    wall_ms: float
-    data_ms: float
-    predicted_bubble: float
-    bubble: float | None
+    step: int  # the last optimizer step of the window
+    steps: int  # number of steps, without the first one of the run
+    compared: int  # number of steps with a prediction; all fields but `wall_ms` and `data_ms` refer to these
+    step_ms: float  # from the first action of a step to the end of its gradient all-reduces, on the slowest rank
+    predicted_step_ms: float  # the simulated value of `step_ms`
+    wall_ms: float  # from the request for a batch to the end of the optimizer step
+    data_ms: float  # part of `wall_ms`: waiting for the batch, on the rank that waits longest
+    predicted_bubble: float  # simulated share of the ranks' time outside of tasks
+    bubble: float | None  # the measured share; `None` if ranks share cores
+    # `"<module>/forward"` and `"<module>/backward"` -> predicted and measured time of these tasks on one rank
+    task_times: Mapping[str, Sequence[float]]
+    # the same names -> additional step time with measured instead of predicted times of these tasks; all of them
+    # together give a step with measured tasks and predicted messages and all-reduces
     causes: Mapping[str, float]
-    memory: MemoryPeak | None
+    memory: MemoryPeak | None  # `None` if memory is not measured
     groups: tuple[TaskGroup, ...]
 
     @property
@@ -180,8 +122,7 @@ def module_digests(spec: ModelSpec) -> dict[str, str]:
 
 def append_line(path: Path, entry: RunHeader | LoggedWindow) -> None:
     """Appends a line to a log, with numbers rounded to six significant digits."""
-    kind = "run" if isinstance(entry, RunHeader) else "window"
-    data = {"type": kind, **({"version": LOG_VERSION} if kind == "run" else {}), **asdict(entry)}
+    data = {"type": "run" if isinstance(entry, RunHeader) else "window", **asdict(entry)}
     with path.open("a") as file:
         file.write(json.dumps(_rounded(data)) + "\n")
 
@@ -196,7 +137,7 @@ def _rounded(value: Any) -> Any:
 
 
 def read_run_log(path: str | Path) -> list[RunLog]:
-    """Reads a `trainer_log.jsonl`; raises `ValueError` for another format or version."""
+    """Reads a `trainer_log.jsonl`; raises `ValueError` for another format."""
     remedy = "A run under a plan writes one into its output folder, unless `log_predictions=False`."
     lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
     # several if a run was resumed or repeated in the same folder
@@ -211,12 +152,6 @@ def read_run_log(path: str | Path) -> list[RunLog]:
             raise ValueError(f"`{path}` is not a run log (line {number}). {remedy}") from error
         try:
             if kind == "run":
-                version = data.pop("version")
-                if version != LOG_VERSION:
-                    raise ValueError(
-                        f"`{path}` is a log of version {version}; this version of hf_mmparallel reads {LOG_VERSION}. "
-                        "Train some steps again."
-                    )
                 runs.append((RunHeader(**data), []))
             else:
                 runs[-1][1].append(_read_window(data))

@@ -282,8 +282,8 @@ def costs_text(answer: Answer) -> str:
         return _source_text(answer.settings, layers)
     calibration = layers.calibration
     text = f"{_source_text(answer.settings, layers.base)}; calibrated by {calibration.windows} windows of runs"
-    error = (calibration.errors or {}).get("step", {}).get("after")
-    return text if error is None else f"{text}, off by {error.median:.1%} in those not fitted"
+    error = calibration.errors.get("step")
+    return text if error is None else f"{text}, off by {error.after:.1%} in those not fitted"
 
 
 def _source_text(settings: Settings, layers: LayerCosts) -> str:

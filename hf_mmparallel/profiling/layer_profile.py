@@ -157,10 +157,10 @@ class _Profiler:
         kinds = [(BEFORE, (-1,)), *layer_kinds(self.runs), (AFTER, (num_layers,))]
         layers = []
         for kind, indices in kinds:
-            points = self.points(kind, indices[0])
+            points = tuple(self.points(kind, indices[0]))
             spec = self.runs.skeleton.spec
             digest, window = shape_digest(spec, name, indices[0]), window_of(spec, name, indices[0])
-            layers.append(MeasuredLayer.from_points(name, kind, indices, digest, self.tp_size, points, window))
+            layers.append(MeasuredLayer(name, kind, indices, digest, self.tp_size, points, window))
         return layers
 
     def points(self, kind: str, index: int) -> list[MeasuredPoint]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from ..cost import StepCost
 from ..cost.calibration import without_calibration
 from ..cost.layers import LayersWithoutSums
-from ..cost.row_sizes import NO_TOKENS
-from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
+from ..cost.row_sizes import NO_TOKENS, ChunkSize
+from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup
 from ..cost.stage_times import StageCost, stage_costs
 from ..drawing.workload_chart import number_text
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, Workloads
@@ -32,6 +33,11 @@ def kind_of(task: Task) -> Kind:
     return KINDS[task.kind == "bwd"]
 
 
+def name_of(task: Task) -> str:
+    """The name of the tasks of this module and kind in run logs: `"<module>/forward"` or `"<module>/backward"`."""
+    return f"{task.module}/{kind_of(task)}"
+
+
 @dataclass(frozen=True)
 class MeasuredStep:
     """A step that ran."""
@@ -40,33 +46,22 @@ class MeasuredStep:
     durations: Mapping[Task, float]  # milliseconds; of a task on several ranks, the slowest one
 
 
-def num_stages(plan: ParallelPlan) -> dict[str, int]:
-    """Module -> number of stages of all of its replicas."""
-    return {name: sum(1 for _ in module.stages()) for name, module in plan.modules.items()}
-
-
-def times_on_a_rank(plan: ParallelPlan, steps: Sequence[MeasuredStep]) -> dict[tuple[str, Kind], tuple[float, float]]:
-    """(module, kind) -> predicted and measured ms of these tasks on one rank, a mean over steps and ranks."""
-    stages, sums = num_stages(plan), defaultdict(lambda: [0.0, 0.0])
+def times_on_a_rank(plan: ParallelPlan, steps: Sequence[MeasuredStep]) -> dict[str, tuple[float, float]]:
+    """`"<module>/forward"` and so on -> predicted and measured ms of these tasks on one rank, means over steps."""
+    sums = {f"{module}/{kind}": np.zeros(2) for module in sorted(plan.modules) for kind in KINDS}
+    counts = {name: len(steps) * sum(1 for _ in module.stages()) for name, module in plan.modules.items()}
     for step in steps:
         predicted = {span.task: span.end_ms - span.start_ms for span in step.prediction.simulation.spans}
         for task, duration_ms in step.durations.items():
-            entry = sums[task.module, kind_of(task)]
-            entry[0] += predicted[task] / stages[task.module] / len(steps)
-            entry[1] += duration_ms / stages[task.module] / len(steps)
-    return {key: (predicted, measured) for key, (predicted, measured) in sums.items()}
+            sums[name_of(task)] += np.array([predicted[task], duration_ms]) / counts[task.module]
+    return {name: (float(pair[0]), float(pair[1])) for name, pair in sums.items() if pair.any()}
 
 
 class StepComparer:
     """Predicts steps that run, and compares predictions with measurements."""
 
     def __init__(self, planner: StepPlanner):
-        plan = planner.plan
-        modules = {name: replace(module, activation_checkpointing=False) for name, module in plan.modules.items()}
         self.planner = planner
-        self.base = without_calibration(planner.costs)
-        self.unlinked = replace(self.base, layers=LayersWithoutSums(self.base.layers))
-        self.plain_plan = replace(plan, modules=modules)
 
     def predict(self, step: StepPlan, sizes: SampleSizes, workloads: Workloads) -> Prediction:
         """Predicts a step with a given arrangement, and the workloads that it was arranged by."""
@@ -74,19 +69,39 @@ class StepComparer:
         return self.planner.predict(planned)
 
     def task_groups(self, steps: Sequence[MeasuredStep]) -> tuple[TaskGroup, ...]:
-        """Sums over the tasks of steps by module, kind, layers of the stage and size."""
-        rows: dict[tuple[str, Kind, int], list[np.ndarray]] = defaultdict(list)
+        """Sums over the tasks of steps by module, kind and size."""
+        rows: dict[tuple[str, Kind], list[tuple[float, ...]]] = defaultdict(list)
         for step in steps:
-            costs = _TaskCosts(self, step.prediction)
+            cost = StepCost(self.planner.costs, self.planner.plan, step.prediction.planned.step, step.prediction.sizes)
             for task, duration_ms in step.durations.items():
-                layers = self.planner.plan.stage(*task.stage_key).num_layers
-                rows[task.module, kind_of(task), layers].append(np.array([*costs.of(task), duration_ms]))
+                chunk = cost.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
+                parts = self._uncalibrated_ms(task, chunk)
+                rows[task.module, kind_of(task)].append((chunk.tokens, duration_ms, cost(task), *parts))
         groups = []
-        for (module, kind, layers), tasks in sorted(rows.items()):
+        for key, tasks in sorted(rows.items()):
             for group in _by_size(np.array(tasks)):
-                tokens, squares, predicted, *base, measured = group.sum(axis=0).tolist()
-                groups.append(TaskGroup(module, kind, layers, len(group), tokens, squares, measured, predicted, *base))
+                groups.append(TaskGroup(*key, len(group), *group.sum(axis=0).tolist()))
         return tuple(groups)
+
+    @cached_property
+    def _stages(self) -> tuple[Mapping[StageKey, StageCost], ...]:
+        """Costs of stages without calibration; without launches; without sums, too; and without recomputation."""
+        plan, base = self.planner.plan, without_calibration(self.planner.costs)
+        modules = {name: replace(module, activation_checkpointing=False) for name, module in plan.modules.items()}
+        without_sums = replace(base, layers=LayersWithoutSums(base.layers))
+        sources = (base, plan), (without_sums, plan), (without_sums, replace(plan, modules=modules))
+        without_launches = [
+            {key: replace(stage, launch_ms=(0.0, 0.0)) for key, stage in stage_costs(*source).items()}
+            for source in sources
+        ]
+        return stage_costs(base, plan), *without_launches
+
+    def _uncalibrated_ms(self, task: Task, chunk: ChunkSize) -> tuple[float, float, float, float]:
+        """Computation without recomputation, recomputation, launches and all-reduces, see [`TaskGroup`]."""
+        launched, *stages = (costs[task.stage_key] for costs in self._stages)
+        whole, without_sums, computed = (_pass_ms(stage, task, chunk) for stage in stages)
+        recomputed, sums = max(0.0, without_sums - computed), max(0.0, whole - without_sums)
+        return computed, recomputed, launched.launch_ms[task.kind == "bwd"], sums
 
     def causes(self, step: MeasuredStep) -> dict[str, float]:
         """
@@ -99,11 +114,11 @@ class StepComparer:
         cost = StepCost(planner.costs, planner.plan, prediction.planned.step, prediction.sizes, planner.sync_groups)
         off: dict[str, float] = defaultdict(float)
         for task, duration_ms in step.durations.items():
-            off[f"{task.module}/{kind_of(task)}"] += abs(duration_ms - cost(task))
+            off[name_of(task)] += abs(duration_ms - cost(task))
         measured: set[str] = set()
 
         def time(task: Task) -> float:
-            return step.durations[task] if f"{task.module}/{kind_of(task)}" in measured else cost(task)
+            return step.durations[task] if name_of(task) in measured else cost(task)
 
         causes, before = {}, prediction.simulation.iteration_ms
         for name in sorted(off, key=lambda name: (-off[name], name)):
@@ -129,55 +144,17 @@ def rank_durations(prediction: Prediction, ranks: Sequence[np.ndarray]) -> dict[
     return durations
 
 
-class _TaskCosts:
-    """Predicted costs of a step's tasks, in parts."""
-
-    def __init__(self, comparer: StepComparer, prediction: Prediction):
-        plan, costs = comparer.planner.plan, comparer.planner.costs
-        step, sizes = prediction.planned.step, prediction.sizes
-        self.predicted = StepCost(costs, plan, step, sizes)
-        self.chunks = self.predicted.chunks
-        self.base = stage_costs(comparer.base, plan)
-        self.stages, self.unlinked, self.plain = (
-            {key: replace(stage, launch_ms=(0.0, 0.0)) for key, stage in stages.items()}
-            for stages in (
-                self.base,
-                stage_costs(comparer.unlinked, plan),
-                stage_costs(comparer.unlinked, comparer.plain_plan),
-            )
-        )
-
-    def of(self, task: Task) -> tuple[float, ...]:
-        """
-        Tokens and squared sequence lengths; predicted time; without_calibration compute time without recomputation and
-        all-reduces, and its part that grows with squared lengths; recomputation time, and its part that grows with
-        squared lengths; launch time; time of all-reduces.
-        """
-        chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
-        tokens, squares = chunk.tokens, chunk.squares
-        base, of_squares = self._parts(self.plain, task, tokens, squares)
-        computed, all_of_squares = self._parts(self.unlinked, task, tokens, squares)
-        whole, _ = self._parts(self.stages, task, tokens, squares)
-        recomputed = max(0.0, computed - base), max(0.0, all_of_squares - of_squares)
-        launched = self.base[task.stage_key].launch_ms[task.kind == "bwd"]
-        sums_ms = max(0.0, whole - computed)
-        return tokens, squares, self.predicted(task), base, of_squares, *recomputed, launched, sums_ms
-
-    @staticmethod
-    def _parts(stages: Mapping[StageKey, StageCost], task: Task, tokens: float, squares: float) -> tuple[float, float]:
-        """Compute time of a task, and its part that grows with squared lengths."""
-        stage = stages[task.stage_key]
-        time = stage.forward_ms if task.kind == "fwd" else stage.backward_ms
-        whole = time(tokens, squares)
-        return whole, max(0.0, whole - time(tokens, 0.0))
+def _pass_ms(stage: StageCost, task: Task, chunk: ChunkSize) -> float:
+    """Time of a forward or backward of a stage."""
+    return (stage.forward_ms if task.kind == "fwd" else stage.backward_ms)(chunk.tokens, chunk.squares)
 
 
 def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:
-    """Rows of tasks in a few groups of similar base times."""
-    base = rows[:, 3]
-    if np.ptp(base) <= _SIZE_TOLERANCE * base.max(initial=0.0):
+    """Rows of tasks in a few groups of similar compute times."""
+    computed = rows[:, 3]
+    if np.ptp(computed) <= _SIZE_TOLERANCE * computed.max(initial=0.0):
         return [rows]
-    return [group for group in np.array_split(rows[np.argsort(base, kind="stable")], _GROUPS) if len(group)]
+    return [group for group in np.array_split(rows[np.argsort(computed, kind="stable")], _GROUPS) if len(group)]
 
 
 @dataclass(frozen=True)
@@ -185,7 +162,6 @@ class RunComparison:
     """Windows of a run, predicted and measured."""
 
     windows: Sequence[LoggedWindow]  # at least one
-    stages: Mapping[str, int]  # module -> number of stages of all of its replicas
 
     def mean(self, field: str) -> float:
         """Mean of a field of [`LoggedWindow`]."""
@@ -208,13 +184,11 @@ class RunComparison:
     @property
     def task_times(self) -> dict[str, tuple[float, float]]:
         """`"<module>/forward"` and so on -> predicted and measured ms of these tasks in a step on a rank."""
-        steps = sum(window.compared for window in self.windows)
-        times = {}
-        for module, kind in tasks_of(self.windows):
-            both = (sum(w.task_ms(f, module, kind) for w in self.windows) for f in ("predicted_ms", "measured_ms"))
-            predicted, measured = (total / steps / self.stages[module] for total in both)
-            times[f"{module}/{kind}"] = predicted, measured
-        return times
+        steps, sums = sum(window.compared for window in self.windows), defaultdict(lambda: np.zeros(2))
+        for window in self.windows:
+            for name, pair in window.task_times.items():
+                sums[name] += np.array(pair) * window.compared / steps
+        return {name: (float(pair[0]), float(pair[1])) for name, pair in sums.items()}
 
     @property
     def rows(self) -> list[tuple[str, float, float]]:

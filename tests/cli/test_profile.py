@@ -39,7 +39,7 @@ def test_profile_prints_and_writes_what_plan_reads(model, tmp_path, run, steady)
     out = run("profile", "--model", model, *lengths, "--device", "cpu", "--output", path)
     assert f"{model.name} on" in out and "float32, sdpa attention" in out and f"Profile written to {path}" in out
     assert "vision: ms at tokens of a chunk" in out and "CLIPEncoderLayer 0-3" in out
-    assert "LlamaDecoderLayer 0-3 │ 1 │ forward │ 0.108 │ 0.116 │ 0.133 │ 0.133 │ 1 │ 1 │ 0.1 │ 1.0000 │" in out
+    assert "LlamaDecoderLayer 0-3 │ 1 │ forward │ 0.108 │ 0.116 │ 0.133 │ 0.133 │ 1 │ 1 │ 0.1 │ 0.0% at" in out
     assert "weight grad" in out and "Does not fit" not in out
     assert "attention reaches 50% of its rate with a dense mask, 90% with `bitfield`. Links:" in out
     assert str(model.parent) not in path.read_text()
@@ -66,13 +66,13 @@ def test_only_some_modules_and_layouts(model, tmp_path, run, steady):
 def test_what_does_not_fit_is_said(capsys):
     found = [MeasuredPoint(n, 1, 1e-3 * n, 1e-3 * n, 1e-3 * n, 8.0 * n, 8.0 * n) for n in (64, 256, 1024)]
     found.append(MeasuredPoint(1024, 4, 9.0, 1.024, 1.024, 8192.0, 8192.0))
-    layer = MeasuredLayer.from_points("vision", "Block", (0, 1, 2, 5), "0" * 12, 2, found)
+    layer = MeasuredLayer("vision", "Block", (0, 1, 2, 5), "0" * 12, 2, tuple(found))
     profile = LayerProfile("tiny", "a device", "float32", None, "sdpa", {}, (layer,), ("`audio`: no inputs",))
     (line,) = misfits(profile)
     assert line.startswith("Does not fit: forward of vision, Block 0-2 5, with tp 2 is off by ")
     report(Console(width=200), profile)
     out = " ".join(capsys.readouterr().out.split())
-    assert line in out and "Left out: `audio`: no inputs." in out and "4x256" in out and "│ no │" in out
+    assert line in out and "Left out: `audio`: no inputs." in out and "4x256" in out
 
 
 def _profile_on_two_hosts(arguments: list[str], found: dict[str, float]) -> tuple[int, bool, str]:

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from hf_mmparallel.cost import Polynomial, StepCost, analytic_costs, memory_per_rank
-from hf_mmparallel.cost.calibrate import MIN_WINDOWS, calibrate_logs
 from hf_mmparallel.cost.calibration import (
+    MIN_WINDOWS,
     Calibration,
     TimeScale,
-    calibrated_costs,
+    calibrate_logs,
     costs_from,
     profile_digest,
     read_costs,
     without_calibration,
 )
-from hf_mmparallel.cost.profile import measured_costs
+from hf_mmparallel.cost.profile import LayerProfile, measured_costs
 from hf_mmparallel.cost.run_log import KINDS, TaskGroup, read_run_log
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
 from hf_mmparallel.search.comparison import StepComparer
@@ -49,7 +49,7 @@ def groups_of(path: Path, module: str) -> list[TaskGroup]:
 
 
 def scales_of(*paths: Path) -> Mapping[str, Mapping[Any, TimeScale]]:
-    return calibrate_logs(list(paths)).calibration.scales
+    return calibrate_logs(list(paths)).scales
 
 
 @pytest.fixture(scope="module")
@@ -68,42 +68,49 @@ def log(tmp_path, calibrated):
 
 
 def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(calibrated):
-    _, result = calibrated
-    found = result.calibration
-    assert (result.fitted, result.judged, found.windows) == (4, 4, 8)
+    _, found = calibrated
+    assert (found.judged, found.windows) == (4, 8) and found.outside_fraction == pytest.approx(0.0, abs=1e-5)
     for module, kinds in SCALES.items():
         for kind, scale in kinds.items():
             own = found.scales[module][kind]
-            wanted = (scale.token, scale.square, scale.layer_ms)
-            assert (own.token, own.square, own.layer_ms) == pytest.approx(wanted, rel=0.02, abs=1e-4), (module, kind)
-    truth, costs = corrected(counted(), SCALES), calibrated_costs(SPEC, CPU, found)
+            assert own == TimeScale(pytest.approx(scale.compute, rel=1e-4)), (module, kind)
+    truth, costs = corrected(counted(), SCALES), costs_from(SPEC, CPU, 2, found)
     step = measured_step(StepComparer(planner(counted())), truth, 20)
     planned, sizes = step.prediction.planned, step.prediction.sizes
     cost = StepCost(costs, planner(costs).plan, planned.step, sizes)
     for task, took in step.durations.items():
-        assert cost(task) == pytest.approx(took, rel=0.01), task
+        assert cost(task) == pytest.approx(took, rel=1e-3), task
     wanted = planner(truth).predict(planned, sizes).step_ms
-    assert planner(costs).predict(planned, sizes).step_ms == pytest.approx(wanted, rel=0.01)
+    assert planner(costs).predict(planned, sizes).step_ms == pytest.approx(wanted, rel=1e-3)
     assert abs(step.prediction.step_ms / wanted - 1) > 0.2
 
 
 def test_errors_are_those_of_windows_that_were_not_fitted(calibrated, log):
-    errors = calibrated[1].calibration.errors
-    assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in ("forward", "backward"))}
+    errors = calibrated[1].errors
+    assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in KINDS)}
     for name, own in errors.items():
-        assert own["after"].median < 0.02 < 0.1 < own["before"].median <= own["before"].worst, name
+        assert own.after < 0.01 < 0.1 < own.before <= own.worst_before, name
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     for group in (group for line in lines[5:] for group in line["groups"]):
         group["measured_ms"] *= 10  # the last windows took ten times as long: no fit of the first ones knows
     log.write_text("\n".join(map(json.dumps, lines)))
-    errors = calibrate_logs([log]).calibration.errors or {}
-    assert errors["vision/forward"]["after"].median == pytest.approx(0.9, abs=0.02)
+    assert calibrate_logs([log]).errors["vision/forward"].after == pytest.approx(0.9, abs=0.01)
+
+
+def test_a_window_that_something_else_slowed_down_changes_little(log):
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for group in lines[3]["groups"]:
+        group["measured_ms"] *= 10
+    log.write_text("\n".join(map(json.dumps, lines)))
+    for module, kinds in scales_of(log).items():
+        for kind, scale in kinds.items():
+            assert scale.compute == pytest.approx(SCALES[module][kind].compute, rel=0.01)
 
 
 def test_memory_of_activations_is_corrected(calibrated):
-    found = calibrated[1].calibration
+    found = calibrated[1]
     assert found.activations == pytest.approx(2.0)
-    before, after = counted(), calibrated_costs(SPEC, CPU, replace(found, scales={}))
+    before, after = counted(), costs_from(SPEC, CPU, 2, replace(found, scales={}))
     step = measured_step(StepComparer(planner(before)), before, 0)
     planned, sizes, simulation = step.prediction.planned, step.prediction.sizes, step.prediction.simulation
     plain, twice = (
@@ -115,34 +122,27 @@ def test_memory_of_activations_is_corrected(calibrated):
         assert memory.activations < twice[rank].activations <= 2 * memory.activations
 
 
-# A device of which small tasks take the time of their launches, and large ones what they compute.
-LAUNCHING = analytic_costs(SPEC, replace(CPU, launch_us=150.0))
-
-
 @pytest.mark.parametrize(
-    ("forward", "backward", "launch", "count", "tolerance"),
-    [((2.0, 6.0), (1.5, 3.0), 1.5, 12, 0.01), ((2.0, 2.0), (1.0, 1.0), 1.6, 8, 0.05)],
+    ("forward", "backward"),
+    [(TimeScale(2.0, 1.6), TimeScale(2.0, 2.5)), (TimeScale(0.5, 0.3), TimeScale(1.0, 1.6))],
 )
-def test_launches_have_a_factor_of_their_own(tmp_path, forward, backward, launch, count, tolerance):
-    """Tasks that all take their launches, or all what they compute, have many solutions; here are enough of both."""
-    wanted = {"forward": TimeScale(*forward, launch=launch), "backward": TimeScale(*backward, launch=launch)}
-    path = write_log(tmp_path / "log.jsonl", LAUNCHING, corrected(LAUNCHING, {"vision": wanted}), count=count)
-    result = calibrate_logs([path])
-    assert result.has_launches
+def test_launches_have_a_factor_of_their_own(tmp_path, forward, backward):
+    """On a device of which small tasks take the time of their launches, and large ones what they compute."""
+    costs = analytic_costs(SPEC, replace(CPU, launch_us=150.0))
+    wanted = {"forward": forward, "backward": backward}
+    path = write_log(tmp_path / "log.jsonl", costs, corrected(costs, {"vision": wanted}))
+    calibration = calibrate_logs([path])
     for kind, scale in wanted.items():
         groups = [group for group in groups_of(path, "vision") if group.kind == kind]
-        computed = [scale.token * (g.base_ms - g.squares_ms) + scale.square * g.squares_ms for g in groups]
-        for times in (computed, [scale.launches * g.launch_ms for g in groups]):
+        for factor, field in ((scale.compute, "computed_ms"), (scale.launch, "launch_ms")):
+            times = [factor * getattr(group, field) for group in groups]
             same = [g.measured_ms == pytest.approx(time, rel=1e-3) for g, time in zip(groups, times, strict=True)]
-            assert sum(same) > 3, "more tasks of each sort than coefficients"
-        found = result.calibration.scales["vision"][kind]
-        for name in ("token", "square", "launch"):
-            assert getattr(found, name) == pytest.approx(getattr(scale, name), rel=tolerance), (kind, name)
-        assert found.layer_ms == 0.0
-        errors = (result.calibration.errors or {})[f"vision/{kind}"]
-        assert errors["after"].worst < 0.03 < 0.1 < errors["before"].median
-    for found in result.calibration.scales[LANGUAGE_MODEL].values():  # as predicted
-        assert (found.launches, found.token) == pytest.approx((1.0, 1.0), rel=0.01)
+            assert sum(same) > 6, "enough tasks of each sort"
+        found = calibration.scales["vision"][kind]
+        assert (found.compute, found.launch) == pytest.approx((scale.compute, scale.launch), rel=0.01), kind
+        assert calibration.errors[f"vision/{kind}"].worst_after < 0.01
+    for found in calibration.scales[LANGUAGE_MODEL].values():  # as predicted
+        assert (found.launches, found.compute) == pytest.approx((1.0, 1.0), rel=0.01)
 
 
 CUT = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(tp_size=2)}
@@ -151,7 +151,7 @@ CUT = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(tp_size=2
 def test_sums_of_tensor_parallel_ranks_have_a_factor_of_their_own(tmp_path):
     """A machine that computes at another speed has the same links, and the other way round."""
     linked = analytic_costs(SPEC, replace(CPU, collective_latency_us=200.0, link_gb_per_s=0.05))
-    scale, slow = TimeScale(0.5, 0.5), TimeScale(0.5, 0.5, sum=3.0)
+    scale, slow = TimeScale(0.5), TimeScale(0.5, sum=3.0)
     computes, both = (
         corrected(linked, {LANGUAGE_MODEL: dict.fromkeys(KINDS, own), "vision": dict.fromkeys(KINDS, scale)})
         for own in (scale, slow)
@@ -159,7 +159,7 @@ def test_sums_of_tensor_parallel_ranks_have_a_factor_of_their_own(tmp_path):
     alone = write_log(tmp_path / "alone.jsonl", linked, computes)  # no ranks that share matrices
     assert all(group.sums_ms == 0.0 for name in SPEC.modules for group in groups_of(alone, name))
     for own in scales_of(alone)[LANGUAGE_MODEL].values():
-        assert (own.token, own.sum) == (pytest.approx(0.5, rel=1e-4), None)
+        assert (own.compute, own.sum) == (pytest.approx(0.5, rel=1e-4), None)
     cut = {
         name: write_log(tmp_path / f"{name}.jsonl", linked, truth, plugins=CUT)
         for name, truth in (("computes", computes), ("both", both))
@@ -168,30 +168,28 @@ def test_sums_of_tensor_parallel_ranks_have_a_factor_of_their_own(tmp_path):
         assert 0.2 * group.measured_ms < 3.0 * group.sums_ms < 0.95 * group.measured_ms
     for logs, wanted in (([cut["computes"]], 1.0), ([cut["both"]], 3.0), ([alone, cut["both"]], 3.0)):
         for own in scales_of(*logs)[LANGUAGE_MODEL].values():
-            assert (own.token, own.sums) == pytest.approx((0.5, wanted), rel=0.02), logs
+            assert (own.compute, own.sum) == pytest.approx((0.5, wanted), rel=0.02), logs
 
 
 def test_launches_that_no_task_shows_keep_their_time(tmp_path):
     quick = analytic_costs(SPEC, replace(CPU, launch_us=0.01))
-    truth = corrected(quick, {name: {kind: TimeScale(3.0, 3.0) for kind in KINDS} for name in SPEC.modules})
-    result = calibrate_logs([write_log(tmp_path / "log.jsonl", quick, truth)])
-    assert result.has_launches
-    for scale in (scale for kinds in result.calibration.scales.values() for scale in kinds.values()):
-        assert scale.launch is None and scale.token == pytest.approx(3.0, rel=1e-4)
-    own = corrected(quick, result.calibration.scales).layers.layer("vision", 1, 1)
+    truth = corrected(quick, {name: dict.fromkeys(KINDS, TimeScale(3.0)) for name in SPEC.modules})
+    scales = scales_of(write_log(tmp_path / "log.jsonl", quick, truth))
+    for scale in (scale for kinds in scales.values() for scale in kinds.values()):
+        assert scale.launch is None and scale.compute == pytest.approx(3.0, rel=1e-4)
+    own = corrected(quick, scales).layers.layer("vision", 1, 1)
     assert own.launch_ms == quick.layers.layer("vision", 1, 1).launch_ms
 
 
 def test_a_run_by_calibrated_costs_is_calibrated_anew(tmp_path):
     truth = corrected(counted(), SCALES)
-    half = corrected(counted(), {"vision": {"forward": TimeScale(1.7, 1.7)}})
+    half = corrected(counted(), {"vision": {"forward": TimeScale(1.7)}})
     assert without_calibration(half).layers is not half.layers and profile_digest(half) is None
     paths = [write_log(tmp_path / f"{index}.jsonl", costs, truth) for index, costs in enumerate((counted(), half))]
     first, second = map(scales_of, paths)
     for module, kinds in first.items():
         for kind, scale in kinds.items():
-            own = second[module][kind]
-            assert (own.token, own.square) == pytest.approx((scale.token, scale.square), rel=0.02)
+            assert second[module][kind].compute == pytest.approx(scale.compute, rel=1e-4)
 
 
 def test_a_profile_goes_into_the_file(tmp_path):
@@ -203,16 +201,17 @@ def test_a_profile_goes_into_the_file(tmp_path):
         calibrate_logs([path])
     with pytest.raises(ValueError, match="`--profile` is not the profile of the run"):
         calibrate_logs([path], replace(profile, model="another"))
-    calibrate_logs([path], profile).calibration.save(tmp_path / "calibrated.json")
+    calibrate_logs([path], profile).save(tmp_path / "calibrated.json")
     found = read_costs(tmp_path / "calibrated.json")
     assert isinstance(found, Calibration) and found.profile == profile
+    assert LayerProfile.load(tmp_path / "calibrated.json") == profile
     again = costs_from(SPEC, CPU, 4, found)  # a profile has its own size of values
     truth = corrected(costs, SCALES).layers.layer("vision", 2, 1).forward(64, 64 * 64)
     assert again.layers.layer("vision", 2, 1).forward(64, 64 * 64) == pytest.approx(truth, rel=0.02)
 
 
 def test_every_cost_of_a_layer_is_corrected():
-    twice = TimeScale(2.0, 2.0, launch=2.0, sum=2.0)
+    twice = TimeScale(2.0, launch=2.0, sum=2.0)
     scales = {name: {"forward": twice, "backward": twice} for name in SPEC.modules}
     base, costs = counted(), corrected(counted(), scales, activations=2.0)
     for module, index, tp_size in (("vision", 1, 2), (LANGUAGE_MODEL, -1, 1), (LANGUAGE_MODEL, models.LAYERS, 1)):
@@ -227,13 +226,13 @@ def test_every_cost_of_a_layer_is_corrected():
 
 
 def test_a_calibration_is_read_as_it_was_written(calibrated, tmp_path):
-    found, path = calibrated[1].calibration, tmp_path / "calibrated.json"
+    found, path = calibrated[1], tmp_path / "calibrated.json"
     found.save(path)
     assert read_costs(path) == found
     data = json.loads(path.read_text())
     for content, complaint in (
-        (json.dumps({**data, "calibration": 9}), "version 9"),
-        (json.dumps({**data, "scales": None}), "fields missing"),
+        (json.dumps({**data, "calibration": {**data["calibration"], "scales": None}}), "fields missing"),
+        (json.dumps({**data, "calibration": None}), "fields missing"),
         ("no JSON", "holds no costs"),
     ):
         path.write_text(content)
@@ -253,14 +252,14 @@ def test_a_calibration_is_read_as_it_was_written(calibrated, tmp_path):
 )
 def test_a_calibration_of_something_else_is_refused(changes, complaint):
     with pytest.raises(ValueError, match=complaint):
-        costs_from(SPEC, CPU, 2, replace(calibration(SCALES), **changes))
+        costs_from(SPEC, CPU, 2, replace(calibration(SCALES), run=header(counted(), **changes)))
 
 
 def test_logs_that_are_too_short_or_of_different_runs_are_refused(tmp_path):
     short = write_log(tmp_path / "short.jsonl", counted(), counted(), MIN_WINDOWS - 1)
     with pytest.raises(ValueError, match=f"has {MIN_WINDOWS - 1} windows .* needs {MIN_WINDOWS}"):
         calibrate_logs([short])
-    assert calibrate_logs([short, short]).calibration.windows == 2 * (MIN_WINDOWS - 1)
+    assert calibrate_logs([short, short]).windows == 2 * (MIN_WINDOWS - 1)
     others: dict[str, dict[str, Any]] = {
         "models": {"modules": {LANGUAGE_MODEL: "0"}},
         "kinds of devices": {"device": "h100"},
@@ -284,7 +283,6 @@ def test_a_log_holds_runs_one_after_the_other(log):
     for content, complaint in (
         ("", "is empty"),
         ("a picture", r"is not a run log \(line 1\)"),
-        (text.replace('"version": 3', '"version": 7'), "is a log of version 7"),
         (text.replace('"tasks"', '"jobs"'), "is a log with fields missing in line 2"),
     ):
         log.write_text(content)

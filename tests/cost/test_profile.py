@@ -48,9 +48,7 @@ def times(factor: float) -> LayerCost:
 
 
 def measured_layer(spec, module: str, index: int, tp_size: int, found, *window: int) -> MeasuredLayer:
-    return MeasuredLayer.from_points(
-        module, "Layer", (index,), shape_digest(spec, module, index), tp_size, found, *window
-    )
+    return MeasuredLayer(module, "Layer", (index,), shape_digest(spec, module, index), tp_size, found, *window)
 
 
 def profile_of(spec, factors: dict[tuple[str, int], float], tp_sizes=(1,)) -> LayerProfile:
@@ -93,7 +91,6 @@ def test_no_coefficient_is_negative_whatever_was_measured(found):
     curve = fit_curve(forwards(dict(zip(CHUNKS, found, strict=True))), "forward")
     polynomial = curve.polynomial
     assert min(polynomial.square, polynomial.token, polynomial.constant) >= 0.0
-    assert curve.r_squared <= 1.0 + 1e-9
     assert curve.fits == (curve.worst_error <= FIT_TOLERANCE)
 
 
@@ -101,7 +98,7 @@ def test_a_curve_that_does_not_fit_says_where():
     exact = {chunk: 1e-3 * chunk[0] + 0.1 for chunk in CHUNKS}
     curve = fit_curve(forwards({**exact, (1024, 4): 3 * exact[1024, 4]}), "forward")
     assert not curve.fits and curve.worst_point == (1024, 4)
-    assert curve.worst_error > 0.3 and curve.r_squared < 1.0
+    assert curve.worst_error > 0.3
 
 
 def test_small_times_count_as_much_as_large_ones():
@@ -131,27 +128,30 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     profile.save(path)
     assert LayerProfile.load(path) == profile
     text = path.read_text()
-    data = json.loads(text)
-    assert data["version"] == 2 and data["device"] == "a device" and profile.value_bytes == 2
-    assert all(curve["fits"] for layer in data["layers"] for curve in layer["curves"].values())
+    assert json.loads(text)["profile"]["device"] == "a device" and profile.value_bytes == 2
     assert len(text) < 5000 * len(profile.layers)
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("modules: {}", "is not a layer profile"),
-        ("[1]", "is not a layer profile"),
-        ('{"version": 1, "layers": []}', "version 1; .* Measure again"),
-        ('{"version": 2, "layers": [], "constants": {"speed": 1}}', "`speed`"),
-        ('{"version": 99, "layers": []}', "version 99; .* reads 2"),
-        ('{"version": 2, "layers": [{}]}', "fields missing"),
-        ('{"version": 2}', "fields missing"),
+        ("modules: {}", "holds no costs"),
+        ("[1]", "holds no costs"),
+        ('{"layers": []}', "holds no costs"),
+        ('{"profile": null, "calibration": {}}', "has no layer profile"),
+        ('{"profile": {"layers": [{}]}}', "fields missing"),
+        ('{"profile": {}}', "fields missing"),
     ],
 )
 def test_what_is_no_profile_is_refused(tmp_path, text, complaint):
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(ValueError, match=complaint):
+        LayerProfile.load(tmp_path / "profile.json")
+
+
+def test_a_constant_that_no_device_has_is_refused(tmp_path):
+    replace(profile_of(models.model(), LAYERS), constants={"speed": 1.0}).save(tmp_path / "profile.json")
+    with pytest.raises(ValueError, match="`speed`"):
         LayerProfile.load(tmp_path / "profile.json")
 
 
@@ -253,7 +253,8 @@ def test_curves_of_layers_with_a_window_are_of_the_squares_that_plans_count():
     layer = measured_layer(spec, LANGUAGE_MODEL, 2, 1, found, window)
     assert not layer.misfits
     profile = replace(profile_of(spec, {}), layers=(layer,))
-    for known in (profile, replace(profile, layers=(layer.within(0),))):  # an older file knows no windows
+    without = replace(layer, window=0)
+    for known in (profile, replace(profile, layers=(without,))):  # the window of the model counts
         table = layer_table(measured_costs(spec, H100, known), LANGUAGE_MODEL)
         for point in found:
             forward, _ = table.times(point.tokens, point.squares)
@@ -261,7 +262,7 @@ def test_curves_of_layers_with_a_window_are_of_the_squares_that_plans_count():
     # An attention function that computes all pairs has no windows, whatever was measured.
     whole = windowed(128, "sdpa")
     assert measured_costs(whole, H100, profile).layers.layer(LANGUAGE_MODEL, 2, 1).forward == (
-        layer.within(0).curves["forward"].polynomial
+        without.curves["forward"].polynomial
     )
 
 

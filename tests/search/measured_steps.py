@@ -15,7 +15,7 @@ from hf_mmparallel.cost.calibration import CalibratedLayers, Calibration, TimeSc
 from hf_mmparallel.cost.run_log import LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.search.comparison import MeasuredStep, StepComparer
+from hf_mmparallel.search.comparison import MeasuredStep, StepComparer, times_on_a_rank
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost import models
 
@@ -27,8 +27,8 @@ PLUGINS = {
     LANGUAGE_MODEL: ModulePlugin(pp_size=2, activation_checkpointing=True),
 }
 SCALES: dict[str, dict[Any, TimeScale]] = {
-    "vision": {"forward": TimeScale(3.0, 3.0), "backward": TimeScale(0.5, 0.5)},
-    LANGUAGE_MODEL: {"forward": TimeScale(1.5, 4.0, 0.02), "backward": TimeScale(2.0, 2.0, 0.05)},
+    "vision": {"forward": TimeScale(3.0), "backward": TimeScale(0.5)},
+    LANGUAGE_MODEL: {"forward": TimeScale(1.5), "backward": TimeScale(2.0)},
 }
 
 
@@ -37,12 +37,12 @@ def counted() -> CostModel:
 
 
 def calibration(scales: Mapping[str, Mapping[Any, TimeScale]], **changes: Any) -> Calibration:
-    return Calibration(module_digests(SPEC), "cpu", "a CPU", "bfloat16", 2, scales, **changes)
+    return Calibration(header(counted()), scales, **changes)
 
 
 def corrected(costs: CostModel, scales: Mapping[str, Mapping[Any, TimeScale]], **changes: Any) -> CostModel:
     """Costs as the machine really has them."""
-    return replace(costs, layers=CalibratedLayers(costs.layers, SPEC, calibration(scales, **changes)))
+    return replace(costs, layers=CalibratedLayers(costs.layers, calibration(scales, **changes)))
 
 
 def planner(costs: CostModel, plugins: dict[str, ModulePlugin] | None = None) -> StepPlanner:
@@ -84,6 +84,7 @@ def window(comparer: StepComparer, truth: CostModel, index: int, **changes: Any)
         data_ms=0.0,
         predicted_bubble=step.prediction.simulation.bubble_fraction,
         bubble=None,
+        task_times=times_on_a_rank(comparer.planner.plan, [step]),
         causes=causes,
         memory=None,
         groups=comparer.task_groups([step]),
