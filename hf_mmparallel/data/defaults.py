@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,19 +41,23 @@ def item_form(
 
     The model may be on any device, `meta` too, and is not changed; the form is empty if its encoders are not known.
     """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of adapters
     parts = _encoders(model)
+    # the entries that each encoder reads besides tokens, the required one first
     pending = {
-        (name, modality): _names(part, modality) for name, part in parts.items() for modality in part.modalities
+        (name, modality): [entry for entry in part.input_names(modality) if entry not in TOKEN_FIELDS]
+        for name, part in parts.items()
+        for modality in part.modalities
     }
     skeleton, stacked, listed = None, set(), set()
     for sample in samples if pending else ():
         for (name, modality), names in list(pending.items()):
-            arrays = _arrays(sample, names)
+            found = {name: as_array(sample[name]) for name in names if name in sample}
+            arrays = {name: array for name, array in found.items() if array is not None}
             if names[0] not in arrays:
                 continue
             if skeleton is None:
-                whole = _whole(model)
-                skeleton = make_skeleton(whole, [find_stack(whole, part.tower) for part in parts.values()])
+                skeleton = make_skeleton(model, [find_stack(model, part.tower) for part in parts.values()])
             # A sample batched with itself: entries are stacked if the encoder, run on the CPU without its weights,
             # takes it up to its first layer, else concatenated.
             batch = {entry: torch.stack([value, value]) for entry, value in arrays.items()}
@@ -64,31 +69,14 @@ def item_form(
     return ItemForm(frozenset(stacked), frozenset(listed - stacked))
 
 
-def _whole(model: Any) -> Any:
-    """The model inside of adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _names(part: ModulePart, modality: str) -> list[str]:
-    """Batch entries that an encoder reads besides tokens, the required one first."""
-    return [entry for entry in part.input_names(modality) if entry not in TOKEN_FIELDS]
-
-
 def _encoders(model: Any) -> Mapping[str, ModulePart]:
     """Name -> encoder of a model, none where they can't be told."""
-    whole = _whole(model)
-    if not isinstance(whole, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):
         return {}
     try:
-        return {name: part for name, part in module_parts(whole).items() if part.features}
+        return {name: part for name, part in module_parts(model).items() if part.features}
     except Exception:  # an unsupported model may raise anything
         return {}
-
-
-def _arrays(sample: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """The entries of a sample that are arrays, by their names."""
-    arrays = {name: as_array(sample[name]) for name in names if name in sample}
-    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _takes(skeleton: Any, module: str, modality: str, batch: Mapping[str, Tensor]) -> bool:
@@ -128,18 +116,20 @@ class DefaultCollator(PretokenizedCollator):
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collates tokenised samples, with an `attention_mask` if `marks_tokens`."""
-        samples = [_without(sample, self._left_out) for sample in samples]
+        if self._left_out != ():
+            samples = [
+                {name: v for name, v in sample.items() if not is_left_out(name, as_array(v), self._left_out)}
+                for sample in samples
+            ]
         names = [{name for name, value in sample.items() if value is not None} for sample in samples]
         if not _has_token_labels(samples):
             return self.stock(samples)  # its errors are passed on
         if all(own == names[0] for own in names) and not names[0] & self.form.listed:
-            try:
+            with contextlib.suppress(Exception):  # it says in many ways that samples differ in size
                 batch = dict(self.stock(samples))
-            except Exception:  # it says in many ways that samples differ in size
-                return super().__call__(samples)
-            if self.marks_tokens and "attention_mask" not in batch:
-                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            return batch
+                if self.marks_tokens and "attention_mask" not in batch:
+                    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+                return batch
         return super().__call__(samples)
 
 
@@ -192,13 +182,6 @@ def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
             continue
         if hasattr(sample, "keys"):
             yield sample
-
-
-def _without(sample: Mapping[str, Any], entries: Any) -> Mapping[str, Any]:
-    """A sample without the floating-point entries that are left out."""
-    if entries == ():
-        return sample
-    return {name: value for name, value in sample.items() if not is_left_out(name, as_array(value), entries)}
 
 
 def _has_token_labels(samples: Sequence[Mapping[str, Any]]) -> bool:

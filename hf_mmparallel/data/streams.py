@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,10 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 from transformers.utils.import_utils import is_datasets_available
 
-from ..plan import SampleSizes
 from .bad_samples import BadSampleError, without_decoding
 from .fingerprint import row_digest
 from .global_batches import GlobalBatch
 from .randomness import OwnGenerators, stable_seed
-from .size_sources import LayerTokens, Ragged, sizes_of
 
 
 class StreamWindow:
@@ -177,56 +175,6 @@ class StreamSampler:
 
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
-
-
-class StreamSizes:
-    """Sizes of the samples in a window."""
-
-    is_table = False
-
-    def __init__(
-        self,
-        window: StreamWindow,
-        # names of a sample's fields -> how such samples are measured, `None` where nothing says it
-        choose: Callable[[Sequence[str]], Any],
-        modules: Sequence[str],
-        counts_rows: bool = True,  # lengths in encoders are rows of features
-        layers: Mapping[str, LayerTokens] | None = None,  # tokens in the encoders' layers by feature tokens
-    ):
-        self.window = window
-        self.choose = choose
-        self.modules = tuple(modules)
-        self.counts_rows = counts_rows
-        self.layers = layers or {}
-        self._measure: Any = None
-
-    def __len__(self) -> int:
-        return len(self.window)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __call__(self, indices: Sequence[int]) -> SampleSizes:
-        rows = [self.window.stored(position) for position in indices]
-        if self._measure is None:
-            names = list(rows[0]) if isinstance(rows[0], Mapping) else []
-            self._measure = self.choose(names)
-        if self._measure is None:
-            return SampleSizes.uniform(dict.fromkeys(self.modules, 1), len(rows))
-        lengths_or_errors = list(self._measure.together(rows.__getitem__, range(len(rows))))
-        for error in lengths_or_errors:
-            if isinstance(error, Exception):
-                raise error
-        lengths = {name: Ragged.of([sample[name] for sample in lengths_or_errors]) for name in self.modules}
-        return sizes_of(lengths, self.layers)
-
-    def of_window(self, window: StreamWindow) -> StreamSizes:
-        """The same of the samples in another window of the stream."""
-        return StreamSizes(window, self.choose, self.modules, self.counts_rows, self.layers)
-
-    def with_layers(self, layers: Mapping[str, LayerTokens]) -> StreamSizes:
-        """The same in tokens of the encoders' layers."""
-        return StreamSizes(self.window, self.choose, self.modules, True, layers) if self.counts_rows else self
 
 
 def is_stream(dataset: Any) -> bool:

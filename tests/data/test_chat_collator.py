@@ -14,7 +14,7 @@ from transformers import ProcessorMixin
 from hf_mmparallel.data import ChatCollator, PretokenizedCollator, chat_collator
 from hf_mmparallel.data.chat_collator import encode_together
 from hf_mmparallel.data.image_sizes import UnknownSizeError
-from hf_mmparallel.data.size_measures import ChatMeasure, OrOne, TokenMeasure
+from hf_mmparallel.data.size_measures import ChatMeasure, TokenMeasure
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
 from .conversations import conversation, say
@@ -350,7 +350,6 @@ def test_samples_that_have_no_size_do_not_spoil_those_beside_them(settings: dict
     ]
     found = assert_equal_alone(measure, samples)
     assert isinstance(found[0], dict) and isinstance(found[1], UnknownSizeError) and isinstance(found[2], OSError)
-    assert_equal_alone(OrOne(measure, ("vision", LANGUAGE_MODEL)), samples)
 
 
 def test_a_tokenizer_without_a_processor(monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,8 @@ def test_samples_that_can_not_be_read_are_passed_over(llava, where):
     model, spec, collator = llava
     samples = make_dataset("llava", 4)
     source = size_source(samples, collator, spec)
-    read = source.read
+    (part,) = source.parts
+    read = part.read
 
     def refusing(batch):
         if where == "everywhere" or (where == "collator" and any(sample is samples[1] for sample in batch)):
@@ -192,7 +194,8 @@ def test_samples_that_can_not_be_read_are_passed_over(llava, where):
         return collator(batch)
 
     if where == "sizes":
-        source.read = lambda indices: [OSError() if n == 1 else read([n])[0] for n in indices]
+        refuse = lambda indices: [OSError() if n == 1 else read([n])[0] for n in indices]  # noqa: E731
+        source.parts = [replace(part, read=refuse)]
     data = Broken(samples) if where == "dataset" else samples
     found = measure_layers(model, spec, data, refusing, source)
     assert found == ({} if where == "everywhere" else FIVE)

@@ -21,9 +21,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hf_mmparallel.data import ChatCollator, PretokenizedCollator, sample_sizes, size_measures
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.sample_sizes import size_source, token_lengths
-from hf_mmparallel.data.size_measures import TokenMeasure
-from hf_mmparallel.data.size_sources import LayerTokens, Ragged
+from hf_mmparallel.data.sample_sizes import size_source
+from hf_mmparallel.data.size_measures import Ragged, TokenMeasure
+from hf_mmparallel.data.size_sources import LayerTokens
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.features import count_feature_tokens
@@ -207,10 +207,10 @@ def test_items_share_the_rows_by_their_extents(ids, fields, expected):
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=4), min_size=1, max_size=6))
 def test_sums_over_samples(rows):
-    found, squares = Ragged.of(rows).sums(LayerTokens(4.0, 2.0))
+    found, squares = LayerTokens(4.0, 2.0).sums(Ragged.of(rows))
     assert found.tolist() == [sum(4 * n + 2 for n in row) for row in rows]
     assert squares.tolist() == [sum((4 * n + 2) ** 2 for n in row) for row in rows]
-    _, fixed = Ragged.of(rows).sums(LayerTokens(4.0, sequence=8))
+    _, fixed = LayerTokens(4.0, sequence=8).sums(Ragged.of(rows))
     assert fixed.tolist() == [sum(4 * n for n in row) * 8 for row in rows]
 
 
@@ -362,7 +362,7 @@ def forbid(monkeypatch, measure: str) -> None:
 
     for name in ("__call__", "together"):
         monkeypatch.setattr(getattr(size_measures, measure), name, fail)
-    monkeypatch.setattr(sample_sizes, "token_lengths", fail)
+    monkeypatch.setattr(size_measures.TokenMeasure, "of_table", fail)
 
 
 def test_tokens_are_measured_once_for_a_dataset_on_disk(tmp_path, monkeypatch):
@@ -412,10 +412,8 @@ def one_by_one(table: pa.Table) -> dict[str, list[list[int]]]:
 
 
 def together(table: pa.Table) -> dict[str, list[list[int]]] | None:
-    found = token_lengths(table, MEASURE)
-    return found and {
-        name: [own.tolist() for own in np.split(r.lengths, np.cumsum(r.counts)[:-1])] for name, r in found.items()
-    }
+    found = MEASURE.of_table(table)
+    return found and {name: lengths.lists() for name, lengths in found.items()}
 
 
 @settings(max_examples=300)
@@ -439,7 +437,7 @@ def test_rows_together_are_rows_one_by_one(rows, masked):
     "ids", [[[[1, IMAGE]]], ["a string"], [None, [1]], [[1, None]]], ids=["nested", "text", "no row", "no number"]
 )
 def test_what_is_no_list_of_numbers_is_left_to_the_rows(ids):
-    assert token_lengths(pa.table({"input_ids": pa.array(ids)}), MEASURE) is None
+    assert MEASURE.of_table(pa.table({"input_ids": pa.array(ids)})) is None
 
 
 def test_lists_of_a_fixed_size():
