@@ -118,12 +118,9 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
     result: dict[ChunkKey, ChunkSize] = {}
     by_module: dict[str, dict[ChunkKey, Sequence[int]]] = {}
     for key, parts in step.chunks.items():
-        by_module.setdefault(key[0], {}).update(
-            ((*key, number), batch_indices) for number, batch_indices in enumerate(parts)
-        )
+        for number, batch_indices in enumerate(parts):
+            by_module.setdefault(key[0], {})[*key, number] = batch_indices
     for name, chunks in by_module.items():
-        if not chunks:
-            continue
         rows = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))
         result.update(zip(chunks, map(ChunkSize._make, rows.tolist()), strict=True))
     return result

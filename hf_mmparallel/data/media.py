@@ -10,12 +10,11 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import logging
-from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import ModelSpec
 from .bad_samples import MEDIA_FEATURES, without_decoding
 from .step_dataset import Reader
-from .streams import StreamWindow
+from .streams import StreamWindow, is_of_datasets
 
 logger = logging.get_logger(__name__)
 
@@ -97,11 +96,8 @@ class _View:
             return dataset if same else ConcatDataset(parts)
         if isinstance(dataset, StreamWindow):
             return self._of_window(dataset)
-        if is_datasets_available():
-            from datasets import Dataset as ArrowDataset
-
-            if isinstance(dataset, ArrowDataset):
-                return self._of_columns(dataset)
+        if is_of_datasets(dataset, "Dataset"):
+            return self._of_columns(dataset)
         if not self.reads_media and hasattr(dataset, "without_media"):
             return _WithoutMedia(dataset)
         return dataset
@@ -109,10 +105,7 @@ class _View:
     def _of_columns(self, dataset: Any) -> Any:
         """The view of a `datasets.Dataset`."""
         columns = [name for name in sorted(self.unused) if _is_floating(dataset.features.get(name))]
-        features = {
-            name: without_decoding(feature, MEDIA_FEATURES - self.decodes)
-            for name, feature in dataset.features.items()
-        }
+        features = without_decoding(dict(dataset.features), MEDIA_FEATURES - self.decodes)
         changed = features != dict(dataset.features)
         if (changed or columns) and dataset.format["type"] == "custom":
             logger.warning_once(
@@ -127,12 +120,8 @@ class _View:
     def _of_window(self, window: StreamWindow) -> Any:
         """The view of a stream."""
         known = dict(window.features or {})
-        left_out = {name for name in self.unused if _is_floating(known.get(name))}
-        kept = {
-            name: without_decoding(feature, MEDIA_FEATURES - self.decodes)
-            for name, feature in known.items()
-            if name not in left_out
-        }
+        left = {name: part for name, part in known.items() if name not in self.unused or not _is_floating(part)}
+        kept = without_decoding(left, MEDIA_FEATURES - self.decodes)
         return window if kept == known else window.with_features(kept)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 from transformers.utils import logging
-from transformers.utils.import_utils import is_datasets_available
 
 from .. import __version__
 from ..plan import LANGUAGE_MODEL, ModelSpec
@@ -29,7 +28,7 @@ from .size_measures import (
     ones_for_unknown,
 )
 from .size_sources import DatasetSizes, Part, StreamSizes
-from .streams import StreamWindow, is_stream
+from .streams import StreamWindow, is_of_datasets, is_stream
 
 logger = logging.get_logger(__name__)
 
@@ -126,7 +125,7 @@ class _Choice:
         if self.given is None and hasattr(dataset, "token_counts"):
             counts = FunctionMeasure(dataset.token_counts, modules)
             return Part(len(dataset), False, read=_Reader(range(len(dataset)), counts))
-        if _is_datasets(dataset):
+        if is_of_datasets(dataset, "Dataset"):
             measure = self.measure(dataset.column_names, dataset)
             has_transform = self.given is None and dataset.format["type"] == "custom"
             if measure is None or has_transform:  # with a transform, only the dataset's own code can make samples
@@ -213,15 +212,6 @@ def _known(found: Lengths | Exception) -> Lengths:
     if isinstance(found, Exception):
         raise found
     return found
-
-
-def _is_datasets(dataset: Any) -> bool:
-    """Whether it is a `datasets.Dataset`; the package is not needed otherwise."""
-    if not is_datasets_available():
-        return False
-    from datasets import Dataset
-
-    return isinstance(dataset, Dataset)
 
 
 def _table_lengths(

@@ -217,7 +217,7 @@ class _Collated:
         indices = [self.step.samples[batch_index] for batch_index in samples]
         with seeded(stable_seed(self.source.seed, self.step.epoch, indices)):
             # Collators may modify samples, and a sample can be in several chunks.
-            return reader.collator([_copy(sample) for sample in samples.values()])
+            return reader.collator([dict(s) if isinstance(s, Mapping) else s for s in samples.values()])
 
     def sample(self, dataset: Any, batch_index: int) -> Any:
         """The sample of a batch index; `None`, and an entry in `bad`, if it can't be read."""
@@ -239,10 +239,6 @@ class _Collated:
         """Describes a bad sample, with its file if its stored row or the sample names one."""
         index = self.step.samples[batch_index]
         return BadSample.of(index, error, [stored_row(dataset, index), sample])
-
-
-def _copy(sample: Any) -> Any:
-    return dict(sample) if isinstance(sample, Mapping) else sample
 
 
 def as_is(batch: Any) -> Any:

@@ -110,7 +110,7 @@ class StreamWindow:
                 stream.set_epoch(epoch)
             if isinstance(getattr(stream, "generator", None), torch.Generator):
                 stream.generator.manual_seed(epoch)
-            if position and epoch == 0 and _is_datasets(stream):
+            if position and epoch == 0 and is_of_datasets(stream, "IterableDataset"):
                 stream, self._next = stream.skip(position), position  # in later epochs it would not shuffle shards
             self._iterator = iter(stream)
 
@@ -182,18 +182,18 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset)
 
 
-def _is_datasets(stream: Any) -> bool:
-    """Whether it is a `datasets.IterableDataset`; the package is not needed otherwise."""
+def is_of_datasets(dataset: Any, kind: str) -> bool:
+    """Whether it is a `Dataset` or an `IterableDataset` of `datasets`, a package that is not needed otherwise."""
     if not is_datasets_available():
         return False
-    from datasets import IterableDataset as StreamedDataset
+    import datasets
 
-    return isinstance(stream, StreamedDataset)
+    return isinstance(dataset, getattr(datasets, kind))
 
 
 def _media_features(stream: Any) -> Any:
     """The features of a stream whose media can be decoded later, `None` where nothing is decoded by them."""
-    features = getattr(stream, "features", None) if _is_datasets(stream) else None
+    features = getattr(stream, "features", None) if is_of_datasets(stream, "IterableDataset") else None
     if not features or getattr(stream, "_formatting", None) is not None:
         return None
     from datasets.features.features import require_decoding
