@@ -63,11 +63,10 @@ class RowLayout:
         """
         Columns of [`ChunkSize`] `[chunks, 3]` of chunks, from `[chunks]` each: samples, their tokens and squared
         lengths, tokens of the longest one, and whether all have equally many.
-
-        `"eager"` attention computes all token pairs of a row. So do `"sdpa"`, and `"bitfield"` which falls back to it
-        for padded rows, with a dense mask: if rows are padded or at least as long as a window. Other functions skip
-        padding and masked pairs of causal attention.
         """
+        # `"eager"` attention computes all token pairs of a row. So do `"sdpa"`, and `"bitfield"` that falls back to it
+        # for padded rows, with a dense mask: if rows are padded or at least as long as a window. Other functions skip
+        # padding and masked pairs of causal attention.
         padded_squares = count * longest.astype(float) ** 2
         pairs = padded_squares if self.padded else squares
         is_dense = np.full(len(count), self.attention == "eager")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers import default_data_collator as stack
 
@@ -61,7 +60,11 @@ def item_form(
             # A sample batched with itself: entries are stacked if the encoder, run on the CPU without its weights,
             # takes it up to its first layer, else concatenated.
             batch = {entry: torch.stack([value, value]) for entry, value in arrays.items()}
-            (stacked if _takes(skeleton, name, modality, batch) else listed).update(names)
+            try:
+                entered_shape(skeleton, name, modality, batch)
+                stacked.update(names)
+            except Exception:  # a model may raise anything for a batch of another form
+                listed.update(names)
             del pending[name, modality]
         if not pending:
             break
@@ -79,26 +82,16 @@ def _encoders(model: Any) -> Mapping[str, ModulePart]:
         return {}
 
 
-def _takes(skeleton: Any, module: str, modality: str, batch: Mapping[str, Tensor]) -> bool:
-    """Whether an encoder takes a batch."""
-    try:
-        entered_shape(skeleton, module, modality, batch)
-    except Exception:  # a model may raise anything for a batch of another form
-        return False
-    return True
-
-
 _NUM_FIRST, _NUM_SPREAD = 8, 24  # samples that are looked at until one has an image
 
 
 class DefaultCollator(PretokenizedCollator):
     """
     What the stock Trainer makes of samples without a `data_collator`, where it can batch them and the model takes the
-    batch; else what [`PretokenizedCollator`] makes of them.
+    batch; else, for fields or images of several sizes and images of some samples only, [`PretokenizedCollator`]'s.
 
-    The stock collator can't batch fields of tokens of several lengths, samples of which only some have an image, and
-    images of several sizes. It stacks images, `[channels, height, width]` in a sample to `[batch, channels, height,
-    width]`; where samples hold lists of images, of which the model takes them all in a row, they are concatenated.
+    Images, `[channels, height, width]` in a sample, are stacked; lists of images are concatenated if the model takes
+    them all in a row.
     """
 
     def __init__(
@@ -122,7 +115,7 @@ class DefaultCollator(PretokenizedCollator):
                 for sample in samples
             ]
         names = [{name for name, value in sample.items() if value is not None} for sample in samples]
-        if not _has_token_labels(samples):
+        if any(as_array(sample.get(name)) is None for sample in samples for name in ("input_ids", "labels")):
             return self.stock(samples)  # its errors are passed on
         if all(own == names[0] for own in names) and not names[0] & self.form.listed:
             with contextlib.suppress(Exception):  # it says in many ways that samples differ in size
@@ -182,9 +175,3 @@ def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
             continue
         if hasattr(sample, "keys"):
             yield sample
-
-
-def _has_token_labels(samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each sample has token ids, and labels that are a list."""
-    fields = [as_array(sample.get(name)) for sample in samples for name in ("input_ids", "labels")]
-    return all(isinstance(field, Tensor) for field in fields)

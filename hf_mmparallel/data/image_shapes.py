@@ -53,12 +53,10 @@ def without_pixels(processor: Any) -> Any:
 
 class ImageShapes:
     """
-    Stands where a processor has its image processor, and runs it on blank images of the same sizes.
+    Stands where a processor has its image processor, and runs it once for each combination of sizes on blank images.
 
-    What an image processor computes besides pixels (grids, numbers of patches, sizes) depends on sizes alone, so the
-    cheapest run will do: on the meta device where the processor works with torch, else without the steps that only
-    change values, and once for each combination of sizes. The first run leaves nothing out and decides which of these
-    gives the same numbers. Other attributes are looked up in the image processor.
+    What it computes besides pixels (grids, numbers of patches) depends on sizes alone, so the cheapest run with the
+    same numbers as the first one, which leaves nothing out, will do. Other attributes are the image processor's.
     """
 
     def __init__(self, image_processor: Any):
@@ -130,7 +128,7 @@ def _leaves(value: Any) -> list[Any]:
 
 def _num_bytes(entries: dict[str, Any]) -> int:
     """Memory of the arrays of some entries, without those that take none."""
-    leaves = [leaf for value in entries.values() for leaf in _leaves(value)]
+    leaves = _leaves(list(entries.values()))
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, (np.ndarray, Tensor)) and not _is_floating(leaf))
 
 
@@ -142,11 +140,9 @@ def _is_floating(value: Any) -> bool:
 
 def _equal(first: Any, second: Any) -> bool:
     """Whether two entries are the same numbers in the same form."""
-    ones, others = _leaves(first), _leaves(second)
-    return len(ones) == len(others) and all(
-        type(one) is type(other) and np.array_equal(np.asarray(one), np.asarray(other))
-        for one, other in zip(ones, others, strict=True)
-    )
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return type(first) is type(second) and np.array_equal(np.asarray(first), np.asarray(second))
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -40,10 +40,9 @@ def measure_layers(
     """
     Finds out what the layers of each encoder see of the rows of its features, for [`~DatasetSizes.with_layers`].
 
-    Reads and collates up to four samples with media of different sizes, and runs each encoder on them up to its first
-    layer, on the CPU and without its weights. Samples may fail to be read on one rank and not on another: measure on
-    one rank and give the result to all. Encoders that could not be measured are left out, for which a row is one
-    token; the result is empty where sizes are given by the user.
+    Runs each encoder up to its first layer, on the CPU and without its weights, on up to four samples with media of
+    different sizes, which may fail to be read on some ranks: measure on one. Encoders that could not be measured are
+    left out, for which a row is one token; the result is empty where sizes are given by the user.
     """
     if source is None or not source.counts_rows:
         return {}

@@ -70,9 +70,8 @@ class MeasuredBatchSampler(GlobalBatchSampler):
     """
     Global batches with the sizes of their samples, the same on all ranks.
 
-    Each rank measures an equal share of the samples of a global batch whose sizes are unknown, ahead in worker
-    processes if the loader has some. The measurements are exchanged when the global batch is yielded. Sizes are stored
-    for later epochs, 16 bytes per sample and module.
+    Each rank measures an equal share of the samples whose sizes are unknown, ahead in worker processes if the loader
+    has some; the ranks exchange them when the global batch is yielded, and keep them for later epochs.
     """
 
     def __init__(

@@ -28,12 +28,10 @@ def readers(
     """
     Makes a reader for each module (one for modules that read the same), which decodes and collates only what it needs.
 
-    A collator says how it leaves entries out by a method `without_media(entries)`, which returns the collator to use;
-    without one it gets whole samples for every module. Of a `datasets.Dataset`, columns of media that the collator
-    does not look at then stay undecoded (`collator.decodes` names the kinds that it does), and columns of
-    floating-point arrays that the module does not read are not read. Any other dataset may have a method
-    `without_media(index)`, which returns the sample without media; it serves the language model, with whatever
-    collator.
+    A collator's `without_media(entries)` returns one that leaves entries out; without it, it gets whole samples for
+    every module. Of a `datasets.Dataset`, media of kinds that are not in `collator.decodes` then stay undecoded, and
+    columns of floating-point arrays that the module does not read are not read. Any other dataset may have a method
+    `without_media(index)`, which serves the language model, with whatever collator.
     """
     every = frozenset().union(*inputs.values())
     made: dict[frozenset[str], Reader] = {}

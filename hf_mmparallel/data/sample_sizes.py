@@ -55,14 +55,9 @@ def size_source(
     """
     Finds out how the samples of a dataset can be measured; `None` where all have to count the same.
 
-    The first of these that there is:
-
-    1. `columns` of the dataset that hold the lengths;
-    2. `function`, called with a sample;
-    3. the dataset's own `token_counts(index)`, which returns what `function` does;
-    4. the token ids of a tokenised dataset: their number, and placeholders of each encoder;
-    5. the conversations of a dataset for [`ChatCollator`], whose placeholders are expanded from the sizes of images in
-       the headers of their files.
+    By the first of these that there is: `columns`; `function`; the dataset's own `token_counts(index)`, which returns
+    what `function` does; token ids, of which placeholders count for encoders; conversations for [`ChatCollator`],
+    whose placeholders are expanded from the sizes of images in the headers of their files.
 
     Nothing is fetched or decoded. A conversation that does not say its size, with an image behind a URL say, or whose
     file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such; of a
@@ -200,18 +195,11 @@ class _TableMeasure:
         if whole is not None:
             return pa.table({name: whole[name].to_arrow() for name in self.modules})
         found = self.measure.together(lambda index: stored_rows(table.slice(index, 1))[0], range(len(table)))
-        rows = [_known(lengths) for lengths in found]
-        return {name: [lengths.get(name) for lengths in rows] for name in self.modules}
-
-
-def _known(found: Lengths | Exception) -> Lengths:
-    """Lengths of a row; none if they are unknown or a file can't be read."""
-    if isinstance(found, (UnknownSizeError, OSError)):
-        logger.debug("Nothing says the size of a sample: %s", found)
-        return {}
-    if isinstance(found, Exception):
-        raise found
-    return found
+        for error in found:
+            if isinstance(error, Exception) and not isinstance(error, (UnknownSizeError, OSError)):
+                raise error
+        known = [{} if isinstance(lengths, Exception) else lengths for lengths in found]
+        return {name: [lengths.get(name) for lengths in known] for name in self.modules}
 
 
 def _table_lengths(

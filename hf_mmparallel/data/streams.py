@@ -25,13 +25,11 @@ class StreamWindow:
     """
     The samples of one global batch of a stream, by their positions in it.
 
-    Every rank, and on it every worker of a data loader, goes through the same stream by itself, keeps the rows of the
-    global batch that it serves, and drops all others. Media of a `datasets.IterableDataset` stay undecoded until a
-    sample is read, so that what a rank does not need costs it the reading of a row. A stream that gives a part of its
-    samples to each worker gives all of them here: it is not told that it runs in one.
+    Every rank, and on it every worker of a data loader, goes through the whole stream by itself, which is not told
+    that it runs in a worker, and keeps the rows of the global batch that it serves. Media of a
+    `datasets.IterableDataset` stay undecoded until a sample is read.
 
-    Random numbers that the stream draws from the global generators are seeded by epoch, for all ranks alike. A
-    `generator` of a torch stream is seeded by the epoch, and `set_epoch` is called, as the Trainer does.
+    The global generators and a `generator` of the stream are seeded by epoch, for all ranks alike.
     """
 
     def __init__(
@@ -85,10 +83,7 @@ class StreamWindow:
         self,
         global_batch: GlobalBatch,  # its samples are positions in the stream, in order
     ) -> GlobalBatch:
-        """
-        Moves the window to a global batch, and returns the part of it that the stream has, without samples behind its
-        end; raises [`BadSampleError`] if the stream itself raises, after which it can't go on.
-        """
+        """Moves the window to a global batch; returns the part that the stream has, or raises [`BadSampleError`]."""
         wanted = global_batch.samples
         if global_batch.epoch == self.epoch and all(position in self.rows for position in wanted):
             return global_batch
