@@ -75,8 +75,8 @@ class MaskRule:
     Computes the mask words of batches of one model; can be pickled, since it holds a config and a class, no weights.
 
     Padding has the word 0. Every other token sees earlier tokens of its sample, and all tokens of its span, such as
-    an image of Gemma3 or the prefix of PaliGemma. Spans come from the model's own masks, but neighbouring images, which
-    transformers would merge, are apart if grids or the config give the number of tokens per image.
+    an image of Gemma3 or the prefix of PaliGemma. Spans come from the model's own masks, but neighbouring images,
+    which transformers would merge, are apart if grids or the config give the number of tokens per image.
 
     Raises `ValueError` for a model whose samples would see each other in one row, or whose masks can't be expressed by
     words.
