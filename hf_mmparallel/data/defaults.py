@@ -109,21 +109,22 @@ class DefaultCollator(PretokenizedCollator):
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collates tokenised samples, with an `attention_mask` if `marks_tokens`."""
+        given: list[Any] = list(samples)
         if self._left_out != ():
-            samples = [
+            given = [
                 {name: v for name, v in sample.items() if not is_left_out(name, as_array(v), self._left_out)}
                 for sample in samples
             ]
-        names = [{name for name, value in sample.items() if value is not None} for sample in samples]
-        if any(as_array(sample.get(name)) is None for sample in samples for name in ("input_ids", "labels")):
-            return self.stock(samples)  # its errors are passed on
+        names = [{name for name, value in sample.items() if value is not None} for sample in given]
+        if any(as_array(sample.get(name)) is None for sample in given for name in ("input_ids", "labels")):
+            return self.stock(given)  # its errors are passed on
         if all(own == names[0] for own in names) and not names[0] & self.form.listed:
             with contextlib.suppress(Exception):  # it says in many ways that samples differ in size
-                batch = dict(self.stock(samples))
+                batch = dict(self.stock(given))
                 if self.marks_tokens and "attention_mask" not in batch:
                     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
                 return batch
-        return super().__call__(samples)
+        return super().__call__(given)
 
 
 def default_collator(

@@ -32,8 +32,9 @@ def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
     part = module_parts(model)[name]
     tower = model.get_submodule(part.tower)
     if "image_grid_thw" in part.input_names(IMAGE) and hasattr(tower.config, "spatial_merge_size"):
+        config: Any = tower.config
         num_layers = spec.modules[name].num_layers  # all of them global: costs know the windows of the layers
-        return PatchGrid(tower.config.patch_size, tower.config.spatial_merge_size, num_layers, num_layers)
+        return PatchGrid(config.patch_size, config.spatial_merge_size, num_layers, num_layers)
     required = [
         parameter.name
         for parameter in inspect.signature(inspect.unwrap(part.features[IMAGE])).parameters.values()

@@ -95,7 +95,7 @@ def _parts(dataset: Any) -> tuple[list[Any], np.ndarray | None]:
         return [dataset], None
     parts, orders, start = [], [], 0
     for own, order in map(_parts, dataset.datasets):
-        count = sum(map(len, own))
+        count = sum(len(part) for part in own if hasattr(part, "__len__"))
         parts += own
         orders.append(start + (np.arange(count) if order is None else order))
         start += count

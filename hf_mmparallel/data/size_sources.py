@@ -223,7 +223,7 @@ class StreamSizes:
     def __bool__(self) -> bool:
         return True
 
-    def __call__(self, indices: Sequence[int]) -> SampleSizes:
+    def __call__(self, indices: Sequence[int] | np.ndarray) -> SampleSizes:
         rows = [self.window.stored(position) for position in indices]
         if self._measure is None:
             self._measure = self.choose(list(rows[0]) if isinstance(rows[0], Mapping) else [])
