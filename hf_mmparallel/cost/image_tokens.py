@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,7 @@ class ImageTokens(NamedTuple):
     feature_tokens: NDArray  # in the language model
 
 
-class ImageRule(Protocol):
-    """Heights and widths in pixels -> [`ImageTokens`]."""
-
-    def __call__(self, heights: NDArray, widths: NDArray) -> ImageTokens: ...
+ImageRule = Callable[[NDArray, NDArray], ImageTokens]  # heights and widths in pixels -> token counts
 
 
 @dataclass(frozen=True)

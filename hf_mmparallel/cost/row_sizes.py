@@ -63,11 +63,10 @@ class RowLayout:
         """
         Columns of [`ChunkSize`] `[chunks, 3]` of chunks, from `[chunks]` each: samples, their tokens and squared
         lengths, tokens of the longest one, and whether all have equally many.
-
-        `"eager"` attention computes all token pairs of a row. So do `"sdpa"`, and `"bitfield"` which falls back to it
-        for padded rows, with a dense mask: if rows are padded or at least as long as a window. Other functions skip
-        padding and masked pairs of causal attention.
         """
+        # `"eager"` attention computes all token pairs of a row. So do `"sdpa"`, and `"bitfield"` that falls back to it
+        # for padded rows, with a dense mask: if rows are padded or at least as long as a window. Other functions skip
+        # padding and masked pairs of causal attention.
         padded_squares = count * longest.astype(float) ** 2
         pairs = padded_squares if self.padded else squares
         is_dense = np.full(len(count), self.attention == "eager")
@@ -118,12 +117,9 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
     result: dict[ChunkKey, ChunkSize] = {}
     by_module: dict[str, dict[ChunkKey, Sequence[int]]] = {}
     for key, parts in step.chunks.items():
-        by_module.setdefault(key[0], {}).update(
-            ((*key, number), batch_indices) for number, batch_indices in enumerate(parts)
-        )
+        for number, batch_indices in enumerate(parts):
+            by_module.setdefault(key[0], {})[*key, number] = batch_indices
     for name, chunks in by_module.items():
-        if not chunks:
-            continue
         rows = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))
         result.update(zip(chunks, map(ChunkSize._make, rows.tolist()), strict=True))
     return result

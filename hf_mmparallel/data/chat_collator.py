@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -339,15 +338,6 @@ _UNPADDED = (None, False, True, "longest", "do_not_pad")  # with these a text by
 _MEDIA = ["image", "video", "audio"]
 
 
-@dataclass(frozen=True)
-class _Text:
-    """A conversation as text with expanded placeholders, and the image processor's entries for its images."""
-
-    position: int
-    text: str
-    entries: Mapping[str, Any]
-
-
 def encode_together(
     collator: ChatCollator,  # from `ChatCollator.without_media`
     read: Callable[[int], Mapping[str, Any]],  # index -> conversation
@@ -366,7 +356,8 @@ def encode_together(
         return result
     # Faster than one by one: arguments are checked once, and one call tokenises all texts, in the tokenizer's threads.
     settings: dict[bool, dict[str, Any]] = {}
-    waiting: dict[bool, list[_Text]] = {}
+    # position, text with expanded placeholders, and the image processor's entries for its images
+    waiting: dict[bool, list[tuple[int, str, dict[str, Any]]]] = {}
     for position, index in enumerate(indices):
         try:
             messages, images = collator.messages_and_images(read(index), position)
@@ -379,12 +370,12 @@ def encode_together(
         except Exception as error:  # encoding it alone raises the error again
             logger.debug("Sample %d is encoded alone: %s", index, error)
             continue
-        waiting.setdefault(kind, []).append(_Text(position, *expanded))
+        waiting.setdefault(kind, []).append((position, *expanded))
     for kind, texts in waiting.items():
-        encoded = _input_ids(processor, [entry.text for entry in texts], settings[kind])
-        for entry, ids in zip(texts, encoded or (), strict=encoded is not None):
+        encoded = _input_ids(processor, [text for _, text, _ in texts], settings[kind])
+        for (position, _, entries), ids in zip(texts, encoded or (), strict=encoded is not None):
             if collator.max_length is None or len(ids) <= collator.max_length:
-                result[entry.position] = {"input_ids": ids, **entry.entries}
+                result[position] = {"input_ids": ids, **entries}
     return result
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import default_data_collator
+
 from ..plan import ModelSpec, SampleSizes
 from .defaults import default_collator
 from .layer_tokens import measure_layers
@@ -97,8 +99,10 @@ def measure_dataset(
         raise ValueError(_nothing_says(source, names, loaded))
     if sizes.counts_rows:
         collator, raw = default_collator(dataset, loaded, model)
-        readable = dataset if raw else dataset.select_columns(_inputs(model, names))
-        sizes = sizes.with_layers(measure_layers(model, spec, readable, collator or _default(), sizes))
+        known = {*inspect.signature(model.forward).parameters, *_LABELS}  # the Trainer leaves these
+        readable = dataset if raw else dataset.select_columns([name for name in names if name in known])
+        layers = measure_layers(model, spec, readable, collator or default_data_collator, sizes)
+        sizes = sizes.with_layers(layers)
     return MeasuredSamples(sizes(range(len(dataset))), total, split)
 
 
@@ -202,16 +206,3 @@ def _nothing_says(source: str, names: Sequence[str], processor: Any) -> str:
         f"Dataset `{source}` has the columns {list(names)}. It lacks `input_ids` (token ids), `messages` "
         "(conversations), or numbers of tokens; if some hold these, name them in `token_columns`."
     )
-
-
-def _inputs(model: Any, names: Sequence[str]) -> list[str]:
-    """The columns that the model takes, as the Trainer leaves them."""
-    known = {*inspect.signature(model.forward).parameters, *_LABELS}
-    return [name for name in names if name in known]
-
-
-def _default() -> Callable[[list], Mapping[str, Any]]:
-    """The collator of samples without labels."""
-    from transformers import default_data_collator
-
-    return default_data_collator

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers import default_data_collator as stack
 
@@ -40,23 +40,31 @@ def item_form(
 
     The model may be on any device, `meta` too, and is not changed; the form is empty if its encoders are not known.
     """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of adapters
     parts = _encoders(model)
+    # the entries that each encoder reads besides tokens, the required one first
     pending = {
-        (name, modality): _names(part, modality) for name, part in parts.items() for modality in part.modalities
+        (name, modality): [entry for entry in part.input_names(modality) if entry not in TOKEN_FIELDS]
+        for name, part in parts.items()
+        for modality in part.modalities
     }
     skeleton, stacked, listed = None, set(), set()
     for sample in samples if pending else ():
         for (name, modality), names in list(pending.items()):
-            arrays = _arrays(sample, names)
+            found = {name: as_array(sample[name]) for name in names if name in sample}
+            arrays = {name: array for name, array in found.items() if array is not None}
             if names[0] not in arrays:
                 continue
             if skeleton is None:
-                whole = _whole(model)
-                skeleton = make_skeleton(whole, [find_stack(whole, part.tower) for part in parts.values()])
+                skeleton = make_skeleton(model, [find_stack(model, part.tower) for part in parts.values()])
             # A sample batched with itself: entries are stacked if the encoder, run on the CPU without its weights,
             # takes it up to its first layer, else concatenated.
             batch = {entry: torch.stack([value, value]) for entry, value in arrays.items()}
-            (stacked if _takes(skeleton, name, modality, batch) else listed).update(names)
+            try:
+                entered_shape(skeleton, name, modality, batch)
+                stacked.update(names)
+            except Exception:  # a model may raise anything for a batch of another form
+                listed.update(names)
             del pending[name, modality]
         if not pending:
             break
@@ -64,40 +72,14 @@ def item_form(
     return ItemForm(frozenset(stacked), frozenset(listed - stacked))
 
 
-def _whole(model: Any) -> Any:
-    """The model inside of adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _names(part: ModulePart, modality: str) -> list[str]:
-    """Batch entries that an encoder reads besides tokens, the required one first."""
-    return [entry for entry in part.input_names(modality) if entry not in TOKEN_FIELDS]
-
-
 def _encoders(model: Any) -> Mapping[str, ModulePart]:
     """Name -> encoder of a model, none where they can't be told."""
-    whole = _whole(model)
-    if not isinstance(whole, PreTrainedModel):
+    if not isinstance(model, PreTrainedModel):
         return {}
     try:
-        return {name: part for name, part in module_parts(whole).items() if part.features}
+        return {name: part for name, part in module_parts(model).items() if part.features}
     except Exception:  # an unsupported model may raise anything
         return {}
-
-
-def _arrays(sample: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
-    """The entries of a sample that are arrays, by their names."""
-    arrays = {name: as_array(sample[name]) for name in names if name in sample}
-    return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _takes(skeleton: Any, module: str, modality: str, batch: Mapping[str, Tensor]) -> bool:
-    """Whether an encoder takes a batch."""
-    try:
-        entered_shape(skeleton, module, modality, batch)
-    except Exception:  # a model may raise anything for a batch of another form
-        return False
-    return True
 
 
 _NUM_FIRST, _NUM_SPREAD = 8, 24  # samples that are looked at until one has an image
@@ -106,11 +88,10 @@ _NUM_FIRST, _NUM_SPREAD = 8, 24  # samples that are looked at until one has an i
 class DefaultCollator(PretokenizedCollator):
     """
     What the stock Trainer makes of samples without a `data_collator`, where it can batch them and the model takes the
-    batch; else what [`PretokenizedCollator`] makes of them.
+    batch; else, for fields or images of several sizes and images of some samples only, [`PretokenizedCollator`]'s.
 
-    The stock collator can't batch fields of tokens of several lengths, samples of which only some have an image, and
-    images of several sizes. It stacks images, `[channels, height, width]` in a sample to `[batch, channels, height,
-    width]`; where samples hold lists of images, of which the model takes them all in a row, they are concatenated.
+    Images, `[channels, height, width]` in a sample, are stacked; lists of images are concatenated if the model takes
+    them all in a row.
     """
 
     def __init__(
@@ -128,19 +109,22 @@ class DefaultCollator(PretokenizedCollator):
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collates tokenised samples, with an `attention_mask` if `marks_tokens`."""
-        samples = [_without(sample, self._left_out) for sample in samples]
-        names = [{name for name, value in sample.items() if value is not None} for sample in samples]
-        if not _has_token_labels(samples):
-            return self.stock(samples)  # its errors are passed on
+        given: list[Any] = list(samples)
+        if self._left_out != ():
+            given = [
+                {name: v for name, v in sample.items() if not is_left_out(name, as_array(v), self._left_out)}
+                for sample in samples
+            ]
+        names = [{name for name, value in sample.items() if value is not None} for sample in given]
+        if any(as_array(sample.get(name)) is None for sample in given for name in ("input_ids", "labels")):
+            return self.stock(given)  # its errors are passed on
         if all(own == names[0] for own in names) and not names[0] & self.form.listed:
-            try:
-                batch = dict(self.stock(samples))
-            except Exception:  # it says in many ways that samples differ in size
-                return super().__call__(samples)
-            if self.marks_tokens and "attention_mask" not in batch:
-                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-            return batch
-        return super().__call__(samples)
+            with contextlib.suppress(Exception):  # it says in many ways that samples differ in size
+                batch = dict(self.stock(given))
+                if self.marks_tokens and "attention_mask" not in batch:
+                    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+                return batch
+        return super().__call__(given)
 
 
 def default_collator(
@@ -192,16 +176,3 @@ def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
             continue
         if hasattr(sample, "keys"):
             yield sample
-
-
-def _without(sample: Mapping[str, Any], entries: Any) -> Mapping[str, Any]:
-    """A sample without the floating-point entries that are left out."""
-    if entries == ():
-        return sample
-    return {name: value for name, value in sample.items() if not is_left_out(name, as_array(value), entries)}
-
-
-def _has_token_labels(samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each sample has token ids, and labels that are a list."""
-    fields = [as_array(sample.get(name)) for sample in samples for name in ("input_ids", "labels")]
-    return all(isinstance(field, Tensor) for field in fields)

@@ -32,7 +32,9 @@ def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
     part = module_parts(model)[name]
     tower = model.get_submodule(part.tower)
     if "image_grid_thw" in part.input_names(IMAGE) and hasattr(tower.config, "spatial_merge_size"):
-        return _patch_grid(tower.config, spec.modules[name].num_layers)
+        config: Any = tower.config
+        num_layers = spec.modules[name].num_layers  # all of them global: costs know the windows of the layers
+        return PatchGrid(config.patch_size, config.spatial_merge_size, num_layers, num_layers)
     required = [
         parameter.name
         for parameter in inspect.signature(inspect.unwrap(part.features[IMAGE])).parameters.values()
@@ -72,19 +74,13 @@ def _cuts_by_own_rule(model_type: str) -> bool:
     return any(getattr(processor, name, False) for name in _SPLITTING)
 
 
-def _patch_grid(config: Any, num_layers: int) -> PatchGrid:
-    """The rule of an encoder that takes images in their own size; costs know the windows of its layers."""
-    return PatchGrid(config.patch_size, config.spatial_merge_size, num_layers, num_layers)
-
-
 def _run_once(model: PreTrainedModel, part: ModulePart, field: str, size: tuple[int, int]) -> tuple[int, int]:
     """Tokens of one image in the encoder's layers, and its feature tokens."""
     seen: list[int] = []
 
     def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(
-            hidden_of(args, kwargs)[..., 0].numel()
-        )  # of `[1, tokens, hidden]` or `[1, rows, columns, hidden]`
+        # of `[1, tokens, hidden]` or `[1, rows, columns, hidden]`
+        seen.append(hidden_of(args, kwargs)[..., 0].numel())
 
     layer = layers_of(model, find_stack(model, part.tower))[0]
     handle = layer.register_forward_pre_hook(look, with_kwargs=True)

@@ -18,40 +18,23 @@ MAX_REMEMBERED_BYTES = 1 << 14  # of the entries of one; masks of pixels are lar
 NO_PIXEL_STEPS = {"do_convert_rgb": False, "do_rescale": False, "do_normalize": False, "resample": 0}
 
 
-@dataclass(frozen=True)
-class BlankRun:
-    """A way to run an image processor on blank images."""
-
-    image: Callable[[tuple[int, int]], Any]  # (height, width) -> a blank image
-    options: dict[str, Any]  # arguments of the image processor that it sets
-
-
-def _zeros(size: tuple[int, int]) -> np.ndarray:
-    """A blank image `(3, height, width)`, laid out as Pillow has it."""
-    return np.zeros((*size, 3), dtype=np.uint8).transpose(2, 0, 1)
-
-
-def _grey(size: tuple[int, int]) -> np.ndarray:
-    """A blank image `(1, height, width)`."""
-    return np.zeros((*size, 1), dtype=np.uint8).transpose(2, 0, 1)
-
-
-def _meta(size: tuple[int, int]) -> Tensor:
-    """A blank image `(3, height, width)` that is a shape only."""
-    return torch.empty((3, *size), dtype=torch.uint8, device="meta")
-
-
-FULL = BlankRun(_zeros, {})
-CHEAPER = (BlankRun(_meta, NO_PIXEL_STEPS), BlankRun(_grey, NO_PIXEL_STEPS), BlankRun(_zeros, NO_PIXEL_STEPS))
+# kind -> blank image `(channels, height, width)` of a size `(height, width)`, the cheapest first: a shape only, one
+# channel, and three, laid out as Pillow has them
+BLANK: dict[str, Callable[[tuple[int, int]], Any]] = {
+    "meta": lambda size: torch.empty((3, *size), dtype=torch.uint8, device="meta"),
+    "grey": lambda size: np.zeros((*size, 1), dtype=np.uint8).transpose(2, 0, 1),
+    "zeros": lambda size: np.zeros((*size, 3), dtype=np.uint8).transpose(2, 0, 1),
+}
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Results of the first run: the cheapest way to run, the names of all entries, and those of pixels."""
+    """What a first run has shown of an image processor."""
 
-    run: BlankRun
-    names: frozenset[str]
-    pixels: frozenset[str]
+    kind: str  # the cheapest kind of blank images that gives the same numbers
+    options: dict[str, Any]  # arguments of the image processor for them
+    names: frozenset[str]  # of all entries
+    pixels: frozenset[str]  # those of floating-point numbers
 
 
 def blank_array(size: tuple[int, int]) -> np.ndarray:
@@ -70,12 +53,10 @@ def without_pixels(processor: Any) -> Any:
 
 class ImageShapes:
     """
-    Stands where a processor has its image processor, and runs it on blank images of the same sizes.
+    Stands where a processor has its image processor, and runs it once for each combination of sizes on blank images.
 
-    What an image processor computes besides pixels (grids, numbers of patches, sizes) depends on sizes alone, so the
-    cheapest run will do: on the meta device where the processor works with torch, else without the steps that only
-    change values, and once for each combination of sizes. The first run leaves nothing out and decides which of these
-    gives the same numbers. Other attributes are looked up in the image processor.
+    What it computes besides pixels (grids, numbers of patches) depends on sizes alone, so the cheapest run with the
+    same numbers as the first one, which leaves nothing out, will do. Other attributes are the image processor's.
     """
 
     def __init__(self, image_processor: Any):
@@ -109,7 +90,7 @@ class ImageShapes:
     def _run(self, sizes: Any, settings: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The entries for some sizes."""
         known = self._known.get(settings)
-        result = None if known is None else self._blank(known.run, sizes, kwargs)
+        result = None if known is None else self._blank(known.kind, sizes, {**kwargs, **known.options})
         if known is None or result is None or result.keys() != known.names:
             result, known = self._compare(sizes, kwargs)
             self._known[settings] = known
@@ -118,21 +99,21 @@ class ImageShapes:
 
     def _compare(self, sizes: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Known]:
         """The entries of a full run on blank images, and the cheapest run with the same result."""
-        full = self._blank(FULL, sizes, kwargs)
+        full = self._blank("zeros", sizes, kwargs)
         names = frozenset(full)
         pixels = frozenset(name for name, value in full.items() if _is_floating(value))
-        for run in CHEAPER:
+        for kind in BLANK:
             try:
-                result = self._blank(run, sizes, kwargs)
+                result = self._blank(kind, sizes, {**kwargs, **NO_PIXEL_STEPS})
                 if result.keys() == names and all(_equal(result[name], full[name]) for name in names - pixels):
-                    return full, _Known(run, names, pixels)
+                    return full, _Known(kind, NO_PIXEL_STEPS, names, pixels)
             except Exception:  # noqa: S112 - a processor that does not run so, for whatever reason
                 continue
-        return full, _Known(FULL, names, pixels)
+        return full, _Known("zeros", {}, names, pixels)
 
-    def _blank(self, run: BlankRun, sizes: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _blank(self, kind: str, sizes: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The entries for blank images of some sizes."""
-        return dict(self._image_processor(_nested(sizes, run.image), **{**kwargs, **run.options}))
+        return dict(self._image_processor(_nested(sizes, BLANK[kind]), **kwargs))
 
 
 def _nested(value: Any, function: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
@@ -147,9 +128,8 @@ def _leaves(value: Any) -> list[Any]:
 
 def _num_bytes(entries: dict[str, Any]) -> int:
     """Memory of the arrays of some entries, without those that take none."""
-    leaves = [leaf for value in entries.values() for leaf in _leaves(value)]
-    arrays = [leaf for leaf in leaves if isinstance(leaf, (np.ndarray, Tensor))]
-    return sum(array.nbytes for array in arrays if not _is_floating(array))
+    leaves = _leaves(list(entries.values()))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, (np.ndarray, Tensor)) and not _is_floating(leaf))
 
 
 def _is_floating(value: Any) -> bool:
@@ -160,11 +140,9 @@ def _is_floating(value: Any) -> bool:
 
 def _equal(first: Any, second: Any) -> bool:
     """Whether two entries are the same numbers in the same form."""
-    ones, others = _leaves(first), _leaves(second)
-    return len(ones) == len(others) and all(
-        type(one) is type(other) and np.array_equal(np.asarray(one), np.asarray(other))
-        for one, other in zip(ones, others, strict=True)
-    )
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_equal, first, second))
+    return type(first) is type(second) and np.array_equal(np.asarray(first), np.asarray(second))
 
 
 def _without_memory(leaf: Any) -> Any:

@@ -16,12 +16,10 @@ from .._portable import on_grid
 from ..modeling.spec import module_parts
 from ..plan import ModelSpec
 from .global_batches import GlobalBatch
-from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
-from .size_sources import LayerTokens, evenly_spaced, measure_samples
+from .size_sources import LayerTokens, StreamSizes, evenly_spaced, measurable
 from .skeleton import entered_shape, make_skeleton
-from .streams import StreamSizes, StreamWindow
 from .token_collator import TOKEN_FIELDS
 
 logger = logging.get_logger(__name__)
@@ -40,21 +38,21 @@ def measure_layers(
     source: SizeSource | None,  # of `size_source` for the dataset
 ) -> dict[str, LayerTokens]:
     """
-    Finds out what the layers of each encoder see of the rows of its features, for [`~TableSizes.with_layers`].
+    Finds out what the layers of each encoder see of the rows of its features, for [`~DatasetSizes.with_layers`].
 
-    Reads and collates up to four samples with media of different sizes, and runs each encoder on them up to its first
-    layer, on the CPU and without its weights. Samples may fail to be read on one rank and not on another: measure on
-    one rank and give the result to all. Encoders that could not be measured are left out, for which a row is one
-    token; the result is empty where sizes are given by the user.
+    Runs each encoder up to its first layer, on the CPU and without its weights, on up to four samples with media of
+    different sizes, which may fail to be read on some ranks: measure on one. Encoders that could not be measured are
+    left out, for which a row is one token; the result is empty where sizes are given by the user.
     """
     if source is None or not source.counts_rows:
         return {}
     if isinstance(source, StreamSizes):
-        dataset, source, candidates = _first_of_stream(dataset, source)
+        dataset = copy.copy(dataset)  # a window of its own on the first samples
+        source, few = source.of_window(dataset), dataset.fetch(GlobalBatch(tuple(range(NUM_STREAMED)))).samples
     else:
-        candidates = np.array(evenly_spaced(len(source), NUM_CANDIDATES), dtype=np.int64)
-    candidates = _measurable(source, candidates)
-    rows = source(candidates.tolist()).tokens if len(candidates) else {}
+        few = evenly_spaced(len(source), NUM_CANDIDATES)
+    candidates = np.array(measurable(source, few), dtype=np.int64)
+    rows = source(candidates).tokens if len(candidates) else {}
     skeleton, found = None, {}
     for name in spec.encoders:
         sizes, first = np.unique(rows.get(name, []), return_index=True)
@@ -74,22 +72,6 @@ def measure_layers(
     return found
 
 
-def _measurable(source: SizeSource, candidates: np.ndarray) -> np.ndarray:
-    """The samples whose files can be read; the loader reports the others later."""
-    errors = measure_samples(source, candidates.tolist())
-    for error in errors.values():
-        if not isinstance(error, (OSError, UnknownSizeError)):
-            raise error
-    return candidates[[index not in errors for index in candidates.tolist()]]
-
-
-def _first_of_stream(window: StreamWindow, source: StreamSizes) -> tuple[StreamWindow, StreamSizes, np.ndarray]:
-    """A window of its own on the first samples of a stream, their sizes, and their positions."""
-    window = copy.copy(window)
-    positions = window.fetch(GlobalBatch(tuple(range(NUM_STREAMED)))).samples
-    return window, StreamSizes(window, source.choose, source.modules), np.array(positions, dtype=np.int64)
-
-
 @dataclass
 class _Probe:
     """Runs samples into one encoder of a skeleton."""
@@ -102,9 +84,8 @@ class _Probe:
     def fit(self, dataset: Any, indices: list[int]) -> LayerTokens:
         """Tokens by rows alone, if they are proportional, else by rows and items; of the samples that can be read."""
         samples, seen = self.readable(dataset, indices)
-        tokens = np.array([sum(map(_num_tokens, shapes)) for _, shapes in seen], dtype=float)
-        rows = np.array([sum(lengths) for lengths, _ in seen], dtype=float)
-        items = np.array([len(lengths) for lengths, _ in seen], dtype=float)
+        counts = [(sum(np.prod(s[:-1]) for s in shapes), sum(rows), len(rows)) for rows, shapes in seen]
+        tokens, rows, items = np.array(counts, dtype=float).T
         per_row, per_item = tokens.sum() / rows.sum(), 0.0
         if (np.abs(per_row * rows - tokens) > PROPORTIONAL * tokens).any():
             per_row, per_item = on_grid(nnls(np.stack([rows, items], axis=1), tokens)[0])
@@ -126,7 +107,8 @@ class _Probe:
 
     def sequence(self, sample: Any, seen: list[list[tuple[int, ...]]]) -> int | None:
         """The length of sequences, if it is the same for all samples and for twice a sample."""
-        _, twice = self.shapes([_copied(sample), _copied(sample)])
+        # collators may modify samples
+        _, twice = self.shapes([dict(sample) if isinstance(sample, Mapping) else sample for _ in range(2)])
         lengths = {shape[-2] for shapes in (*seen, twice) for shape in shapes}
         return lengths.pop() if len(lengths) == 1 else None
 
@@ -142,11 +124,3 @@ class _Probe:
             if names[0] in inputs and len(inputs[names[0]]):
                 shapes.append(entered_shape(self.skeleton, self.module, modality, inputs))
         return self.tokens(first)[self.module], shapes
-
-
-def _num_tokens(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape[:-1]))
-
-
-def _copied(sample: Any) -> Any:
-    return dict(sample) if isinstance(sample, Mapping) else sample

@@ -1,10 +1,4 @@
-"""
-Mask words of a batch, derived from the model's own mask code.
-
-The masks of a model's `create_masks_for_generate` tell which tokens see the next token; such tokens form spans, for
-example an image of Gemma3 or the prefix of PaliGemma. There is no code for single models; unsupported masks are
-refused.
-"""
+"""Mask words of a batch, derived from the masks of the model's `create_masks_for_generate`; no code for models."""
 
 from __future__ import annotations
 
@@ -80,9 +74,9 @@ class MaskRule:
     """
     Computes the mask words of batches of one model; can be pickled, since it holds a config and a class, no weights.
 
-    Padding has the word 0. Every other token sees earlier tokens of its sample, and all tokens of its span. Spans come
-    from the model's own masks, with one difference: neighbouring images, which transformers would merge into one span,
-    are separate spans if the batch's grids or the config give the number of tokens per image.
+    Padding has the word 0. Every other token sees earlier tokens of its sample, and all tokens of its span, such as
+    an image of Gemma3 or the prefix of PaliGemma. Spans come from the model's own masks, but neighbouring images,
+    which transformers would merge, are apart if grids or the config give the number of tokens per image.
 
     Raises `ValueError` for a model whose samples would see each other in one row, or whose masks can't be expressed by
     words.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,28 +13,16 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.utils import logging
 
 from ..plan import SampleSizes
+from ..world import World
 from .bad_samples import BadSample, stored_row
 from .global_batches import GlobalBatch, GlobalBatchSampler
 from .image_sizes import UnknownSizeError
 from .size_sources import KnownSizes, measure_samples
+from .step_dataset import as_is
 
 logger = logging.get_logger(__name__)
 
 _WORKERS, _AHEAD = 2, 4  # measuring processes per rank, and global batches that each of them prefetches
-
-
-class Exchange(Protocol):
-    """Gives every rank the values of all ranks. Collective."""
-
-    def __call__(self, value: MeasuredShare) -> list[MeasuredShare]: ...
-
-
-@dataclass(frozen=True)
-class BatchShare:
-    """The share of a global batch that one rank measures."""
-
-    global_batch: GlobalBatch
-    indices: tuple[int, ...]  # dataset indices that this rank measures
 
 
 @dataclass(frozen=True)
@@ -49,7 +37,7 @@ class MeasuredShare:
     checksum: int = 0  # of the samples of the global batch, compared by the ranks
 
 
-class ShareReader(Dataset):
+class _ShareReader(Dataset):
     """Measures shares of global batches by a size source."""
 
     def __init__(
@@ -60,36 +48,30 @@ class ShareReader(Dataset):
         self.source = source
         self.dataset = dataset
 
-    def __getitems__(self, share: BatchShare) -> MeasuredShare:
+    def __getitems__(
+        self,
+        share: tuple[GlobalBatch, tuple[int, ...]],  # with the dataset indices that this rank measures
+    ) -> MeasuredShare:
+        global_batch, indices = share
         unknown, bad = [], {}
-        errors = measure_samples(self.source, share.indices)
+        errors = measure_samples(self.source, indices)
         for index, error in errors.items():
             if isinstance(error, (UnknownSizeError, OSError)):
                 logger.debug("Nothing says the size of sample %d: %s", index, error)
                 unknown.append(index)
             else:
                 bad[index] = BadSample.of(index, error, stored_row(self.dataset, index))
-        measured = [index for index in share.indices if index not in errors]
+        measured = tuple(index for index in indices if index not in errors)
         sizes = self.source(measured) if measured else None
-        return MeasuredShare(share.global_batch, tuple(measured), sizes, tuple(unknown), bad)
-
-
-@dataclass(frozen=True)
-class MeasuringRanks:
-    """The ranks that measure together, as one of them sees them."""
-
-    rank: int
-    world_size: int
-    exchange: Exchange  # all-gather of values over the ranks
+        return MeasuredShare(global_batch, measured, sizes, tuple(unknown), bad)
 
 
 class MeasuredBatchSampler(GlobalBatchSampler):
     """
     Global batches with the sizes of their samples, the same on all ranks.
 
-    Each rank measures an equal share of the samples of a global batch whose sizes are unknown, ahead in worker
-    processes if the loader has some. The measurements are exchanged when the global batch is yielded. Sizes are stored
-    for later epochs, 16 bytes per sample and module.
+    Each rank measures an equal share of the samples whose sizes are unknown, ahead in worker processes if the loader
+    has some; the ranks exchange them when the global batch is yielded, and keep them for later epochs.
     """
 
     def __init__(
@@ -98,7 +80,7 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         source: Any,  # the size source, the same on all ranks
         dataset: Any,
         unknown: SampleSizes,  # the size of one sample, used for samples of unknown size
-        ranks: MeasuringRanks,
+        world: World,  # the ranks that measure together
         num_workers: int = 0,  # of the loader of steps
         context: Any = None,  # start method of processes, see `multiprocessing_context` of a `DataLoader`
     ):
@@ -108,14 +90,13 @@ class MeasuredBatchSampler(GlobalBatchSampler):
             global_batches.drop_last,
             global_batches.limits_of,
         )
-        self.known = KnownSizes(len(source), list(unknown.tokens))
         self.unknown = unknown
-        self.ranks = ranks
         self._source = source
+        self.measure_anew(world)
         self._loader: Any = DataLoader(
-            ShareReader(source, dataset),
+            _ShareReader(source, dataset),
             batch_sampler=_Shares(self),  # type: ignore[arg-type]
-            collate_fn=_as_is,
+            collate_fn=as_is,
             num_workers=min(num_workers, _WORKERS),
             prefetch_factor=_AHEAD if num_workers else None,
             multiprocessing_context=context if num_workers else None,
@@ -128,16 +109,16 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         for share in self._loader:
             yield self.with_limits(self._sized(share))
 
-    def measure_anew(self, ranks: MeasuringRanks) -> None:
+    def measure_anew(self, world: World) -> None:
         """Measures all samples again, with other ranks, which may not know the same ones."""
-        self.ranks = ranks
+        self.world = world
         self.known = KnownSizes(len(self._source), list(self.unknown.tokens))
 
-    def shares(self) -> Iterator[BatchShare]:
-        """This rank's share of each global batch."""
+    def shares(self) -> Iterator[tuple[GlobalBatch, tuple[int, ...]]]:
+        """Each global batch, and the dataset indices that this rank measures of it."""
         for global_batch in self.global_batches():
-            mine = np.asarray(global_batch.samples, dtype=np.int64)[self.ranks.rank :: self.ranks.world_size]
-            yield BatchShare(global_batch, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
+            mine = np.asarray(global_batch.samples, dtype=np.int64)[self.world.rank :: self.world.size]
+            yield global_batch, tuple(np.unique(mine[~self.known.is_known[mine]]).tolist())
 
     def _sized(self, share: MeasuredShare) -> GlobalBatch:
         """Adds the exchanged sizes to a global batch; `RuntimeError` on all ranks if they drew different samples."""
@@ -145,7 +126,8 @@ class MeasuredBatchSampler(GlobalBatchSampler):
         if not global_batch.samples:  # a step that a resumed run skips
             return global_batch
         checksum = zlib.crc32(np.asarray(global_batch.samples, dtype=np.int64).tobytes())
-        measured = self.ranks.exchange(replace(share, global_batch=GlobalBatch(()), checksum=checksum))
+        share = replace(share, global_batch=GlobalBatch(()), checksum=checksum)
+        measured = self.world.all_gather(share, activity="exchanging the sizes of samples")
         if len({share.checksum for share in measured}) > 1:
             table = ", ".join(f"rank {rank}: {share.checksum:08x}" for rank, share in enumerate(measured))
             raise RuntimeError(
@@ -154,13 +136,13 @@ class MeasuredBatchSampler(GlobalBatchSampler):
             )
         for share in measured:
             if share.sizes is not None:
-                self.known.put(share.indices, share.sizes)
+                self.known.put(list(share.indices), share.sizes)
             if share.unknown:
                 logger.warning_once(
                     "Samples of unknown size count like the median of the samples measured at the start. Their images "
                     "have to be fetched or decoded, or their files can't be read."
                 )
-                self.known.put(share.unknown, self.unknown.take(np.zeros(len(share.unknown), np.int64)))
+                self.known.put(list(share.unknown), self.unknown)  # the same for all
             bad |= share.bad
         batch_indices = {
             batch_index: bad[index] for batch_index, index in enumerate(global_batch.samples) if index in bad
@@ -177,12 +159,8 @@ class _Shares:
     def __len__(self) -> int:
         return len(self.global_batches)
 
-    def __iter__(self) -> Iterator[BatchShare]:
+    def __iter__(self) -> Iterator[Any]:
         return self.global_batches.shares()
-
-
-def _as_is(share: Any) -> Any:
-    return share
 
 
 def median_of(sizes: SampleSizes, module: str) -> SampleSizes:

@@ -10,12 +10,11 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Dataset, Subset
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import logging
-from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import ModelSpec
 from .bad_samples import MEDIA_FEATURES, without_decoding
 from .step_dataset import Reader
-from .streams import StreamWindow
+from .streams import StreamWindow, is_of_datasets
 
 logger = logging.get_logger(__name__)
 
@@ -29,12 +28,10 @@ def readers(
     """
     Makes a reader for each module (one for modules that read the same), which decodes and collates only what it needs.
 
-    A collator says how it leaves entries out by a method `without_media(entries)`, which returns the collator to use;
-    without one it gets whole samples for every module. Of a `datasets.Dataset`, columns of media that the collator
-    does not look at then stay undecoded (`collator.decodes` names the kinds that it does), and columns of
-    floating-point arrays that the module does not read are not read. Any other dataset may have a method
-    `without_media(index)`, which returns the sample without media; it serves the language model, with whatever
-    collator.
+    A collator's `without_media(entries)` returns one that leaves entries out; without it, it gets whole samples for
+    every module. Of a `datasets.Dataset`, media of kinds that are not in `collator.decodes` then stay undecoded, and
+    columns of floating-point arrays that the module does not read are not read. Any other dataset may have a method
+    `without_media(index)`, which serves the language model, with whatever collator.
     """
     every = frozenset().union(*inputs.values())
     made: dict[frozenset[str], Reader] = {}
@@ -97,11 +94,8 @@ class _View:
             return dataset if same else ConcatDataset(parts)
         if isinstance(dataset, StreamWindow):
             return self._of_window(dataset)
-        if is_datasets_available():
-            from datasets import Dataset as ArrowDataset
-
-            if isinstance(dataset, ArrowDataset):
-                return self._of_columns(dataset)
+        if is_of_datasets(dataset, "Dataset"):
+            return self._of_columns(dataset)
         if not self.reads_media and hasattr(dataset, "without_media"):
             return _WithoutMedia(dataset)
         return dataset
@@ -109,10 +103,7 @@ class _View:
     def _of_columns(self, dataset: Any) -> Any:
         """The view of a `datasets.Dataset`."""
         columns = [name for name in sorted(self.unused) if _is_floating(dataset.features.get(name))]
-        features = {
-            name: without_decoding(feature, MEDIA_FEATURES - self.decodes)
-            for name, feature in dataset.features.items()
-        }
+        features = without_decoding(dict(dataset.features), MEDIA_FEATURES - self.decodes)
         changed = features != dict(dataset.features)
         if (changed or columns) and dataset.format["type"] == "custom":
             logger.warning_once(
@@ -127,12 +118,8 @@ class _View:
     def _of_window(self, window: StreamWindow) -> Any:
         """The view of a stream."""
         known = dict(window.features or {})
-        left_out = {name for name in self.unused if _is_floating(known.get(name))}
-        kept = {
-            name: without_decoding(feature, MEDIA_FEATURES - self.decodes)
-            for name, feature in known.items()
-            if name not in left_out
-        }
+        left = {name: part for name, part in known.items() if name not in self.unused or not _is_floating(part)}
+        kept = without_decoding(left, MEDIA_FEATURES - self.decodes)
         return window if kept == known else window.with_features(kept)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ..kernels.bitfield_attention import decode_words
 from ..modeling.loss import IGNORE_INDEX
 from .mask_rules import MaskRule, PositionRule, config_and_class, real_tokens
-from .token_collator import TOKEN_FIELDS
+from .token_collator import TOKEN_FIELDS, padding_of
 
 ATTENTION = "bitfield"
 
@@ -120,9 +120,8 @@ class PackingCollator:
         }
         if isinstance(packed.get("labels"), Tensor):
             lengths = real.sum(-1)
-            packed["labels"][:, lengths.cumsum(0) - lengths] = (
-                IGNORE_INDEX  # no other sample's last token predicts them
-            )
+            # no other sample's last token predicts the first of a sample
+            packed["labels"][:, lengths.cumsum(0) - lengths] = IGNORE_INDEX
         return packed
 
     def _one_row(self, name: str, value: Tensor, real: Tensor, positions: Tensor) -> Tensor:
@@ -139,7 +138,7 @@ class PackingCollator:
         missing = self._padded(len(positions)) - len(positions)
         if not missing:
             return row
-        fill = {"input_ids": self._pad_token(), "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}.get(name, 0)
+        fill = padding_of(name, self._pad_token())
         after = row.dim() - first - 2
         return functional.pad(row, (0, 0) * after + (0, missing), value=fill)
 

@@ -1,12 +1,11 @@
-"""Measures of one undecoded sample: the lengths of its sequences in each module."""
+"""Measures of undecoded samples: the lengths of their sequences in each module."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers.utils import logging
@@ -22,100 +21,137 @@ logger = logging.get_logger(__name__)
 # module -> the lengths of a sample's sequences: one in the language model, one for each image of an encoder
 Lengths = dict[str, list[int]]
 
-_TOGETHER = 32  # conversations that are measured at once
+_TOGETHER = 32  # samples that are measured at once
 
 
-class SampleMeasure(Protocol):
-    """Measures a sample without decoding its media."""
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """A list of whole numbers for each sample, such as the lengths of its sequences in one module."""
+
+    values: np.ndarray  # of all samples, in their order
+    counts: np.ndarray  # (samples,) numbers of each sample
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """From lists."""
+        flat = [value for row in rows for value in row]
+        return cls(np.array(flat, dtype=np.int64), np.array([len(row) for row in rows], dtype=np.int64))
+
+    @classmethod
+    def of_arrow(cls, array: Any) -> Ragged:
+        """From an Arrow array of lists or of single values; nothing is an empty list."""
+        if not _is_list(array.type):
+            return cls(np.asarray(array.drop_null()), np.asarray(array.is_valid()).astype(np.int64))
+        return cls(np.asarray(array.flatten()), _list_lengths(array))
+
+    def to_arrow(self) -> Any:
+        """As an Arrow array of lists."""
+        import pyarrow as pa
+
+        offsets = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(self.values, pa.int64()))
 
     @property
-    def counts_rows(self) -> bool: ...  # lengths in encoders are rows of features, not tokens of the layers
+    def rows(self) -> np.ndarray:
+        """The sample of each value."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def where(self, kept: np.ndarray) -> Ragged:
+        """The values that are kept, bool `[values]`."""
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return Ragged(self.values[kept], np.diff(before[np.concatenate([[0], np.cumsum(self.counts)])]))
+
+    def lists(self) -> list[list[int]]:
+        """The values of each sample."""
+        values, ends = self.values.tolist(), np.cumsum(self.counts).tolist()
+        return [values[end - count : end] for end, count in zip(ends, self.counts.tolist(), strict=True)]
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _list_lengths(array: Any) -> np.ndarray:
+    return np.asarray(array.value_lengths().fill_null(0)).astype(np.int64)
+
+
+class SampleMeasure:
+    """Measures samples without decoding their media."""
+
+    counts_rows: ClassVar[bool] = False  # lengths in encoders are rows of features, not tokens of the layers
 
     def reads(self, present: Sequence[str]) -> list[str]:
         """The columns that it reads."""
-        ...
+        return list(present)
 
-    def __call__(self, sample: Any) -> Lengths: ...
+    def __call__(self, sample: Any) -> Lengths:
+        raise NotImplementedError
 
-    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
+    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> list[Lengths | Exception]:
         """Lengths of the samples that `read` gives for dataset indices, or why one can't be measured."""
-        ...
+        return [_attempt(self, read, index) for index in indices]
 
 
-class _OneByOne(ABC):
-    """Measures samples one by one."""
-
-    @abstractmethod
-    def __call__(self, sample: Any) -> Lengths: ...
-
-    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
-        return (_attempt(self, read, index) for index in indices)
-
-
-def _attempt(measure: Callable[[Any], Lengths], read: Callable[[int], Any], index: int) -> Lengths | Exception:
-    """The lengths of a single sample, or the error of measuring it."""
+def _attempt(function: Callable[[Any], Any], read: Callable[[int], Any], index: int) -> Any:
+    """What a function makes of a sample, or the error of reading or measuring it."""
     try:
         with seeded(index):  # reading and measuring may draw, and must not change what the training draws
-            return measure(read(index))
+            return function(read(index))
     except MemoryError:
         raise
     except Exception as error:  # a dataset or a user's function may raise anything
         return error
 
 
-@dataclass(frozen=True)
-class ColumnMeasure(_OneByOne):
-    """Lengths from columns; modules without one count one token for each sample."""
+class ColumnMeasure(SampleMeasure):
+    """Lengths from columns with a number or a list of them; modules without one count one token for each sample."""
 
-    names: Mapping[str, str]  # module -> its column, which holds a number or a list of numbers
-    modules: tuple[str, ...]  # all modules of the model
-    counts_rows: bool = field(default=False, init=False)
-
-    @classmethod
-    def of(cls, columns: str | Mapping[str, str], modules: Sequence[str]) -> ColumnMeasure:
-        """The measure of what a user gives: the language model's column, or that of each module."""
-        names = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else dict(columns)
-        reject_unknown_keys("The model", list(names), list(modules))
-        if LANGUAGE_MODEL not in names:
+    def __init__(
+        self,
+        columns: str | Mapping[str, str],  # the language model's column, or module -> column
+        modules: Sequence[str],  # all modules of the model
+    ):
+        self.names = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else dict(columns)
+        self.modules = tuple(modules)
+        reject_unknown_keys("The model", list(self.names), list(modules))
+        if LANGUAGE_MODEL not in self.names:
             raise ValueError(
-                f"No column of {names} has the lengths of `{LANGUAGE_MODEL}`. Add `{{'{LANGUAGE_MODEL}': ...}}`."
+                f"No column of {self.names} has the lengths of `{LANGUAGE_MODEL}`. Add `{{'{LANGUAGE_MODEL}': ...}}`."
             )
-        return cls(names, tuple(modules))
 
     def reads(self, present: Sequence[str]) -> list[str]:
-        self.check(present)
-        return list(dict.fromkeys(self.names.values()))
-
-    def check(self, present: Sequence[str]) -> None:
-        """Raises `ValueError` for a column that is not among those `present`."""
         for module, column in self.names.items():
             if column not in present:
                 raise ValueError(
                     f"The dataset has no column `{column}` with the lengths of `{module}`; it has {sorted(present)}. "
                     "Name one of these, or give a function of a sample."
                 )
+        return list(dict.fromkeys(self.names.values()))
 
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
-        self.check(list(sample))
-        return {
-            module: as_lengths(sample[self.names[module]], f"Column `{self.names[module]}`")
-            if module in self.names
-            else [1]
-            for module in self.modules
-        }
+        self.reads(list(sample))
+        found = {name: as_lengths(sample[column], f"Column `{column}`") for name, column in self.names.items()}
+        return {name: found[name].tolist() if name in found else [1] for name in self.modules}
+
+    def of_table(self, table: Any) -> dict[str, Ragged]:
+        """Lengths of all rows of an Arrow table."""
+        ones = np.ones(len(table), dtype=np.int64)
+        lengths = dict.fromkeys(self.modules, Ragged(ones, ones))
+        for module, column in self.names.items():
+            found = Ragged.of_arrow(table[column].combine_chunks())
+            lengths[module] = Ragged(as_lengths(found.values, f"Column `{column}`"), found.counts)
+        return lengths
 
 
 @dataclass(frozen=True)
-class FunctionMeasure(_OneByOne):
+class FunctionMeasure(SampleMeasure):
     """Lengths from a user's function."""
 
     # sample -> module -> its tokens, or one number for each of its sequences; encoders left out have nothing to do
     function: Callable[[Any], Mapping[str, Any]]
     modules: tuple[str, ...]  # all modules of the model
-    counts_rows: bool = field(default=False, init=False)
-
-    def reads(self, present: Sequence[str]) -> list[str]:
-        return list(present)
 
     def __call__(self, sample: Any) -> Lengths:
         tokens = self.function(sample)
@@ -126,11 +162,20 @@ class FunctionMeasure(_OneByOne):
                 f"such as `{{'{LANGUAGE_MODEL}': 120}}`."
             )
         reject_unknown_keys("The model", list(tokens), self.modules)
-        return {module: as_lengths(tokens.get(module), f"`{name}`") for module in self.modules}
+        return {module: as_lengths(tokens.get(module), f"`{name}`").tolist() for module in self.modules}
+
+
+def as_lengths(value: Any, source: str) -> np.ndarray:
+    """int64 lengths from a number, a list of them, or nothing; `ValueError` with the `source` for what is none."""
+    array = np.asarray([] if value is None else value)
+    whole = array.dtype.kind in "biu" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all()))
+    if array.size and (array.ndim > 1 or not whole or (array < 0).any()):
+        raise ValueError(f"{source} gave the length {value!r}. Give a number from 0, or a list with one an image.")
+    return array.reshape(-1).astype(np.int64)
 
 
 @dataclass(frozen=True)
-class TokenMeasure(_OneByOne):
+class TokenMeasure(SampleMeasure):
     """
     Lengths from token ids: as many rows of an encoder's features as there are placeholders.
 
@@ -141,11 +186,7 @@ class TokenMeasure(_OneByOne):
 
     # module -> (modality, id of its placeholder) of each of its modalities
     placeholders: Mapping[str, tuple[tuple[str, int], ...]]
-    counts_rows: bool = field(default=True, init=False)
-
-    def reads(self, present: Sequence[str]) -> list[str]:
-        prefixes = tuple(f"{modality}_" for own in self.placeholders.values() for modality, _ in own)
-        return [name for name in present if name in ("input_ids", "attention_mask") or name.startswith(prefixes)]
+    counts_rows: ClassVar[bool] = True
 
     @classmethod
     def of(cls, spec: ModelSpec) -> TokenMeasure:
@@ -161,32 +202,161 @@ class TokenMeasure(_OneByOne):
             }
         )
 
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        """What the names of the items' extents begin with."""
+        return tuple(f"{modality}_" for own in self.placeholders.values() for modality, _ in own)
+
+    def reads(self, present: Sequence[str]) -> list[str]:
+        return [name for name in present if name in ("input_ids", "attention_mask") or name.startswith(self._prefixes)]
+
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
         """Lengths of a sample with `input_ids` of shape `(length,)`, and what else goes with them."""
+        return self.count([sample])[0]
+
+    def count(self, samples: Sequence[Mapping[str, Any]]) -> list[Lengths]:
+        """Lengths of several samples."""
+        return self._of_rows([self._row(sample) for sample in samples])
+
+    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> list[Lengths | Exception]:
+        result: list[Lengths | Exception] = []
+        for start in range(0, len(indices), _TOGETHER):
+            found = [_attempt(self._row, read, index) for index in indices[start : start + _TOGETHER]]
+            result += self._of_rows(found)
+        return result
+
+    def _row(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """What counts of a sample, as lists of numbers."""
         ids, mask = np.asarray(sample["input_ids"]).reshape(-1), sample.get("attention_mask")
         if mask is not None:
             ids = ids[np.asarray(mask).reshape(-1) != 0]
-        lengths = {
-            module: [length for modality, token in own for length in _rows_of_items(ids == token, modality, sample)]
-            for module, own in self.placeholders.items()
+        if ids.dtype.kind not in "iu":
+            ids = np.full(len(ids), -1)  # no placeholders
+        extents = {name: _extents(value) for name, value in sample.items() if name.startswith(self._prefixes)}
+        return {"input_ids": ids, **{name: value for name, value in extents.items() if value is not None}}
+
+    def _of_rows(self, rows: Sequence[Any]) -> list[Any]:
+        """Lengths of what [`_row`] made of samples; errors among them stay."""
+        import pyarrow as pa
+
+        good = [row for row in rows if not isinstance(row, Exception)]
+        ids, extents = pa.list_(pa.int64()), pa.list_(pa.list_(pa.int64()))
+        names = dict.fromkeys(name for row in good for name in row)
+        columns = {
+            name: pa.array([row.get(name) for row in good], ids if name == "input_ids" else extents) for name in names
         }
-        return {**lengths, LANGUAGE_MODEL: [len(ids)]}
+        found = self.of_table(pa.table(columns)) if good else {}
+        assert found is not None
+        lists = {name: iter(found[name].lists()) for name in found}
+        return [
+            row if isinstance(row, Exception) else {name: next(lists[name]) for name in self.placeholders}
+            for row in rows
+        ]
+
+    def of_table(self, table: Any) -> dict[str, Ragged] | None:
+        """Lengths of all rows of an Arrow table; `None` where ids or mask are no lists of numbers."""
+        ids = _numbers(table, "input_ids")
+        mask = _numbers(table, "attention_mask") if "attention_mask" in table.column_names else ids
+        if ids is None or mask is None or (mask.counts != ids.counts).any():
+            return None
+        if mask is not ids:
+            ids = ids.where(mask.values != 0)
+        found = {
+            name: _side_by_side([_items(table, ids, modality, token) for modality, token in own], len(ids.counts))
+            for name, own in self.placeholders.items()
+        }
+        return {**found, LANGUAGE_MODEL: Ragged(ids.counts, np.ones(len(ids.counts), np.int64))}
+
+
+def _extents(value: Any) -> list[list[int]] | None:
+    """A table of whole numbers as lists, `None` for any other value."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        return None
+    return array.tolist() if array.ndim == 2 and array.dtype.kind in "iu" else None
+
+
+def _numbers(table: Any, name: str) -> Ragged | None:
+    """A column of lists of whole numbers; `None` for any other."""
+    import pyarrow as pa
+
+    array = table[name].combine_chunks()
+    if not (_is_list(array.type) and pa.types.is_integer(array.type.value_type)) or array.null_count:
+        return None
+    return None if array.flatten().null_count else Ragged.of_arrow(array)
+
+
+def _items(table: Any, ids: Ragged, modality: str, token: int) -> Ragged:
+    """Rows of features of each item of one modality: shared out by the items' extents, else runs of placeholders."""
+    positions = np.flatnonzero(ids.values == token)
+    num_rows = np.diff(np.searchsorted(positions, np.cumsum(ids.counts)), prepend=0)
+    left, parts = num_rows.copy(), []  # rows of features that no column has shared out
+    for name in table.column_names:
+        if name.startswith(f"{modality}_") and left.any():
+            parts.append(_shares(table[name].combine_chunks(), left))
+            left[parts[-1].counts > 0] = 0
+    row_of = np.repeat(np.arange(len(num_rows)), num_rows)
+    is_new = np.ones(len(positions), dtype=bool)
+    is_new[1:] = (np.diff(positions) != 1) | (np.diff(row_of) != 0)
+    starts = np.flatnonzero(is_new)
+    runs = Ragged(np.diff(np.append(starts, len(positions))), np.bincount(row_of[starts], minlength=len(num_rows)))
+    return _side_by_side([*parts, runs.where(left[runs.rows] > 0)], len(num_rows))
+
+
+def _shares(
+    array: Any,  # extents of items: lists of two numbers, or of three with the frames first
+    num_rows: np.ndarray,  # rows of features of each sample
+) -> Ragged:
+    """Rows of features of each item, of those samples whose extents share them out evenly; none of the others."""
+    import pyarrow as pa
+
+    num_samples = len(num_rows)
+    nothing = Ragged(np.zeros(0, np.int64), np.zeros(num_samples, np.int64))
+    if not _is_list(array.type) or not _is_list(array.type.value_type):
+        return nothing
+    items = array.flatten()
+    numbers = items.flatten()
+    if not pa.types.is_integer(numbers.type) or items.null_count or numbers.null_count:
+        return nothing
+    counts, dims, numbers = _list_lengths(array), _list_lengths(items), np.asarray(numbers).astype(np.int64)
+    row_of = np.repeat(np.arange(num_samples), counts)
+    firsts = np.repeat(np.cumsum(counts) - counts, counts)  # the first item of each item's sample
+    is_bad = (dims < 2) | (dims > 3) | (dims != dims[firsts])
+    is_bad |= np.bincount(np.repeat(np.arange(len(dims)), dims), numbers < 1, len(dims)) > 0
+    fits = (counts > 0) & (num_rows > 0) & (np.bincount(row_of, is_bad, num_samples) == 0)
+    some = fits[row_of]
+    ends, dims, row_of = np.cumsum(dims)[some], dims[some], row_of[some]
+    area = numbers[ends - 1] * numbers[ends - 2]
+    frames = np.where(dims == 3, numbers[ends - 3], 1)
+    total = np.bincount(row_of, area * frames, num_samples).astype(np.int64)
+    share, rest = np.divmod(num_rows[row_of] * area, total[row_of])
+    fits &= np.bincount(row_of, rest, num_samples) == 0
+    some = fits[row_of]
+    share, frames, row_of = share[some], frames[some], row_of[some]
+    return Ragged(np.repeat(share, frames), np.bincount(row_of, frames, num_samples).astype(np.int64))
+
+
+def _side_by_side(parts: Sequence[Ragged], num_samples: int) -> Ragged:
+    """The values of all parts, those of a sample in the order of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = np.concatenate([np.zeros(0, np.int64), *(part.rows for part in parts)])
+    values = np.concatenate([np.zeros(0, np.int64), *(part.values for part in parts)])
+    return Ragged(values[np.argsort(rows, kind="stable")], np.bincount(rows, minlength=num_samples))
 
 
 @dataclass(frozen=True)
-class ChatMeasure:
+class ChatMeasure(SampleMeasure):
     """Lengths of a conversation, with placeholders expanded without decoding media."""
 
     collator: ChatCollator  # places the images
     tokens: TokenMeasure  # counts the tokens of its batches
-    counts_rows: bool = field(default=True, init=False)
+    counts_rows: ClassVar[bool] = True
 
     @cached_property
     def _bare(self) -> ChatCollator:
         return self.collator.without_media()
-
-    def reads(self, present: Sequence[str]) -> list[str]:
-        return list(present)
 
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
         """
@@ -201,74 +371,30 @@ class ChatMeasure:
         except Exception as error:  # templates and processors raise errors of any type
             raise UnknownSizeError(f"A conversation can't be measured: {error}") from error
 
-    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
+    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> list[Lengths | Exception]:
+        def sample(index: int) -> Any:
+            with seeded(index):
+                return read(index)
+
+        result: list[Lengths | Exception] = []
         for start in range(0, len(indices), _TOGETHER):
             few = indices[start : start + _TOGETHER]
-            for index, fields in zip(few, encode_together(self._bare, read, few), strict=True):
-                yield _attempt(self, read, index) if fields is None else self.tokens(fields)
+            encoded = encode_together(self._bare, sample, few)
+            lengths = iter(self.tokens.count([fields for fields in encoded if fields is not None]))
+            result += [
+                _attempt(self, read, index) if fields is None else next(lengths)
+                for index, fields in zip(few, encoded, strict=True)
+            ]
+        return result
 
 
-@dataclass(frozen=True)
-class OrOne:
-    """Wraps a measure; samples of unknown size count as one token in each of the model's modules."""
-
-    measure: SampleMeasure
-    modules: tuple[str, ...]
-
-    @property
-    def counts_rows(self) -> bool:
-        return self.measure.counts_rows
-
-    def reads(self, present: Sequence[str]) -> list[str]:
-        return self.measure.reads(present)
-
-    def __call__(self, sample: Any) -> Lengths:
-        try:
-            return self.measure(sample)
-        except UnknownSizeError as error:
-            return self._ones(error)
-
-    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
-        for found in self.measure.together(read, indices):
-            yield self._ones(found) if isinstance(found, UnknownSizeError) else found
-
-    def _ones(self, error: UnknownSizeError) -> Lengths:
-        """One token in each module."""
-        reason = type(error.__cause__ or error).__name__
-        logger.warning_once("Samples of which nothing says the size count one token a module: %s", reason)
-        logger.debug("Nothing says the size of a sample: %s", error)
-        return {module: [1] for module in self.modules}
-
-
-def as_lengths(value: Any, source: str) -> list[int]:
-    """Lengths from a number, a list of them, or nothing; `ValueError` with the `source` for what is no length."""
-    array = np.asarray([] if value is None else value)
-    whole = array.dtype.kind in "biu" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all()))
-    if array.size and (array.ndim > 1 or not whole or (array < 0).any()):
-        raise ValueError(f"{source} gave the length {value!r}. Give a number from 0, or a list with one an image.")
-    return array.reshape(-1).astype(np.int64).tolist()
-
-
-def _rows_of_items(is_placeholder: np.ndarray, modality: str, sample: Mapping[str, Any]) -> list[int]:
-    """Rows of each item of one modality."""
-    num_rows = int(is_placeholder.sum())
-    if not num_rows:
-        return []
-    for name, value in sample.items():
-        if name.startswith(f"{modality}_") and (shares := _shares(num_rows, value)) is not None:
-            return shares
-    edges = np.flatnonzero(np.diff(is_placeholder.astype(np.int8), prepend=0, append=0))
-    return (edges[1::2] - edges[::2]).tolist()
-
-
-def _shares(num_rows: int, extents: Any) -> list[int] | None:
-    """Rows by the extents of items, `(items, 2)` or `(items, 3)` with the frames first; None if they don't fit."""
-    try:
-        array = np.asarray(extents)
-    except ValueError:
-        return None
-    if array.ndim != 2 or array.dtype.kind not in "iu" or array.shape[1] not in (2, 3) or (array < 1).any():
-        return None
-    frames = array[:, 0] if array.shape[1] == 3 else np.ones(len(array), dtype=np.int64)
-    rows, rest = np.divmod(num_rows * np.repeat(array[:, -2:].prod(-1), frames), array.prod(-1).sum())
-    return None if rest.any() else rows.tolist()
+def ones_for_unknown(found: Iterable[Lengths | Exception], modules: Sequence[str]) -> list[Lengths | Exception]:
+    """The lengths of samples, with one token in each module for those of unknown size."""
+    result = list(found)
+    for place, error in enumerate(result):
+        if isinstance(error, UnknownSizeError):
+            reason = type(error.__cause__ or error).__name__
+            logger.warning_once("Samples of which nothing says the size count one token a module: %s", reason)
+            logger.debug("Nothing says the size of a sample: %s", error)
+            result[place] = {module: [1] for module in modules}
+    return result

@@ -1,19 +1,16 @@
-"""
-Sources of sample sizes by dataset index: tables in memory, or measurement on access.
-
-Each has `counts_rows`, whether lengths in encoders are rows of features, and `is_table`, whether it is numbers only.
-"""
+"""Sizes of samples by dataset index, which are in memory or measured when they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..plan import SampleSizes
-from .size_measures import Lengths
+from .image_sizes import UnknownSizeError
+from .size_measures import Lengths, Ragged, SampleMeasure, ones_for_unknown
 
 NUM_SPREAD = 1024  # samples of a large dataset that stand for all of it
 
@@ -28,61 +25,21 @@ class LayerTokens:
     # otherwise an item is one sequence. Costs know that layers attend within windows of it (`ModuleSpec.window`).
     sequence: int | None = None
 
-
-class Ragged:
-    """Lengths of the sequences of many samples in one module."""
-
-    def __init__(
-        self,
-        lengths: np.ndarray,  # of all sequences, in the order of the samples
-        counts: np.ndarray,  # (samples,) sequences of each sample
-    ):
-        self.lengths = lengths
-        self.counts = counts
-
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """From lists."""
-        flat = [length for row in rows for length in row]
-        return cls(np.array(flat, dtype=np.int64), np.array([len(row) for row in rows], dtype=np.int64))
-
-    @classmethod
-    def ones(cls, num_samples: int) -> Ragged:
-        """One sequence of one token in each sample."""
-        ones = np.ones(num_samples, dtype=np.int64)
-        return cls(ones, ones)
-
-    @classmethod
-    def of_arrow(cls, column: Any, name: str) -> Ragged:
-        """From an Arrow column of numbers or lists of them, nothing means none; `ValueError` for no lengths."""
-        import pyarrow as pa
-
-        array = column.combine_chunks()
-        counts = np.asarray(array.is_valid()).astype(np.int64)
-        try:
-            if not pa.types.is_primitive(array.type):
-                counts = np.asarray(array.value_lengths().fill_null(0)).astype(np.int64)
-                array = array.flatten()
-            lengths = np.asarray(array.drop_null().cast(pa.int64()))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, AttributeError):
-            lengths = None
-        if lengths is None or (lengths < 0).any() or len(lengths) != counts.sum():
-            raise ValueError(
-                f"Column `{name}` of type `{column.type}` holds values that are no lengths. Use numbers from 0, or "
-                "lists with one for each image."
-            )
-        return cls(lengths, counts)
-
-    def sums(self, layers: LayerTokens | None) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and sums of squares of each sample."""
-        lengths = self.lengths.astype(float)
-        if layers is not None:
-            lengths = layers.per_row * lengths + layers.per_item
-        owner, num_samples = np.repeat(np.arange(len(self.counts)), self.counts), len(self.counts)
+    def sums(self, rows: Ragged) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and sums of squares of each sample, from the feature tokens of its items."""
+        lengths = self.per_row * rows.values.astype(float) + self.per_item
+        owner, num_samples = rows.rows, len(rows.counts)
         tokens = np.bincount(owner, lengths, num_samples)
-        if layers is not None and layers.sequence is not None:
-            return np.rint(tokens).astype(np.int64), tokens * layers.sequence
-        return np.rint(tokens).astype(np.int64), np.bincount(owner, lengths**2, num_samples)
+        squares = np.bincount(owner, lengths**2, num_samples) if self.sequence is None else tokens * self.sequence
+        return np.rint(tokens).astype(np.int64), squares
+
+
+def sizes_of(lengths: Mapping[str, Ragged], layers: Mapping[str, LayerTokens]) -> SampleSizes:
+    """Sizes of samples from their lengths, and from what the encoders' layers see of them."""
+    sums = {name: layers.get(name, LayerTokens()).sums(own) for name, own in lengths.items()}
+    return SampleSizes(
+        {name: tokens for name, (tokens, _) in sums.items()}, {name: squares for name, (_, squares) in sums.items()}
+    )
 
 
 def draw_samples(num_samples: int, most: int, seed: int) -> np.ndarray:
@@ -101,43 +58,6 @@ def evenly_spaced(num_samples: int, count: int) -> list[int]:
     return few[np.linspace(0, len(few) - 1, min(count, len(few))).astype(np.int64)].tolist()
 
 
-def sizes_of(lengths: Mapping[str, Ragged], layers: Mapping[str, LayerTokens]) -> SampleSizes:
-    """Sizes of samples from their lengths, and from what the encoders' layers see of them."""
-    sums = {name: ragged.sums(layers.get(name)) for name, ragged in lengths.items()}
-    return SampleSizes(
-        {name: tokens for name, (tokens, _) in sums.items()}, {name: squares for name, (_, squares) in sums.items()}
-    )
-
-
-class TableSizes:
-    """Sizes of all samples of a dataset, in memory: 16 bytes for each sample and module."""
-
-    is_table = True
-
-    def __init__(
-        self,
-        lengths: Mapping[str, Ragged],  # module -> lengths of all samples
-        counts_rows: bool,  # lengths in encoders are rows of features
-    ):
-        self.counts_rows = counts_rows
-        self.lengths: Mapping[str, Ragged] | None = lengths if counts_rows else None
-        self.sizes = sizes_of(lengths, {})
-
-    def __len__(self) -> int:
-        return self.sizes.num_samples
-
-    def __call__(self, indices: Sequence[int]) -> SampleSizes:
-        return self.sizes.take(indices)
-
-    def with_layers(self, layers: Mapping[str, LayerTokens]) -> TableSizes:
-        """The same in tokens of the encoders' layers."""
-        if self.lengths is None:
-            return self
-        result = TableSizes(self.lengths, True)
-        result.sizes, result.lengths = sizes_of(self.lengths, layers), None
-        return result
-
-
 class KnownSizes:
     """Sizes of some samples of a dataset: 16 bytes for each sample and module once they are written to."""
 
@@ -148,27 +68,17 @@ class KnownSizes:
             {name: np.zeros(num_samples) for name in modules},
         )
 
-    def are_known(self, indices: np.ndarray) -> np.ndarray:
-        """bool: whether the sizes of these samples are here."""
-        return self.is_known[indices]
-
-    def put(self, indices: Sequence[int] | np.ndarray, sizes: SampleSizes) -> None:
-        """Stores sizes of samples."""
-        chosen = np.asarray(indices, dtype=np.int64)
+    def put(self, indices: Any, sizes: SampleSizes) -> None:
+        """Stores sizes of samples, whose indices are a list or a slice."""
         for name in self.sizes.tokens:
-            self.sizes.tokens[name][chosen] = sizes.tokens[name]
-            self.sizes.squares[name][chosen] = sizes.squares[name]
-        self.is_known[chosen] = True
-
-    def __call__(self, indices: Sequence[int] | np.ndarray) -> SampleSizes:
-        """The sizes of samples that are known."""
-        assert self.is_known[np.asarray(indices, dtype=np.int64)].all()
-        return self.sizes.take(indices)
+            self.sizes.tokens[name][indices] = sizes.tokens[name]
+            self.sizes.squares[name][indices] = sizes.squares[name]
+        self.is_known[indices] = True
 
 
-def measure_samples(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequence[int]) -> dict[int, Exception]:
-    """Measures samples, many at once where that is faster; dataset index -> why a sample can't be measured."""
-    if isinstance(sizes, (LazySizes, SubsetSizes, ConcatSizes)):
+def measure_samples(sizes: Any, indices: Sequence[int]) -> dict[int, Exception]:
+    """Measures samples by a function of dataset indices; dataset index -> why a sample can't be measured."""
+    if isinstance(sizes, DatasetSizes):  # many at once
         return sizes.measure(indices)
     errors: dict[int, Exception] = {}
     for index in indices:
@@ -181,126 +91,154 @@ def measure_samples(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequ
     return errors
 
 
-class LazySizes:
-    """Sizes that are measured on first access and stored."""
+def measurable(
+    sizes: Any,
+    indices: Sequence[int],
+    skip: bool = False,  # all that have no size, not only those that are reported when they are drawn
+) -> list[int]:
+    """The samples that can be measured; raises the error of one whose file is fine, and that says its size."""
+    errors = measure_samples(sizes, indices)
+    for error in errors.values():
+        if not skip and not isinstance(error, (OSError, UnknownSizeError)):
+            raise error
+    return [index for index in indices if index not in errors]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A dataset that is measured in one way."""
+
+    num_samples: int
+    counts_rows: bool  # lengths in encoders are rows of features
+    lengths: Mapping[str, Ragged] | None = None  # of all samples, if they were measured in advance
+    # indices -> lengths of the samples, or why there are none
+    read: Callable[[Sequence[int]], list[Lengths | Exception]] | None = None
+
+
+class DatasetSizes:
+    """
+    Sizes of the samples of a dataset: dataset indices -> `SampleSizes`. Those that were not measured in advance are
+    when they are first asked for. Can be pickled, for the workers of a data loader.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        modules: Sequence[str],
+        order: np.ndarray | None = None,  # dataset index -> index in the parts in a row; by default the same
+        layers: Mapping[str, LayerTokens] | None = None,  # tokens in the encoders' layers by feature tokens
+    ):
+        self.parts = list(parts)
+        self.modules = list(modules)
+        self.order = order
+        self.layers = layers
+        self.is_table = all(part.read is None for part in parts)
+        # whether lengths in encoders are rows of features
+        self.counts_rows = layers is None and any(part.counts_rows for part in parts)
+        self.known = KnownSizes(sum(part.num_samples for part in parts), self.modules)
+        self._measured: dict[int, Lengths] = {}  # what `with_layers` needs, of parts that count rows
+        for part, start in self._starts():
+            if part.lengths is not None:
+                self.known.put(slice(start, start + part.num_samples), sizes_of(part.lengths, self._layers_of(part)))
+
+    def _starts(self) -> list[tuple[Part, int]]:
+        ends = np.cumsum([part.num_samples for part in self.parts]).tolist()
+        return [(part, end - part.num_samples) for part, end in zip(self.parts, ends, strict=True)]
+
+    def _layers_of(self, part: Part) -> Mapping[str, LayerTokens]:
+        return (self.layers or {}) if part.counts_rows else {}
+
+    def __len__(self) -> int:
+        return len(self.known.is_known) if self.order is None else len(self.order)
+
+    def _places(self, indices: Any) -> np.ndarray:
+        chosen = np.asarray(indices, dtype=np.int64)
+        return chosen if self.order is None else self.order[chosen]
+
+    def __call__(self, indices: Sequence[int] | np.ndarray) -> SampleSizes:
+        for error in self.measure(indices).values():
+            raise error
+        return self.known.sizes.take(self._places(indices))
+
+    def measure(self, indices: Sequence[int] | np.ndarray) -> dict[int, Exception]:
+        """Measures samples; dataset index -> why a sample can't be measured."""
+        places = self._places(indices)
+        new = np.unique(places[~self.known.is_known[places]])
+        errors: dict[int, Exception] = {}
+        for part, start in self._starts() if len(new) else ():
+            own = new[(new >= start) & (new < start + part.num_samples)].tolist()
+            if own and part.read is not None:
+                found = dict(zip(own, part.read([place - start for place in own]), strict=True))
+                errors |= {place: error for place, error in found.items() if isinstance(error, Exception)}
+                self._put(part, {place: lengths for place, lengths in found.items() if place not in errors})
+        if not errors:
+            return {}
+        pairs = zip(np.asarray(indices).tolist(), places.tolist(), strict=True)
+        return {index: errors[place] for index, place in pairs if place in errors}
+
+    def _put(self, part: Part, measured: Mapping[int, Any]) -> None:
+        """Stores lengths of samples of a part, by their places."""
+        if measured:
+            lengths = {name: Ragged.of([sample[name] for sample in measured.values()]) for name in self.modules}
+            self.known.put(list(measured), sizes_of(lengths, self._layers_of(part)))
+            if self.counts_rows and part.counts_rows:
+                self._measured |= measured
+
+    def with_layers(self, layers: Mapping[str, LayerTokens]) -> DatasetSizes:
+        """The same in tokens of the encoders' layers."""
+        if not self.counts_rows:
+            return self
+        result = DatasetSizes(self.parts, self.modules, self.order, layers)
+        for part, start in self._starts():
+            own = range(start, start + part.num_samples)
+            result._put(part, {place: lengths for place, lengths in self._measured.items() if place in own})
+        result.parts = [replace(part, lengths=None) for part in self.parts]  # their sizes are enough
+        return result
+
+
+class StreamSizes:
+    """Sizes of the samples in the window of a stream."""
 
     is_table = False
 
     def __init__(
         self,
-        num_samples: int,
-        # indices -> lengths of the samples, or why there are none
-        read: Callable[[Sequence[int]], list[Lengths | Exception]],
+        window: Any,  # a `StreamWindow`
+        # names of a sample's fields -> how such samples are measured, `None` where nothing says it
+        choose: Callable[[Sequence[str]], SampleMeasure | None],
         modules: Sequence[str],
-        counts_rows: bool,  # lengths in encoders are rows of features
+        counts_rows: bool = True,  # lengths in encoders are rows of features
+        layers: Mapping[str, LayerTokens] | None = None,  # tokens in the encoders' layers by feature tokens
     ):
-        self.read = read
+        self.window = window
+        self.choose = choose
+        self.modules = tuple(modules)
         self.counts_rows = counts_rows
-        self.layers: Mapping[str, LayerTokens] = {}
-        self.modules = list(modules)
-        self.known = KnownSizes(num_samples, self.modules)
-        self._lengths: dict[int, Lengths] | None = {} if counts_rows else None  # for `with_layers`
+        self.layers = layers or {}
+        self._measure: SampleMeasure | None = None
 
     def __len__(self) -> int:
-        return len(self.known.is_known)
+        return len(self.window)
 
-    def __call__(self, indices: Sequence[int]) -> SampleSizes:
-        for error in self.measure(indices).values():
-            raise error
-        return self.known(indices)
+    def __bool__(self) -> bool:
+        return True
 
-    def measure(self, indices: Sequence[int] | np.ndarray) -> dict[int, Exception]:
-        """Measures samples, see [`measure_samples`]."""
-        chosen = np.asarray(indices, dtype=np.int64)
-        new = np.unique(chosen[~self.known.are_known(chosen)]).tolist()
-        found = dict(zip(new, self.read(new), strict=True)) if new else {}
-        good = {index: lengths for index, lengths in found.items() if not isinstance(lengths, Exception)}
-        self._put(good)
-        if self._lengths is not None:
-            self._lengths |= good
-        return {index: error for index, error in found.items() if isinstance(error, Exception)}
+    def __call__(self, indices: Sequence[int] | np.ndarray) -> SampleSizes:
+        rows = [self.window.stored(position) for position in indices]
+        if self._measure is None:
+            self._measure = self.choose(list(rows[0]) if isinstance(rows[0], Mapping) else [])
+        if self._measure is None:
+            return SampleSizes.uniform(dict.fromkeys(self.modules, 1), len(rows))
+        found: list[Any] = ones_for_unknown(self._measure.together(rows.__getitem__, range(len(rows))), self.modules)
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
+        return sizes_of({name: Ragged.of([sample[name] for sample in found]) for name in self.modules}, self.layers)
 
-    def _put(self, measured: Mapping[int, Lengths]) -> None:
-        """Stores lengths of samples."""
-        if measured:
-            lengths = {name: Ragged.of([sample[name] for sample in measured.values()]) for name in self.modules}
-            self.known.put(list(measured), sizes_of(lengths, self.layers))
+    def of_window(self, window: Any) -> StreamSizes:
+        """The same of the samples in another window of the stream."""
+        return StreamSizes(window, self.choose, self.modules, self.counts_rows, self.layers)
 
-    def with_layers(self, layers: Mapping[str, LayerTokens]) -> LazySizes:
+    def with_layers(self, layers: Mapping[str, LayerTokens]) -> StreamSizes:
         """The same in tokens of the encoders' layers."""
-        if not self.counts_rows:
-            return self
-        result = LazySizes(len(self), self.read, self.modules, True)
-        result.layers = layers
-        result._put(self._lengths or {})
-        result._lengths = None
-        return result
-
-
-class SubsetSizes:
-    """Sizes of a `torch.utils.data.Subset`."""
-
-    def __init__(self, source: Any, indices: Sequence[int] | np.ndarray):
-        self.source = source
-        self.indices = np.asarray(indices, dtype=np.int64)
-        self.counts_rows: bool = source.counts_rows
-        self.is_table: bool = source.is_table
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __call__(self, indices: Sequence[int]) -> SampleSizes:
-        return self.source(self.indices[np.asarray(indices, dtype=np.int64)])
-
-    def measure(self, indices: Sequence[int] | np.ndarray) -> dict[int, Exception]:
-        """Measures samples, see [`measure_samples`]."""
-        chosen = np.asarray(indices, dtype=np.int64)
-        inner = self.indices[chosen].tolist()
-        errors = measure_samples(self.source, inner)
-        return {index: errors[own] for index, own in zip(chosen.tolist(), inner, strict=True) if own in errors}
-
-    def with_layers(self, layers: Mapping[str, LayerTokens]) -> SubsetSizes:
-        """The same in tokens of the encoders' layers."""
-        return SubsetSizes(self.source.with_layers(layers), self.indices)
-
-
-class ConcatSizes:
-    """Sizes of a `torch.utils.data.ConcatDataset`."""
-
-    def __init__(self, sources: Sequence[Any]):
-        self.sources = list(sources)
-        self.ends = np.cumsum([len(source) for source in self.sources])
-        self.counts_rows: bool = any(source.counts_rows for source in self.sources)
-        self.is_table: bool = all(source.is_table for source in self.sources)
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __call__(self, indices: Sequence[int]) -> SampleSizes:
-        chosen = np.asarray(indices, dtype=np.int64)
-        part_of = np.searchsorted(self.ends, chosen, side="right")
-        order = np.argsort(part_of, kind="stable")
-        parts = [
-            source(chosen[part_of == part] - (end - len(source)))
-            for part, (source, end) in enumerate(zip(self.sources, self.ends, strict=True))
-        ]
-        back = np.argsort(order, kind="stable")
-        return SampleSizes(
-            {name: np.concatenate([part.tokens[name] for part in parts])[back] for name in parts[0].tokens},
-            {name: np.concatenate([part.squares[name] for part in parts])[back] for name in parts[0].squares},
-        )
-
-    def measure(self, indices: Sequence[int] | np.ndarray) -> dict[int, Exception]:
-        """Measures samples, see [`measure_samples`]."""
-        chosen = np.asarray(indices, dtype=np.int64)
-        part_of = np.searchsorted(self.ends, chosen, side="right")
-        errors: dict[int, Exception] = {}
-        for part, (source, end) in enumerate(zip(self.sources, self.ends.tolist(), strict=True)):
-            start = end - len(source)
-            found = measure_samples(source, (chosen[part_of == part] - start).tolist())
-            errors |= {index + start: error for index, error in found.items()}
-        return errors
-
-    def with_layers(self, layers: Mapping[str, LayerTokens]) -> ConcatSizes:
-        """The same in tokens of the encoders' layers."""
-        return ConcatSizes([source.with_layers(layers) for source in self.sources])
+        return StreamSizes(self.window, self.choose, self.modules, True, layers) if self.counts_rows else self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from .context_tokens import ChunkKey, ContextSharder
 from .fingerprint import text_digest
 from .global_batches import GlobalBatch
 from .randomness import seeded, stable_seed
+from .size_sources import measure_samples
 from .step_batch import StepBatch, StepData, StreamRows, UnreadableBatch
 from .streams import StreamWindow
 
@@ -142,12 +142,12 @@ class StepDataset(Dataset):
         if sizes is None:
             return {}
         dataset = self.reader(LANGUAGE_MODEL).dataset
-        return _failures(
-            {batch_index: functools.partial(sizes, [index]) for batch_index, index in enumerate(global_batch.samples)},
-            lambda batch_index, error: BadSample.of(
-                global_batch.samples[batch_index], error, stored_row(dataset, global_batch.samples[batch_index])
-            ),
-        )
+        errors = measure_samples(sizes, global_batch.samples)
+        return {
+            batch_index: BadSample.of(index, errors[index], stored_row(dataset, index))
+            for batch_index, index in enumerate(global_batch.samples)
+            if index in errors
+        }
 
     def read(self, step: StepPlan) -> StepData:
         """Reads the inputs of this rank for a step."""
@@ -200,13 +200,14 @@ class _Collated:
         except MemoryError:
             raise
         except Exception:
-            bad = _failures(
-                {
-                    batch_index: functools.partial(self._collate_seeded, reader, {batch_index: s})
-                    for batch_index, s in samples.items()
-                },
-                lambda batch_index, error: self._describe(reader.dataset, batch_index, error, samples[batch_index]),
-            )
+            bad = {}
+            for batch_index, sample in samples.items():
+                try:
+                    self._collate_seeded(reader, {batch_index: sample})
+                except MemoryError:
+                    raise
+                except Exception as error:
+                    bad[batch_index] = self._describe(reader.dataset, batch_index, error, sample)
             if not bad:
                 raise
             self.bad.update(bad)
@@ -216,7 +217,7 @@ class _Collated:
         indices = [self.step.samples[batch_index] for batch_index in samples]
         with seeded(stable_seed(self.source.seed, self.step.epoch, indices)):
             # Collators may modify samples, and a sample can be in several chunks.
-            return reader.collator([_copy(sample) for sample in samples.values()])
+            return reader.collator([dict(s) if isinstance(s, Mapping) else s for s in samples.values()])
 
     def sample(self, dataset: Any, batch_index: int) -> Any:
         """The sample of a batch index; `None`, and an entry in `bad`, if it can't be read."""
@@ -238,25 +239,6 @@ class _Collated:
         """Describes a bad sample, with its file if its stored row or the sample names one."""
         index = self.step.samples[batch_index]
         return BadSample.of(index, error, [stored_row(dataset, index), sample])
-
-
-def _failures(
-    attempts: Mapping[int, Callable[[], Any]], describe: Callable[[int, Exception], BadSample]
-) -> dict[int, BadSample]:
-    """Batch index -> description of the failure, for the attempts that fail."""
-    bad = {}
-    for batch_index, attempt in attempts.items():
-        try:
-            attempt()
-        except MemoryError:
-            raise
-        except Exception as error:
-            bad[batch_index] = describe(batch_index, error)
-    return bad
-
-
-def _copy(sample: Any) -> Any:
-    return dict(sample) if isinstance(sample, Mapping) else sample
 
 
 def as_is(batch: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,25 +15,21 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 from transformers.utils.import_utils import is_datasets_available
 
-from ..plan import SampleSizes
 from .bad_samples import BadSampleError, without_decoding
 from .fingerprint import row_digest
 from .global_batches import GlobalBatch
 from .randomness import OwnGenerators, stable_seed
-from .size_sources import LayerTokens, Ragged, sizes_of
 
 
 class StreamWindow:
     """
     The samples of one global batch of a stream, by their positions in it.
 
-    Every rank, and on it every worker of a data loader, goes through the same stream by itself, keeps the rows of the
-    global batch that it serves, and drops all others. Media of a `datasets.IterableDataset` stay undecoded until a
-    sample is read, so that what a rank does not need costs it the reading of a row. A stream that gives a part of its
-    samples to each worker gives all of them here: it is not told that it runs in one.
+    Every rank, and on it every worker of a data loader, goes through the whole stream by itself, which is not told
+    that it runs in a worker, and keeps the rows of the global batch that it serves. Media of a
+    `datasets.IterableDataset` stay undecoded until a sample is read.
 
-    Random numbers that the stream draws from the global generators are seeded by epoch, for all ranks alike. A
-    `generator` of a torch stream is seeded by the epoch, and `set_epoch` is called, as the Trainer does.
+    The global generators and a `generator` of the stream are seeded by epoch, for all ranks alike.
     """
 
     def __init__(
@@ -87,10 +83,7 @@ class StreamWindow:
         self,
         global_batch: GlobalBatch,  # its samples are positions in the stream, in order
     ) -> GlobalBatch:
-        """
-        Moves the window to a global batch, and returns the part of it that the stream has, without samples behind its
-        end; raises [`BadSampleError`] if the stream itself raises, after which it can't go on.
-        """
+        """Moves the window to a global batch; returns the part that the stream has, or raises [`BadSampleError`]."""
         wanted = global_batch.samples
         if global_batch.epoch == self.epoch and all(position in self.rows for position in wanted):
             return global_batch
@@ -112,7 +105,7 @@ class StreamWindow:
                 stream.set_epoch(epoch)
             if isinstance(getattr(stream, "generator", None), torch.Generator):
                 stream.generator.manual_seed(epoch)
-            if position and epoch == 0 and _is_datasets(stream):
+            if position and epoch == 0 and is_of_datasets(stream, "IterableDataset"):
                 stream, self._next = stream.skip(position), position  # in later epochs it would not shuffle shards
             self._iterator = iter(stream)
 
@@ -179,73 +172,23 @@ class StreamSampler:
         return itertools.count()
 
 
-class StreamSizes:
-    """Sizes of the samples in a window."""
-
-    is_table = False
-
-    def __init__(
-        self,
-        window: StreamWindow,
-        # names of a sample's fields -> how such samples are measured, `None` where nothing says it
-        choose: Callable[[Sequence[str]], Any],
-        modules: Sequence[str],
-        counts_rows: bool = True,  # lengths in encoders are rows of features
-        layers: Mapping[str, LayerTokens] | None = None,  # tokens in the encoders' layers by feature tokens
-    ):
-        self.window = window
-        self.choose = choose
-        self.modules = tuple(modules)
-        self.counts_rows = counts_rows
-        self.layers = layers or {}
-        self._measure: Any = None
-
-    def __len__(self) -> int:
-        return len(self.window)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __call__(self, indices: Sequence[int]) -> SampleSizes:
-        rows = [self.window.stored(position) for position in indices]
-        if self._measure is None:
-            names = list(rows[0]) if isinstance(rows[0], Mapping) else []
-            self._measure = self.choose(names)
-        if self._measure is None:
-            return SampleSizes.uniform(dict.fromkeys(self.modules, 1), len(rows))
-        lengths_or_errors = list(self._measure.together(rows.__getitem__, range(len(rows))))
-        for error in lengths_or_errors:
-            if isinstance(error, Exception):
-                raise error
-        lengths = {name: Ragged.of([sample[name] for sample in lengths_or_errors]) for name in self.modules}
-        return sizes_of(lengths, self.layers)
-
-    def of_window(self, window: StreamWindow) -> StreamSizes:
-        """The same of the samples in another window of the stream."""
-        return StreamSizes(window, self.choose, self.modules, self.counts_rows, self.layers)
-
-    def with_layers(self, layers: Mapping[str, LayerTokens]) -> StreamSizes:
-        """The same in tokens of the encoders' layers."""
-        return StreamSizes(self.window, self.choose, self.modules, True, layers) if self.counts_rows else self
-
-
 def is_stream(dataset: Any) -> bool:
     """Whether a dataset is read in order."""
     return isinstance(dataset, IterableDataset)
 
 
-def _is_datasets(stream: Any) -> bool:
-    """Whether it is a `datasets.IterableDataset`; the package is not needed otherwise."""
+def is_of_datasets(dataset: Any, kind: str) -> bool:
+    """Whether it is a `Dataset` or an `IterableDataset` of `datasets`, a package that is not needed otherwise."""
     if not is_datasets_available():
         return False
-    from datasets import IterableDataset as StreamedDataset
+    import datasets
 
-    return isinstance(stream, StreamedDataset)
+    return isinstance(dataset, getattr(datasets, kind))
 
 
 def _media_features(stream: Any) -> Any:
     """The features of a stream whose media can be decoded later, `None` where nothing is decoded by them."""
-    features = getattr(stream, "features", None) if _is_datasets(stream) else None
+    features = getattr(stream, "features", None) if is_of_datasets(stream, "IterableDataset") else None
     if not features or getattr(stream, "_formatting", None) is not None:
         return None
     from datasets.features.features import require_decoding

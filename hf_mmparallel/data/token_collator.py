@@ -112,7 +112,7 @@ class PretokenizedCollator:
         longest = max(lengths)
         if self.pad_to_multiple_of is not None:
             longest = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}.get(name, 0)
+        fill = padding_of(name, self.pad_token_id)
         rows = []
         for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
             if name not in sample or sample[name].shape[-1] != length:
@@ -124,6 +124,11 @@ class PretokenizedCollator:
             padding = (0, longest - length) if self.padding_side == "right" else (longest - length, 0)
             rows.append(functional.pad(sample[name], padding, value=fill))
         return torch.stack(rows, dim=1 if rows[0].dim() == 2 else 0)  # position ids may be (3, length)
+
+
+def padding_of(field: str, pad_token_id: int) -> int:
+    """The value of a field of tokens where there is none."""
+    return {"input_ids": pad_token_id, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}.get(field, 0)
 
 
 def require_column(sample: Mapping[str, Any], column: str, present: Mapping[str, Any] | None = None) -> None:

@@ -59,7 +59,7 @@ from .rank_loader import check_arrangement, encoders_run_together, make_rank_loa
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .start_checks import check_model
 from .start_report import PlanReport, report_survival
-from .training_sizes import MeasuredSizes, RunContext
+from .training_sizes import RunContext
 from .training_steps import TrainingSteps
 
 # The whole model of a run without a plan whose ranks hold shares of the weights: FSDP, or DeepSpeed's stage 3.
@@ -138,7 +138,7 @@ class EngineState:
         self.prepared_optimizer: Any = None
         self.rank_costs: CostModel | None = None  # without a plan, to arrange samples by
         self.layouts: tuple[NodeLayouts, Any] | None = None  # with `resilience`
-        self.measured_sizes = MeasuredSizes()
+        self.measured_sizes: dict[str, tuple[Any, Any]] = {}  # of `TrainingSizes`
 
     def begin_without_plan(self, args: Any, plugin: MultimodalParallelPlugin | None) -> None:
         """Prepares the batches of the stock Trainer, and warns of settings without effect. Collective."""

@@ -15,7 +15,7 @@ from transformers.trainer_utils import seed_worker
 
 from ..callbacks.preemption import leave_signals_to_rank
 from ..data.global_batches import DataPosition, GlobalBatchSampler, LengthGroups
-from ..data.measured_batches import MeasuredBatchSampler, MeasuringRanks
+from ..data.measured_batches import MeasuredBatchSampler
 from ..data.media import readers
 from ..data.step_dataset import StepDataset, as_is
 from ..data.streams import StreamSampler, StreamWindow, is_stream
@@ -55,7 +55,7 @@ class TrainingLoader:
         follow_plan(self.loader, engine, planner)
         global_batches: Any = self.loader.batch_sampler
         if isinstance(global_batches, MeasuredBatchSampler):
-            global_batches.measure_anew(_measuring(engine.world))
+            global_batches.measure_anew(engine.world)
         return replace(self, run_planner=planner)
 
     def items_after(self, position: DataPosition) -> Iterator[Any]:
@@ -241,16 +241,10 @@ def with_sizes(
         sizes.source,
         dataset,
         sizes.median or SampleSizes.uniform(dict.fromkeys(context.spec.modules, 1), 1),
-        _measuring(context.world),
+        context.world,
         args.dataloader_num_workers,
         args.dataloader_multiprocessing_context,
     )
-
-
-def _measuring(world: World) -> MeasuringRanks:
-    """The ranks of a world as those that measure."""
-    exchange = functools.partial(world.all_gather, activity="exchanging the sizes of samples")
-    return MeasuringRanks(world.rank, world.size, exchange)
 
 
 class _FirstRanksOrder:

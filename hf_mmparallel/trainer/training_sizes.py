@@ -10,13 +10,12 @@ from typing import Any
 from transformers.utils.logging import tqdm
 
 from ..data.global_batches import GlobalBatch
-from ..data.image_sizes import UnknownSizeError
 from ..data.layer_tokens import measure_layers
 from ..data.measured_batches import median_of
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens, draw_samples, evenly_spaced, measure_samples
-from ..data.streams import StreamSizes, StreamWindow
+from ..data.size_sources import LayerTokens, StreamSizes, draw_samples, evenly_spaced, measurable
+from ..data.streams import StreamWindow
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes
 from ..steps.step_planner import SizeFunction
 from ..world import World, raise_on_all_ranks
@@ -75,57 +74,49 @@ class CommonSizes:
         return self.source is not None and not self.source.is_table and not isinstance(self.source, StreamSizes)
 
 
-@dataclass
-class MeasuredSizes:
-    """Sizes that [`TrainingSizes`] has measured, each with the dataset or the source that it belongs to."""
-
-    source: tuple[Any, SizeSource | None] | None = None
-    layers: dict[str, LayerTokens] | None = None
-    with_layers: tuple[SizeSource, SizeSource] | None = None
-    start: tuple[Any, StartSizes | None] | None = None
-
-
 class TrainingSizes:
     """Sizes of the training samples, measured once; results are added to `measured`."""
 
-    def __init__(self, context: RunContext, measured: MeasuredSizes | None = None):
+    def __init__(
+        self,
+        context: RunContext,
+        measured: dict[str, tuple[Any, Any]] | None = None,  # name -> the dataset or source that it is of, result
+    ):
         self.context = context
-        self.measured = MeasuredSizes() if measured is None else measured
+        self.measured = {} if measured is None else measured
+
+    def _once(self, name: str, of: Any, measure: Callable[[], Any]) -> Any:
+        """What `measure` returns for a dataset or source, once."""
+        if name not in self.measured or self.measured[name][0] is not of:
+            self.measured[name] = of, measure()
+        return self.measured[name][1]
 
     def of_rank(self, dataset: Any) -> SizeSource | None:
         """Returns dataset indices -> sizes, as this rank alone measures them; `None` where sizes are unknown."""
         source = self._in_features(dataset)
         if source is None:
             return None
-        measured = self.measured
-        if measured.with_layers is None or measured.with_layers[0] is not source:
-            measured.with_layers = source, source.with_layers(self._layers(dataset, source))
-        return measured.with_layers[1]
+        return self._once("with_layers", source, lambda: source.with_layers(self._layers(dataset, source)))
 
     def at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
         """Returns sizes that this rank alone measures before the first step; `None` where they are unknown."""
-        if self.measured.start is None or self.measured.start[0] is not dataset:
-            with seeded(self.context.args.seed):  # only this rank reads samples here
-                self.measured.start = dataset, self._at_start(dataset, global_batch_size)
-        return self.measured.start[1]
+        return self._once("start", dataset, lambda: self._at_start(dataset, global_batch_size))
 
     def _at_start(self, dataset: Any, global_batch_size: int) -> StartSizes | None:
-        source = self.of_rank(dataset)
-        if source is None:
-            return None
-        if source.is_table:
-            result = StartSizes(source(range(len(source))), True)
-        else:
-            count = _NUM_MEASURED
-            if isinstance(source, StreamSizes):
-                dataset, count = copy.copy(source.window), _NUM_STREAMED  # training reads the stream itself
-                source = source.of_window(dataset)
-            global_batch = representative_batch(dataset, source, max(count, global_batch_size), self.context.args)
-            readable = _readable(source, global_batch.samples, skip=True)
-            if not readable:
+        with seeded(self.context.args.seed):  # only this rank reads samples here
+            source = self.of_rank(dataset)
+            if source is None:
                 return None
-            result = StartSizes(source(readable), False)
-        return result if result.sizes.known and result.sizes.num_samples else None
+            readable: Sequence[int] = range(len(source)) if source.is_table else ()
+            if not source.is_table:
+                count = _NUM_MEASURED
+                if isinstance(source, StreamSizes):
+                    dataset, count = copy.copy(source.window), _NUM_STREAMED  # training reads the stream itself
+                    source = source.of_window(dataset)
+                global_batch = representative_batch(dataset, source, max(count, global_batch_size), self.context.args)
+                readable = measurable(source, global_batch.samples, skip=True)
+            sizes = source(readable) if readable else None
+        return None if sizes is None or not sizes.known else StartSizes(sizes, source.is_table)
 
     def typical(self, dataset: Any, global_batch_size: int) -> SampleSizes | None:
         """Sizes of a global batch whose samples are like the mean one, as [`~TrainingSizes.at_start`] finds them."""
@@ -140,7 +131,7 @@ class TrainingSizes:
             typical = self.typical(dataset, global_batch_size)
             median = None if start is None else median_of(start.sizes, LANGUAGE_MODEL)
             local = source is not None and not source.is_table
-            layers = self.measured.layers if local else None
+            layers = self.measured["layers"][1] if local else None
             return CommonSizes(None if local else source, typical, median), layers
 
         # The first rank measures the encoders, and all samples that are measured in advance, because a file may be
@@ -152,28 +143,23 @@ class TrainingSizes:
 
     def _in_features(self, dataset: Any) -> SizeSource | None:
         """Sizes in which an encoder has as many tokens as features."""
-        if self.measured.source is None or self.measured.source[0] is not dataset:
-            context = self.context
-            source = size_source(
-                dataset,
-                context.collator,
-                context.spec,
-                context.args.token_columns,
-                context.sample_tokens,
-                context.processing_class,
-                num_proc=context.args.dataloader_num_workers or None,
-            )
-            self.measured.source = dataset, source
-        return self.measured.source[1]
+        context = self.context
+        words = (context.collator, context.spec, context.args.token_columns, context.sample_tokens)
+        workers = context.args.dataloader_num_workers or None
+        return self._once(
+            "source", dataset, lambda: size_source(dataset, *words, context.processing_class, num_proc=workers)
+        )
 
     def _layers(self, dataset: Any, source: SizeSource) -> dict[str, LayerTokens]:
         """Encoder -> tokens in its layers for a number of features."""
-        if self.measured.layers is None:
+
+        def measure() -> dict[str, LayerTokens]:
             context = self.context
             lean, collator = context.drop_columns(dataset, "Training")
             with seeded(context.args.seed):  # only this rank reads samples here
-                self.measured.layers = measure_layers(context.model, context.spec, lean, collator, source)
-        return self.measured.layers
+                return measure_layers(context.model, context.spec, lean, collator, source)
+
+        return self._once("layers", None, measure)  # the same for all datasets
 
 
 def representative_batch(
@@ -192,14 +178,6 @@ def representative_batch(
         for start in range(0, len(chosen), _SAMPLES_PER_UPDATE):
             few = chosen[start : start + _SAMPLES_PER_UPDATE]
             # without samples whose file can't be read, and with `on_bad_sample="skip"` all that have no size
-            readable += _readable(sizes, few, args.on_bad_sample == "skip")
+            readable += measurable(sizes, few, args.on_bad_sample == "skip")
             bar.update(len(few))
     return GlobalBatch(tuple(readable))
-
-
-def _readable(sizes: SizeFunction, indices: Sequence[int], skip: bool) -> list[int]:
-    errors = measure_samples(sizes, indices)
-    for error in errors.values():
-        if not skip and not isinstance(error, (OSError, UnknownSizeError)):
-            raise error  # the others are reported when they are drawn
-    return [index for index in indices if index not in errors]

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import datasets
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 Size = tuple[int, int]
 ORIENTATION = 0x112
@@ -64,6 +66,14 @@ def inside(rows: Sequence[dict]) -> datasets.Dataset:
     part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
     messages = datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)})
     return datasets.Dataset.from_list(rows).cast(datasets.Features({"messages": messages}))
+
+
+def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its padding in front."""
+    fields = {"input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids"} & batch.keys()
+    shifts = (batch["attention_mask"] == 0).sum(-1).tolist()
+    moved = {name: [row.roll(n) for row, n in zip(batch[name], shifts, strict=True)] for name in fields}
+    return {**batch, **{name: torch.stack(rows) for name, rows in moved.items()}}
 
 
 def _exif(orientation: int) -> Image.Exif:

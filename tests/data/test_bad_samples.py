@@ -129,14 +129,10 @@ def test_a_sample_whose_size_cannot_be_told_is_bad_before_anything_is_read():
     assert bad_of(batch) == {23: (23, "charts/23.png")} and isinstance(batch, UnreadableBatch)
     rest = dataset.__getitems__(DRAW.without(batch.bad))
     assert not rest.bad and 23 not in rest.step.samples
+    with pytest.raises(KeyError, match="none"):  # a planner that fails for another reason says so
+        make(0, Files(), failing_sizes, arrangement="none").__getitems__(GlobalBatch((1, 2)))
     none = make(0, Files(), sizes=lambda indices: failing_sizes([23, *indices]))
     assert len(none.__getitems__(DRAW).bad) == len(DRAW.samples)
-
-
-def test_a_planner_that_fails_for_another_reason_says_so():
-    dataset = make(0, Files(), failing_sizes, arrangement="none")
-    with pytest.raises(KeyError, match="none"):
-        dataset.__getitems__(GlobalBatch((1, 2)))
 
 
 def test_files_are_found_in_rows_that_are_not_decoded(tmp_path):
@@ -150,6 +146,12 @@ def test_files_are_found_in_rows_that_are_not_decoded(tmp_path):
         assert BadSample.of(index, caught.value, row).file == name
 
 
+def caused() -> RuntimeError:
+    error = RuntimeError("decoding")
+    error.__cause__ = FileNotFoundError(errno.ENOENT, "No such file", "none/a.png")
+    return error
+
+
 @pytest.mark.parametrize(
     ("row", "file"),
     [
@@ -160,12 +162,7 @@ def test_files_are_found_in_rows_that_are_not_decoded(tmp_path):
         ({"messages": [{"content": [{"type": "image", "url": "https://x/y.png"}]}]}, "https://x/y.png"),
     ],
 )
-def test_names_of_files_in_a_row(row, file):
+def test_names_of_files_in_a_row_unless_a_cause_has_one(row, file):
     assert BadSample.of(0, ValueError("no"), row).file == file
-
-
-def test_the_file_of_the_first_cause_counts():
-    error = RuntimeError("decoding")
-    error.__cause__ = FileNotFoundError(errno.ENOENT, "No such file", "none/a.png")
-    bad = BadSample.of(3, error, {"path": "other.png"})
+    bad = BadSample.of(3, caused(), row)
     assert bad.file == "none/a.png" and bad.reason == "RuntimeError: decoding"

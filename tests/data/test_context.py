@@ -137,6 +137,8 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
         assert batches[-1].batches.keys() == inputs.chunks(step).keys()
     every = {key: cut for batch in batches for key, cut in batch.shardings.items()}
     assert every.keys() == {(LANGUAGE_MODEL, replica, index, 0) for replica in range(2) for index in range(2)}
+    whole = plan_of(tp_size=2)  # nothing is cut for one cp rank
+    assert sharder_of(whole, 2).chunks(contiguous_step(whole, range(4), 2)) == {}
     for rank, batch in enumerate(batches):
         for key, cut in batch.shardings.items():
             assert torch.equal(cut.order, every[key].order)
@@ -147,11 +149,6 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
                 made = {batch_index for row in step.microbatches[module][replica] for batch_index in row}
                 fed = {(LANGUAGE_MODEL, *step.location_of[LANGUAGE_MODEL, index], 0) for index in made}
                 assert batch.shardings.keys() == fed
-
-
-def test_nothing_is_cut_for_one_cp_rank():
-    plan = plan_of(tp_size=2)
-    assert sharder_of(plan, 2).chunks(contiguous_step(plan, range(4), 2)) == {}
 
 
 def test_sliding_windows_count_in_the_work_of_a_block():

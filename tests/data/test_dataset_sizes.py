@@ -95,43 +95,47 @@ def test_splits(columns, tmp_path):
             open_dataset(str(tmp_path / name), split)
 
 
-@pytest.mark.parametrize("name", ["empty.jsonl", "empty.json", "empty.csv", "head.csv", "none.parquet", "saved"])
-def test_a_dataset_without_samples_is_a_sentence(name, columns, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        *((f"empty.{kind}", "", "has no samples") for kind in ("jsonl", "json", "csv")),
+        ("head.csv", "length\n", "has no samples"),
+        ("none.parquet", None, "has no samples"),
+        ("saved", None, "has no samples"),
+        ("data.parquet", "no parquet", "can't be read"),
+        ("data.txt", "no parquet", "ends in `.txt`.*.parquet"),
+    ],
+)
+def test_files_without_samples_and_files_that_are_no_datasets(name, text, words, columns, tmp_path):
     path = tmp_path / name
-    if name == "saved":
+    if text is not None:
+        path.write_text(text)
+    elif name == "saved":
         columns.select([]).save_to_disk(str(path))
-    elif name == "none.parquet":
-        columns.select([]).to_parquet(str(path))
     else:
-        path.write_text("length\n" if name == "head.csv" else "")
-    with pytest.raises(ValueError, match=rf"^Dataset `.*{name}` has no samples"):
+        columns.select([]).to_parquet(str(path))
+    with pytest.raises(ValueError, match=rf"^Dataset `.*{name}` {words}"):
         open_dataset(str(path))
-
-
-def test_missing_columns_are_named(columns, spec, model, tmp_path):
-    columns.save_to_disk(str(tmp_path))
-    with pytest.raises(ValueError, match=r"\['length', 'patches'\]. It lacks `input_ids`.*`token_columns`"):
-        measure_dataset(str(tmp_path), model, spec)
 
 
 def missing():
     raise OSError("no preprocessor_config.json")
 
 
-@pytest.mark.parametrize("processor", [missing, None, object])
-def test_conversations_need_a_processor(spec, model, tmp_path, processor):
+@pytest.mark.parametrize(
+    ("column", "processor", "words"),
+    [
+        ("other", None, r"\['other'\]. It lacks `input_ids`.*`token_columns`"),
+        ("messages", missing, "no preprocessor_config"),
+        ("messages", None, "none is given"),
+        ("messages", object, "`object` has no"),
+    ],
+)
+def test_missing_columns_and_processors_of_conversations_are_named(spec, model, tmp_path, column, processor, words):
     messages = [[{"role": "user", "content": [{"type": "text", "text": "hello"}]}]] * 2
-    Dataset.from_dict({"messages": messages}).save_to_disk(str(tmp_path))
-    words = {missing: "no preprocessor_config", None: "none is given", object: "`object` has no"}[processor]
+    Dataset.from_dict({column: messages}).save_to_disk(str(tmp_path))
     with pytest.raises(ValueError, match=words):
         measure_dataset(str(tmp_path), model, spec, processor=processor)
-
-
-@pytest.mark.parametrize(("name", "words"), [("data.parquet", "can't be read"), ("data.txt", "`.txt`.*.parquet")])
-def test_files_that_are_no_datasets(tmp_path, name, words):
-    (tmp_path / name).write_text("no parquet")
-    with pytest.raises(ValueError, match=words):
-        open_dataset(str(tmp_path / name))
 
 
 @pytest.fixture
@@ -165,14 +169,11 @@ def test_a_hub_that_can_not_be_reached_is_told_of_before_anything_is_read(hub, m
         open_dataset("someone/something")
 
 
-def test_a_name_that_the_hub_has_not(hub):
+def test_what_is_in_the_cache_or_on_the_hub_passes_and_no_other_name(hub, monkeypatch):
     response: Any = SimpleNamespace(headers={}, status_code=404, request=None)
     hub(RepositoryNotFoundError("404\nRepository Not Found", response=response))
     with pytest.raises(ValueError, match="of this name: 404 Repository Not Found"):
         check_hub("model", "nope", "It", "Give one")
-
-
-def test_what_is_in_the_cache_or_on_the_hub_passes(hub, monkeypatch):
     asked: list[str] = []
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, timeout: asked.append(name))
     check_hub("model", "a/b", "It", "Give one")

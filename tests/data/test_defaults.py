@@ -42,16 +42,11 @@ def test_token_ids_are_padded_with_the_processors_token(make, processor, pad):
 
 
 @pytest.mark.parametrize("make", [Sized, Dataset.from_list])
-def test_conversations_go_to_the_chat_collator_with_their_columns(make):
+def test_conversations_go_to_the_chat_collator_with_their_columns_and_all_else_to_the_trainer(make):
     collator, raw = default_collator(make(CHATS), llava())
     assert isinstance(collator, ChatCollator) and raw
-
-
-@pytest.mark.parametrize(
-    "dataset", [None, Sized(), Sized([(1, 2)]), Sized([{"input_ids": [1]}]), Sized(CHATS), iter(TOKENS)]
-)
-def test_all_else_is_left_to_the_trainer(dataset):
-    assert default_collator(dataset, SimpleNamespace(pad_token_id=0)) == (None, False)
+    for dataset in (None, Sized(), Sized([(1, 2)]), make([{"input_ids": [1]}]), make(CHATS), iter(TOKENS)):
+        assert default_collator(dataset, SimpleNamespace(pad_token_id=0)) == (None, False)
 
 
 IDS = [[5, 6, 8], [3, 9, 4]]
@@ -83,7 +78,12 @@ def test_what_the_stock_collator_can_batch_is_its_batch(name, processor):
     collator, raw = default_collator(Sized(STOCK[name]), processor)
     assert collator is not None and not raw
     stock = default_data_collator if processor is None else DataCollatorWithPadding(processor)
-    assert_same_batch(collator([dict(sample) for sample in STOCK[name]]), stock([dict(s) for s in STOCK[name]]))
+    batch, wanted = collator([dict(sample) for sample in STOCK[name]]), stock([dict(s) for s in STOCK[name]])
+    assert_same_batch(batch, wanted)
+    if name == "without a mask":
+        collator.marks_tokens = True
+        mask = collator([dict(sample) for sample in STOCK[name]])["attention_mask"]
+        assert mask.tolist() == [[1, 1, 1]] * 2 and ("attention_mask" in wanted) == (processor is not None)
 
 
 @pytest.mark.parametrize("labels", [1, [1.0, 0.0]], ids=["classes", "several classes"])
@@ -106,13 +106,6 @@ def test_what_the_stock_collator_would_lose_or_refuse_is_padded():
     assert batch["input_ids"].shape == (3, 3) and batch["labels"][1].tolist() == [3, -100, -100]
     assert torch.equal(batch["pixel_values"], images)
     assert batch["attention_mask"].sum(-1).tolist() == [2, 1, 3]
-
-
-def test_a_mask_is_made_where_it_is_needed():
-    collator = DefaultCollator()
-    assert "attention_mask" not in collator(STOCK["without a mask"])
-    collator.marks_tokens = True
-    assert collator(STOCK["without a mask"])["attention_mask"].tolist() == [[1, 1, 1]] * 2
 
 
 def test_ranks_without_media_make_the_same_batch_but_for_them():

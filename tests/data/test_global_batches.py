@@ -84,9 +84,12 @@ def test_a_last_draw_that_is_dropped_stays_dropped():
     assert DataPosition(0, 20, 7, 7, 3).resume(draws, 22) == (1, 0)
 
 
-def test_a_stream_goes_on_in_its_epoch_although_its_end_is_not_known():
+def test_a_stream_goes_on_in_its_epoch_from_a_file_although_its_end_is_not_known(tmp_path):
     draws = GlobalBatchSampler(StreamSampler(StreamWindow(itertools.count())), 4)
-    assert DataPosition(2, 16, 2, 9, 8).resume(draws, None) == (2, 2)
+    position = DataPosition(2, 16, 2, 9, 8, 3)
+    position.save(tmp_path)
+    assert DataPosition.load(tmp_path / "none") is None and DataPosition.load(tmp_path) == position
+    assert position.resume(draws, None) == (2, 2)
     draws.set_epoch(2)
     first = next(iter(SkipBatchSampler(draws, skip_batches=2)))
     assert first == GlobalBatch((16, 17, 18, 19), 2, 20)
@@ -107,13 +110,6 @@ def test_groups_of_like_lengths_repeat_by_epoch_and_keep_the_size_that_their_epo
     assert list(grouped(300, 2)) != list(grouped(300, 5))
     DataPosition(0, 10, 2, 2, 5).resume(draws, 300)
     assert [index for draw in draws for index in draw.samples] == list(grouped(300, 5))[10:]
-
-
-def test_a_position_comes_back_from_its_folder(tmp_path):
-    position = DataPosition(1, 12, 2, 5, 8, 3)
-    position.save(tmp_path)
-    assert DataPosition.load(tmp_path) == position
-    assert DataPosition.load(tmp_path / "none") is None
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.booleans())

@@ -30,7 +30,7 @@ def test_batches_are_equal_but_for_pixels(family, sizes):
     for name, value in found.items():
         assert value.dtype == full[name].dtype and torch.equal(value, full[name]), name
     for run in lean.processor.image_processor._known.values():
-        assert run.run.options, "the processor runs in full on blank images"
+        assert run.options, "the processor runs in full on blank images"
 
 
 def test_pixels_take_no_memory_and_keep_their_shape():

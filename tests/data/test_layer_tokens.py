@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,9 +127,22 @@ def test_the_first_samples_of_a_stream_are_measured(llava):
     window.fetch(GlobalBatch((0, 1, 2)))
     assert source.with_layers(layers)([0, 1, 2]).tokens["vision"].tolist() == [5, 10, 0]
     assert measure_layers(model, spec, StreamWindow(Stream([])), collator, source) == {}
-    given = size_source(window, collator, spec, function=lambda sample: {LANGUAGE_MODEL: 7, "vision": 3})
-    assert measure_layers(model, spec, window, collator, given) == {}
-    assert given.with_layers(layers)([0]).tokens["vision"].tolist() == [3]
+
+
+@pytest.mark.parametrize("make", [list, Dataset.from_list, lambda rows: StreamWindow(Stream(rows))])
+def test_sizes_that_are_given_stay(llava, make):
+    model, spec, collator = llava
+    data = make([{"n": 3, "input_ids": [1]}] * 2)
+    if isinstance(data, StreamWindow):
+        data.fetch(GlobalBatch((0, 1)))
+    for words in (
+        {"columns": {LANGUAGE_MODEL: "n", "vision": "n"}},
+        {"function": lambda sample: {LANGUAGE_MODEL: 7, "vision": 3}},
+    ):
+        given = size_source(data, collator, spec, **words)
+        assert measure_layers(model, spec, data, collator, given) == {}
+        assert given.with_layers({"vision": LayerTokens(9.0)})([1]).tokens["vision"].tolist() == [3]
+    assert measure_layers(model, spec, data, collator, None) == {}
 
 
 def clips(*rows: int) -> list[dict[str, Any]]:
@@ -185,7 +199,8 @@ def test_samples_that_can_not_be_read_are_passed_over(llava, where):
     model, spec, collator = llava
     samples = make_dataset("llava", 4)
     source = size_source(samples, collator, spec)
-    read = source.read
+    (part,) = source.parts
+    read = part.read
 
     def refusing(batch):
         if where == "everywhere" or (where == "collator" and any(sample is samples[1] for sample in batch)):
@@ -193,18 +208,9 @@ def test_samples_that_can_not_be_read_are_passed_over(llava, where):
         return collator(batch)
 
     if where == "sizes":
-        source.read = lambda indices: [OSError() if n == 1 else read([n])[0] for n in indices]
+        refuse = lambda indices: [OSError() if n == 1 else read([n])[0] for n in indices]  # noqa: E731
+        source.parts = [replace(part, read=refuse)]
     data = Broken(samples) if where == "dataset" else samples
     found = measure_layers(model, spec, data, refusing, source)
     assert found == ({} if where == "everywhere" else FIVE)
     assert where == "sizes" or source.with_layers({})(range(4)).tokens["vision"].tolist() == [4, 8, 0, 4]  # rows
-
-
-def test_sizes_that_are_given_stay(llava):
-    model, spec, collator = llava
-    samples = [{**sample, "n": 3} for sample in make_dataset("llava", 4)]
-    assert measure_layers(model, spec, samples, collator, None) == {}
-    for data in (samples, Dataset.from_dict({"n": [3, 3]})):
-        given = size_source(data, collator, spec, columns={"language_model": "n", "vision": "n"})
-        assert measure_layers(model, spec, data, collator, given) == {}
-        assert given.with_layers({"vision": LayerTokens(9.0)})([1]).tokens["vision"].tolist() == [3]

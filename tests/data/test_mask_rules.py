@@ -24,6 +24,8 @@ from hf_mmparallel.data.mask_rules import MaskRule, words_of_batch
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, dense_mask
 from tests import tiny
 
+from .conversations import left_padded
+
 FAMILIES = ["llama", "llava", "gemma3", "paligemma", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
 
@@ -45,14 +47,6 @@ def masks_of_layers(model: Any, batch: dict[str, Tensor]) -> list[tuple[Tensor, 
     model.set_attn_implementation({keys[0] if keys else "": "listening"})
     model(**{name: value for name, value in batch.items() if name != "labels"})
     return seen
-
-
-def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with its padding in front."""
-    fields = {"input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids"} & batch.keys()
-    shifts = (batch["attention_mask"] == 0).sum(-1).tolist()
-    moved = {name: [row.roll(n) for row, n in zip(batch[name], shifts, strict=True)] for name in fields}
-    return {**batch, **{name: torch.stack(rows) for name, rows in moved.items()}}
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -14,6 +14,8 @@ from hf_mmparallel.kernels.bitfield_attention import decode_words
 from hf_mmparallel.modeling import build_model_spec, count_feature_tokens
 from tests import tiny
 
+from .conversations import left_padded
+
 SMALL = {**tiny.TEXT, "num_hidden_layers": 2, "attention_dropout": 0.0}
 HEADS = {**SMALL, "head_dim": 16}
 WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -140,15 +142,8 @@ def test_a_packed_row_has_the_loss_and_the_gradients_of_the_padded_batch(family:
 def test_padding_at_the_end_and_at_the_left_changes_nothing():
     samples, model, collate = samples_of("gemma3"), make_model("gemma3", "bitfield"), tiny.collate("gemma3")
     plain = packer("gemma3")(samples)
-
-    def left(samples: Sequence[Any]) -> dict[str, Tensor]:
-        batch = collate(list(samples))
-        shifts = (batch["attention_mask"] == 0).sum(-1).tolist()
-        for name in ("input_ids", "labels", "attention_mask", "token_type_ids"):
-            batch[name] = torch.stack([row.roll(n) for row, n in zip(batch[name], shifts, strict=True)])
-        return batch
-
-    assert_same(PackingCollator(left, model)(samples), plain)
+    left = PackingCollator(lambda samples: left_padded(collate(list(samples))), model)
+    assert_same(left(samples), plain)
     padded = packer("gemma3", pad_to_multiple_of=64)(samples)
     length = plain["input_ids"].shape[1]
     assert padded["input_ids"].shape == (1, 128) and length < 128
@@ -257,12 +252,9 @@ def test_a_row_over_the_budget_is_refused():
         packer("llama", max_length=total - 1)(samples)
     with pytest.raises(ValueError, match=rf"a row of {total}, padded to 64, tokens, .*`max_length={total}`"):
         packer("llama", max_length=total, pad_to_multiple_of=64)(samples)
-
-
-@pytest.mark.parametrize("name", ["max_length", "pad_to_multiple_of"])
-def test_lengths_that_are_none_are_refused(name: str):
-    with pytest.raises(ValueError, match=f"`{name}=0`"):
-        packer("llama", **{name: 0})
+    for name in ("max_length", "pad_to_multiple_of"):
+        with pytest.raises(ValueError, match=f"`{name}=0`"):
+            packer("llama", **{name: 0})
 
 
 @pytest.mark.parametrize(("family", "key"), [("llama", "'b"), ("llava", "{'text_config': 'b")])

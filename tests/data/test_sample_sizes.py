@@ -2,6 +2,7 @@
 
 import functools
 import io
+import itertools
 import json
 import pickle
 import random
@@ -21,9 +22,9 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hf_mmparallel.data import ChatCollator, PretokenizedCollator, sample_sizes, size_measures
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.sample_sizes import size_source, token_lengths
-from hf_mmparallel.data.size_measures import TokenMeasure
-from hf_mmparallel.data.size_sources import LayerTokens, Ragged
+from hf_mmparallel.data.sample_sizes import size_source
+from hf_mmparallel.data.size_measures import Ragged, TokenMeasure
+from hf_mmparallel.data.size_sources import LayerTokens
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.features import count_feature_tokens
@@ -41,10 +42,8 @@ MEDIA = ("pixel_values", "input_features")
 
 def lists(sizes: SampleSizes) -> tuple[dict, dict]:
     """Tokens and squares as lists."""
-    return (
-        {name: values.tolist() for name, values in sizes.tokens.items()},
-        {name: values.tolist() for name, values in sizes.squares.items()},
-    )
+    tokens, squares = ({name: own.tolist() for name, own in of.items()} for of in (sizes.tokens, sizes.squares))
+    return tokens, squares
 
 
 def tokens(source, indices) -> dict[str, list[int]]:
@@ -98,31 +97,29 @@ def test_columns_hold_numbers_or_a_number_for_each_image(make):
     assert tokens(alike, [0, 1]) == {"vision": [1, 1], LANGUAGE_MODEL: [3, 5]}
 
 
+REFUSED: list[tuple[list[dict], dict[str, Any], str]] = [
+    (ROWS, {"columns": "size"}, r"no column `size`.*`language_model`; it has \['length', 'patches', 'text'\]"),
+    (ROWS, {"columns": {LANGUAGE_MODEL: "length", "vison": "patches"}}, "Did you mean `vision`"),
+    (ROWS, {"columns": {"vision": "patches"}}, "lengths of `language_model`"),
+    (ROWS, {"columns": "text"}, "`text`"),
+    (ROWS, {"columns": "length", "function": counts_of}, "twice"),
+    (ROWS, {"function": lambda sample: 3}, "gave 3 for the sizes"),
+    (ROWS, {"function": lambda sample: {"vision": 3}}, "tokens of each module"),
+    (ROWS, {"function": lambda sample: {LANGUAGE_MODEL: 1, "visoin": 3}}, "Did you mean `vision`"),
+    (ROWS, {"function": lambda sample: {LANGUAGE_MODEL: -1}}, "length -1"),
+    (ROWS, {"function": lambda sample: {LANGUAGE_MODEL: "long"}}, "length 'long'"),
+    *(
+        ([{"n": value} for value in values], {"columns": "n"}, "`n`")  # no lengths
+        for values in ([-1, 2], [1.5, 2.0], [[[1, 2]], [[3]]], [[1, None], [2]])
+    ),
+]
+
+
 @pytest.mark.parametrize("make", [list, Dataset.from_list])
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ("size", r"no column `size`.*`language_model`; it has \['length', 'patches', 'text'\]"),
-        ({LANGUAGE_MODEL: "length", "vison": "patches"}, "no `vison`. Did you mean `vision`"),
-        ({"vision": "patches"}, "lengths of `language_model`"),
-        ("text", "`text`"),
-    ],
-)
-def test_wrong_columns(make, columns, words):
+@pytest.mark.parametrize(("rows", "settings", "words"), REFUSED)
+def test_wrong_settings_and_numbers_that_are_no_lengths(make, rows, settings, words):
     with pytest.raises(ValueError, match=words):
-        size_source(make(ROWS), None, SPEC, columns=columns)([0])
-
-
-@pytest.mark.parametrize("values", [[-1, 2], [1.5, 2.0], [[[1, 2]], [[3]]], [[1, None], [2]]])
-@pytest.mark.parametrize("make", [list, Dataset.from_list])
-def test_values_that_are_no_lengths(values, make):
-    with pytest.raises(ValueError, match="`n`"):
-        size_source(make([{"n": value} for value in values]), None, SPEC, columns="n")([0, 1])
-
-
-def test_a_column_and_a_function_contradict_each_other():
-    with pytest.raises(ValueError, match="twice"):
-        size_source(ROWS, None, SPEC, columns="length", function=counts_of)
+        size_source(make(rows), None, SPEC, **settings)(range(len(rows)))
 
 
 @pytest.mark.parametrize("make", [list, Dataset.from_list, Plain], ids=["list", "datasets", "torch"])
@@ -134,21 +131,6 @@ def test_a_function_of_a_sample(make):
     )
     text = size_source(make(ROWS), None, SPEC, function=lambda sample: {LANGUAGE_MODEL: 2})
     assert tokens(text, [0, 1]) == {"vision": [0, 0], LANGUAGE_MODEL: [2, 2]}
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        (3, "gave 3 for the sizes"),
-        ({"vision": 3}, "tokens of each module"),
-        ({LANGUAGE_MODEL: 1, "visoin": 3}, "Did you mean `vision`"),
-        ({LANGUAGE_MODEL: -1}, "length -1"),
-        ({LANGUAGE_MODEL: "long"}, "length 'long'"),
-    ],
-)
-def test_a_function_that_gives_no_sizes(found, words):
-    with pytest.raises(ValueError, match=words):
-        size_source(ROWS, None, SPEC, function=lambda sample: found)([0])
 
 
 def test_a_torch_dataset_is_read_once_and_draws_nothing_from_the_training():
@@ -190,27 +172,23 @@ def test_tokens_are_counted_where_the_batch_is(family):
 @pytest.mark.parametrize(
     ("ids", "fields", "expected"),
     [
-        ([100] * 3 + [1] + [100] * 2, {}, [3, 2]),
-        ([100] * 6, {"image_grid_thw": [[1, 4, 4], [1, 2, 4]]}, [4, 2]),
-        ([100] * 6, {"image_grid_thw": [[3, 2, 4]]}, [2, 2, 2]),
-        ([100, 100, 1, 100, 100, 1], {"image_sizes": [[32, 32]]}, [4]),
-        ([100] * 5, {"image_sizes": [[31, 17], [9, 5]]}, [5]),
-        ([100] * 5, {"image_grid_thw": [], "images": [None], "image_flags": [1]}, [5]),
-        ([1, 2], {"image_grid_thw": []}, []),
-        ([100, 100, 5, 0, 0], {"attention_mask": [1, 1, 1, 0, 0]}, [2]),
+        ([100] * 6, {"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}, [4, 2]),
+        ([[100] * 6], {"image_grid_thw": np.array([[3, 2, 4]])}, [2, 2, 2]),
+        ([100] * 5, {"image_grid_thw": [], "images": [None], "image_flags": [1], "image_names": ["a"]}, [5]),
+        ([100, 100, 5, 0, 0], {"attention_mask": torch.tensor([1, 1, 1, 0, 0])}, [2]),
     ],
 )
-def test_items_share_the_rows_by_their_extents(ids, fields, expected):
-    lengths = TokenMeasure.of(SPEC)({"input_ids": ids, **fields})
-    assert lengths == {"vision": expected, LANGUAGE_MODEL: [sum(fields.get("attention_mask", [1] * len(ids)))]}
+def test_a_sample_may_have_tensors_arrays_and_what_is_no_extent(ids, fields, expected):
+    num_tokens = int(sum(fields.get("attention_mask", [1] * np.size(ids))))
+    assert TokenMeasure.of(SPEC)({"input_ids": ids, **fields}) == {"vision": expected, LANGUAGE_MODEL: [num_tokens]}
 
 
 @given(st.lists(st.lists(st.integers(0, 50), max_size=4), min_size=1, max_size=6))
 def test_sums_over_samples(rows):
-    found, squares = Ragged.of(rows).sums(LayerTokens(4.0, 2.0))
+    found, squares = LayerTokens(4.0, 2.0).sums(Ragged.of(rows))
     assert found.tolist() == [sum(4 * n + 2 for n in row) for row in rows]
     assert squares.tolist() == [sum((4 * n + 2) ** 2 for n in row) for row in rows]
-    _, fixed = Ragged.of(rows).sums(LayerTokens(4.0, sequence=8))
+    _, fixed = LayerTokens(4.0, sequence=8).sums(Ragged.of(rows))
     assert fixed.tolist() == [sum(4 * n for n in row) * 8 for row in rows]
 
 
@@ -284,9 +262,9 @@ def test_a_file_that_can_not_be_read_is_told_of_and_the_rest_is_measured():
     assert tokens(source, [0])["vision"] == [5]
 
 
-@pytest.mark.parametrize("unknown", [ELSEWHERE, MISPLACED], ids=["elsewhere", "misplaced"])
-def test_samples_of_which_nothing_says_the_size_count_one_token(unknown):
-    assert tokens(chat_sizes([CHATS[0], unknown]), [1]) == {"vision": [1], LANGUAGE_MODEL: [1]}
+def test_samples_of_which_nothing_says_the_size_count_one_token():
+    found = tokens(chat_sizes([CHATS[0], ELSEWHERE, MISPLACED]), [1, 2])
+    assert found == {"vision": [1, 1], LANGUAGE_MODEL: [1, 1]}
 
 
 def test_rows_without_a_size_have_that_of_the_median_row(caplog):
@@ -362,7 +340,7 @@ def forbid(monkeypatch, measure: str) -> None:
 
     for name in ("__call__", "together"):
         monkeypatch.setattr(getattr(size_measures, measure), name, fail)
-    monkeypatch.setattr(sample_sizes, "token_lengths", fail)
+    monkeypatch.setattr(size_measures.TokenMeasure, "of_table", fail)
 
 
 def test_tokens_are_measured_once_for_a_dataset_on_disk(tmp_path, monkeypatch):
@@ -403,24 +381,48 @@ MEASURE = TokenMeasure(
 )
 
 IDS = st.lists(st.sampled_from([1, 2, IMAGE, IMAGE, VIDEO, SOUND]), max_size=16)
-EXTENTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=3)
+EXTENTS = st.none() | st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=3)
+
+
+def shares(count: int, extents: Any) -> list[int] | None:
+    """Rows of each item, or of each frame of a video, if `extents` share out `count` rows; plain Python."""
+    extents = extents or []
+    if len({len(own) for own in extents}) != 1 or len(extents[0]) not in (2, 3) or min(map(min, extents)) < 1:
+        return None
+    frames = [own[0] if len(own) == 3 else 1 for own in extents]
+    areas = [own[-1] * own[-2] for own, count_of in zip(extents, frames, strict=True) for _ in range(count_of)]
+    total = sum(areas)
+    return [count * area // total for area in areas] if all(count * area % total == 0 for area in areas) else None
+
+
+def lengths_of(row: dict[str, Any]) -> dict[str, list[int]]:
+    """What [`TokenMeasure`] is to find in a row, in plain Python."""
+    mask = row.get("attention_mask", [1] * len(row["input_ids"]))
+    ids = [token for token, kept in zip(row["input_ids"], mask, strict=True) if kept]
+    result: dict[str, list[int]] = {LANGUAGE_MODEL: [len(ids)]}
+    for module, modality, token in (("vision", "image", IMAGE), ("vision", "video", VIDEO), ("audio", "audio", SOUND)):
+        runs = [len(list(run)) for kind, run in itertools.groupby(ids) if kind == token]
+        columns = [row[name] for name in row if name.startswith(f"{modality}_") and name != "image_words"]
+        found = [own for own in (shares(sum(runs), column) for column in columns) if own is not None]
+        result[module] = result.get(module, []) + ((found[0] if found else runs) if runs else [])
+    return result
 
 
 def one_by_one(table: pa.Table) -> dict[str, list[list[int]]]:
-    found = [MEASURE(row) for row in table.to_pylist()]
+    rows = table.to_pylist()
+    found = [lengths_of(row) for row in rows]
+    assert [MEASURE(row) for row in rows] == MEASURE.count(rows) == found
     return {name: [lengths[name] for lengths in found] for name in MEASURE.placeholders}
 
 
 def together(table: pa.Table) -> dict[str, list[list[int]]] | None:
-    found = token_lengths(table, MEASURE)
-    return found and {
-        name: [own.tolist() for own in np.split(r.lengths, np.cumsum(r.counts)[:-1])] for name, r in found.items()
-    }
+    found = MEASURE.of_table(table)
+    return found and {name: lengths.lists() for name, lengths in found.items()}
 
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(IDS, EXTENTS, EXTENTS, st.integers(0, 2**16)), min_size=1, max_size=6), st.booleans())
-def test_rows_together_are_rows_one_by_one(rows, masked):
+def test_lengths_of_a_table_and_of_its_rows(rows, masked):
     columns: dict[str, Any] = {
         "input_ids": pa.array([ids for ids, *_ in rows], pa.list_(pa.int32())),
         "image_sizes_hw": pa.array([first for _, first, _, _ in rows], pa.list_(pa.list_(pa.int64()))),
@@ -435,14 +437,9 @@ def test_rows_together_are_rows_one_by_one(rows, masked):
     assert together(table.slice(1)) == one_by_one(table.slice(1)) or table.num_rows == 1
 
 
-@pytest.mark.parametrize(
-    "ids", [[[[1, IMAGE]]], ["a string"], [None, [1]], [[1, None]]], ids=["nested", "text", "no row", "no number"]
-)
-def test_what_is_no_list_of_numbers_is_left_to_the_rows(ids):
-    assert token_lengths(pa.table({"input_ids": pa.array(ids)}), MEASURE) is None
-
-
-def test_lists_of_a_fixed_size():
+def test_lists_of_a_fixed_size_and_what_is_left_to_the_rows():
     ids = pa.FixedSizeListArray.from_arrays(pa.array([1, IMAGE, IMAGE, 1, 1, SOUND]), 3)
     wanted = {"vision": [[2], []], "audio": [[], [1]], LANGUAGE_MODEL: [[3], [3]]}
     assert together(pa.table({"input_ids": ids})) == wanted
+    for others in ([[[1, IMAGE]]], ["a string"], [None, [1]], [[1, None]]):
+        assert together(pa.table({"input_ids": pa.array(others)})) is None
