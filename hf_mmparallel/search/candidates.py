@@ -25,9 +25,8 @@ from .combinations import (
 from .options import ModuleOptions, divisors, microbatch_counts
 from .problem import Candidate, PlanningProblem
 
-_MAX_ENUMERATED = (
-    2048  # up to so many combinations per placement and counts of replicas and microbatches are all taken
-)
+# Up to so many combinations per placement and counts of replicas and microbatches are all taken.
+_MAX_ENUMERATED = 2048
 _MAX_CANDIDATES = 512  # candidates of larger numbers of combinations
 _MAX_PER_FAMILY = 2
 
