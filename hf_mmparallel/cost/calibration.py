@@ -150,7 +150,7 @@ class Calibration:
         profile = None if data.get("profile") is None else LayerProfile.from_file(data, path)
         try:
             values = dict(data["calibration"])
-            scales = {
+            scales: dict[str, dict[Kind, TimeScale]] = {
                 module: {kind: TimeScale(**kinds[kind]) for kind in KINDS if kind in kinds}
                 for module, kinds in values.pop("scales").items()
             }
