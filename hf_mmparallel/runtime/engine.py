@@ -318,7 +318,10 @@ class ParallelEngine(nn.Module):
         if self.model.training:
             cp_rank = self.plan.stage(*task.stage_key).cp_rank_of(self.rank)
             seed = stable_seed(self.options.seed, self.step_index, task.key, *([cp_rank] if cp_rank else []))
-            torch.manual_seed(seed)
+            # without `torch.manual_seed`, which formats a stack for each kind of device that is not there
+            torch.default_generator.manual_seed(seed)
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).manual_seed(seed)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
         """Returns the samples of a task of the step that ran last."""
