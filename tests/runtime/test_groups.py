@@ -38,7 +38,12 @@ def test_dropout_is_equal_on_ranks_with_the_same_tokens_only():
     with torch.random.fork_rng(devices=[]):
         for rank in PLAN.stage(LANGUAGE_MODEL, 0, 0).all_ranks:
             engine: Any = SimpleNamespace(
-                plan=PLAN, rank=rank, options=EngineOptions(seed=1), step_index=3, model=SimpleNamespace(training=True)
+                plan=PLAN,
+                rank=rank,
+                device=torch.device("cpu"),
+                options=EngineOptions(seed=1),
+                step_index=3,
+                model=SimpleNamespace(training=True),
             )
             ParallelEngine._seed_task(engine, Task("fwd", LANGUAGE_MODEL, 0, 0, 0))
             seeds[rank] = torch.initial_seed()
