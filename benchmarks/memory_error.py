@@ -146,7 +146,7 @@ class PeakMemory(TrainerCallback):
         """The task that ran at a time, and how far it was."""
         result = self.trainer.engine.last_result
         at_ms = time_ns / 1e6 - 1e3 * result.started_s
-        for item in result.timeline:
+        for item in result.record.timeline:
             if item.start_ms <= at_ms <= item.end_ms:
                 return item, (at_ms - item.start_ms) / (item.end_ms - item.start_ms)
         return None, 0.0

@@ -329,7 +329,7 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
     for index in range(1 + sizes.repeats):
         measured.append(timed_step(engine, batch, index))
         assert engine.last_result is not None
-        own = gathered({(engine.rank, t.task): t for t in engine.last_result.timeline})
+        own = gathered({(engine.rank, t.task): t for t in engine.last_result.record.timeline})
         spans = [Span(rank, task, t.start_ms, t.end_ms) for (rank, task), t in own.items()]
         forwards = microbatch_forward_ms(spans)
         deviations.append({name: spread_of(forwards, name) for name in plan.modules})

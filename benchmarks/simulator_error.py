@@ -148,7 +148,7 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
         assert engine.last_result is not None
         mine = {
             t.task: MeasuredTask(t.task, rows_of(t.task, batch.batches[_chunk_key(t.task)]), t.end_ms - t.start_ms)
-            for t in engine.last_result.timeline
+            for t in engine.last_result.record.timeline
         }
         steps.append((batch, list(gathered(mine).values()), time_ms, again_ms))
     rows = []
@@ -197,7 +197,7 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     for index in range(2 + num_steps):
         times.append(timed_step(engine, batch, index))
         assert engine.last_result is not None
-        own = gathered({t.task: t.end_ms - t.start_ms for t in engine.last_result.timeline})
+        own = gathered({t.task: t.end_ms - t.start_ms for t in engine.last_result.record.timeline})
         own_times.append(simulate(plan, program, own.__getitem__, travel_ms).iteration_ms)
     predicted = simulate(plan, program, costs.__getitem__, travel_ms)
     return {

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_mmparallel"
 NAME = "hf_mmparallel"
 
 LEVELS = {
-    "_clock": 0,
+    "_device": 0,
     "_environment": 0,
     "_files": 0,
     "_portable": 0,

@@ -14,10 +14,10 @@ from transformers.trainer_callback import ProgressCallback
 
 from ..arrange.balance import Balance, compare_with_contiguous, excess, measured_balance
 from ..cost import training_flops
-from ..plan import ModelSpec
+from ..plan import ModelSpec, StageKey, StepPlan
 from ..profiling.device_detection import MEASURED, core_per_rank
 from ..runtime.engine import ParallelEngine
-from ..runtime.work import ModuleWork, StepResult
+from ..runtime.work import ModuleWork, StepRecord, StepResult
 from ..schedule import Span
 from ..world import World
 from .base import EngineCallback
@@ -26,13 +26,33 @@ from .base import EngineCallback
 
 
 @dataclass(frozen=True)
-class RanStep:
-    """Results of a step on one rank, until the next log."""
+class RecordedStep:
+    """A step on one rank, until the next log."""
 
-    result: StepResult  # times and work of its tasks
-    counts: Mapping[str, tuple[int, ...]]  # module -> microbatches of each of its replicas
-    forward_ms: np.ndarray  # (microbatches of all replicas of all modules,), of the stages whose first rank this is
+    record: StepRecord
+    balance: Balance  # forwards of the stages whose first rank this is, 0 for others
     arrangement: Mapping[str, float] = field(default_factory=dict)  # see [`arrangement_metrics`]
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """A step on one rank, which the device may not have finished."""
+
+    result: StepResult
+    step: StepPlan
+    led: frozenset[StageKey]  # the stages whose first rank this is
+    arrangement: Mapping[str, float] = field(default_factory=dict)
+
+    def read(self) -> RecordedStep:
+        """What was measured; waits for the device."""
+        record = self.result.record
+        # each rank leads its stages alone
+        spans = [
+            Span(0, timed.task, timed.start_ms, timed.end_ms)
+            for timed in record.timeline
+            if timed.task.stage_key in self.led
+        ]
+        return RecordedStep(record, measured_balance(self.step, spans), self.arrangement)
 
 
 def last_balances(engine: ParallelEngine, microbatch_size: int) -> tuple[Balance, Balance] | None:
@@ -47,12 +67,9 @@ def last_step(engine: ParallelEngine, microbatch_size: int) -> RanStep:
     """The step that an engine ran last. All ranks know the arrangement, so that nothing is communicated."""
     result, step = engine.last_result, engine.current_step
     assert result is not None and step is not None
-    spans = [Span(engine.rank, timed.task, timed.start_ms, timed.end_ms) for timed in result.timeline]
-    mine = measured_balance(step, [span for span in spans if engine.first_rank(span.task) == engine.rank])
-    counts = {name: tuple(map(len, replicas)) for name, replicas in mine.forward_ms.items()}
-    forward_ms = np.concatenate([times for replicas in mine.forward_ms.values() for times in replicas])
+    led = frozenset(key for key in engine.stages if engine.plan.stage(*key).all_ranks[0] == engine.rank)
     balances = last_balances(engine, microbatch_size)
-    return RanStep(result, counts, forward_ms, {} if balances is None else arrangement_metrics(*balances))
+    return RanStep(result, step, led, {} if balances is None else arrangement_metrics(*balances))
 
 
 def arrangement_metrics(before: Balance, after: Balance) -> dict[str, float]:
@@ -75,18 +92,16 @@ def forward_metrics(balance: Balance) -> dict[str, float]:
     return metrics
 
 
-def measure(steps: Sequence[RanStep], world: World) -> list[Balance]:
+def measure(balances: Sequence[Balance], world: World) -> list[Balance]:
     """The forwards of some steps, summed over the stages of each replica. Collective."""
-    summed = torch.from_numpy(np.concatenate([ran.forward_ms for ran in steps]))
-    total = world.all_reduce(summed, activity="metrics of the ranks").numpy()
-    every = np.split(total, np.cumsum([len(ran.forward_ms) for ran in steps])[:-1])
-    return [_balance_of(times, ran.counts) for times, ran in zip(every, steps, strict=True)]
-
-
-def _balance_of(forward_ms: np.ndarray, counts: Mapping[str, tuple[int, ...]]) -> Balance:
-    """The forwards of all microbatches by module and replica."""
-    parts = iter(np.split(forward_ms, np.cumsum([count for replicas in counts.values() for count in replicas])[:-1]))
-    return Balance({name: tuple(next(parts) for _ in replicas) for name, replicas in counts.items()}, {})
+    mine = [balance.forward_ms for balance in balances]
+    flat = [times for of_step in mine for replicas in of_step.values() for times in replicas]
+    total = world.all_reduce(torch.from_numpy(np.concatenate(flat)), activity="metrics of the ranks").numpy()
+    parts = iter(np.split(total, np.cumsum(list(map(len, flat)))[:-1]))
+    return [
+        Balance({name: tuple(next(parts) for _ in replicas) for name, replicas in of_step.items()}, {})
+        for of_step in mine
+    ]
 
 
 def mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -109,16 +124,16 @@ class RankWindow:
     work: dict[str, ModuleWork]  # module -> tokens that it computed on
 
     @classmethod
-    def of(cls, results: Sequence[StepResult], wall_ms: float) -> RankWindow:
+    def of(cls, records: Sequence[StepRecord], wall_ms: float) -> RankWindow:
         replicas = defaultdict(float)
         busy = 0.0
-        for result in results:
-            for timed in result.timeline:
+        for record in records:
+            for timed in record.timeline:
                 took = timed.end_ms - timed.start_ms
                 busy += took
                 replicas[timed.task.module, timed.task.replica] += took
-        duration = sum(r.duration_ms for r in results)
-        return cls(duration, max(wall_ms, duration), busy, dict(replicas), total_work(r.work for r in results))
+        duration = sum(record.duration_ms for record in records)
+        return cls(duration, max(wall_ms, duration), busy, dict(replicas), total_work(r.work for r in records))
 
 
 def total_work(parts: Iterable[Mapping[str, ModuleWork]]) -> dict[str, ModuleWork]:
@@ -178,7 +193,8 @@ class ParallelMetricsCallback(EngineCallback):
     """
 
     def __init__(self):
-        self.steps: deque[RanStep] = deque(maxlen=_MAX_LOGGED_STEPS)
+        self.running: deque[RanStep] = deque()
+        self.steps: deque[RecordedStep] = deque(maxlen=_MAX_LOGGED_STEPS)
         self.ends_s: deque[float] = deque(maxlen=_MAX_LOGGED_STEPS + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -186,20 +202,29 @@ class ParallelMetricsCallback(EngineCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.engine is not None and self.engine.last_result is not None:
-            self.steps.append(last_step(self.engine, args.per_device_train_batch_size))
+            self.running.append(last_step(self.engine, args.per_device_train_batch_size))
             self.ends_s.append(time.perf_counter())
+            self.read(waits=False)
+
+    def read(self, waits: bool = True) -> None:
+        """Reads the steps since the last log, or with `waits=False` those that the device has finished."""
+        while self.running and (waits or self.running[0].result.is_done()):
+            self.steps.append(self.running.popleft().read())
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.running.clear()
         self.steps.clear()
         self.ends_s = deque([time.perf_counter()], _MAX_LOGGED_STEPS + 1)
 
     def parallel_metrics(self) -> dict[str, float]:
+        self.read()
         if self.engine is None or not self.steps:
             return {}
-        mine = RankWindow.of([ran.result for ran in self.steps], 1e3 * (self.ends_s[-1] - self.ends_s[0]))
+        mine = RankWindow.of([ran.record for ran in self.steps], 1e3 * (self.ends_s[-1] - self.ends_s[0]))
         windows = self.engine.world.all_gather(mine, "metrics of the ranks")
         metrics = efficiency(windows, core_per_rank(self.engine.world))
-        metrics |= mean_of([forward_metrics(balance) for balance in measure(self.steps, self.engine.world)])
+        balances = measure([ran.balance for ran in self.steps], self.engine.world)
+        metrics |= mean_of(list(map(forward_metrics, balances)))
         metrics |= mean_of([ran.arrangement for ran in self.steps])
         self.steps.clear()
         self.ends_s = deque([time.perf_counter()], _MAX_LOGGED_STEPS + 1)

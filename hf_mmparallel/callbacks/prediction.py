@@ -21,6 +21,7 @@ from ..cost.stage_memory import GIB
 from ..plan.methods import arrangement_name
 from ..profiling.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
+from ..runtime.work import StepRecord, StepResult
 from ..search.comparison import (
     MeasuredStep,
     RunComparison,
@@ -46,6 +47,10 @@ class RankStep:
 
     durations: np.ndarray  # (tasks,) milliseconds, in the order of its program
     step_ms: float  # from its first action to the end of the gradient sums
+
+    @classmethod
+    def of(cls, record: StepRecord) -> RankStep:
+        return cls(np.array([timed.end_ms - timed.start_ms for timed in record.timeline]), record.step_ms)
 
 
 @dataclass
@@ -81,13 +86,19 @@ class PredictionCallback(EngineCallback):
 
     def __init__(self):
         self.windows: list[LoggedWindow] = []
-        self.steps = RankSteps()
-        self.predictions: list[Future[Prediction] | None] = []
+        self._clear()
         self.comparer: StepComparer | None = None
         self.path: Path | None = None
         self._is_warm = self._told = False
         self._pool: ThreadPoolExecutor | None = None
         self._began_s = self._spent_s = 0.0
+
+    def _clear(self) -> None:
+        """Begins a window."""
+        self.steps = RankSteps()
+        self.chosen: list[StepResult] = []  # those that may be compared
+        self.marks: list[tuple[Any, Any]] = []  # of the engine's clock: each step's start and end
+        self.predictions: list[Future[Prediction] | None] = []
 
     @property
     def comparison(self) -> RunComparison | None:
@@ -97,7 +108,8 @@ class PredictionCallback(EngineCallback):
         return RunComparison(list(self.windows))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.windows, self.steps, self.predictions = [], RankSteps(), []
+        self.windows = []
+        self._clear()
         self._is_warm = self._told = False
         self._began_s, self._spent_s = time.perf_counter(), 0.0
         if self.engine is None or not state.is_world_process_zero:
@@ -123,14 +135,12 @@ class PredictionCallback(EngineCallback):
             if engine.device.type == "cuda" and args.skip_memory_metrics:
                 torch.cuda.reset_peak_memory_stats(engine.device)
             return
-        self.steps.wall_ms.append(1e3 * (time.perf_counter() - engine.asked_s))
-        self.steps.data_ms.append(engine.data_ms)
         stride = max(1, int(state.logging_steps or 1) // _MAX_COMPARED_STEPS)
-        index = len(self.steps.wall_ms) - 1
+        index = len(self.marks)
+        self.marks.append((engine.asked, engine.executor.clock.mark()))
+        self.steps.data_ms.append(engine.data_ms)
         if index % stride == 0 and index // stride < _MAX_COMPARED_STEPS:
-            result = engine.last_result
-            took = np.array([timed.end_ms - timed.start_ms for timed in result.timeline])
-            self.steps.chosen.append(RankStep(took, result.step_ms))
+            self.chosen.append(engine.last_result)
             if state.is_world_process_zero:
                 self.predictions.append(self._start_prediction(engine))
 
@@ -183,8 +193,11 @@ class PredictionCallback(EngineCallback):
 
     def parallel_metrics(self) -> dict[str, float]:
         engine = self.engine
-        if engine is None or not self.steps.chosen:
+        if engine is None or not self.chosen:
             return {}
+        # the device has finished the steps that are logged
+        self.steps.chosen = [RankStep.of(result.record) for result in self.chosen]
+        self.steps.wall_ms = [engine.executor.clock.ms(asked, ended) for asked, ended in self.marks]
         if engine.device.type == "cuda":
             self.steps.memory_gib = torch.cuda.max_memory_allocated(engine.device) / GIB
         ranks = engine.world.gather(self.steps, "measured steps of the ranks")
@@ -192,7 +205,7 @@ class PredictionCallback(EngineCallback):
         if ranks is not None:
             with not_worth_a_run("The comparison with predictions"):
                 metrics = self._compared(engine, ranks)
-        self.steps, self.predictions = RankSteps(), []
+        self._clear()
         return engine.world.broadcast(metrics, "predicted beside measured")
 
     def _compared(self, engine: ParallelEngine, ranks: Sequence[RankSteps]) -> dict[str, float]:
@@ -262,7 +275,7 @@ class PredictionCallback(EngineCallback):
             logger.log(logging.WARNING if is_far else logging.INFO, comparison.sentence)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps, self.predictions = RankSteps(), []
+        self._clear()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None

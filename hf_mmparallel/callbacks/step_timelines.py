@@ -77,7 +77,7 @@ class TimelineCallback(EngineCallback):
         """The tasks of the last step on all ranks, on one clock that starts with the first of them. Collective."""
         assert self.engine is not None and self.engine.last_result is not None
         result = self.engine.last_result
-        rows = self.engine.world.all_gather((result.started_s, result.timeline), "timelines of the ranks")
+        rows = self.engine.world.all_gather((result.started_s, result.record.timeline), "timelines of the ranks")
         first = min((1e3 * started + timed.start_ms for started, timeline in rows for timed in timeline), default=0.0)
         return [
             Span(rank, timed.task, 1e3 * started + timed.start_ms - first, 1e3 * started + timed.end_ms - first)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .._device import to_device
 from ..arrange.tokens import BLOCK, ContextAssignment, ContextCosts, Method, Mode, assign_context
 from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
@@ -227,9 +228,10 @@ def shard_row(
         block=assignment.block,
         num_ranks=assignment.num_ranks,
     )
-    device = words.device if device is None else device
-    sent = None if shard.sent is None else shard.sent.to(device)
-    return replace(shard, mask=shard.mask.to(device), order=shard.order.to(device), sent=sent)
+    mask, order, sent = to_device(
+        (shard.mask.tensors, shard.order, shard.sent), words.device if device is None else device
+    )
+    return replace(shard, mask=BitfieldMask(*mask), order=order, sent=sent)
 
 
 def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:

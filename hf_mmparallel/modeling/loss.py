@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._device import to_device
+
 IGNORE_INDEX = -100
 """Label of tokens that are no targets, as in transformers."""
 
@@ -16,12 +18,12 @@ def token_loss(
     """
     Sums the model's loss over target tokens, for sums over microbatches and replicas: the sum in float32 and the
     number of target tokens in int64, both scalars, of logits `[batch, sequence, vocabulary]` and labels `[batch,
-    sequence]`.
+    sequence]`. Labels in host memory are counted there.
     """
     # with `shifted`, label `i` is already the target of position `i` of `logits` (`shift_labels`)
     targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
-    targets = targets.to(logits.device)
     num_tokens = (targets != IGNORE_INDEX).sum()
+    targets = to_device(targets, logits.device)
     if label_smoothing:  # weight of the uniform distribution in the target
         loss = _smoothed_loss(logits, targets, label_smoothing)
     else:

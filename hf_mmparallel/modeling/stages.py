@@ -322,6 +322,7 @@ class ModuleStage:
         # For the language model: encoder -> features in the order of its spec, each `[feature tokens, hidden]` in the
         # order of the placeholder tokens of the batch; `None` for those that enter at other stages.
         features: Mapping[str, Sequence[Tensor | None]] | None = None,
+        num_tokens: Mapping[str, int] | None = None,  # feature tokens by modality; counted in the batch if left out
     ) -> list[Tensor]:
         """
         Runs the stage on the batch entries of its module, which every stage needs. The last stage returns the logits
@@ -329,7 +330,7 @@ class ModuleStage:
         Raises `ValueError` if features that enter at this stage are missing.
         """
         if self.module_name == LANGUAGE_MODEL:
-            return self._run_language_model(inputs, hidden, features or {})
+            return self._run_language_model(inputs, hidden, features or {}, num_tokens)
         return self._run_encoder(inputs, hidden or [])
 
     def present(self, inputs: Mapping[str, Any]) -> list[str]:
@@ -421,9 +422,10 @@ class ModuleStage:
         inputs: Mapping[str, Any],
         hidden: Sequence[Tensor] | None,
         features: Mapping[str, Sequence[Tensor | None]],
+        num_tokens: Mapping[str, int] | None,
     ) -> list[Tensor]:
         kwargs = self._text_inputs(inputs)
-        outputs = self._merge_outputs(inputs, features)
+        outputs = self._merge_outputs(inputs, features, num_tokens)
         run = StageRun(*self.layers, hidden=None if self.is_first or not hidden else hidden[0])
         with inject_features(self.model, self.parts, outputs) as feature_kwargs:
             if self._interceptor is None:
@@ -464,12 +466,17 @@ class ModuleStage:
         return {**kwargs, "use_cache": False, "return_dict": True}
 
     def _merge_outputs(
-        self, inputs: Mapping[str, Any], features: Mapping[str, Sequence[Tensor | None]]
+        self,
+        inputs: Mapping[str, Any],
+        features: Mapping[str, Sequence[Tensor | None]],
+        num_tokens: Mapping[str, int] | None,
     ) -> dict[str, Any]:
         """Maps modalities to encoder outputs with the received features, NaN for those that enter at other stages."""
         if not self.spec.placeholders:
             return {}
-        num_tokens = {modality: sum(counts) for modality, counts in count_feature_tokens(inputs, self.spec).items()}
+        if num_tokens is None:
+            counts = count_feature_tokens(inputs, self.spec)
+            num_tokens = {modality: sum(of_samples) for modality, of_samples in counts.items()}
         device, width = inputs["input_ids"].device, self.module_spec.hidden_size
         missing = torch.full((), torch.nan, dtype=self.input_dtype, device=device)
         gathered: dict[str, list[tuple[FeatureSpec, Tensor]]] = {}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._clock import Clock
+from .._device import Clock
 from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest, window_of
 from ..modeling.unowned import hidden_of
 from .layer_runs import Forward, Inputs, ModuleRuns, Skeleton, profile_clock

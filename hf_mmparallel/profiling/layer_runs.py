@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._clock import Clock, clock_of
+from .._device import Clock, clock_of
 from ..kernels.bitfield_attention import encode_words
 from ..kernels.bitfield_attention.hf import NAME as BITFIELD
 from ..modeling.features import flat_features

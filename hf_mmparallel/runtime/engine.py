@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -57,6 +58,8 @@ from .sharded_model import ShardedModel
 from .step_check import SIGNS, StepCheck, StepTotals, add_up
 from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
 from .work import StepResult
+
+_UNUSED = "unused parameters"  # among the numbers of a step that are summed over the ranks
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class ParallelEngine(nn.Module):
         self.signs = dict.fromkeys(SIGNS, False)  # what this rank has noticed
         self.num_signs = dict.fromkeys(SIGNS, 0)  # how many ranks have noticed it, after the last training step
         self.step_index = 0
-        self.asked_s = 0.0  # when the last training step was asked for, by `time.perf_counter`
+        self.asked: Any = None  # when the last training step was asked for, a mark of the clock
         self.data_ms = 0.0  # how long this rank waited for it
 
     def change_plan(self, plan: ParallelPlan, load: LoadFunction) -> None:
@@ -263,9 +266,10 @@ class ParallelEngine(nn.Module):
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """A block in which the next training step is read, whose duration callbacks compare with the step's."""
-        self.asked_s = time.perf_counter()
+        self.asked = self.executor.clock.mark()
+        asked_s = time.perf_counter()
         yield
-        self.data_ms = 1e3 * (time.perf_counter() - self.asked_s)
+        self.data_ms = 1e3 * (time.perf_counter() - asked_s)
 
     @property
     def holds_all_trained(self) -> bool:
@@ -353,15 +357,16 @@ class ParallelEngine(nn.Module):
             self._first_step.start()
         with self._own_randomness():
             result = self._run(batch, self.planner)
+        totals, num_unused = self._totals(result, batch)
         with track_activity("sums of gradients", waits=True):
-            self.gradient_sync.finish()
-        result.step_ms = self.executor.elapsed_ms()
+            used = self.world.all_reduce(self.gradient_sync.used(), "max") if num_unused else None
+            self.gradient_sync.finish(used)
+        result.end_sums()
         if self._first_step is not None:
             with track_activity("comparing the copies of parameters", waits=True):
                 if self._first_step.finish(result, {module for module, *_ in batch.batches}):
                     self._first_step = None
         self.last_result = result
-        totals = self._totals(result, batch)
         scale_gradients(self.updated, 1.0 / max(totals.num_targets, 1))
         return totals
 
@@ -385,7 +390,11 @@ class ParallelEngine(nn.Module):
         self.account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
         out_of_memory = functools.partial(self.account.sentence, device=self.device)
         self.passes.runs = self._agree_on_modalities(batch)
-        return self.executor.run(batch.program, batch, out_of_memory, on_logits)
+        # Models check their inputs, such as the number of placeholders, for which the host waits for the device. After
+        # the first step only the executor does, in host memory.
+        first = self._first_step is not None
+        with nullcontext() if first else patch_environment(transformers_disable_torch_check="1"):
+            return self.executor.run(batch.program, batch, out_of_memory, on_logits)
 
     def _agree_on_modalities(self, batch: StepBatch) -> dict[str, list[str]]:
         """
@@ -410,8 +419,8 @@ class ParallelEngine(nn.Module):
         absent = {pair for pair, count in zip(several, has, strict=True) if not count}
         return {name: [m for m in modalities if (name, m) not in absent] for name, modalities in joint.items()}
 
-    def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
-        """Sums a step's numbers over the ranks."""
+    def _totals(self, result: StepResult, batch: StepBatch) -> tuple[StepTotals, int]:
+        """Sums a step's numbers over the ranks, and how many parameters each has that it did not use."""
         assert all(task.module == LANGUAGE_MODEL for task in result.losses), "other losses would not be comparable"
         losses = [pair for task, pair in result.losses.items() if self.leads_cp_rank(task)]
         replicas = {
@@ -419,8 +428,9 @@ class ParallelEngine(nn.Module):
             for key, inputs in batch.batches.items()
             if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
         }
-        totals, self.num_signs = add_up(self.world, losses, replicas.values(), self.signs)
-        return totals
+        noticed = {**self.signs, _UNUSED: self.gradient_sync.num_unused()}
+        totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed)
+        return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:
         """Returns the 2-norm of the gradient over all modules."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._clock import StepClock
+from .._device import clock_of, to_device
 from ..data.step_batch import StepData
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
@@ -23,7 +23,7 @@ from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues, StepMessages, Transport
 from .payloads import Payload, Payloads, num_tokens_of
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
-from .work import StepResult, TimedTask, counting_work
+from .work import StepResult, counting_work
 
 LossFunction = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 LogitsFunction = Callable[[Task, Tensor, Mapping[str, Any]], None]
@@ -72,7 +72,7 @@ class Executor:
         self.functions = functions
         self.device = device
         self.payloads = Payloads(plan, spec)
-        self._clock: StepClock | None = None
+        self.clock = clock_of(device)
 
     def run(
         self,
@@ -85,13 +85,12 @@ class Executor:
     ) -> StepResult:
         """Runs this rank's actions of one step."""
         run = _Step(self, program, data, on_logits)
-        clock = self._clock = StepClock(self.device)
+        marks, mark = run.result.marks, self.clock.mark
         actions: Sequence[Action] = program.actions.get(self.rank, ())
         if self.transport.receives_ahead:
             actions = receive_ahead(actions)
         passes = self.functions.passes
         passes.start_step(actions)
-        marks: list[tuple[Task, Any, Any]] = []
         for action in actions:
             ACTIVITY.now(action)
             try:
@@ -106,25 +105,17 @@ class Executor:
                     ACTIVITY.waits = True
                     run.queues.wait(action.task)
                     ACTIVITY.waits = False
-                    ready = clock.mark()
+                    ready = mark()
                     passes.compute(action.task)
                     run.compute(action.task)
                     passes.end(action.task)
-                    marks.append((action.task, ready, clock.mark()))
+                    marks.append((action.task, ready, mark()))
             except torch.OutOfMemoryError as error:
                 raise torch.OutOfMemoryError(out_of_memory(action, error)) from error
         ACTIVITY.now("the last sends", waits=True)
         run.queues.finish()
-        end = clock.mark()
-        run.result.timeline = [TimedTask(task, clock.ms(ready), clock.ms(done)) for task, ready, done in marks]
-        run.result.duration_ms = clock.ms(end)
-        run.result.work = {module: work.read() for module, work in run.result.work.items()}
+        run.result.end()
         return run.result
-
-    def elapsed_ms(self) -> float:
-        """Milliseconds since the last step began, of all that is queued on the device."""
-        assert self._clock is not None
-        return self._clock.ms(self._clock.mark())
 
 
 class _Step:
@@ -134,10 +125,12 @@ class _Step:
         self.executor = executor
         self.program = program
         self.on_logits = on_logits
-        self.inputs = StepInputs(executor.plan, executor.rank, executor.spec, executor.stages, executor.groups, data)
+        self.inputs = StepInputs(
+            executor.plan, executor.rank, executor.spec, executor.stages, executor.groups, data, executor.device
+        )
         self.messages = StepMessages(executor.payloads, self.inputs)
         self.queues = MessageQueues(executor.transport, executor.groups, executor.device)
-        self.result = StepResult()
+        self.result = StepResult(executor.clock)
         # Kept until the backward, or in a task without one until its last send.
         self.running: dict[tuple, _RunningTask] = {}
         # Task -> producer module -> gradient, kept until the last send of a backward.
@@ -188,7 +181,7 @@ class _Step:
         counted = counting_work(self.inputs, task, self.result.work)
         with executor.functions.forward_context(), torch.set_grad_enabled(needs_graph), counted:
             hidden = received.pop(task.module, None)
-            outputs = stage(batch, hidden, received)
+            outputs = stage(batch, hidden, received, self.inputs.num_local_tokens(task))
             losses = []
             if self.inputs.makes_logits(task):
                 losses = self.losses(task, outputs[0])
@@ -196,6 +189,8 @@ class _Step:
         check_feature_tokens(self.inputs, task, outputs)
         if needs_graph or self.unsent[task]:  # logits of an evaluation have neither, and are not kept
             self.running[task.key] = _RunningTask(outputs, losses, leaves)
+        if not needs_graph:
+            self.inputs.release(task)
 
     def received_tensors(
         self, task: Task, needs_graph: bool
@@ -226,15 +221,15 @@ class _Step:
         leaf = self.queues.zeros(num_tokens, payload)
         for tokens, index in gathered:
             assert index is not None
-            leaf.index_copy_(0, index.to(leaf.device), tokens)
+            leaf.index_copy_(0, to_device(index, leaf.device), tokens)
         return leaf
 
     def losses(self, task: Task, logits: Tensor) -> list[Tensor]:
         """Passes a stage's logits to `on_logits`, and returns their loss; empty without labels."""
-        batch = self.inputs.batch(task)
+        batch = self.inputs.host_batch(task)
         if self.on_logits is not None:
             whole = self.inputs.gather_tokens(task, logits.detach())
-            self.on_logits(task, whole, self.inputs.whole_batch(task))
+            self.on_logits(task, whole, to_device(dict(self.inputs.whole_batch(task)), self.executor.device))
         if self.program.has_backward(task):
             check_labels(batch)
         shifted = batch.get("shift_labels")
@@ -253,6 +248,7 @@ class _Step:
         used = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
         if used:  # an encoder's chunk without tokens may have used nothing that is trained
             torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
+        self.inputs.release(task)
         self.queues.wait_for_sends(replace(task, kind="fwd"))
         if self.unsent[task]:
             self.gradients[task.key] = {

@@ -49,6 +49,7 @@ def _change_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 class _Sum:
     """A gradient sum of this rank."""
 
+    names: tuple[str, ...]  # of the parameters
     shards: list[LocalShard]  # what this rank adds the gradients of
     group: dist.ProcessGroup  # all ranks of the sum
     shard_group: dist.ProcessGroup | None = None  # the ranks that divide it, where slices are updated
@@ -71,7 +72,6 @@ class _StartedSum:
     slices: list[tuple[list[nn.Parameter], torch.Tensor]] = field(default_factory=list)
     # the sums of shards that are not all of a gradient
     copied: list[tuple[LocalShard, torch.Tensor]] = field(default_factory=list)
-    used: torch.Tensor | None = None  # how many ranks used each parameter
 
 
 class GradientSync:
@@ -99,8 +99,12 @@ class GradientSync:
 
         self.slices = slices
         regions = regions or {}
+        self._index = {
+            name: i for i, name in enumerate(dict.fromkeys(n for group in groups for n in group.parameters))
+        }
         self.sums = {
             index: _Sum(
+                group.parameters,
                 [LocalShard(parameters[name], regions.get((name, group.ranks))) for name in group.parameters],
                 process_groups[group.ranks],
                 group_among(group.shard_groups),
@@ -121,6 +125,7 @@ class GradientSync:
         self._started: dict[int, _StartedSum] = {}
         self._left: dict[tuple[StageKey, ...], list[SumBucket[LocalShard]]] = {}  # of this step, the next one last
         self._used: set[nn.Parameter] = set()  # of this step, on this rank
+        self._used_names: set[str] = set()  # those of sums that have started
         self._prepared: set[nn.Parameter] = set()  # those of which a sum has started in this step
 
     def reach(self, stage: StageKey, layer: int) -> None:
@@ -137,11 +142,20 @@ class GradientSync:
         started = self._started.setdefault(index, _StartedSum(of))
         if of.flat_slice is not None:
             started.slices += in_passes.take(of.flat_slice, of.parameters)
-        device = local(of.shards[0].parameter).device
-        used = [float(parameter in in_passes.used or parameter in self._used) for parameter in of.parameters]
-        started.used = torch.tensor(used, device=device)
-        started.works.append(dist.all_reduce(started.used, group=of.group, async_op=True))
+        used = self._used | in_passes.used
+        named = zip(of.names, of.parameters, strict=True)
+        self._used_names.update(name for name, parameter in named if parameter in used)
         in_passes.used.difference_update(of.parameters)
+
+    def used(self) -> torch.Tensor:
+        """uint8 `[parameters in any sum of the plan]`: whether this rank has a gradient of each."""
+        result = torch.zeros(len(self._index), dtype=torch.uint8)
+        result[[self._index[name] for name in self._used_names]] = 1
+        return result
+
+    def num_unused(self) -> int:
+        """Counts the parameters of this rank's sums of which it has no gradient."""
+        return len({name for started in self._started.values() for name in started.of.names} - self._used_names)
 
     def _start_buckets(self, stages: tuple[StageKey, ...], reached: int = -2) -> None:
         """Starts the sums of buckets after layer `reached`, in one order on all ranks, also without a backward."""
@@ -175,8 +189,11 @@ class GradientSync:
             lambda ordered: buckets(ordered, lambda shard: gradient_dtype(shard.parameter), LocalShard.numel),
         )
 
-    def finish(self) -> None:
-        """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
+    def finish(self, used: torch.Tensor | None = None) -> None:
+        """
+        Waits for all started sums, after which the gradients of what the optimizer updates hold them. `used` is the
+        maximum of [`~GradientSync.used`] over all ranks; without it all parameters are used.
+        """
         between_replicas: list[Any] = []
         for started in self._started.values():
             for work in started.works:
@@ -193,20 +210,17 @@ class GradientSync:
                 self._assign(bucket, mine)
             for shard, summed in started.copied:  # regions of gradients, copied back
                 shard.of(cast(torch.Tensor, shard.parameter.grad)).copy_(summed)
-        self._drop_unused()
-        for of_step in (self._started, self._left, self._used, self._prepared):
+        if used is not None:
+            self._drop_unused(used)
+        for of_step in (self._started, self._left, self._used, self._used_names, self._prepared):
             of_step.clear()
 
-    def _drop_unused(self) -> None:
+    def _drop_unused(self, used: torch.Tensor) -> None:
         """Leaves `grad=None` on parameters that no rank used, as on one process, so that the optimizer skips them."""
-        used: set[nn.Parameter] = set()
+        is_used = dict(zip(self._index, used.tolist(), strict=True))
         for started in self._started.values():
-            assert started.used is not None
-            counts = zip(started.of.parameters, started.used.tolist(), strict=True)
-            used.update(parameter for parameter, count in counts if count)
-        for started in self._started.values():
-            for parameter in started.of.parameters:
-                if parameter not in used:
+            for name, parameter in zip(started.of.names, started.of.parameters, strict=True):
+                if not is_used[name]:
                     self.slices.updated_tensor(parameter).grad = None
 
     def _assign(self, bucket: Sequence[nn.Parameter], sums: torch.Tensor) -> None:
@@ -264,8 +278,9 @@ def gradient_norm(counted: Sequence[nn.Parameter], world: World) -> torch.Tensor
     gradients = [local(p.grad) for p in counted if p.grad is not None]
     widest = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize, default=torch.float32)
     dtype = torch.promote_types(widest, torch.float32)
-    square = get_total_norm([g.to(dtype) for g in gradients]).double().square() if gradients else torch.zeros(())
-    square = square.to(device=world.device, dtype=torch.float64)
+    square = torch.zeros((), dtype=torch.float64, device=world.device)
+    if gradients:
+        square += get_total_norm([g.to(dtype) for g in gradients]).double().square().to(world.device)
     return world.all_reduce(square).sqrt().to(dtype)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._device import to_device
 from ..plan import FeatureSpec
 from ..schedule.actions import Message, Task
 from ..world import World
@@ -281,7 +282,7 @@ class MessageQueues:
                     if received.index is None:
                         total[received.slice.start : received.slice.stop] += tokens
                     else:
-                        total.index_add_(0, received.index.to(total.device), tokens)
+                        total.index_add_(0, to_device(received.index, total.device), tokens)
         if num_tokens and len(tp_group) > 1:
             # the ranks hold the same tokens, and each received other slices
             dist.all_reduce(total, group=self.groups[tp_group])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._device import to_device
 from ..modeling.stages import activation_dtype, hidden_dtype
 from ..plan import FeatureSpec, ModelSpec, ParallelPlan, StageKey
 from ..schedule.actions import Message, Task
@@ -104,7 +105,7 @@ def select(tokens: Tensor, index: Tensor | None) -> Tensor:
     """Returns `tokens[index]`, without a copy for all tokens in order: for no index, or one that counts up."""
     if index is None or (len(index) == len(tokens) and torch.equal(index, torch.arange(len(tokens)))):
         return tokens
-    return tokens[index.to(tokens.device)]
+    return tokens[to_device(index, tokens.device)]
 
 
 def compose(outer: Tensor | None, inner: Tensor | None) -> Tensor | None:

@@ -131,33 +131,37 @@ that asks to stop, processes that wait to join, and a checkpoint that was given 
 class StepTotals:
     """Sums over all ranks of one step."""
 
-    loss: float  # over the target tokens of the global batch
+    loss: torch.Tensor  # float64 scalar on the device, over the target tokens of the global batch
     num_targets: int  # target tokens
     num_tokens: int  # input tokens with padding
     num_real_tokens: int  # input tokens without padding
 
     @property
-    def mean_loss(self) -> float:
+    def mean_loss(self) -> torch.Tensor:
         return self.loss / max(self.num_targets, 1)
 
 
 def add_up(
     world: World,
     losses: Iterable[tuple[torch.Tensor, torch.Tensor]],  # of each microbatch that this rank reports
-    batches: Iterable[Mapping[str, Any]],  # of each that it counts the tokens of
-    signs: Mapping[str, bool],
+    batches: Iterable[Mapping[str, Any]],  # of each that it counts the tokens of, in host memory
+    signs: Mapping[str, int],
 ) -> tuple[StepTotals, dict[str, int]]:
-    """Adds up a step over all ranks: the totals, and how many ranks have noticed each of [`SIGNS`]. Collective."""
-    numbers = torch.tensor([0.0, 0.0, 0.0, 0.0, *(float(signs[name]) for name in SIGNS)], dtype=torch.float64)
-    for loss, count in losses:
-        numbers[0] += loss.double().cpu()
-        numbers[1] += float(count)
+    """
+    Adds up a step over all ranks: the totals, and `signs`, such as how many ranks have noticed each of [`SIGNS`].
+    Collective. The host does not wait for the device, on which the loss stays.
+    """
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    numbers = torch.tensor([0, 0, 0, *signs.values()], dtype=torch.int64)
+    for of_microbatch, count in losses:
+        loss += of_microbatch
+        numbers[0] += count
     for inputs in batches:
         ids = inputs["input_ids"]
-        numbers[2] += ids.numel()
+        numbers[1] += ids.numel()
         words = inputs.get(WORDS)
         mask = inputs.get("attention_mask") if words is None else words != 0
-        numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-    total, *counts = world.all_reduce(numbers, activity="adding up the step").tolist()
-    targets, tokens, real, *num_signs = map(int, counts)
-    return StepTotals(total, targets, tokens, real), dict(zip(SIGNS, num_signs, strict=True))
+        numbers[2] += ids.numel() if mask is None or mask.dim() != 2 else int(mask.sum())
+    targets, tokens, real, *num_signs = world.all_reduce(numbers, activity="adding up the step").tolist()
+    world.all_reduce(loss, activity="adding up the loss")
+    return StepTotals(loss, targets, tokens, real), dict(zip(signs, num_signs, strict=True))

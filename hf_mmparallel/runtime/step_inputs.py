@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._device import to_device
 from ..data.context_tokens import WORDS, ChunkKey, ContextSharding
 from ..data.step_batch import StepData
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
@@ -70,7 +71,10 @@ class FeatureOwners:
 
 
 class StepInputs:
-    """The inputs of the tasks of one step on one rank."""
+    """
+    The inputs of the tasks of one step on one rank. They stay in host memory, where shapes and numbers of tokens are
+    read, and a task's are copied to the device for its forward.
+    """
 
     def __init__(
         self,
@@ -80,17 +84,20 @@ class StepInputs:
         stages: Mapping[StageKey, Any],
         groups: Mapping[tuple[int, ...], Any],
         data: StepData,
+        device: torch.device,
     ):
         self.plan = plan
         self.rank = rank
         self.spec = spec
         self.stages = stages
         self.groups = groups
+        self.device = device
         self.step = data.step
         self._batches = data.batches
         self._shardings = data.shardings
         self._num_tokens: dict[ChunkKey, dict[str, list[int]]] = {}
         self._local: dict[tuple, Mapping[str, Any]] = {}
+        self._on_device: dict[tuple, Mapping[str, Any]] = {}
         self._shapes: dict[tuple, list[torch.Size]] = {}
         self._owners: dict[tuple, FeatureOwners] = {}
 
@@ -124,20 +131,32 @@ class StepInputs:
         return self.step.chunk(*_chunk_key(task))
 
     def whole_batch(self, task: Task) -> Mapping[str, Any]:
-        """Returns the inputs of a task of this rank, with the tokens of all cp ranks."""
+        """Returns the inputs of a task of this rank in host memory, with the tokens of all cp ranks."""
         return self._batches[_chunk_key(task)]
 
-    def batch(self, task: Task) -> Mapping[str, Any]:
-        """Returns the inputs of a task of this rank, with the tokens of its cp rank."""
+    def host_batch(self, task: Task) -> Mapping[str, Any]:
+        """Returns the inputs of a task of this rank in host memory, with the tokens of its cp rank."""
         sharding = self._sharding(task)
         if sharding is None:
             return self.whole_batch(task)
         if task.key not in self._local:
-            whole, stage, cp_rank = self.whole_batch(task), self.planned_stage(task), self.cp_rank(task)
-            shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]
-            shard = sharding.shard(cp_rank, self.groups[shared_by], whole[WORDS].device)
-            self._local[task.key] = {**sharding.local(whole, cp_rank), WORDS: shard}
+            self._local[task.key] = sharding.local(self.whole_batch(task), self.cp_rank(task))
         return self._local[task.key]
+
+    def batch(self, task: Task) -> Mapping[str, Any]:
+        """Returns [`~StepInputs.host_batch`] on the device, with the mask words of all that its tokens attend to."""
+        if task.key not in self._on_device:
+            sharding, inputs = self._sharding(task), to_device(dict(self.host_batch(task)), self.device)
+            if sharding is not None:
+                stage, cp_rank = self.planned_stage(task), self.cp_rank(task)
+                shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]
+                inputs[WORDS] = sharding.shard(cp_rank, self.groups[shared_by], self.device)
+            self._on_device[task.key] = inputs
+        return self._on_device[task.key]
+
+    def release(self, task: Task) -> None:
+        """Frees the inputs of a task on the device."""
+        self._on_device.pop(task.key, None)
 
     def forward_batch(self, task: Task, has_input_grad: bool) -> Mapping[str, Any]:
         """Returns [`~StepInputs.batch`] for the forward of a task."""
@@ -157,7 +176,9 @@ class StepInputs:
     def hidden_shapes(self, task: Task) -> list[torch.Size]:
         """Returns shapes of the hidden states that the stage of a task receives."""
         if task.key not in self._shapes:
-            self._shapes[task.key] = self.stages[task.stage_key].input_shapes(self.batch(task))
+            # an encoder's follow from a forward
+            inputs = self.host_batch(task) if task.module == LANGUAGE_MODEL else self.batch(task)
+            self._shapes[task.key] = self.stages[task.stage_key].input_shapes(inputs)
         return self._shapes[task.key]
 
     def num_feature_tokens(self, task: Task) -> Mapping[str, Sequence[int]]:
@@ -169,6 +190,14 @@ class StepInputs:
         if key not in self._num_tokens:
             self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec)
         return self._num_tokens[key]
+
+    def num_local_tokens(self, task: Task) -> Mapping[str, int]:
+        """Counts, by modality, the feature tokens of a task of this rank on its cp rank."""
+        sharding = self._sharding(task)
+        if sharding is None:
+            return {modality: sum(counts) for modality, counts in self.num_feature_tokens(task).items()}
+        cp_rank = self.cp_rank(task)
+        return {modality: int((ranks == cp_rank).sum()) for modality, (ranks, _) in sharding.owners.items()}
 
     def feature_owners(self, task: Task, features: tuple[FeatureSpec, ...]) -> FeatureOwners:
         """Returns cp rank and index of each feature token in a task of this rank, or one whose tokens are sharded."""

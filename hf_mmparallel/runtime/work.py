@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._device import Clock, HostCopy
 from ..data.context_tokens import WORDS
 from ..kernels.bitfield_attention import decode_words
 from ..modeling.unowned import hidden_of
@@ -23,33 +26,54 @@ from .step_inputs import StepInputs
 
 @dataclass
 class ModuleWork:
-    """What a module computed on. Sums may stay on the device until [`~ModuleWork.read`]."""
+    """What a module computed on."""
 
     # Tokens that its layers saw: those of samples in the language model, without padding; those that entered the first
     # layer of an encoder, before anything merges or pools them.
-    tokens: Any = 0.0
+    tokens: float = 0.0
     # Sum of the squared lengths of the sequences that attend to themselves, the mean over the layers; in layers with a
     # window what attention needs of them.
-    squares: Any = 0.0
+    squares: float = 0.0
 
-    def add(self, tokens: float | Tensor, squares: float | Tensor) -> None:
+    def add(self, tokens: float, squares: float) -> None:
         """Adds tokens and squares."""
-        self.tokens = self.tokens + tokens
-        self.squares = self.squares + squares
+        self.tokens += tokens
+        self.squares += squares
+
+
+@dataclass
+class WorkSums:
+    """The work of a module in a step that runs. Squares of lengths that only the device knows stay there."""
+
+    known: ModuleWork = field(default_factory=ModuleWork)
+    squares: Tensor | None = None
+    _copy: HostCopy | None = None
+
+    def add(self, tokens: float, squares: float | Tensor) -> None:
+        """Adds tokens and squares."""
+        if isinstance(squares, Tensor) and squares.device.type != "cpu":
+            self.squares = squares if self.squares is None else self.squares + squares
+            squares = 0.0
+        self.known.add(tokens, float(squares))
+
+    def end(self) -> None:
+        """Sends what is on the device to the host."""
+        self._copy = None if self.squares is None else HostCopy(self.squares)
 
     def read(self) -> ModuleWork:
-        """Returns the same as numbers of the host."""
-        return ModuleWork(float(self.tokens), float(self.squares))
+        """Returns the sums, after [`~WorkSums.end`]."""
+        on_device = 0.0 if self._copy is None else self._copy.read()
+        return ModuleWork(self.known.tokens, self.known.squares + on_device)
 
 
-def counting_work(inputs: StepInputs, task: Task, work: dict[str, ModuleWork]) -> AbstractContextManager:
+def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> AbstractContextManager:
     """
     Counts what a module computes on in a forward, on the first rank of the mesh: at the first stage of the language
     model, and the attention of every stage of an encoder.
     """
     if inputs.planned_stage(task).all_ranks[0] != inputs.rank:
         return nullcontext()
-    sums, spec = work.setdefault(task.module, ModuleWork()), inputs.spec.modules[task.module]
+    sums, spec = work.setdefault(task.module, WorkSums()), inputs.spec.modules[task.module]
     if task.module != LANGUAGE_MODEL:
         return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, sums)
     if task.stage == 0:
@@ -57,8 +81,8 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, ModuleWork]) -
     return nullcontext()
 
 
-def language_work(batch: Mapping[str, Any], windows: Sequence[int] = ()) -> tuple[Tensor | float, Tensor | float]:
-    """Returns tokens and squares of the samples of a batch of the language model, without padding."""
+def language_work(batch: Mapping[str, Any], windows: Sequence[int] = ()) -> tuple[float, float]:
+    """Returns tokens and squares of the samples of a batch of the language model in host memory, without padding."""
     # `windows` has the tokens that a token attends to in each layer, 0 for all before it
     ids, words, mask = batch["input_ids"], batch.get(WORDS), batch.get("attention_mask")
     if isinstance(words, Tensor):
@@ -68,11 +92,11 @@ def language_work(batch: Mapping[str, Any], windows: Sequence[int] = ()) -> tupl
     elif isinstance(mask, Tensor) and mask.dim() == 2:
         lengths = (mask != 0).sum(-1)
     else:
-        return float(ids.numel()), ids.shape[:-1].numel() * float(_attended(torch.tensor(ids.shape[-1]), windows))
-    return lengths.sum(), _attended(lengths, windows)
+        return float(ids.numel()), ids.shape[:-1].numel() * _attended(torch.tensor(ids.shape[-1]), windows)
+    return float(lengths.sum()), _attended(lengths, windows)
 
 
-def _attended(lengths: Tensor, windows: Sequence[int]) -> Tensor:
+def _attended(lengths: Tensor, windows: Sequence[int]) -> float:
     """Sums the squares of causal sequences that attention needs in the mean layer, see [`attended_squares`]."""
     lengths = lengths.double()
     whole = lengths.square()
@@ -80,11 +104,11 @@ def _attended(lengths: Tensor, windows: Sequence[int]) -> Tensor:
     for window, layers in Counter(windows or [0]).items():
         needed = whole - (lengths - window).clamp(min=0).square() if window else whole
         total += layers / count * needed
-    return total.sum()
+    return float(total.sum())
 
 
 @contextmanager
-def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: ModuleWork) -> Iterator[None]:
+def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: WorkSums) -> Iterator[None]:
     """Counts what the layers of a stage of an encoder, which has `num_layers`, compute on meanwhile."""
 
     def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,14 +143,50 @@ class TimedTask:
     end_ms: float
 
 
-@dataclass
-class StepResult:
-    """The results of one step on this rank."""
+@dataclass(frozen=True)
+class StepRecord:
+    """What was measured in one step on this rank."""
 
-    # forward of the last stage -> (sum over target tokens, number of target tokens)
-    losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    timeline: list[TimedTask] = field(default_factory=list)
+    timeline: Sequence[TimedTask] = ()
     duration_ms: float = 0.0  # from the first action to the last
     step_ms: float = 0.0  # from the first action to the end of the gradient sums
+    # by module, counted on one rank of those with the same
+    work: Mapping[str, ModuleWork] = field(default_factory=dict)
+
+
+@dataclass
+class StepResult:
+    """The results of one step on this rank, which the device may not have finished."""
+
+    clock: Clock
+    # forward of the last stage -> (sum over target tokens, number of target tokens)
+    losses: dict[Task, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    work: dict[str, WorkSums] = field(default_factory=dict)
+    marks: list[tuple[Task, Any, Any]] = field(default_factory=list)  # of the clock: each task's start and end
     started_s: float = field(default_factory=time.time)  # by the host's clock
-    work: dict[str, ModuleWork] = field(default_factory=dict)  # by module, counted on one rank of those with the same
+
+    def __post_init__(self) -> None:
+        self.started = self.ended = self.summed = self.clock.mark()
+
+    def end(self) -> None:
+        """Marks the end of the last action."""
+        for work in self.work.values():
+            work.end()
+        self.ended = self.summed = self.clock.mark()
+
+    def end_sums(self) -> None:
+        """Marks the end of the gradient sums."""
+        self.summed = self.clock.mark()
+
+    def is_done(self) -> bool:
+        """Whether the device has finished the step, so that `record` is there at once."""
+        return self.clock.has_passed(self.summed)
+
+    @cached_property
+    def record(self) -> StepRecord:
+        """What was measured; waits for the device."""
+        to_ms = functools.partial(self.clock.ms, self.started)
+        timeline = [TimedTask(task, to_ms(ready), to_ms(done)) for task, ready, done in self.marks]
+        self.marks.clear()
+        work = {module: work.read() for module, work in self.work.items()}
+        return StepRecord(timeline, to_ms(self.ended), to_ms(self.summed), work)

@@ -91,7 +91,7 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
     ),
     "accelerator_config.dispatch_batches": WithoutEffect(_ONE_READER),
     "accelerator_config.even_batches": WithoutEffect(_ONE_READER),
-    "accelerator_config.non_blocking": WithoutEffect("inputs are on the device before a step starts"),
+    "accelerator_config.non_blocking": WithoutEffect("inputs are always sent to the device without blocking"),
     "accelerator_config.gradient_accumulation_kwargs": Refused(
         _is_given, "microbatches take the place of gradient accumulation", "Use `global_batch_size`."
     ),

@@ -405,10 +405,6 @@ class EngineState:
             return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
         return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
 
-    def on_device(self, batch: StepBatch) -> StepBatch:
-        batches: Any = {key: self.trainer._prepare_input(inputs) for key, inputs in batch.batches.items()}
-        return replace(batch, batches=batches)
-
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
         """The context of forwards, in training and in evaluation."""
@@ -416,9 +412,9 @@ class EngineState:
             yield
 
     def evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
-        """The batches of a loader on this rank's device, without samples that can't be read."""
+        """The batches of a loader, without samples that can't be read."""
         trainer = self.trainer
         batches = iter(dataloader)
         while (batch := self.evaluation_samples.agree(next(batches, None), dataloader.dataset)) is not None:
-            yield self.on_device(batch)
+            yield batch
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)

@@ -138,6 +138,7 @@ _OTHER_MESHES = NeverCalled(
     "it belongs to another way to spread a model over ranks", "Give the sizes of each module in `parallel`."
 )
 _LOADER = "batches are arranged over the ranks by a loader of its own"
+_IN_COLLATOR = "Change the inputs in the `data_collator`."
 _OTHER_DATA = "Give a `data_collator` for other batches, and a dataset for other samples."
 
 # all other methods of `Trainer` are called as ever
@@ -160,8 +161,10 @@ METHODS: Mapping[str, Extends | NeverCalled] = {
         "Set the labels that shall not count to -100 in the `data_collator`.",
     ),
     "_prepare_inputs": NeverCalled(
-        "a rank holds microbatches, packed or in part, and the target tokens are counted in them",
-        "Change the inputs in the `data_collator`.",
+        "a rank holds microbatches, packed or in part, and the target tokens are counted in them", _IN_COLLATOR
+    ),
+    "_prepare_input": NeverCalled(
+        "the inputs of each microbatch are sent to the device for its forward", _IN_COLLATOR
     ),
     "_prepare_context_parallel_inputs": _OTHER_MESHES,
     "_inner_training_loop": _PLACE,

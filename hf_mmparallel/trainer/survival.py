@@ -138,7 +138,7 @@ class Survival:
             self.trainer._engine.signs["sees_waiting"] = bool(self.recovery.membership.waiting)
             self.trainer._engine.signs["gave_up_save"] = self.run.saves.has_given_up
         with raise_on_all_ranks("training step"):
-            return self.run.steps.run(self.run.on_device, self.trainer.state.global_step)
+            return self.run.steps.run(self.trainer.state.global_step)
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the gradient over the parameters of all ranks; with it the step counts."""

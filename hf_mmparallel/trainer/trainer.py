@@ -201,7 +201,7 @@ class MultimodalParallelTrainer(Trainer):
                 logs.update(self._survival.complete(self._run.parallel_metrics))
             if self._run.steps.samples.skip and not {"loss", "train_loss"}.isdisjoint(logs):
                 logs["parallel/skipped_samples"] = self._run.steps.samples.num_skipped
-            self._run.steps.finite.check_norm()
+            self._run.steps.finite.check()
         super().log(logs, start_time)
 
     # Data
@@ -352,7 +352,14 @@ class MultimodalParallelTrainer(Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        return torch.tensor(totals.mean_loss, dtype=torch.float32, device=self.args.device)
+        loss = totals.mean_loss.to(self.args.device, torch.float32)
+        if self._run.steps.finite.filtered:
+            # The stock loop asks the device for each step's loss before it adds the mean of the others in place of one
+            # that is not finite. The device does so here, and the loop does not ask, until `floating_point_ops`.
+            self.args.logging_nan_inf_filter = False
+            mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            loss = torch.where(loss.isfinite(), loss, mean)
+        return loss
 
     @under_plan
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -365,12 +372,13 @@ class MultimodalParallelTrainer(Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
         """The norm over the parameters of all ranks."""
         norm = self._survival.gradient_norm() if grad_norm is None else grad_norm
-        self._run.steps.finite.norm(self.state.global_step + 1, norm)
+        self._run.steps.finite.watch(self.state.global_step + 1, "norm", norm)
         return norm
 
     @under_plan
     def floating_point_ops(self, inputs: StepBatch) -> int:
-        """Operations of all ranks."""
+        """Operations of all ranks. The loop asks for them right after the loss of a step."""
+        self.args.logging_nan_inf_filter = self._run.steps.finite.filtered
         return 6 * self._run.steps.totals.num_tokens * self._engine.num_compute_parameters
 
     @under_plan

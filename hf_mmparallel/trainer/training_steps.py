@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
+from .._device import HostCopy
 from .._files import check_complete, readable
 from ..data.global_batches import DataPosition, GlobalBatch
 from ..data.step_batch import StepBatch, UnreadableBatch
@@ -105,26 +107,25 @@ class FiniteCheck:
         self.filtered = filtered
         self.num_steps = 0
         self._last_step = -1
-        self._norm: tuple[int, torch.Tensor] | None = None
+        self._watched: deque[tuple[int, str, HostCopy]] = deque()
 
-    def loss(self, step: int, value: float) -> None:
-        """Checks a loss."""
-        self.check_norm()
-        if not math.isfinite(value):
-            shown = " The log leaves it out (`logging_nan_inf_filter`)." if self.filtered else ""
-            self._found(step, f"The loss of step {step} is {value}.{shown}")
+    def watch(self, step: int, name: str, value: torch.Tensor) -> None:
+        """Looks at the loss (`"loss"`) or norm (`"norm"`) of a step as soon as the device has computed it."""
+        self._watched.append((step, name, HostCopy(value)))
+        self.check(waits=False)
 
-    def norm(self, step: int, value: torch.Tensor) -> None:
-        """Records a norm, which is checked later: reading it now would wait for the device."""
-        self._norm = step, value
-
-    def check_norm(self) -> None:
-        """Checks the recorded norm of the last step, if it is not checked yet."""
-        if self._norm is not None:
-            step, value = self._norm[0], float(self._norm[1])
-            self._norm = None
-            if not math.isfinite(value):
-                self._found(step, f"The norm of the gradient of step {step} is {value}.")
+    def check(self, waits: bool = True) -> None:
+        """Checks all values, or with `waits=False` those that have come."""
+        while self._watched and (waits or self._watched[0][2].is_here()):
+            step, name, value = self._watched.popleft()
+            found = value.read()
+            if math.isfinite(found):
+                continue
+            if name == "norm":
+                self._found(step, f"The norm of the gradient of step {step} is {found}.")
+            else:
+                shown = " The log leaves it out (`logging_nan_inf_filter`)." if self.filtered else ""
+                self._found(step, f"The loss of step {step} is {found}.{shown}")
 
     def _found(self, step: int, sentence: str) -> None:
         """Counts a step once, and warns of few."""
@@ -152,7 +153,7 @@ class TrainingSteps:
         self.finite = FiniteCheck(args.logging_nan_inf_filter)
         self.memory_ratio: MemoryRatio | None = None  # with `memory_limit_gib="auto"`; of the loader in use
         self.progress = DataProgress(global_batch_size)
-        self.totals = StepTotals(0.0, 0, 0, 0)  # of the last step over all ranks
+        self.totals = StepTotals(torch.zeros(()), 0, 0, 0)  # of the last step over all ranks
         self._targets = TargetCount()
         self.limits = LimitWatch()
         self._training: TrainingLoader | None = None
@@ -228,18 +229,18 @@ class TrainingSteps:
             self.limits.saw(batch.step, batch.workloads)
         return batch
 
-    def run(self, on_device: Callable[[StepBatch], StepBatch], index: int) -> StepTotals:
+    def run(self, index: int) -> StepTotals:
         """Computes the gradients of the global batch that was read last, after `index` steps. Collective."""
         batch = self._batch
         if batch is None:  # the plan has changed since
             assert self._training is not None
             batch = self.read(self._training.dataset, index + 1)
             assert batch is not None
-        self.totals = self.engine.train_step(on_device(batch), index)
+        self.totals = self.engine.train_step(batch, index)
         self._targets.saw(self.totals.num_targets, is_first=not index)
         if self.memory_ratio is not None:
             self.memory_ratio.saw_step(self.engine)
-        self.finite.loss(index + 1, self.totals.mean_loss)
+        self.finite.watch(index + 1, "loss", self.totals.mean_loss)
         return self.totals
 
     def num_tokens(self, counted: str) -> int:

@@ -52,7 +52,7 @@ def sum_and_norm() -> tuple[dict[str, Any], float]:
     if rank:
         sync.start(0)
         sync.start(1)
-    sync.finish()
+    sync.finish(World().all_reduce(sync.used(), "max"))
     own["a"].grad.neg_()
     sync.finish()  # which has nothing left to do
     counted = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))] if rank < 2 else []
@@ -73,9 +73,10 @@ def test_gradients_are_summed_unused_parameters_keep_none_and_norms_are_over_all
     assert alone == {"a": pytest.approx([-0.1] * 6), "half": None, "unused": None, "b": None}
     for sums in members:
         assert sums == {"a": [-11.0] * 6, "half": [1.0, 2.0], "unused": None, "b": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
-    # a rank sums each of its shards with the ranks that have it
+    # a rank sums each of its shards with the ranks that have it; a parameter of which any rank has a gradient has one
+    # on all ranks, as on one process
     assert second == [[2.0] * 4, None]
-    assert first == [None, None] and both == [[0.0] * 4 + [2.0] * 4, None]
+    assert first == [[0.0] * 4, None] and both == [[0.0] * 4 + [2.0] * 4, None]
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9])
@@ -152,7 +153,8 @@ def buckets_rank() -> list[list[float] | None]:
     slices = OptimizerSlices(groups, own, rank, {})
     sync = GradientSync(groups, own, rank, {(0, 1): dist.group.WORLD}, slices)
     sync.start(0)
-    sync.finish()
+    assert sync.num_unused() == 2
+    sync.finish(World().all_reduce(sync.used(), "max"))
     scale_gradients(list(own.values()), 0.5)
     return [None if p.grad is None else sorted(set(p.grad.flatten().tolist())) for p in own.values()]
 
@@ -180,7 +182,7 @@ def unlike_rank() -> list[Any]:
     for index, ranks in enumerate(both):
         if rank in ranks:
             sync.start(index)
-    sync.finish()
+    sync.finish(World().all_reduce(sync.used(), "max"))
     wanted = [101 * half for half in halves] + [101 * whole]
     assert own["a"].grad is not None and torch.equal(own["a"].grad, wanted[rank])
     return [None if parameter.grad is None else parameter.grad.sum(0).tolist() for parameter in own.values()][1:]

@@ -284,7 +284,7 @@ def test_frozen_layers_before_the_first_trained_one_run_no_backward():
     rows = {"vision": [ONE], LANGUAGE_MODEL: [[((0, 1), 1), ((1, 4), 2)]]}
     microbatches = {"vision": [[[0, 1]]], LANGUAGE_MODEL: [[[0], [1]]]}
     found = check(case_of("llava", "vision and first layers", rows, microbatches))
-    ran = [{timed.task.kind for timed in result.timeline} for result in found.results]
+    ran = [{timed.task.kind for timed in result.record.timeline} for result in found.results]
     assert ran == [{"fwd"}, {"fwd"}, {"fwd", "bwd"}]
 
 

@@ -184,7 +184,9 @@ class LinearStage:
             rows[here] = self.leaves[sample][place]
         return torch.stack(rows)
 
-    def __call__(self, batch: Mapping[str, Any], hidden: Any, features: Mapping[str, Any]) -> list[Tensor]:
+    def __call__(
+        self, batch: Mapping[str, Any], hidden: Any, features: Mapping[str, Any], num_tokens: Any
+    ) -> list[Tensor]:
         ids = batch["input_ids"][0]
         assert (hidden is None) == self.is_first
         states = self.embed(batch) if hidden is None else hidden[0][0]

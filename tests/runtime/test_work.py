@@ -53,7 +53,7 @@ def work_of(model, samples, family, world_size, parallel):
     plan = plan_for_model(parallel, spec, world_size)
     step = contiguous_step(plan, range(len(samples)), 3)
     outcome = run_loopback(model, plan, step, samples, tiny.collate(family))
-    return total_work(result.work for result in outcome.results)
+    return total_work(result.record.work for result in outcome.results)
 
 
 @pytest.mark.parametrize(

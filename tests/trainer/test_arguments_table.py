@@ -372,7 +372,7 @@ NOT_CALLED_IN_THE_RUN = {
 HELD = NOT_CALLED_IN_THE_RUN | {
     "add_callback", "pop_callback", "is_local_process_zero", "is_world_process_zero", "_validate_args",
     "_build_accelerator_args", "create_accelerator_and_postprocess", "num_examples", "_get_train_sampler",
-    "_get_eval_sampler", "_set_signature_columns_if_needed", "_get_collator_with_removed_columns", "_prepare_input",
+    "_get_eval_sampler", "_set_signature_columns_if_needed", "_get_collator_with_removed_columns",
     "create_optimizer", "create_scheduler", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names",
     "_get_learning_rate", "train", "_prepare_for_training", "_run_epoch", "get_total_train_batch_size",
     "get_sp_size", "_hp_search_setup", "_report_to_hp_search", "compute_loss_context_manager",

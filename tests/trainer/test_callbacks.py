@@ -18,10 +18,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.callbacks import LossProgressCallback, RecoveryCallback, metrics
-from hf_mmparallel.callbacks.metrics import RankWindow, RanStep, efficiency, forward_metrics, mean_of
+from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, forward_metrics, mean_of
 from hf_mmparallel.callbacks.step_timelines import cost_from
 from hf_mmparallel.cost import find_device
-from hf_mmparallel.runtime.work import ModuleWork, StepResult, TimedTask
+from hf_mmparallel.runtime.work import ModuleWork, StepRecord, TimedTask
 from hf_mmparallel.schedule import Span, Task
 from hf_mmparallel.world import World
 from tests.cost.models import model
@@ -83,19 +83,19 @@ def test_microbatches_are_compared_in_each_step_then_steps_are_averaged():
 
 
 def test_forwards_of_all_ranks_are_summed_by_microbatch(monkeypatch: pytest.MonkeyPatch):
-    counts = {VISION: (2, 1), LM: (2,)}
-    steps = [RanStep(StepResult(), counts, np.arange(5.0)), RanStep(StepResult(), {LM: (1,)}, np.array([7.0]))]
+    forwards = {VISION: (np.arange(2.0), np.array([2.0])), LM: (np.array([3.0, 4.0]),)}
+    balances = [Balance(forwards, {}), Balance({LM: (np.array([7.0]),)}, {})]
     monkeypatch.setattr(World, "all_reduce", lambda _, tensor, activity: tensor.mul_(2))  # as of two ranks
-    first, second = metrics.measure(steps, World())
+    first, second = metrics.measure(balances, World())
     assert [times.tolist() for times in first.forward_ms[VISION]] == [[0, 2], [4]]
     assert [times.tolist() for times in first.forward_ms[LM]] == [[6, 8]]
-    assert [times.tolist() for times in second.forward_ms[LM]] == [[14]] and steps[0].forward_ms[4] == 4
+    assert [times.tolist() for times in second.forward_ms[LM]] == [[14]] and forwards[LM][0][1] == 4
 
 
 def test_a_window_adds_up_steps():
-    def step(duration: float, rows: int, *timed: tuple[Task, float, float]) -> StepResult:
+    def step(duration: float, rows: int, *timed: tuple[Task, float, float]) -> StepRecord:
         tasks = [TimedTask(*task) for task in timed]
-        return StepResult(timeline=tasks, duration_ms=duration, work={LM: ModuleWork(rows)})
+        return StepRecord(timeline=tasks, duration_ms=duration, work={LM: ModuleWork(rows)})
 
     first, second = (Task("fwd", LM, 0, 0, index) for index in range(2))
     back = Task("bwd", LM, 0, 0, 0)
@@ -122,7 +122,7 @@ def test_utilisation_is_of_the_peak_of_a_gpu(monkeypatch, device, key):
     assert callback.parallel_metrics() == {}  # the stock Trainer has no engine
     engine: Any = SimpleNamespace(costs=SimpleNamespace(device=device), world=World(), spec=spec)
     callback.engine = engine
-    callback.steps.append(SimpleNamespace(result=None, arrangement={}))  # type: ignore[arg-type]
+    callback.steps.append(SimpleNamespace(record=None, balance=None, arrangement={}))  # type: ignore[arg-type]
     callback.ends_s.extend([0.0, 0.01])
     found = {name: value for name, value in callback.parallel_metrics().items() if "utilisation" in name}
     assert found == ({} if key is None else {key: metrics.flops_utilisation(spec, [window], device.peak_tflops)})
