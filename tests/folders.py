@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 VARIABLE = "HF_MMPARALLEL_TEST_RUNS"
 
 
@@ -22,11 +26,16 @@ def finish() -> None:
         shutil.rmtree(os.environ.pop(VARIABLE), ignore_errors=True)
 
 
-def session_folder() -> Path:
-    """The folder of this session."""
-    return Path(os.environ[VARIABLE])
-
-
 def run_folder() -> str:
     """A new folder for the output of one run."""
     return tempfile.mkdtemp(prefix="run-", dir=os.environ.get(VARIABLE))
+
+
+def made_once(name: str, make: Callable[[], T]) -> T:
+    """What `make` returns, which is read from the folder of this session if one of its workers has made it before."""
+    path = Path(os.environ[VARIABLE]) / f"{name}.pickle"
+    if not path.exists():
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(pickle.dumps(make()))
+        fresh.replace(path)
+    return pickle.loads(path.read_bytes())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from hf_mmparallel.runtime import offload
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
 from tests.distributed import run_distributed
-from tests.folders import run_folder, session_folder
+from tests.folders import made_once, run_folder
 
 SAMPLES = 22
 GLOBAL_BATCH = 8
@@ -82,12 +81,7 @@ def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -
     if "output_dir" in arguments:  # its files are wanted, too
         return _stock(family, freeze, arguments)
     key = hashlib.sha256(pickle.dumps((family, freeze, sorted(arguments.items())))).hexdigest()
-    path = session_folder() / f"stock-{key}.pt"
-    if not path.exists():
-        fresh = path.with_suffix(f".{os.getpid()}")
-        torch.save(_stock(family, freeze, arguments), fresh)
-        fresh.replace(path)
-    return torch.load(path, weights_only=False)
+    return made_once(f"stock-{key}", lambda: _stock(family, freeze, arguments))
 
 
 def _stock(family: str, freeze: dict[str, Any] | None, arguments: dict[str, Any]) -> Run:

@@ -23,7 +23,7 @@ from hf_mmparallel.trainer import agreement
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
-from tests.folders import run_folder
+from tests.folders import made_once, run_folder
 
 from . import runs
 
@@ -261,7 +261,8 @@ def _on_two_ranks(folder: Path) -> tuple[Any, list[int], list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_distributed(_on_two_ranks, 2, tmp_path_factory.mktemp("stream"), timeout=200)
+    folder = tmp_path_factory.mktemp("stream")
+    return made_once("loading", lambda: run_distributed(_on_two_ranks, 2, folder, timeout=200))
 
 
 def test_a_stream_goes_on_in_the_middle_of_a_later_epoch(two_ranks: list[Any]):
