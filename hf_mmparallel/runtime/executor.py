@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._device import clock_of, to_device
 from ..data.step_batch import StepData
+from ..modeling.host_values import KnownOnHost
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
 from ..schedule.actions import Action, Message, Task
@@ -107,7 +108,8 @@ class Executor:
                     ACTIVITY.waits = False
                     ready = mark()
                     passes.compute(action.task)
-                    run.compute(action.task)
+                    with self._reads_on_host():
+                        run.compute(action.task)
                     passes.end(action.task)
                     marks.append((action.task, ready, mark()))
             except torch.OutOfMemoryError as error:
@@ -116,6 +118,10 @@ class Executor:
         run.queues.finish()
         run.result.end()
         return run.result
+
+    def _reads_on_host(self) -> AbstractContextManager:
+        """A block in which forwards, also those of recomputation, read known values of inputs in host memory."""
+        return nullcontext() if self.device.type == "cpu" else KnownOnHost(self.device)
 
 
 class _Step:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._device import to_device
 from ..data.context_tokens import WORDS, ChunkKey, ContextSharding
 from ..data.step_batch import StepData
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
+from ..modeling.host_values import send_known
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey
 from ..schedule.actions import Task
 
@@ -146,7 +146,7 @@ class StepInputs:
     def batch(self, task: Task) -> Mapping[str, Any]:
         """Returns [`~StepInputs.host_batch`] on the device, with the mask words of all that its tokens attend to."""
         if task.key not in self._on_device:
-            sharding, inputs = self._sharding(task), to_device(dict(self.host_batch(task)), self.device)
+            sharding, inputs = self._sharding(task), send_known(self.host_batch(task), self.device)
             if sharding is not None:
                 stage, cp_rank = self.planned_stage(task), self.cp_rank(task)
                 shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]

@@ -1,0 +1,177 @@
+"""
+Inputs whose values the host knows: what a model's forward reads of them does not wait for the device.
+
+Forwards read token ids, masks and image sizes to find positions, lengths and numbers of placeholders. On a GPU each
+such read makes the host wait until the device has computed all that is queued. The values came from the host, however:
+here a forward computes with them on both sides, and reads those of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .._device import to_device
+
+_VALUES = "_values_on_host"  # attribute of a tensor on the device: the tensor in host memory
+_VERSION = "_version_on_host"  # of the tensor that is no view: the version of its memory that the host knows
+_MOST_ELEMENTS = 2**18  # of a result that is computed on the host, too
+_READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "equal", "is_nonzero", "numpy", "cpu"}
+# What would read values on the device, for the size of a result or a number that fills it.
+_SIZED_BY_VALUES = {
+    *("arange", "bincount", "full", "masked_select", "new_full", "nonzero", "one_hot", "repeat_interleave", "split"),
+    *("unique", "unique_consecutive"),
+}
+_FACTORIES = {"arange", "eye", "full", "ones", "zeros"}
+# Rounded alike on every device; other results with a floating point are not kept.
+_EXACT = {"float", "double", "to", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__"}
+_WITHOUT_VALUES = ("rand", "empty", "bernoulli", "multinomial", "dropout")  # in names: no input determines the result
+
+
+def send_known(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copies a batch to the device, and keeps the values of whole numbers and masks for [`KnownOnHost`]."""
+    sent = to_device(dict(inputs), device)
+    if device.type != "cpu":
+        for name, value in inputs.items():
+            # a forward that changes its input changes both sides, and not the batch
+            _keep(sent[name], value.clone() if isinstance(value, Tensor) else value)
+    return sent
+
+
+def _keep(on_device: Any, on_host: Any, exact: bool = False) -> None:
+    """Keeps the values of whole numbers and masks, of others if they are `exact`, of one tensor or of several."""
+    if isinstance(on_device, Tensor) and isinstance(on_host, Tensor):
+        is_rounded = on_host.is_floating_point() or on_host.is_complex()
+        if on_device.shape == on_host.shape and on_device.dtype == on_host.dtype and (exact or not is_rounded):
+            setattr(on_device, _VALUES, on_host)
+            setattr(_memory_of(on_device), _VERSION, on_device._version)
+    elif isinstance(on_device, (tuple, list)) and isinstance(on_host, (tuple, list)):
+        for pair in zip(on_device, on_host, strict=True):
+            _keep(*pair, exact)
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """The tensor of which this is a view, which is changed with it."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _known(tensor: Tensor) -> Tensor | None:
+    """Returns the values of a tensor that are known, and that nothing has changed on the device alone since."""
+    on_host = getattr(tensor, _VALUES, None)
+    return on_host if on_host is None or getattr(_memory_of(tensor), _VERSION, -1) == tensor._version else None
+
+
+class KnownOnHost(TorchFunctionMode):
+    """A block in which values that the host knows are read there, see [`send_known`]."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((*args, *kwargs.values())))
+        known = sum(_known(tensor) is not None for tensor in tensors)
+        name = getattr(func, "__name__", "")
+        if self._is_made(kwargs) and known == len(tensors):
+            if func in (torch.tensor, torch.as_tensor):
+                return self._send(func, args, kwargs)
+            if name in _FACTORIES and not tensors:
+                result = func(*args, **kwargs)
+                if result.numel() <= _MOST_ELEMENTS:
+                    _keep(result, self._run_on_host(func, args, kwargs))
+                return result
+        if not known or name == "__get__" or any(part in name for part in _WITHOUT_VALUES):
+            return func(*args, **kwargs)
+        if known < len(tensors):
+            return self._run_with_others(func, name, args, kwargs)
+        if name in _READS or (name == "to" and any(map(_is_cpu, (*args, *kwargs.values())))):
+            return self._run_on_host(func, args, kwargs)
+        if name == "__iter__":
+            return iter(self.__torch_function__(Tensor.unbind, types, args))
+        if name in _SIZED_BY_VALUES or (name == "__getitem__" and _has_mask(args[1])):
+            return self._send(func, args, kwargs)
+        given = args
+        if name == "__setitem__":
+            args = (args[0], self._without_masks(args[1]), args[2])
+        # both sides read their arguments before either changes them
+        on_host = self._arguments(given, kwargs)
+        result = func(*args, **kwargs)
+        if name == "__setitem__":
+            func(*on_host[0], **on_host[1])
+            _keep(args[0], on_host[0][0])
+        elif _num_elements(result) <= _MOST_ELEMENTS:
+            _keep(result, func(*on_host[0], **on_host[1]), exact=name in _EXACT)
+        return result
+
+    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Returns the host's side of arguments: known values, and the CPU in place of the device."""
+
+        def on_host(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return _known(value)
+            is_device = isinstance(value, (str, torch.device)) and str(value).split(":")[0] == self.device.type
+            return torch.device("cpu") if is_device else value
+
+        return tree_map(on_host, args), tree_map(on_host, kwargs)
+
+    def _send(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Sends what an operation returns on the host."""
+        on_host = self._run_on_host(func, args, kwargs)
+        result = to_device(on_host, self.device)
+        _keep(result, on_host)
+        return result
+
+    def _is_made(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation makes a tensor on the device."""
+        return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == self.device.type
+
+    def _run_on_host(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        args, kwargs = self._arguments(args, kwargs)
+        return func(*args, **kwargs)
+
+    def _run_with_others(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an operation on tensors of which only the device knows some."""
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        return func(*args, **kwargs)
+
+    def _without_masks(self, index: Any) -> Any:
+        """Replaces masks in an index by the positions that they select, whose number the device would have to tell."""
+        parts = []
+        for part in index if isinstance(index, tuple) else (index,):
+            mask = _known(part) if isinstance(part, Tensor) and part.dtype == torch.bool else None
+            if mask is not None:
+                positions = mask.nonzero(as_tuple=True)
+                for on_host, on_device in zip(positions, to_device(positions, self.device), strict=True):
+                    _keep(on_device, on_host)
+                    parts.append(on_device)
+            else:
+                parts.append(part)
+        return tuple(parts) if isinstance(index, tuple) or len(parts) != 1 else parts[0]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yields the tensors among arguments, also in sequences of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _is_cpu(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value) == "cpu"
+
+
+def _has_mask(index: Any) -> bool:
+    return any(part.dtype == torch.bool for part in _tensors((index,)))
+
+
+def _num_elements(result: Any) -> int:
+    return max((value.numel() for value in tree_leaves(result) if isinstance(value, Tensor)), default=0)
