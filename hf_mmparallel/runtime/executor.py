@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._clock import StepClock
 from ..data.step_batch import StepData
+from ..modeling import whole_logits
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
 from ..schedule.actions import Action, Message, Task
@@ -233,6 +234,7 @@ class _Step:
         """Passes a stage's logits to `on_logits`, and returns their loss; empty without labels."""
         batch = self.inputs.batch(task)
         if self.on_logits is not None:
+            logits = whole_logits(logits)
             whole = self.inputs.gather_tokens(task, logits.detach())
             self.on_logits(task, whole, self.inputs.whole_batch(task))
         if self.program.has_backward(task):
