@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ..plan import MAX_LOGITS
 from . import tp_collectives
-
-MAX_LOGITS = 2**27
-"""Logits on a rank that are computed at once; the costs count as many."""
 
 Step = Callable[[Tensor], Tensor]
 
