@@ -128,8 +128,8 @@ class LazyLogits(Tensor):
             answer = logits._answer(func, name, args[1:], kwargs)
             if answer is not None:
                 return answer
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        whole: Any = tree_map_only(LazyLogits, LazyLogits.computed, (tuple(args), kwargs))
+        return func(*whole[0], **whole[1])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None):
@@ -154,7 +154,7 @@ class LazyLogits(Tensor):
         if name in _WITH_NUMBERS and not kwargs and all(type(value) in (int, float) for value in args):
             return self._like(step=lambda tensor: func(tensor, *args))
         if name in _CASTS or name == "to":
-            return self._cast(_CASTS.get(name), args, kwargs)
+            return self._cast(name, args, kwargs)
         if name in _RESHAPES:
             return self._reshaped(func, args, kwargs)
         if name == "__getitem__" and _keeps_words(args[0], self.ndim):
@@ -174,18 +174,19 @@ class LazyLogits(Tensor):
         steps = self.steps if step is None else (*self.steps, step)
         return LazyLogits(self.rows if rows is None else rows, head or self.head, steps, dtype or self.dtype)
 
-    def _cast(self, dtype: torch.dtype | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LazyLogits | None:
-        """Casts to a dtype, or to the only argument if it is a floating one or this device."""
-        wanted = [*args, *(value for name, value in kwargs.items() if name in ("dtype", "device"))]
-        if dtype is None:
-            if len(wanted) != 1 or len(args) + len(kwargs) != 1:
-                return None
-            dtype = self.dtype if wanted[0] == self.device else wanted[0]
-        elif wanted:
+    def _cast(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> LazyLogits | None:
+        """Casts to a floating dtype, or moves to the device where the logits are."""
+        options = [*args, *kwargs.values()]
+        wanted: Any = None
+        if name in _CASTS and not options:
+            wanted = _CASTS[name]
+        elif name == "to" and len(options) == 1 and kwargs.keys() <= {"dtype", "device"}:
+            wanted = options[0]
+        if wanted in (self.dtype, self.device):
+            return self
+        if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
             return None
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            return None
-        return self if dtype == self.dtype else self._like(step=_Cast(dtype), dtype=dtype)
+        return self._like(step=_Cast(wanted), dtype=wanted)
 
     def _reshaped(self, func: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Applies a function to the shape, if the words of a token stay together."""
@@ -210,10 +211,11 @@ class LazyLogits(Tensor):
         if is_other or self.ndim != 2 or target.ndim != 1 or target.is_floating_point():
             return None
         steps, dtype = list(self.steps), torch.promote_types(self.dtype, torch.float32)
-        while steps and isinstance(steps[-1], _Cast) and steps[-1].is_wide:
+        if steps and isinstance(steps[-1], _Cast) and steps[-1].is_wide:
             steps.pop()  # the loss casts a chunk itself
         targets = Targets(target, ignore_index, label_smoothing, reduction == "mean")
-        return vocabulary_loss.cross_entropy(self.rows, self.head, steps, targets, dtype).to(self.dtype)
+        loss = vocabulary_loss.cross_entropy(self.rows, self.head, steps, targets, dtype)
+        return loss if torch.is_autocast_enabled(self.device.type) else loss.to(self.dtype)
 
 
 def _keeps_words(index: Any, num_dims: int) -> bool:
@@ -223,8 +225,10 @@ def _keeps_words(index: Any, num_dims: int) -> bool:
     for entry in entries:
         if isinstance(entry, bool) or not isinstance(entry, (int, slice, EllipsisType, Tensor)):
             return False
-        is_mask = isinstance(entry, Tensor) and entry.dtype == torch.bool
-        used += entry.ndim if is_mask else not isinstance(entry, EllipsisType)
+        if isinstance(entry, Tensor):
+            used += entry.ndim if entry.dtype == torch.bool else 1
+        else:
+            used += not isinstance(entry, EllipsisType)
     if used < num_dims and not any(isinstance(entry, EllipsisType) for entry in entries[:-1]):
         return True
     return isinstance(entries[-1], slice) and entries[-1] == slice(None)

@@ -114,6 +114,18 @@ def test_the_loss_and_its_gradients_are_those_of_whole_logits(name: str, options
     assert isinstance(kept[1], LazyLogits) and kept[1]._computed is None
 
 
+def test_a_cast_between_two_others_rounds():
+    hidden, targets = make_inputs()
+    head = make_head()
+    found, expected = (
+        compute(own, hidden, lambda logits: causal(logits.bfloat16().double(), targets))
+        for own in (lazily(head), head)
+    )
+    assert_close(found, expected, rtol=0.02, atol=1e-3)
+    assert found[0].dtype == torch.float64
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_without_targets(reduction: str, bias: bool):
@@ -264,7 +276,9 @@ def test_the_loss_functions_of_models_compute_no_logits(family: str, label_smoot
     batch = tiny.collate(family)(tiny.make_dataset(family, 3))
     labels = batch.pop("labels")
     expected = token_loss(model, model(**batch).logits, labels, label_smoothing)
-    return_lazy_logits(model.get_output_embeddings())
+    head = model.get_output_embeddings()
+    assert isinstance(head, nn.Linear)
+    return_lazy_logits(head)
     logits = model(**batch).logits
     found = token_loss(model, logits, labels, label_smoothing)
     assert isinstance(logits, LazyLogits) and logits._computed is None
