@@ -208,10 +208,12 @@ def test_a_loss_in_chunks_lets_more_tokens_fit(name, small_chunks):
     plan = plan_of(name, spec, num_microbatches=8)
     in_flight, found = steady_in_flight(plan), []
     state = fullest(spec, plan, sizes, contiguous_step(plan, range(8192), 1), in_flight)
+    most = min(memory.max_tokens * memory.cp_size for memory in stage_memories(h100(spec), plan).values())
     for budget in state * np.geomspace(1.05, 30, 24):
         limits = fitting_tokens(h100(spec), plan, sizes, budget)
-        fits = contiguous_step(plan, range(8192), int(min(limits["vision"] / 30, limits[LANGUAGE_MODEL] / 20)))
+        size = min(limits["vision"] / 30, limits[LANGUAGE_MODEL] / 20)
+        fits, more = (contiguous_step(plan, range(8192), int(scale * size)) for scale in (1.0, 1.05))
         assert fullest(spec, plan, sizes, fits, in_flight) <= budget
+        assert limits[LANGUAGE_MODEL] <= most or budget < fullest(spec, plan, sizes, more, in_flight)
         found.append(limits[LANGUAGE_MODEL])
-    most = min(memory.max_tokens * memory.cp_size for memory in stage_memories(h100(spec), plan).values())
-    assert found == sorted(found) and found[0] < most < found[-1], (most, found)
+    assert found == sorted(found) and found[0] < most < found[-1]
