@@ -116,22 +116,21 @@ class MLPProjector(nn.Module):
         return self.linear_2(self.act(self.linear_1(hidden_states)))
 
 
-class LanguageModelHead(nn.Linear):
-    """A language-model head with the logit scale (Granite, Cohere) or soft cap (Gemma) of its config."""
+@dataclass(frozen=True)
+class LogitScale:
+    """What a language model's config does to the product of its head: a factor (Granite, Cohere), or a cap (Gemma)."""
 
-    def __init__(self, config: PreTrainedConfig, bias: bool):
-        super().__init__(config.hidden_size, config.vocab_size, bias=bias)
-        self.scale = float(getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-        self.cap = getattr(config, "final_logit_softcapping", None)
+    factor: float = 1.0
+    cap: float | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        return self.scale == 1.0 and self.cap is None
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LogitScale:
+        factor = float(getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        return cls(factor, getattr(config, "final_logit_softcapping", None))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(hidden_states)
-        if self.scale != 1.0:
-            logits = logits * self.scale
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.factor != 1.0:
+            logits = logits * self.factor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 

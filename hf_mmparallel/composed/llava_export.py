@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
+from .encoder_parts import LogitScale
 from .multimodal_model import MultimodalModel
 
 LLAVA_ENCODERS = ("CLIPVisionModel", "SiglipVisionModel")
@@ -70,13 +71,13 @@ def _check(model: MultimodalModel) -> str:
         )
     name = names[0]
     settings, encoder = model.config.settings(name), type(model.model.encoders[name]).__name__
-    callbacks = model.model.callbacks
+    callbacks, scale = model.model.callbacks, LogitScale.of(model.config.text_config)
     reasons = [
         (encoder not in LLAVA_ENCODERS, f"its encoder is a `{encoder}`, not one of {list(LLAVA_ENCODERS)}"),
         (settings.projector != "mlp", f"its projector is `{settings.projector}`, not `mlp`"),
         (settings.pooling is not None, f"it has `pooling='{settings.pooling}'`"),
         (settings.feature_select == "pooled", "it has `feature_select='pooled'`"),
-        (model.config.lm_head_bias or not model.lm_head.is_plain, "its head has a bias, a factor or a cap"),
+        (model.config.lm_head_bias or scale != LogitScale(), "its head has a bias, a factor or a cap"),
         (
             any((callbacks.before_encoder, callbacks.after_encoder, callbacks.after_projector))
             or callbacks.before_language_model is not None,

@@ -25,7 +25,7 @@ from .._versions import CACHE, takes_cache
 from ..modeling.features import flat_features
 from ..modeling.loading import without_weights
 from ..modeling.spec import ModulePart
-from .encoder_parts import LanguageModelHead, cast_weights, keep_weights
+from .encoder_parts import LogitScale, cast_weights, keep_weights
 from .multimodal_backbone import MultimodalBackbone, MultimodalPreTrainedModel
 from .multimodal_config import MultimodalCallbacks, MultimodalConfig
 from .unimodal import UnimodalParts
@@ -54,7 +54,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         ready = dict(modules or {})
         ready["projectors"] = {**(ready.get("projectors") or {}), **(projectors or {})}
         self.model = MultimodalBackbone(config, ready, callbacks)
-        self.lm_head = LanguageModelHead(config.text_config, bias=config.lm_head_bias)
+        text = config.text_config
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=config.lm_head_bias)
         if ready.get("lm_head") is not None:
             self.lm_head.weight, self.lm_head.bias = ready["lm_head"].weight, ready["lm_head"].bias
             keep_weights(self.lm_head)
@@ -187,7 +188,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden_states[:, keep])
+        logits = LogitScale.of(self.config.text_config).apply(self.lm_head(hidden_states[:, keep]))
         loss = None
         if labels is not None or loss_kwargs.get("shift_labels") is not None:
             vocab_size = self.config.text_config.vocab_size

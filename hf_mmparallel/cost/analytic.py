@@ -32,6 +32,8 @@ _RMS_STEPS = 6
 _ROTARY_ACCESSES, _ROTARY_STEPS = 11, 10
 # views, checks and calls of a layer that compute next to nothing but take the time of a kernel launch
 _LAYER_STEPS = 12
+# per token on each rank of a tp group: the highest logit, the sum of exponentials, the target's logit, and the sum
+_LOSS_BYTES = 4.0 * FULL
 # bytes per token pair and head of eager attention: product, scale, mask, float32 softmax, cast, product
 SCORE_BYTES = 32.0
 FUSED_SCORE_BYTES = 10.0
@@ -58,16 +60,21 @@ def layer_elementwise(
     uses: Sequence[ParameterUse],
     index: int,
     precision: Precision,
+    shares: Mapping[str, float],
     tp_size: int,
     engine: Engine,
 ) -> Elementwise:
-    """Element-wise operations of a layer's forward; its backward moves about twice as many bytes."""
+    """
+    Element-wise operations of a layer's forward; its backward moves about twice as many bytes. `shares` are those of
+    its parameters on a rank.
+    """
     shape = LayerShape.of(module_spec, uses)
     norms = total(_norm(shape, norm, precision, tp_size, engine) for norm in shape.norms)
     if index < 0:
         return norms + _lookups(module_spec, uses, precision)
     if index >= module_spec.num_layers:
-        return norms + _after_layers(shape, precision, tp_size, engine)
+        share = min((shares[use.parameter.name] for use in uses if use.multiplies), default=1.0)
+        return norms + _after_layers(shape, precision, 1 / tp_size if engine.merged_sums else share, engine)
     result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
     for group in shape.feed_forwards:
         result += _feed_forward(module_spec, group, precision, tp_size, engine)
@@ -129,15 +136,14 @@ def _lookups(module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: P
     return Elementwise(2.0 * count * precision.stream * module_spec.hidden_size, count)
 
 
-def _after_layers(shape: LayerShape, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
-    """Activation functions between the matrices after the layers, or the loss of a head."""
+def _after_layers(shape: LayerShape, precision: Precision, share: float, engine: Engine) -> Elementwise:
+    """Activation functions between the matrices after the layers, or the loss of a share of a head."""
     result = Elementwise(0.0, len(shape.matrices))
     if not shape.matrices:
         return result
     if shape.module_spec.name == LANGUAGE_MODEL:
-        parts = tp_size if engine.merged_sums else 1
         accesses = 2 * precision.compute if engine.fused_loss else precision.compute + 3 * FULL
-        return result + Elementwise(accesses * shape.matrices[-1].shape[0] / parts, 5)
+        return result + Elementwise(accesses * share * shape.matrices[-1].shape[0], 5)
     inner = list(zip(shape.matrices, chain_widths(shape), strict=True))[:-1]
     return result + total(Elementwise(2.0 * precision.compute * share * m.shape[0], 1) for m, (share, _) in inner)
 
@@ -199,7 +205,7 @@ class AnalyticLayers:
         products_ms = self._products_ms(module_spec, uses, index, shares, precision)
         attention_ms = self._attention_ms(module_spec, uses, precision, tp_size) if inside else 0.0
         moved = _weight_bytes(uses, shares, precision, self.engine.fused)
-        work = layer_elementwise(module_spec, uses, index, precision, tp_size, self.engine)
+        work = layer_elementwise(module_spec, uses, index, precision, shares, tp_size, self.engine)
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
         saved, frozen = (
@@ -261,17 +267,16 @@ class AnalyticLayers:
         """Milliseconds of the tensor-parallel all-reduces of a layer in forward and backward."""
         shape = LayerShape.of(module_spec, uses)
         ranks = range(self.first_rank, self.first_rank + tp_size)
+        hidden = module_spec.hidden_size * self.value_bytes
+        one = all_reduce(self.device, ranks).of_tokens(hidden)
         if tp_size == 1 or index < 0:
             return Polynomial(), Polynomial()
         if index == module_spec.num_layers:
             is_cut = module_spec.name == LANGUAGE_MODEL and shape.matrices and not self.engine.merged_sums
             if not is_cut or any(use.parameter.name in self.spec.tied for use in uses if use.multiplies):
                 return Polynomial(), Polynomial()
-            # of a head that is split by rows each rank gathers all logits
-            logits = self.value_bytes * shape.matrices[-1].shape[0]
-            return all_reduce(self.device, ranks).of_tokens(logits / 2), Polynomial()
-        hidden = module_spec.hidden_size * self.value_bytes
-        one = all_reduce(self.device, ranks).of_tokens(hidden)
+            # of a head that is split by rows each rank gathers the numbers of the loss from all others
+            return all_reduce(self.device, ranks).of_tokens(tp_size * _LOSS_BYTES / 2), one
         if self.engine.hidden_sums:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
         # outputs of the last matrix of each block, and input gradients of each other one, which transformers reduces

@@ -42,8 +42,28 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
     """
     memories = stage_memories(costs, plan)
     free = free_bytes(plan, memories, memory_bytes)
-    in_flight = steady_in_flight(plan)
     demands = _MemoryDemands(costs, plan, sizes)
+    shares = _fitting_shares(plan, demands, memories, free)
+    _check_free(plan, {rank: num_bytes for rank, (num_bytes, _) in shares.items()}, memory_bytes)
+    limits = _limits(plan, demands, {rank: share for rank, (_, share) in shares.items()})
+    # of a head whose loss is in chunks above so many tokens
+    most = min((memory.max_tokens * memory.cp_size for memory in memories.values()), default=np.inf)
+    if limits.get(LANGUAGE_MODEL, 0) > most:
+        longer = {key: memory.at(np.inf) for key, memory in memories.items()}
+        shares = _fitting_shares(plan, demands, longer, free)
+        in_chunks = _limits(plan, demands, {rank: share for rank, (_, share) in shares.items()})
+        if in_chunks[LANGUAGE_MODEL] > most:
+            limits = in_chunks
+        else:
+            limits = {name: int(limit * most / limits[LANGUAGE_MODEL]) for name, limit in limits.items()}
+    return {name: _in_blocks(plan, name, limit) for name, limit in limits.items()}
+
+
+def _fitting_shares(
+    plan: ParallelPlan, demands: _MemoryDemands, memories: dict[StageKey, StageMemory], free: dict[int, float]
+) -> dict[int, tuple[float, float]]:
+    """Rank -> memory that microbatches of any size leave, and the largest share of a replica's work that fits it."""
+    in_flight, free = steady_in_flight(plan), dict(free)
     # modules on the same rank split its memory in proportion to their work
     growing, cases = dict.fromkeys(free, 0.0), {rank: [np.zeros((1, 2))] for rank in free}
     for key, memory in memories.items():
@@ -52,22 +72,31 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
             growing[rank] += per_part
             free[rank] -= fixed
             cases[rank].append(running)
-    # The largest share of a replica's work that fits each rank as one microbatch.
     shares = {}
-    _check_free(plan, free, memory_bytes)
     for rank, num_bytes in free.items():
         slopes, constant = np.concatenate(cases[rank]).T
         slopes = growing[rank] + slopes
         available = np.maximum(num_bytes - constant, 0.0)
-        shares[rank] = float(np.divide(available, slopes, out=np.full_like(available, np.inf), where=slopes > 0).min())
+        least = np.divide(available, slopes, out=np.full_like(available, np.inf), where=slopes > 0).min()
+        shares[rank] = num_bytes, float(least)
+    return shares
+
+
+def _limits(plan: ParallelPlan, demands: _MemoryDemands, shares: dict[int, float]) -> dict[str, int]:
+    """Module -> tokens of the largest microbatch that fits its ranks."""
     result = {}
     for name, module in plan.modules.items():
         if demands.tokens[name]:
             ranks = {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
-            limit = int(min(min(shares[rank] for rank in ranks), 1e18) * demands.tokens[name])
-            block = module.context.block * module.cp_size if module.cp_size > 1 else 1
-            result[name] = limit - limit % block if limit >= block else limit  # cp ranks have whole blocks
+            result[name] = int(min(min(shares[rank] for rank in ranks), 1e18) * demands.tokens[name])
     return result
+
+
+def _in_blocks(plan: ParallelPlan, name: str, limit: int) -> int:
+    """Lowers a limit so that cp ranks have whole blocks."""
+    module = plan.modules[name]
+    block = module.context.block * module.cp_size if module.cp_size > 1 else 1
+    return limit - limit % block if limit >= block else limit
 
 
 def _check_free(plan: ParallelPlan, free: dict[int, float], memory_bytes: float) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .._portable import weighted_sum
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
 from ..schedule import Span, Task, build_graph
 from .activations import grouped_copies
@@ -135,8 +134,7 @@ class StepUse:
         """Constant bytes of a stage, maximum bytes per microbatch in flight, and transient bytes of a task."""
         name, replica, stage = key
         microbatches = np.array(self.microbatches.get((name, replica), [np.zeros(3)]))
-        scale = np.array([1 / memory.cp_size, 1 / memory.cp_size, 1.0])
-        per_microbatch = float(weighted_sum(microbatches, memory.saved.sum(axis=0) * scale).max(initial=0.0))
+        per_microbatch = memory.most_saved_bytes(microbatches)
         for edge in self.plan.edges:
             if edge.target == name and stage in self.plan.edge_stages(edge, replica):
                 per_microbatch += self.received.get((edge.source, replica), 0.0) / memory.cp_size
@@ -144,7 +142,7 @@ class StepUse:
         if memory.frees_features:
             fixed += self.sent.get((name, replica), 0.0)
         largest = self.chunks.get((name, replica), np.zeros(3))
-        return fixed, per_microbatch, float(weighted_sum(memory.transient, scale * largest).max(initial=0.0))
+        return fixed, per_microbatch, memory.running_bytes(largest)
 
 
 # Memory of each rank over the time of a step, and its peak.

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from .._portable import weighted_sum
 from ..plan import (
     LANGUAGE_MODEL,
+    MAX_LOGITS,
     ModelSpec,
     ModuleSpec,
     ParallelPlan,
@@ -99,6 +100,12 @@ class StageMemory:
     host_step: HostStep  # what a step on the CPU moves
     kept_bytes: float  # weights that stay gathered from pass to pass
     frees_features: bool  # whether it ends an encoder without a backward, whose features are freed once they are sent
+    max_tokens: float = np.inf  # of a chunk on one cp rank; for a longer one it is `longer`, whose loss is in chunks
+    longer: StageMemory | None = None
+
+    def at(self, num_tokens: float) -> StageMemory:
+        """The memory of a stage for chunks with some tokens on each cp rank."""
+        return self if self.longer is None or num_tokens <= self.max_tokens else self.longer
 
     def _scaled(self, chunk: NDArray) -> NDArray:
         """`[squared tokens, tokens, 1]` of a chunk on one cp rank."""
@@ -106,18 +113,34 @@ class StageMemory:
 
     def saved_bytes(self, chunk: NDArray) -> float:
         """Bytes that a chunk saves between its forward and its backward."""
-        return float(weighted_sum(self.saved.sum(axis=0), self._scaled(chunk)))
+        return self.most_saved_bytes(chunk[None])
+
+    def most_saved_bytes(self, chunks: NDArray) -> float:
+        """The largest of [`~StageMemory.saved_bytes`] of some chunks `[chunks, 3]`; 0 without chunks."""
+        scaled = self._scaled(chunks)
+        is_longer = scaled[:, 1] > self.max_tokens
+        most = weighted_sum(scaled[~is_longer], self.saved.sum(axis=0)).max(initial=0.0)
+        if self.longer is not None:
+            most = max(most, weighted_sum(scaled[is_longer], self.longer.saved.sum(axis=0)).max(initial=0.0))
+        return float(most)
+
+    def running_bytes(self, chunk: NDArray) -> float:
+        """Most bytes of a task besides saved activations and gradients."""
+        at = self._scaled(chunk)
+        return float(weighted_sum(self.at(at[1]).transient, at).max(initial=0.0))
 
     def forward_bytes(self, chunk: NDArray) -> float:
         """Peak bytes of a forward, including the activations that it saves."""
         at = self._scaled(chunk)
-        saved = weighted_sum(self.saved, at)
-        return float(np.max(np.cumsum(saved) - saved + np.maximum(weighted_sum(self.forward, at), saved)))
+        memory = self.at(at[1])
+        saved = weighted_sum(memory.saved, at)
+        return float(np.max(np.cumsum(saved) - saved + np.maximum(weighted_sum(memory.forward, at), saved)))
 
     def backward_bytes(self, chunk: NDArray, is_first: bool) -> float:
         """Peak bytes of a backward, including saved activations and the weight gradients that it allocates."""
         at = self._scaled(chunk)
-        live = np.cumsum(weighted_sum(self.saved, at)) + weighted_sum(self.backward, at) + self.largest
+        memory = self.at(at[1])
+        live = np.cumsum(weighted_sum(memory.saved, at)) + weighted_sum(memory.backward, at) + self.largest
         if is_first:
             allocated = np.cumsum(self.gradients[::-1])[::-1]
             live = np.maximum(live + allocated - self.gradients, allocated)
@@ -133,7 +156,7 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class _ModuleMemory:
-    """The entries of a module at one tensor-parallel size, without the last one of [`StageMemory`]."""
+    """The entries of a module at one tensor-parallel size, without logits and the last one of [`StageMemory`]."""
 
     saved: NDArray
     forward: NDArray
@@ -153,9 +176,11 @@ def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: b
     for position, index in enumerate(range(-1, module_spec.num_layers + 1)):
         has_backward = needed[position] or trained[position]
         saved = _saved(costs, module, index, tp_size) if has_backward else Polynomial()
-        inside = 0 <= index < module_spec.num_layers
-        entry = _layer_entry if inside else _outer_entry
-        entries.append(entry(costs, module_spec, index, tp_size, saved, checkpointing and has_backward))
+        if 0 <= index < module_spec.num_layers:
+            recompute = checkpointing and has_backward
+            entries.append(_layer_entry(costs, module_spec, index, tp_size, saved, recompute))
+        else:
+            entries.append((saved, Polynomial(), Polynomial()))
     saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
     return _ModuleMemory(saved, forward, backward, (*needed, needed[-1] or trained[-1]))
 
@@ -178,17 +203,6 @@ def _layer_entry(
     return saved, transient.forward, transient.backward if saved != Polynomial() else Polynomial()
 
 
-def _outer_entry(
-    costs: CostModel, module_spec: ModuleSpec, index: int, tp_size: int, saved: Polynomial, recompute: bool
-) -> _Entry:
-    """The part before or after the layers, without the loss."""
-    head, precision = _head(costs, module_spec, index), Precision.of(module_spec, costs.value_bytes)
-    logits = Polynomial(token=float(precision.compute * head))
-    gradient = Polynomial(token=float(FULL * head)) + logits * float(precision.compute != FULL)
-    # Each rank of a tp group has a shard of the logits, gathers all shards, and concatenates them.
-    return saved, logits * (2 + 1 / tp_size if tp_size > 1 else 1.0), gradient
-
-
 def _array(polynomials: Iterable[Polynomial]) -> NDArray:
     return np.array([(p.square, p.token, p.constant) for p in polynomials])
 
@@ -207,12 +221,56 @@ def _saved(costs: CostModel, module: str, index: int, tp_size: int) -> Polynomia
     return layer.frozen_activations * (1 - share) + layer.activations * share
 
 
-def _head(costs: CostModel, module_spec: ModuleSpec, index: int) -> int:
-    """Number of logits per token of a layer that ends in a head; otherwise 0."""
-    if module_spec.name != LANGUAGE_MODEL or index != module_spec.num_layers:
-        return 0
-    matrices = LayerShape.of(module_spec, costs.spec.uses.get((module_spec.name, index), ())).matrices
-    return matrices[-1].shape[0] if matrices else 0
+@dataclass(frozen=True)
+class _LastMemory:
+    """The loss, or the tensors that a stage sends."""
+
+    entry: _Entry
+    before_forward: Polynomial = Polynomial()  # logits in the part before it
+    before_backward: Polynomial = Polynomial()
+
+
+class _Head:
+    """The matrix that logits are a product with, on a rank of a tp group."""
+
+    def __init__(self, costs: CostModel, module_spec: ModuleSpec, tp_size: int):
+        index = module_spec.num_layers
+        uses = costs.spec.uses.get((module_spec.name, index), ())
+        matrices = LayerShape.of(module_spec, uses).matrices if module_spec.name == LANGUAGE_MODEL else ()
+        self.precision = Precision.of(module_spec, costs.value_bytes)
+        self.hidden = Polynomial(token=float(self.precision.stream * module_spec.hidden_size))
+        self.num_words, self.is_cut, self.trained, self.value_bytes = 0.0, False, 0.0, FULL
+        if matrices:
+            matrix, shares = matrices[-1], parameter_shares(costs.spec, module_spec.name, index, tp_size)
+            share = min(shares[use.parameter.name] for use in uses if use.multiplies)
+            self.num_words, self.is_cut = share * matrix.shape[0], share < 1
+            self.trained, self.value_bytes = share * matrix.num_elements * matrix.trained, matrix.value_bytes
+
+    @property
+    def max_tokens(self) -> float:
+        """Tokens of a rank whose logits are computed at once."""
+        return MAX_LOGITS / self.num_words if self.num_words else np.inf
+
+    def memory(self, has_backward: bool, is_longer: bool) -> _LastMemory:
+        """The logits of a chunk, which has more than `max_tokens` if `is_longer`, see `vocabulary_loss.py`."""
+        compute = self.precision.compute
+        copy = float(compute) if compute != FULL else 0.0  # of a value in the dtype of products, beside float32
+        if self.is_cut or is_longer:  # the gradients are taken in the forward
+            trained = self.trained * has_backward
+            # the gradient of the hidden states takes the place of those that the product of a trained head keeps
+            kept = Polynomial(constant=trained * self.value_bytes) + self.hidden * float(has_backward and not trained)
+            if is_longer:  # the gradient of the weight is summed in float32
+                in_loss = MAX_LOGITS * (FULL + copy)
+                in_product = MAX_LOGITS * compute + copy * trained
+                running = Polynomial(constant=max(in_loss, in_product) + FULL * trained)
+            else:
+                running = Polynomial(token=(FULL + copy) * self.num_words, constant=compute * trained)
+            return _LastMemory((kept, running + self.hidden * float(has_backward), Polynomial()))
+        # the loss saves all log-probabilities in float32
+        full, product = Polynomial(token=FULL * self.num_words), Polynomial(token=compute * self.num_words)
+        saved = full * float(has_backward)
+        loss = (saved, full + product + full * float(copy > 0), saved * 2.0)
+        return _LastMemory(loss, before_forward=product, before_backward=full + product * float(copy > 0))
 
 
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:
@@ -260,11 +318,9 @@ def _stage_memory(
     layer_indices = [
         i for i in range(-1, module_spec.num_layers + 1) if stage_holds(layers, module_spec.num_layers, i)
     ]
-    last = _last_entry(costs, module_spec, layers[1], entries.needed)
-    saved, forward, backward = (
-        np.concatenate([table[[1 + index for index in layer_indices]], _array([entry])])
-        for table, entry in zip((entries.saved, entries.forward, entries.backward), last, strict=True)
-    )
+    rows = [1 + index for index in layer_indices]
+    head = _Head(costs, module_spec, tp_size)
+    has_logits = bool(head.num_words) and layers[1] == module_spec.num_layers
     weights = _weights(costs.spec, module, layer_indices, tp_size, shards, storage)
     trained = float(weights.gradients.sum())
     is_summed = is_copied and not shards.divides(REDUCES_IN_PASSES)
@@ -272,13 +328,18 @@ def _stage_memory(
     # A backward allocates the gradients of a layer while those of the layer after it are reduced; those outside of
     # layers are reduced at its end.
     weights.largest += 2 * weights.reduced[is_layer].max() + weights.reduced[~is_layer].sum()
-    for table in (forward, backward):  # a layer and the next one are gathered through buffers
-        table[:, 2] += (3 if shards.reshards else 1) * weights.gathered[is_layer].max()
-    return StageMemory(
+    # a layer and the next one are gathered through buffers
+    buffers = (3 if shards.reshards else 1) * weights.gathered[is_layer].max()
+    if has_logits:
+        tables, longer_tables = (
+            _tables(entries, rows, head.memory(entries.needed[-1], is_longer), buffers) for is_longer in (False, True)
+        )
+    else:
+        sent = _sent_entry(costs, module_spec, layers[1], entries.needed)
+        tables = longer_tables = _tables(entries, rows, _LastMemory(sent), buffers)
+    result = StageMemory(
         _state(weights, trained, storage),
-        saved,
-        forward,
-        backward,
+        *tables,
         np.append(weights.gradients, 0.0),
         np.append(weights.largest, 0.0),
         _input_bytes(module_spec),
@@ -290,6 +351,26 @@ def _stage_memory(
         float(weights.gathered[~is_layer].sum() if shards.reshards else weights.gathered.sum()),
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
     )
+    if not has_logits:
+        return result
+    saved, forward, backward = longer_tables
+    longer = replace(result, saved=saved, forward=forward, backward=backward)
+    return replace(result, max_tokens=head.max_tokens, longer=longer)
+
+
+def _tables(
+    entries: _ModuleMemory, rows: Sequence[int], last: _LastMemory, buffers: float
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Returns what [`StageMemory`] has of a stage with some entries of a module."""
+    saved, forward, backward = (
+        np.concatenate([table[rows], _array([entry])])
+        for table, entry in zip((entries.saved, entries.forward, entries.backward), last.entry, strict=True)
+    )
+    forward[-2:-1] += _array([last.before_forward])
+    backward[-2:-1] += _array([last.before_backward])
+    forward[:, 2] += buffers
+    backward[:, 2] += buffers
+    return saved, forward, backward
 
 
 @dataclass
@@ -380,16 +461,9 @@ def _weights(
     return result
 
 
-def _last_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
-    """The loss, or the tensors that a stage sends."""
+def _sent_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
+    """The tensors that a stage sends."""
     precision, is_last = Precision.of(module_spec, costs.value_bytes), stop == module_spec.num_layers
-    head = _head(costs, module_spec, stop) if is_last else 0
-    if head:
-        # the loss saves all log-probabilities in float32
-        saved, logits = float(FULL * head), float(precision.compute * head)
-        live = Polynomial(token=saved + logits + (saved if precision.compute != FULL else 0.0))
-        has_backward = float(needed[-1])
-        return Polynomial(token=saved * has_backward), live, Polynomial(token=2 * saved * has_backward)
     sent = feature_bytes(costs, module_spec) if is_last else float(module_spec.hidden_size * precision.stream)
     out, gradient = Polynomial(token=sent), needed[-1] if is_last else needed[stop + 1]
     # gradients of sent tensors are received and concatenated in a backward

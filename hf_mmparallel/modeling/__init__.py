@@ -5,6 +5,7 @@ Uses `plan`, `kernels`, `adapters` and the world; imported by `composed`, `profi
 """
 
 from .features import count_feature_tokens
+from .lazy_logits import whole_logits
 from .loss import token_loss
 from .prepare import prepare_stages
 from .spec import ModulePart, build_model_spec, module_parts
@@ -24,4 +25,5 @@ __all__ = [
     "prepare_stages",
     "token_loss",
     "unknown_layers_text",
+    "whole_logits",
 ]

@@ -9,71 +9,20 @@ length. That takes longer than the products, and batches of multimodal samples h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from ..world import ACTIVITY
 from .dtensors import local
+from .lazy_logits import return_lazy_logits
+from .tp_collectives import Sum, SumGradients
 
 # The columns of a matrix are the features that it returns; its rows are those that it takes.
 _COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROW_STYLES = ("rowwise",)
-
-
-def _run(collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup) -> None:
-    """Runs a collective, in which this rank waits for others."""
-    ACTIVITY.waits = True
-    collective(*tensors, group=group)
-    ACTIVITY.waits = False
-
-
-class _SumGradients(torch.autograd.Function):
-    """Passes on what all ranks have alike; its gradient is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        summed = gradient.contiguous()  # in place: nobody but the linear layer, which has just made it, knows it
-        _run(dist.all_reduce, summed, group=ctx.group)
-        return summed, None
-
-
-class _Sum(torch.autograd.Function):
-    """Sums over the ranks, in place; each has the gradient of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.mark_dirty(values)
-        _run(dist.all_reduce, values, group=group)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
-
-
-class _GatherFeatures(torch.autograd.Function):
-    """Joins the features of all ranks; each has the gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.width = group.rank(), values.shape[-1]
-        gathered = values.new_empty((group.size(), *values.shape))
-        _run(dist.all_gather_single, gathered.view(-1), values.contiguous().view(-1), group=group)
-        return gathered.movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
 
 
 def shares_linear(layer: nn.Module, style: str, tp_size: int) -> TypeGuard[nn.Linear]:
@@ -88,29 +37,29 @@ def shares_linear(layer: nn.Module, style: str, tp_size: int) -> TypeGuard[nn.Li
 def use_plain_tensors(layer: nn.Linear, style: str, mesh: DeviceMesh) -> None:
     """
     Lets a linear layer whose parameters are cut compute on plain tensors, in place. A column-parallel one takes all
-    features and returns those of this rank, or all for the styles that gather; a row-parallel one takes those of this
-    rank and returns all.
+    features and returns those of this rank, or for the styles that gather, which are those of a head, lazy ones of
+    all ranks; a row-parallel one takes those of this rank and returns all.
     """
     group = mesh.get_group()
     if style in _ROW_STYLES:
-        forward = _row_parallel(layer, group)
+        layer.forward = _row_parallel(layer, group)  # type: ignore[method-assign]
+    elif style == "colwise":
+        layer.forward = _column_parallel(layer, group)  # type: ignore[method-assign]
     else:
-        forward = _column_parallel(layer, group, gathers=style != "colwise")
-    layer.forward = forward  # type: ignore[method-assign]
+        return_lazy_logits(layer, group)
 
 
-def _column_parallel(layer: nn.Linear, group: dist.ProcessGroup, gathers: bool) -> Callable[[Tensor], Tensor]:
+def _column_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
-        features = _SumGradients.apply(input, group) if input.requires_grad else input
-        output = functional.linear(features, local(layer.weight), _local_bias(layer))
-        return _GatherFeatures.apply(output, group) if gathers else output
+        features = SumGradients.apply(input, group) if input.requires_grad else input
+        return functional.linear(features, local(layer.weight), _local_bias(layer))
 
     return forward
 
 
 def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
-        output = _Sum.apply(functional.linear(input, local(layer.weight)), group)
+        output = Sum.apply(functional.linear(input, local(layer.weight)), group)
         bias = _local_bias(layer)
         return output if bias is None else output + bias  # which each rank has whole
 

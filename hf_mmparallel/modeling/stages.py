@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ..adapters.adapter import adapter_names
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .features import count_feature_tokens, flat_features, merge_output
+from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, token_loss
 from .spec import ModulePart, layers_of, module_parts
 from .unowned import hidden_of, is_unowned, with_hidden
@@ -262,6 +263,9 @@ class ModuleStage:
         self.modality: str | None = None
         self.is_first_run = True
         self._own_loss_labels: tuple[Tensor, bool] | None = None  # labels, and `OwnLoss.of_batch`
+        head = model.get_output_embeddings()
+        if module_name == LANGUAGE_MODEL and type(head) is nn.Linear and self.is_last:
+            return_lazy_logits(head)
 
     @property
     def module_spec(self) -> ModuleSpec:
@@ -326,8 +330,8 @@ class ModuleStage:
     ) -> list[Tensor]:
         """
         Runs the stage on the batch entries of its module, which every stage needs. The last stage returns the logits
-        `[batch, sequence, vocabulary]` or the encoder's features `[feature tokens, hidden]`, others the hidden states.
-        Raises `ValueError` if features that enter at this stage are missing.
+        `[batch, sequence, vocabulary]`, lazy ones if they are large, or the encoder's features `[feature tokens,
+        hidden]`, others the hidden states. Raises `ValueError` if features that enter at this stage are missing.
         """
         if self.module_name == LANGUAGE_MODEL:
             return self._run_language_model(inputs, hidden, features or {}, num_tokens)
@@ -380,11 +384,12 @@ class ModuleStage:
         if self._interceptor is None or self._checked:
             return outputs
         self._checked = True
+        values = [source_of(output) for output in outputs]
         if hidden:
-            wrong = any(t.isnan().any() for t in outputs) and not any(t.isnan().any() for t in hidden)
+            wrong = any(t.isnan().any() for t in values) and not any(t.isnan().any() for t in hidden)
         else:
             # the model itself may produce NaN at single positions, such as padding
-            wrong = any(t.isnan().all() for t in outputs if t.numel())
+            wrong = any(t.isnan().all() for t in values if t.numel())
         if wrong:
             raise ValueError(
                 f"The output of layers {self.layers} of `{self.module_name}` depends on parameters of other stages, "

@@ -4,7 +4,16 @@ Plans as data: the description of a model, the user's settings, and the assignme
 The bottom of the package, without torch; may be imported by everything.
 """
 
-from .model_spec import LANGUAGE_MODEL, Edge, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, ParameterUse
+from .model_spec import (
+    LANGUAGE_MODEL,
+    MAX_LOGITS,
+    Edge,
+    FeatureSpec,
+    ModelSpec,
+    ModuleSpec,
+    ParameterSpec,
+    ParameterUse,
+)
 from .ownership import (
     Cut,
     ParameterShards,
@@ -35,6 +44,7 @@ from .step_plan import StepPlan
 
 __all__ = [
     "LANGUAGE_MODEL",
+    "MAX_LOGITS",
     "ContextSettings",
     "Cut",
     "Edge",

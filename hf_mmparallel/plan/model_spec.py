@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 LANGUAGE_MODEL = "language_model"
+MAX_LOGITS = 2**27  # that a rank computes at once, half a GiB in float32
 
 
 @dataclass(frozen=True)

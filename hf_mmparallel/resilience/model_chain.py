@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from .._portable import weighted_sum
 from ..cost import CostModel, data_gradients, stage_costs
 from ..cost.activations import grouped_copies
 from ..cost.memory import sample_features
@@ -340,7 +339,7 @@ def _layer_kinds(costs: CostModel, name: str, tp_size: int) -> tuple[int, ...]:
 class _Demand:
     """What microbatches need in a module."""
 
-    sizes: NDArray  # [microbatches, 3]: of each on one rank, see `activation_sizes`
+    sizes: NDArray  # [microbatches, 3]: of each, see `activation_sizes`
     num_tokens: float  # of all microbatches of a step
     # For each encoder whose features enter the module: the layers where they do, and the bytes of the features of the
     # largest microbatch.
@@ -367,8 +366,7 @@ class _Demand:
         sent = sum(_feature_bytes(costs, name, microbatches)) if spec.modules[name].is_encoder else 0.0
         share = microbatches.most / microbatches.count
         num_ahead = _num_behind(plan, name) + (name in plan.encoders)
-        scale = np.array([module.cp_size, module.cp_size, 1.0])
-        return cls(sizes / scale, share * float(chunks[:, 0].sum()), received, share * sent, num_ahead, state_copies)
+        return cls(sizes, share * float(chunks[:, 0].sum()), received, share * sent, num_ahead, state_copies)
 
     def of_stage(self, memory: StageMemory) -> tuple[float, float, float]:
         """Bytes of a stage whatever is in flight, of each microbatch in flight, and of the running task."""
@@ -376,9 +374,8 @@ class _Demand:
         fixed += memory.input_bytes * self.num_tokens
         if memory.frees_features:
             fixed += self.sent_bytes
-        saved = float(weighted_sum(self.sizes, memory.saved.sum(axis=0)).max(initial=0.0))
-        running = weighted_sum(memory.transient, self.sizes.max(axis=0, initial=0.0))
-        return fixed, saved, float(running.max(initial=0.0))
+        largest = self.sizes.max(axis=0, initial=0.0)
+        return fixed, memory.most_saved_bytes(self.sizes), memory.running_bytes(largest)
 
     def received_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of the features of a microbatch that enter a stage."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._device import clock_of, to_device
 from ..data.step_batch import StepData
+from ..modeling import whole_logits
 from ..modeling.host_values import KnownOnHost
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
@@ -234,6 +235,7 @@ class _Step:
         """Passes a stage's logits to `on_logits`, and returns their loss; empty without labels."""
         batch = self.inputs.host_batch(task)
         if self.on_logits is not None:
+            logits = whole_logits(logits)
             whole = self.inputs.gather_tokens(task, logits.detach())
             self.on_logits(task, whole, to_device(dict(self.inputs.whole_batch(task)), self.executor.device))
         if self.program.has_backward(task):

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._portable import weighted_sum
 from ..arrange.lengths import group_by_length
 from ..cost import CostModel, layer_table
 from ..cost.activations import DTYPE_BYTES, FULL, grouped_copies
@@ -410,11 +409,9 @@ class ModuleOptions:
 
     def running_bytes(self, kind: ParallelConfig, num_samples: float) -> tuple[float, float]:
         """Estimated transient bytes of a task on the first and on the last stage."""
-        chunk = self._chunk_sizes(kind, num_samples) / np.array([kind.cp_size, kind.cp_size, 1.0])
+        chunk = self._chunk_sizes(kind, num_samples)
         chunk[2] = 1.0
-        first, last = (
-            max(float(weighted_sum(memory.transient, chunk).max()) for memory in pair) for pair in self._ends(kind)
-        )
+        first, last = (max(memory.running_bytes(chunk) for memory in pair) for pair in self._ends(kind))
         return first, last
 
     def _chunk_sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:

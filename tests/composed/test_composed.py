@@ -6,6 +6,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_mmparallel.composed.encoder_parts import LogitScale
 from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.composed.multimodal_config import EncoderSettings, MultimodalCallbacks
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
@@ -88,7 +89,8 @@ def merged(model: MultimodalModel, batch: dict[str, Tensor]) -> Tensor:
 
 
 def logits_of(model: MultimodalModel, embeds: Tensor, mask: Tensor) -> Tensor:
-    return model.lm_head(model.get_decoder()(inputs_embeds=embeds, attention_mask=mask).last_hidden_state)
+    hidden = model.get_decoder()(inputs_embeds=embeds, attention_mask=mask).last_hidden_state
+    return LogitScale.of(model.config.text_config).apply(model.lm_head(hidden))
 
 
 @pytest.mark.parametrize("kind", KINDS)

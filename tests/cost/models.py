@@ -53,6 +53,14 @@ def model(frozen: tuple[str, ...] = (), tied: bool = True, **changes: Any) -> Mo
     return ModelSpec(modules, tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
 
 
+def with_head(num_words: int, trainable: bool = True) -> ModelSpec:
+    """The model with a head of its own."""
+    spec = model(tied=False)
+    head = ParameterSpec("lm_head.weight", (num_words, HIDDEN), LAYERS, "bfloat16", trainable)
+    language = replace(spec.language_model, parameters=(*spec.language_model.parameters, head))
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+
+
 def text_model(frozen: tuple[str, ...] = (), tied: bool = True, **changes: Any) -> ModelSpec:
     """Its language model alone."""
     spec = model(frozen, tied, **changes)

@@ -9,11 +9,12 @@ import pytest
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step, contiguous_step, with_fastest_counts
 from hf_mmparallel.arrange.balance import deferred_fraction
-from hf_mmparallel.cost import fitting_in_flight, fitting_tokens, memory_per_rank
+from hf_mmparallel.cost import fitting_in_flight, fitting_tokens, memory_per_rank, stage_memory
 from hf_mmparallel.cost.limits import batch_workloads, steady_in_flight
+from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Stage, resolve_plan
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
-from tests.cost.models import h100, model
+from tests.cost.models import VOCABULARY, h100, model, with_head
 
 BUDGET = 2e8
 PLANS = {
@@ -190,3 +191,29 @@ def test_deferral_keeps_no_more_microbatches_than_the_limit_of_tokens_counts(arr
         starts, stops = zip(*microbatches.values(), strict=True)
         events = sorted([(start + 1e-6, 1) for start in starts] + [(stop - 1e-6, -1) for stop in stops])
         assert max(np.cumsum([change for _, change in events])) <= in_flight[key], key
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """The loss of more than 6,000 tokens is in chunks."""
+    monkeypatch.setattr(stage_memory, "MAX_LOGITS", 6000 * VOCABULARY)
+    stage_memory._stage_memory.cache_clear()
+    yield
+    stage_memory._stage_memory.cache_clear()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_loss_in_chunks_lets_more_tokens_fit(name, small_chunks):
+    spec, sizes = with_head(VOCABULARY), sizes_of(30, 20, 8192)
+    plan = plan_of(name, spec, num_microbatches=8)
+    in_flight, found = steady_in_flight(plan), []
+    state = fullest(spec, plan, sizes, contiguous_step(plan, range(8192), 1), in_flight)
+    most = min(memory.max_tokens * memory.cp_size for memory in stage_memories(h100(spec), plan).values())
+    for budget in state * np.geomspace(1.05, 30, 24):
+        limits = fitting_tokens(h100(spec), plan, sizes, budget)
+        size = min(limits["vision"] / 30, limits[LANGUAGE_MODEL] / 20)
+        fits, more = (contiguous_step(plan, range(8192), int(scale * size)) for scale in (1.0, 1.05))
+        assert fullest(spec, plan, sizes, fits, in_flight) <= budget
+        assert limits[LANGUAGE_MODEL] <= most or budget < fullest(spec, plan, sizes, more, in_flight)
+        found.append(limits[LANGUAGE_MODEL])
+    assert found == sorted(found) and found[0] < most < found[-1]

@@ -12,7 +12,7 @@ from hf_mmparallel.cost.memory import activation_sizes, sample_features
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Span, Task, build_program, simulate
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, h100, model
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, h100, model, with_head
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
@@ -108,6 +108,33 @@ def test_a_first_backward_makes_gradients_while_it_frees_activations():
     assert memory.backward_bytes(many, True) == pytest.approx(memory.backward_bytes(many, False), rel=0.01)
     logits = 1e5 * 2 * 4 * VOCABULARY  # the gradients of the loss and of its softmax, beside what is kept
     assert memory.backward_bytes(many, False) == pytest.approx(memory.saved_bytes(many) + logits, rel=1e-6)
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_many_logits_are_computed_in_chunks_and_those_of_a_cut_head_by_each_rank(tp_size: int, frozen: bool):
+    """Squared tokens, tokens and constant bytes of the loss of 152k words, in bfloat16."""
+    words, hidden = 151_936, 2 * HIDDEN
+    spec = with_head(words, trainable=not frozen)
+    plugin = {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)}
+    memory = stages_of(spec, **plugin)[LANGUAGE_MODEL, 0, 0]
+    share, elements = words / tp_size, 0 if frozen else words * HIDDEN / tp_size
+    kept = [0, hidden * frozen, 2 * elements]  # gradients of the hidden states, or of the weight and in place of these
+    assert memory.max_tokens == 2**27 / share
+    longer = memory.at(2**27 / share + 1)
+    assert longer.saved[-1].tolist() == kept
+    # a chunk in both types, or one in bfloat16 and a product that is added to the sum in float32
+    summed = 4 * elements + max(6 * 2**27, 2 * 2**27 + 2 * elements)
+    assert longer.forward[-1].tolist() == [0, hidden, summed]
+    assert not longer.forward[-2].any() and not longer.backward[-2:].any()
+    few = memory.at(2**27 / share)
+    if tp_size > 1:
+        assert few.saved[-1].tolist() == kept and few.forward[-1].tolist() == [0, 6 * share + hidden, 2 * elements]
+    else:
+        assert few.saved[-1].tolist() == [0, 4 * words, 0] and few.forward[-1].tolist() == [0, 10 * words, 0]
+    size = np.array([0.0, 1e5, 1.0])
+    assert memory.saved_bytes(size) == longer.saved_bytes(size)
+    assert memory.backward_bytes(size, False) == longer.backward_bytes(size, False)
 
 
 def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():

@@ -16,13 +16,15 @@ from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel._versions import CACHE
-from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling import build_model_spec, vocabulary_loss
 from hf_mmparallel.runtime import offload
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
 from tests.distributed import run_distributed
 from tests.folders import made_once, run_folder
 
+MAX_LOGITS = vocabulary_loss.MAX_LOGITS
+FEW_LOGITS = 10 * tiny.VOCAB_SIZE  # of ten tokens at once
 SAMPLES = 22
 GLOBAL_BATCH = 8
 
@@ -78,6 +80,7 @@ def frozen(parallel: dict[str, Any]) -> dict[str, Any]:
 
 def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -> Run:
     """The stock Trainer on this process; a run that any test of this session has made is read from its folder."""
+    arguments.pop("max_logits", None)
     if "output_dir" in arguments:  # its files are wanted, too
         return _stock(family, freeze, arguments)
     key = hashlib.sha256(pickle.dumps((family, freeze, sorted(arguments.items())))).hexdigest()
@@ -143,8 +146,11 @@ def make_trainer(
     return MultimodalParallelTrainer(args=args, **words)
 
 
-def parallel_run(family: str, parallel: dict[str, Any], evaluate: bool = False, **arguments: Any) -> Run:
-    """Our Trainer on this rank, trained; weights on rank 0."""
+def parallel_run(
+    family: str, parallel: dict[str, Any], evaluate: bool = False, max_logits: int = MAX_LOGITS, **arguments: Any
+) -> Run:
+    """Our Trainer on this rank, trained, with a loss in chunks of `max_logits`; weights on rank 0."""
+    vocabulary_loss.MAX_LOGITS = max_logits
     return run_of(make_trainer(family, parallel, **arguments), evaluate)
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import multiprocessing
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def evaluations(make: Any) -> dict[str, Any]:
     }
 
 
-def assert_same_evaluations(ranks: list[dict[str, Any]], stock: dict[str, Any]) -> None:
+def assert_same_evaluations(ranks: Sequence[dict[str, Any]], stock: dict[str, Any]) -> None:
     """Equal metrics on all ranks; on the first one equal labels, and predictions and logits but for padding."""
     for rank in ranks:
         assert [pytest.approx(row, rel=2e-5) for row in stock["history"]] == rank["history"]
@@ -90,18 +91,20 @@ def assert_same_evaluations(ranks: list[dict[str, Any]], stock: dict[str, Any]) 
     torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
-def our_evaluations() -> dict[str, Any]:
-    return evaluations(functools.partial(runs.make_trainer, "llava", {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}))
+def our_evaluations() -> list[dict[str, Any]]:
+    """With stages, and with ranks that share the words of the head."""
+    layouts = ({VISION: {"dp_size": 2}, LM: {size: 2}} for size in ("pp_size", "tp_size"))
+    return [evaluations(functools.partial(runs.make_trainer, "llava", layout)) for layout in layouts]
 
 
 def test_evaluation_and_prediction_equal_the_stock_trainers():
     stock = evaluations(runs.stock_trainer)
     assert len(stock["history"]) == 2 and "eval_unseen_accuracy" in stock["history"][1]
-    ranks = run_distributed(our_evaluations, 4)
-    assert_same_evaluations(ranks, stock)
-    assert (ranks[0]["predictions"] == stock["predictions"]).all()
-    assert ((ranks[0]["logits"] != -100) == (stock["logits"] != -100)).all()
-    assert all(rank["predictions"] is None and rank["labels"] is None for rank in ranks[1:])
+    for ranks in zip(*run_distributed(our_evaluations, 4), strict=True):
+        assert_same_evaluations(ranks, stock)
+        assert (ranks[0]["predictions"] == stock["predictions"]).all()
+        assert ((ranks[0]["logits"] != -100) == (stock["logits"] != -100)).all()
+        assert all(rank["predictions"] is None and rank["labels"] is None for rank in ranks[1:])
 
 
 # Data and the training loop

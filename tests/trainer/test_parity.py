@@ -25,8 +25,14 @@ ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4, "l
 COUNTED = {"include_num_input_tokens_seen": "non_padding"}
 ANY_ORDER = {"modules": {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (2, 1))], [(0, 4, (3, 4))])}}
 
+IN_CHUNKS = {"max_logits": runs.FEW_LOGITS}
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "llava, tp 2 to tp 2 with stages": ("llava", 6, {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "pp_size": 2}}, {}),
+    "llava, tp 2 to tp 2 with stages": (
+        "llava",
+        6,
+        {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "pp_size": 2}},
+        IN_CHUNKS,
+    ),
     "llava_next, gpipe": ("llava_next", 3, {"modules": PP2, "schedule": "gpipe"}, {}),
     "llava_onevision, three copies to two": ("llava_onevision", 5, {VISION: {"dp_size": 3}, LM: {"dp_size": 2}}, {}),
     "gemma3, tied, uneven stages": ("gemma3", 4, {LM: {"layers_per_stage": [1, 2, 1]}}, {}),
@@ -36,7 +42,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl, tp 1 to tp 2": ("qwen2_5_vl", 3, {LM: {"tp_size": 2}}, {}),
     "qwen3_vl, cut inside DeepStack, recomputed": ("qwen3_vl", 4, {VISION: AGAIN, LM: {"pp_size": 3, **AGAIN}}, {}),
     "voxtral, audio": ("voxtral", 3, PP2, {}),
-    "llama, no encoder": ("llama_tied", 2, PP2, {"label_smoothing_factor": 0.1}),
+    "llama, no encoder": ("llama_tied", 2, PP2, {"label_smoothing_factor": 0.1, **IN_CHUNKS}),
     "llava, frozen LM": ("llava", 4, {VISION: {"pp_size": 2}, LM: {"freeze": True, "pp_size": 2}}, {}),
     "llava, AdamW, linear schedule, tokens counted": ("llava", 3, PP2, {**ADAMW, **COUNTED}),
     "paligemma, tied, copies and stages": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2}}, {}),

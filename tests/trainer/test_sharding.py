@@ -46,7 +46,7 @@ FROZEN = {VISION: {"dp_size": 2, "freeze": "tower", "zero_stage": 3}, LM: {"dp_s
 # Family, ranks, layout, further arguments
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "dp in groups, stage 2": ("llava", 5, lm(2, dp_size=4, shard_size=2), ADAMW),
-    "dp and tp, stage 3": ("llava", 5, lm(3, tp_size=2), ADAMW),
+    "dp and tp, stage 3": ("llava", 5, lm(3, tp_size=2), {**ADAMW, "max_logits": runs.FEW_LOGITS}),
     "dp and cp, stage 3": ("llava", 5, lm(3, cp_size=2, cp_block=16), ADAMW),
     "shared ranks, stage 2": ("llava", 2, both(2), ADAMW),
     "frozen tower, stage 3": ("llava", 4, FROZEN, ADAMW),
