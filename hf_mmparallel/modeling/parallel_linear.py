@@ -8,7 +8,8 @@ length. That takes longer than the products, and batches of multimodal samples h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 import torch
@@ -30,6 +31,37 @@ def _run(collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGr
     ACTIVITY.waits = True
     collective(*tensors, group=group)
     ACTIVITY.waits = False
+
+
+# A graph of `torch.compile` has the sum as an operator, which names its group and writes to none of its inputs.
+
+
+@torch.library.custom_op("hf_mmparallel::sum_over_ranks", mutates_args=())
+def _sum_in_graph(values: Tensor, group_name: str) -> Tensor:
+    summed = values.clone(memory_format=torch.contiguous_format)
+    _run(dist.all_reduce, summed, group=dist.distributed_c10d._resolve_process_group(group_name))
+    return summed
+
+
+@_sum_in_graph.register_fake
+def _(values: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+_sum_in_graph.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+class _SumGradientsInGraph(torch.autograd.Function):
+    """[`_SumGradients`] in a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _sum_in_graph(gradient, ctx.group_name), None
 
 
 class _SumGradients(torch.autograd.Function):
@@ -96,26 +128,53 @@ def use_plain_tensors(layer: nn.Linear, style: str, mesh: DeviceMesh) -> None:
         forward = _row_parallel(layer, group)
     else:
         forward = _column_parallel(layer, group, gathers=style != "colwise")
+    layer.graph_inputs = None  # type: ignore[assignment]
     layer.forward = forward  # type: ignore[method-assign]
 
 
+@contextmanager
+def shards_as_inputs(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Takes the shards of linear layers out of their `DTensor`s for the graphs that run in this context."""
+    for layer in layers:
+        layer.graph_inputs = None  # type: ignore[assignment]
+        layer.graph_inputs = _shards(layer)  # type: ignore[assignment, arg-type]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.graph_inputs = None  # type: ignore[assignment]
+
+
+def _shards(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Returns this rank's weight and bias; the inputs of a graph are plain tensors."""
+    given: Any = layer.graph_inputs
+    if given is not None:
+        return given
+    return local(layer.weight), None if layer.bias is None else local(layer.bias)
+
+
 def _column_parallel(layer: nn.Linear, group: dist.ProcessGroup, gathers: bool) -> Callable[[Tensor], Tensor]:
+    name = group.group_name
+
     def forward(input: Tensor) -> Tensor:
-        features = _SumGradients.apply(input, group) if input.requires_grad else input
-        output = functional.linear(features, local(layer.weight), _local_bias(layer))
+        features = input
+        if input.requires_grad and torch.compiler.is_compiling():
+            features = _SumGradientsInGraph.apply(input, name)
+        elif input.requires_grad:
+            features = _SumGradients.apply(input, group)
+        output = functional.linear(features, *_shards(layer))
         return _GatherFeatures.apply(output, group) if gathers else output
 
     return forward
 
 
 def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    name = group.group_name
+
     def forward(input: Tensor) -> Tensor:
-        output = _Sum.apply(functional.linear(input, local(layer.weight)), group)
-        bias = _local_bias(layer)
+        weight, bias = _shards(layer)
+        product = functional.linear(input, weight)
+        output = _sum_in_graph(product, name) if torch.compiler.is_compiling() else _Sum.apply(product, group)
         return output if bias is None else output + bias  # which each rank has whole
 
     return forward
-
-
-def _local_bias(layer: nn.Linear) -> Tensor | None:
-    return None if layer.bias is None else local(layer.bias)

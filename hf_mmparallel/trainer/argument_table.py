@@ -38,6 +38,7 @@ def _is_given(value: Any) -> bool:
 
 _LEAVE_OUT = "Leave it out."
 _NO_DDP = "gradients are summed without `DistributedDataParallel`"
+_NO_CUDA_GRAPHS = "a CUDA graph keeps the outputs of one forward, and several microbatches are in flight"
 _ONE_READER = "every rank reads the samples that its modules work on"
 
 # fields of `TrainingArguments`
@@ -56,9 +57,14 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
         "a reentrant recomputation has a backward of its own inside that of a stage",
         "Use `use_reentrant=False`; `every_n_layers` and `offload` hold.",
     ),
-    "torch_compile": Refused(bool, "stages leave the model's forward early", _LEAVE_OUT),
-    "torch_compile_backend": Refused(_is_given, "stages leave the model's forward early", _LEAVE_OUT),
-    "torch_compile_mode": Refused(_is_given, "stages leave the model's forward early", _LEAVE_OUT),
+    "torch_compile_backend": Refused(
+        lambda value: value == "cudagraphs", _NO_CUDA_GRAPHS, 'Use `torch_compile_backend="inductor"`.'
+    ),
+    "torch_compile_mode": Refused(
+        lambda value: value in ("reduce-overhead", "max-autotune"),
+        _NO_CUDA_GRAPHS,
+        'Use `"default"` or `"max-autotune-no-cudagraphs"`.',
+    ),
     "use_liger_kernel": Refused(bool, "it fuses the head with the loss", _LEAVE_OUT),
     "liger_kernel_config": WithoutEffect("`use_liger_kernel` is refused"),
     "neftune_noise_alpha": Refused(
@@ -170,8 +176,8 @@ LAUNCHER_VARIABLES: Mapping[str, Refused] = {
     ),
     "ACCELERATE_DYNAMO_BACKEND": Refused(
         lambda value: value.lower() not in ("", "no"),
-        "stages leave the model's forward early",
-        "Launch with `--dynamo_backend no`.",
+        "it is for whole models, of which each rank has a part",
+        "Launch with `--dynamo_backend no`, and use `torch_compile=True` to compile each layer.",
     ),
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Refused(
         lambda value: value.upper() not in ("", "NO"),
@@ -215,6 +221,11 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, entry in ARGUMENTS.items():
         if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):
             raise _refusal(f"`{name}={value_of(args, name)!r}`", entry)
+    if args.torch_compile and (args.activation_checkpointing_kwargs or {}).get("offload"):
+        raise ValueError(
+            "`torch_compile=True` can't be used with `offload` of `activation_checkpointing_kwargs`: a compiled layer "
+            "is one graph with its recomputation, whose inputs stay on the device. Leave one of them out."
+        )
 
 
 def check_launcher(args: TrainingArguments) -> None:

@@ -28,6 +28,7 @@ from ..data.packing import ATTENTION, PackingCollator
 from ..data.randomness import seeded
 from ..modeling import build_model_spec
 from ..modeling.checkpoint_reader import checkpoint_files
+from ..modeling.compiled_layers import Compilation
 from ..modeling.loading import build_on_meta, check_equal_models, load_layers
 from ..modeling.prepare import Recomputation
 from ..plan import (
@@ -107,6 +108,12 @@ def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, A
 def checkpointing_settings(args: TrainingArguments) -> Recomputation:
     """How modules recompute their activations."""
     return Recomputation.from_arguments(args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
+
+
+def compilation_settings(args: TrainingArguments) -> Compilation | None:
+    """How layers are compiled; `None` if they are not."""
+    backend, mode = args.torch_compile_backend, args.torch_compile_mode
+    return Compilation(backend or "inductor", mode) if args.torch_compile else None
 
 
 def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, args: TrainingArguments) -> Any:
@@ -311,6 +318,7 @@ def build_engine(
         costs=prepared.costs,
         adapter=prepared.adapter,
         recomputation=checkpointing_settings(args),
+        compilation=compilation_settings(args),
         forward_context=forward_context,
         module_settings=plugin.modules,
         can_change_plan=args.resilience is not None,

@@ -93,6 +93,7 @@ HONOURED = {
     "_plan": "activation_checkpointing",
     "build_engine": "label_smoothing_factor",
     "checkpointing_settings": "activation_checkpointing_kwargs",
+    "compilation_settings": "torch_compile torch_compile_backend torch_compile_mode",
     "full_eval_dtype": "bf16_full_eval fp16_full_eval",
     "resolve_batch": "per_device_train_batch_size gradient_accumulation_steps",
 }
@@ -157,9 +158,8 @@ REFUSED_VALUES: dict[str, Any] = {
     "optim": training_args.OptimizerNames.LOMO,
     "fp16": True,
     "activation_checkpointing_kwargs": {"use_reentrant": True},
-    "torch_compile": True,
-    "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default",
+    "torch_compile_backend": "cudagraphs",
+    "torch_compile_mode": "reduce-overhead",
     "use_liger_kernel": True,
     "neftune_noise_alpha": 5.0,
     "auto_find_batch_size": True,
@@ -190,6 +190,8 @@ LAUNCHED = {
 HELD_VALUES: dict[str, Any] = {
     "optim": training_args.OptimizerNames.ADAMW_TORCH,
     "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2, "offload": True},
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "max-autotune-no-cudagraphs",
     "label_names": ["labels"],
     "train_sampling_strategy": "group_by_length",
     "debug": [],
@@ -217,6 +219,14 @@ def test_what_cannot_hold_is_refused_with_a_remedy(name: str):
     table.check_arguments(make())
     if name in HELD_VALUES:
         table.check_arguments(with_value(name, HELD_VALUES[name]))
+
+
+def test_compiled_layers_with_saved_inputs_in_host_memory_are_refused():
+    args = with_value("activation_checkpointing_kwargs", {"offload": True})
+    args.torch_compile = True
+    with pytest.raises(ValueError, match="`torch_compile=True` can't be used with `offload` of .* Leave one of them"):
+        table.check_arguments(args)
+    assert "`offload` of `activation_checkpointing_kwargs`" in REFUSED_IN_DOCS
 
 
 def test_parts_of_a_trainer_that_cannot_hold_are_refused():
