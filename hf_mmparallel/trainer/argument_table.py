@@ -41,6 +41,11 @@ _NO_DDP = "gradients are summed without `DistributedDataParallel`"
 _NO_CUDA_GRAPHS = "a CUDA graph keeps the outputs of one forward, and several microbatches are in flight"
 _ONE_READER = "every rank reads the samples that its modules work on"
 
+LIGER_LOSSES = (
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+)  # Liger's kernels of the loss; it has the second by default
+
 # fields of `TrainingArguments`
 ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
     "optim": Refused(
@@ -65,8 +70,11 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
         _NO_CUDA_GRAPHS,
         'Use `"default"` or `"max-autotune-no-cudagraphs"`.',
     ),
-    "use_liger_kernel": Refused(bool, "it fuses the head with the loss", _LEAVE_OUT),
-    "liger_kernel_config": WithoutEffect("`use_liger_kernel` is refused"),
+    "liger_kernel_config": Refused(
+        lambda value: any((value or {}).get(name) for name in LIGER_LOSSES),
+        "the loss is summed over the target tokens of all microbatches, from the logits of the last stage",
+        f"Leave {' and '.join(f'`{name}`' for name in LIGER_LOSSES)} out of it.",
+    ),
     "neftune_noise_alpha": Refused(
         _is_given, "the noise of one process can't be reproduced on several stages", _LEAVE_OUT
     ),

@@ -14,6 +14,7 @@ import torch
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
 
 from .._files import readable
 from ..adapters.adapter import Adapter, adapter_names, add_adapters
@@ -48,6 +49,7 @@ from ..runtime.engine import EngineOptions, ParallelEngine
 from ..runtime.host_memory import check_host_memory, check_storage
 from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
+from .argument_table import LIGER_LOSSES
 from .arguments import MultimodalTrainingArguments, check_global_batch
 from .start_checks import check_model
 
@@ -114,6 +116,12 @@ def compilation_settings(args: TrainingArguments) -> Compilation | None:
     """How layers are compiled; `None` if they are not."""
     backend, mode = args.torch_compile_backend, args.torch_compile_mode
     return Compilation(backend or "inductor", mode) if args.torch_compile else None
+
+
+def liger_kernels(args: TrainingArguments) -> dict[str, bool] | None:
+    """Which kernels of Liger a model gets: those of its layers, not those of the loss; `None` if it gets none."""
+    chosen = {**(args.liger_kernel_config or {}), **dict.fromkeys(LIGER_LOSSES, False)}
+    return chosen if args.use_liger_kernel else None
 
 
 def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, args: TrainingArguments) -> Any:
@@ -235,7 +243,7 @@ def plan_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingArgum
     """A copy of the arguments in which the Trainer's own loop sees one batch a step and leaves the model alone."""
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1
-    args.activation_checkpointing = False
+    args.activation_checkpointing = args.use_liger_kernel = False
     vars(args)["runs_plan"] = True
     return args
 
@@ -274,6 +282,9 @@ def prepare_model(
     if source is None:
         check_equal_models(whole, world)
     check_model(whole, is_searched=plugin.auto)
+    kernels = liger_kernels(args)
+    if kernels is not None:  # before layers of other ranks are replaced, which have nothing to put kernels in
+        apply_liger_kernel(whole, kernels)
     spec = apply_module_settings(whole, plugin)
     if configs:
         with seeded(args.seed):  # replicas start from equal adapters
