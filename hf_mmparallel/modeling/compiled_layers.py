@@ -65,7 +65,7 @@ class _CompiledForward:
     """The forward of all layers of one structure, which is compiled when the first of them runs."""
 
     def __init__(self, compilation: Compilation):
-        self._compiled = torch.compile(
+        self._compiled = torch.compile(  # type: ignore[call-overload]
             _forward,
             backend=compilation.backend,
             mode=compilation.mode,

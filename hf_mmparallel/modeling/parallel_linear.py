@@ -39,7 +39,8 @@ def _run(collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGr
 @torch.library.custom_op("hf_mmparallel::sum_over_ranks", mutates_args=())
 def _sum_in_graph(values: Tensor, group_name: str) -> Tensor:
     summed = values.clone(memory_format=torch.contiguous_format)
-    _run(dist.all_reduce, summed, group=dist.distributed_c10d._resolve_process_group(group_name))
+    group: Any = torch._C._distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    _run(dist.all_reduce, summed, group=group)
     return summed
 
 

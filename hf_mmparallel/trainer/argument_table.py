@@ -229,7 +229,8 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, entry in ARGUMENTS.items():
         if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):
             raise _refusal(f"`{name}={value_of(args, name)!r}`", entry)
-    if args.torch_compile and (args.activation_checkpointing_kwargs or {}).get("offload"):
+    recomputation: Any = args.activation_checkpointing_kwargs or {}
+    if args.torch_compile and recomputation.get("offload"):
         raise ValueError(
             "`torch_compile=True` can't be used with `offload` of `activation_checkpointing_kwargs`: a compiled layer "
             "is one graph with its recomputation, whose inputs stay on the device. Leave one of them out."
