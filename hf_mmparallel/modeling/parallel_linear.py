@@ -8,9 +8,11 @@ length. That takes longer than the products, and batches of multimodal samples h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeGuard
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +20,7 @@ from torch.nn import functional
 
 from .dtensors import local
 from .lazy_logits import return_lazy_logits
-from .tp_collectives import Sum, SumGradients
+from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph
 
 # The columns of a matrix are the features that it returns; its rows are those that it takes.
 _COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
@@ -41,6 +43,7 @@ def use_plain_tensors(layer: nn.Linear, style: str, mesh: DeviceMesh) -> None:
     all ranks; a row-parallel one takes those of this rank and returns all.
     """
     group = mesh.get_group()
+    layer.graph_inputs = None  # type: ignore[assignment]
     if style in _ROW_STYLES:
         layer.forward = _row_parallel(layer, group)  # type: ignore[method-assign]
     elif style == "colwise":
@@ -49,22 +52,48 @@ def use_plain_tensors(layer: nn.Linear, style: str, mesh: DeviceMesh) -> None:
         return_lazy_logits(layer, group)
 
 
+@contextmanager
+def shards_as_inputs(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Takes the shards of linear layers out of their `DTensor`s for the graphs that run in this context."""
+    for layer in layers:
+        layer.graph_inputs = None  # type: ignore[assignment]
+        layer.graph_inputs = _shards(layer)  # type: ignore[assignment, arg-type]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.graph_inputs = None  # type: ignore[assignment]
+
+
+def _shards(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Returns this rank's weight and bias; the inputs of a graph are plain tensors."""
+    given: Any = layer.graph_inputs
+    if given is not None:
+        return given
+    return local(layer.weight), None if layer.bias is None else local(layer.bias)
+
+
 def _column_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    name = group.group_name
+
     def forward(input: Tensor) -> Tensor:
-        features = SumGradients.apply(input, group) if input.requires_grad else input
-        return functional.linear(features, local(layer.weight), _local_bias(layer))
+        features = input
+        if input.requires_grad and torch.compiler.is_compiling():
+            features = SumGradientsInGraph.apply(input, name)
+        elif input.requires_grad:
+            features = SumGradients.apply(input, group)
+        return functional.linear(features, *_shards(layer))
 
     return forward
 
 
 def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    name = group.group_name
+
     def forward(input: Tensor) -> Tensor:
-        output = Sum.apply(functional.linear(input, local(layer.weight)), group)
-        bias = _local_bias(layer)
+        weight, bias = _shards(layer)
+        product = functional.linear(input, weight)
+        output = sum_in_graph(product, name) if torch.compiler.is_compiling() else Sum.apply(product, group)
         return output if bias is None else output + bias  # which each rank has whole
 
     return forward
-
-
-def _local_bias(layer: nn.Linear) -> Tensor | None:
-    return None if layer.bias is None else local(layer.bias)

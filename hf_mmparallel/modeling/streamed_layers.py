@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from .compiled_layers import is_compiled
 from .dtensors import local
 
 _ALIGNMENT = 64  # bytes; kernels read weights in vectors
@@ -101,8 +102,10 @@ class StreamedLayers:
         def run(*args: Any, **kwargs: Any) -> Any:
             self._point_to(index, self._take(index))
             try:
-                # The recomputation of a layer keeps what it saves until the layer's backward, which comes next.
+                # The recomputation of a layer keeps what it saves until the layer's backward, which comes next; in a
+                # graph it starts from saved weights.
                 is_recomputed = getattr(layer, "gradient_checkpointing", False) and layer.training
+                is_recomputed = is_recomputed and not is_compiled(layer)
                 saves = torch.is_grad_enabled() and not is_recomputed
                 with saved_tensors_hooks(self._pack, self._unpack) if saves else contextlib.nullcontext():
                     return forward(*args, **kwargs)

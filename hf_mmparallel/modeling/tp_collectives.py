@@ -66,3 +66,36 @@ class GatherFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
+
+
+# A graph of `torch.compile` has the sum as an operator, which names its group and writes to none of its inputs.
+
+
+@torch.library.custom_op("hf_mmparallel::sum_over_ranks", mutates_args=())
+def sum_in_graph(values: Tensor, group_name: str) -> Tensor:
+    """Sums over the ranks of a group; each has the gradient of the sum."""
+    summed = values.clone(memory_format=torch.contiguous_format)
+    group: Any = torch._C._distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    run(dist.all_reduce, summed, group=group)
+    return summed
+
+
+@sum_in_graph.register_fake
+def _(values: Tensor, group_name: str) -> Tensor:
+    return torch.empty_like(values, memory_format=torch.contiguous_format)
+
+
+sum_in_graph.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+class SumGradientsInGraph(torch.autograd.Function):
+    """[`SumGradients`] in a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return sum_in_graph(gradient, ctx.group_name), None

@@ -24,6 +24,7 @@ from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
 from ..modeling import module_parts, prepare_stages, token_loss
+from ..modeling.compiled_layers import Compilation, compile_layers
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
 from ..modeling.stages import cast_values
@@ -72,6 +73,7 @@ class EngineOptions:
     costs: CostModel | None = None  # the same on all ranks; context parallelism cuts tokens by them
     adapter: Adapter | None = None  # saved and loaded in place of the model
     recomputation: Recomputation = Recomputation()  # of modules with activation checkpointing
+    compilation: Compilation | None = None  # of the layers
     forward_context: Callable[[], AbstractContextManager] = nullcontext  # such as autocast
     module_settings: Mapping[str, ModulePlugin] = field(default_factory=dict)  # by module, saved with the plan
     can_change_plan: bool = False  # a copy of the model without weights is kept, for a new layout
@@ -169,6 +171,8 @@ class ParallelEngine(nn.Module):
         for names in place_weights(self.model, layers, self.device, load, self._shard):
             wanted = set(names)
             self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
+        if self.options.compilation is not None:
+            compile_layers(layers, self.options.compilation)
         for name, module in self.plan.modules.items():
             stages = [stage for key, stage in self.stages.items() if key[0] == name]
             if module.storage.offload_params and stages:

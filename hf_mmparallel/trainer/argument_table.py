@@ -38,7 +38,13 @@ def _is_given(value: Any) -> bool:
 
 _LEAVE_OUT = "Leave it out."
 _NO_DDP = "gradients are summed without `DistributedDataParallel`"
+_NO_CUDA_GRAPHS = "a CUDA graph keeps the outputs of one forward, and several microbatches are in flight"
 _ONE_READER = "every rank reads the samples that its modules work on"
+
+LIGER_LOSSES = (
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+)  # Liger's kernels of the loss; it has the second by default
 
 # fields of `TrainingArguments`
 ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
@@ -56,11 +62,19 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
         "a reentrant recomputation has a backward of its own inside that of a stage",
         "Use `use_reentrant=False`; `every_n_layers` and `offload` hold.",
     ),
-    "torch_compile": Refused(bool, "stages leave the model's forward early", _LEAVE_OUT),
-    "torch_compile_backend": Refused(_is_given, "stages leave the model's forward early", _LEAVE_OUT),
-    "torch_compile_mode": Refused(_is_given, "stages leave the model's forward early", _LEAVE_OUT),
-    "use_liger_kernel": Refused(bool, "it fuses the head with the loss", _LEAVE_OUT),
-    "liger_kernel_config": WithoutEffect("`use_liger_kernel` is refused"),
+    "torch_compile_backend": Refused(
+        lambda value: value == "cudagraphs", _NO_CUDA_GRAPHS, 'Use `torch_compile_backend="inductor"`.'
+    ),
+    "torch_compile_mode": Refused(
+        lambda value: value in ("reduce-overhead", "max-autotune"),
+        _NO_CUDA_GRAPHS,
+        'Use `"default"` or `"max-autotune-no-cudagraphs"`.',
+    ),
+    "liger_kernel_config": Refused(
+        lambda value: any((value or {}).get(name) for name in LIGER_LOSSES),
+        "the loss is summed over the target tokens of all microbatches, from the logits of the last stage",
+        f"Leave {' and '.join(f'`{name}`' for name in LIGER_LOSSES)} out of it.",
+    ),
     "neftune_noise_alpha": Refused(
         _is_given, "the noise of one process can't be reproduced on several stages", _LEAVE_OUT
     ),
@@ -170,8 +184,8 @@ LAUNCHER_VARIABLES: Mapping[str, Refused] = {
     ),
     "ACCELERATE_DYNAMO_BACKEND": Refused(
         lambda value: value.lower() not in ("", "no"),
-        "stages leave the model's forward early",
-        "Launch with `--dynamo_backend no`.",
+        "it is for whole models, of which each rank has a part",
+        "Launch with `--dynamo_backend no`, and use `torch_compile=True` to compile each layer.",
     ),
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Refused(
         lambda value: value.upper() not in ("", "NO"),
@@ -215,6 +229,12 @@ def check_arguments(args: TrainingArguments) -> None:
     for name, entry in ARGUMENTS.items():
         if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):
             raise _refusal(f"`{name}={value_of(args, name)!r}`", entry)
+    recomputation: Any = args.activation_checkpointing_kwargs or {}
+    if args.torch_compile and recomputation.get("offload"):
+        raise ValueError(
+            "`torch_compile=True` can't be used with `offload` of `activation_checkpointing_kwargs`: a compiled layer "
+            "is one graph with its recomputation, whose inputs stay on the device. Leave one of them out."
+        )
 
 
 def check_launcher(args: TrainingArguments) -> None:

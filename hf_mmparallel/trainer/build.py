@@ -14,6 +14,7 @@ import torch
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
 
 from .._files import readable
 from ..adapters.adapter import Adapter, adapter_names, add_adapters
@@ -28,6 +29,7 @@ from ..data.packing import ATTENTION, PackingCollator
 from ..data.randomness import seeded
 from ..modeling import build_model_spec
 from ..modeling.checkpoint_reader import checkpoint_files
+from ..modeling.compiled_layers import Compilation
 from ..modeling.loading import build_on_meta, check_equal_models, load_layers
 from ..modeling.prepare import Recomputation
 from ..plan import (
@@ -47,6 +49,7 @@ from ..runtime.engine import EngineOptions, ParallelEngine
 from ..runtime.host_memory import check_host_memory, check_storage
 from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
+from .argument_table import LIGER_LOSSES
 from .arguments import MultimodalTrainingArguments, check_global_batch
 from .start_checks import check_model
 
@@ -107,6 +110,18 @@ def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, A
 def checkpointing_settings(args: TrainingArguments) -> Recomputation:
     """How modules recompute their activations."""
     return Recomputation.from_arguments(args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
+
+
+def compilation_settings(args: TrainingArguments) -> Compilation | None:
+    """How layers are compiled; `None` if they are not."""
+    backend, mode = args.torch_compile_backend, args.torch_compile_mode
+    return Compilation(backend or "inductor", mode) if args.torch_compile else None
+
+
+def liger_kernels(args: TrainingArguments) -> dict[str, bool] | None:
+    """Which kernels of Liger a model gets: those of its layers, not those of the loss; `None` if it gets none."""
+    chosen = {**(args.liger_kernel_config or {}), **dict.fromkeys(LIGER_LOSSES, False)}
+    return chosen if args.use_liger_kernel else None
 
 
 def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, args: TrainingArguments) -> Any:
@@ -228,7 +243,7 @@ def plan_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingArgum
     """A copy of the arguments in which the Trainer's own loop sees one batch a step and leaves the model alone."""
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1
-    args.activation_checkpointing = False
+    args.activation_checkpointing = args.use_liger_kernel = False
     vars(args)["runs_plan"] = True
     return args
 
@@ -267,6 +282,9 @@ def prepare_model(
     if source is None:
         check_equal_models(whole, world)
     check_model(whole, is_searched=plugin.auto)
+    kernels = liger_kernels(args)
+    if kernels is not None:  # before layers of other ranks are replaced, which have nothing to put kernels in
+        apply_liger_kernel(whole, kernels)
     spec = apply_module_settings(whole, plugin)
     if configs:
         with seeded(args.seed):  # replicas start from equal adapters
@@ -311,6 +329,7 @@ def build_engine(
         costs=prepared.costs,
         adapter=prepared.adapter,
         recomputation=checkpointing_settings(args),
+        compilation=compilation_settings(args),
         forward_context=forward_context,
         module_settings=plugin.modules,
         can_change_plan=args.resilience is not None,

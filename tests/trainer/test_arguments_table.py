@@ -21,7 +21,7 @@ from transformers import Trainer, TrainingArguments, trainer_pt_utils, training_
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.trainer import argument_table as table
-from hf_mmparallel.trainer import engine_state, start_checks
+from hf_mmparallel.trainer import build, engine_state, start_checks
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
 from hf_mmparallel.trainer.start_checks import METHODS, Extends, NeverCalled, check_overrides
 from tests import tiny
@@ -93,6 +93,8 @@ HONOURED = {
     "_plan": "activation_checkpointing",
     "build_engine": "label_smoothing_factor",
     "checkpointing_settings": "activation_checkpointing_kwargs",
+    "compilation_settings": "torch_compile torch_compile_backend torch_compile_mode",
+    "liger_kernels": "use_liger_kernel liger_kernel_config",
     "full_eval_dtype": "bf16_full_eval fp16_full_eval",
     "resolve_batch": "per_device_train_batch_size gradient_accumulation_steps",
 }
@@ -157,10 +159,9 @@ REFUSED_VALUES: dict[str, Any] = {
     "optim": training_args.OptimizerNames.LOMO,
     "fp16": True,
     "activation_checkpointing_kwargs": {"use_reentrant": True},
-    "torch_compile": True,
-    "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default",
-    "use_liger_kernel": True,
+    "torch_compile_backend": "cudagraphs",
+    "torch_compile_mode": "reduce-overhead",
+    "liger_kernel_config": {"rope": True, "fused_linear_cross_entropy": True},
     "neftune_noise_alpha": 5.0,
     "auto_find_batch_size": True,
     "batch_eval_metrics": True,
@@ -190,6 +191,9 @@ LAUNCHED = {
 HELD_VALUES: dict[str, Any] = {
     "optim": training_args.OptimizerNames.ADAMW_TORCH,
     "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2, "offload": True},
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "max-autotune-no-cudagraphs",
+    "liger_kernel_config": {"rope": False, "cross_entropy": False},
     "label_names": ["labels"],
     "train_sampling_strategy": "group_by_length",
     "debug": [],
@@ -219,6 +223,25 @@ def test_what_cannot_hold_is_refused_with_a_remedy(name: str):
         table.check_arguments(with_value(name, HELD_VALUES[name]))
 
 
+def test_compiled_layers_with_saved_inputs_in_host_memory_are_refused():
+    args = with_value("activation_checkpointing_kwargs", {"offload": True})
+    args.torch_compile = True
+    with pytest.raises(ValueError, match="`torch_compile=True` can't be used with `offload` of .* Leave one of them"):
+        table.check_arguments(args)
+    assert "`offload` of `activation_checkpointing_kwargs`" in REFUSED_IN_DOCS
+
+
+def test_liger_replaces_layers_and_not_the_loss():
+    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}  # the second is on by default
+    args = with_value("liger_kernel_config", {"rope": False})
+    assert build.liger_kernels(args) is None
+    args.use_liger_kernel = True
+    assert build.liger_kernels(args) == {"rope": False, **losses}
+    assert not build.plan_arguments(args).use_liger_kernel  # the stock loop would replace parts of what was pruned
+    args.liger_kernel_config = None
+    assert build.liger_kernels(args) == losses
+
+
 def test_parts_of_a_trainer_that_cannot_hold_are_refused():
     for name, value in REFUSED_PARTS.items():
         with pytest.raises(ValueError, match=f"`{name}` can't be used with `parallel`: "):
@@ -245,7 +268,6 @@ def test_what_the_launcher_brings_is_refused_before_the_model_is_built(name: str
 
 IDLE_VALUES: dict[str, Any] = {
     "average_tokens_across_devices": False,
-    "liger_kernel_config": {"rope": True},
     "eval_use_gather_object": True,
     "eval_accumulation_steps": 4,
     "accelerator_config.dispatch_batches": True,

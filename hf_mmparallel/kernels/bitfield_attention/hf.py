@@ -158,7 +158,7 @@ def bitfield_attention_forward(
     _refuse(module, dropout, attention_mask, kwargs)
     softcap = softcap or 0.0
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_words is None or not _is_language_layer(module):
+    if attention_words is None or _layer_kind(module) is None:
         output = _attend_by_mask(module, query, key, value, attention_mask, scaling, is_causal, softcap, s_aux)
         return output, None
     words = _words_of_layer(module, attention_words, attention_mask)
@@ -198,11 +198,24 @@ def _refuse(module: nn.Module, dropout: float, mask: Tensor | DeferredMask | Non
         )
 
 
-def _is_language_layer(module: nn.Module) -> bool:
-    """Tells layers of a language model by their index into a key-value cache."""
+def _layer_kind(module: nn.Module) -> str | None:
+    """The type of a layer of a language model, `None` for others, which have no index into a key-value cache."""
+    if hasattr(module, "layer_kind"):  # see `note_layer_kinds`
+        return module.layer_kind
     # Neither `module.is_causal`, which is `False` in PaliGemma, nor lengths, which may agree by chance, distinguish a
     # tower's layers from those of the language model if a model passes the words to both.
-    return getattr(module, "layer_idx", None) is not None and hasattr(getattr(module, "config", None), "use_cache")
+    index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+    if index is None or not hasattr(config, "use_cache"):
+        return None
+    types = getattr(config, "layer_types", None)
+    return types[index] if types else "full_attention"
+
+
+def note_layer_kinds(layer: nn.Module) -> None:
+    """Notes the type of a layer in its modules: `torch.compile` makes a graph for each index that a forward reads."""
+    for module in layer.modules():
+        if hasattr(module, "layer_idx"):
+            module.__dict__["layer_kind"] = _layer_kind(module)
 
 
 def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask | None) -> Any:
@@ -214,9 +227,7 @@ def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask |
             'words. Use `attn_implementation="sdpa"` for models with cross-attention.'
         )
     if isinstance(words, Mapping):
-        config: Any = module.config
-        types = getattr(config, "layer_types", None)
-        kind = types[module.layer_idx] if types else "full_attention"
+        kind = _layer_kind(module)
         if kind not in words:
             raise ValueError(
                 f"`attention_words` has words for {', '.join(map(repr, words))}; layer {module.layer_idx} is of type "
@@ -300,7 +311,7 @@ def _attend_by_mask(
         mask = mask.build(may_skip=plain)
     elif mask is None and is_causal is None:
         encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        if getattr(module, "is_causal", False) or (_is_language_layer(module) and not encoder_decoder):
+        if getattr(module, "is_causal", False) or (_layer_kind(module) is not None and not encoder_decoder):
             raise ValueError(_NEITHER.format(type(module).__name__))
         is_causal = False
     if mask is not None:
