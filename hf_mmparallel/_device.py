@@ -95,7 +95,7 @@ class HostCopy:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Copies the tensors in a value to a device, from pinned memory, for which the host does not wait."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
     def send(tensor: Tensor) -> Tensor:
