@@ -255,6 +255,9 @@ class _Module(backend_registration._DummyBackendModule):
 
     manual_seed_all = manual_seed
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.default_generator.get_state()
 

@@ -30,6 +30,7 @@ _SIZED_BY_VALUES = {
 _FACTORIES = {"arange", "eye", "full", "ones", "zeros"}
 # Rounded alike on every device; other results with a floating point are not kept.
 _EXACT = {"float", "double", "to", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__"}
+_INDEXED = {"__getitem__", "__setitem__"}
 _WITHOUT_VALUES = ("rand", "empty", "bernoulli", "multinomial", "dropout")  # in names: no input determines the result
 
 
@@ -86,10 +87,12 @@ class KnownOnHost(TorchFunctionMode):
                 if result.numel() <= _MOST_ELEMENTS:
                     _keep(result, self._run_on_host(func, args, kwargs))
                 return result
+        if name in _INDEXED and args[0].device.type == self.device.type and known < len(tensors):
+            return func(args[0], self._sent(args[1]), *args[2:])
         if not known or name == "__get__" or any(part in name for part in _WITHOUT_VALUES):
             return func(*args, **kwargs)
         if known < len(tensors):
-            return self._run_with_others(func, name, args, kwargs)
+            return func(*args, **kwargs)
         if name in _READS or (name == "to" and any(map(_is_cpu, (*args, *kwargs.values())))):
             return self._run_on_host(func, args, kwargs)
         if name == "__iter__":
@@ -98,7 +101,7 @@ class KnownOnHost(TorchFunctionMode):
             return self._send(func, args, kwargs)
         given = args
         if name == "__setitem__":
-            args = (args[0], self._without_masks(args[1]), args[2])
+            args = (args[0], self._sent(args[1]), args[2])
         # both sides read their arguments before either changes them
         on_host = self._arguments(given, kwargs)
         result = func(*args, **kwargs)
@@ -135,22 +138,18 @@ class KnownOnHost(TorchFunctionMode):
         args, kwargs = self._arguments(args, kwargs)
         return func(*args, **kwargs)
 
-    def _run_with_others(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs an operation on tensors of which only the device knows some."""
-        if name in ("__getitem__", "__setitem__"):
-            args = (args[0], self._without_masks(args[1]), *args[2:])
-        return func(*args, **kwargs)
-
-    def _without_masks(self, index: Any) -> Any:
-        """Replaces masks in an index by the positions that they select, whose number the device would have to tell."""
-        parts = []
+    def _sent(self, index: Any) -> Any:
+        """
+        Returns an index on the device. Positions stand for a mask that the host knows, since the device would have to
+        tell how many it selects.
+        """
+        parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
-            mask = _known(part) if isinstance(part, Tensor) and part.dtype == torch.bool else None
-            if mask is not None:
-                positions = mask.nonzero(as_tuple=True)
-                for on_host, on_device in zip(positions, to_device(positions, self.device), strict=True):
-                    _keep(on_device, on_host)
-                    parts.append(on_device)
+            on_host = part if not isinstance(part, Tensor) or part.device.type == "cpu" else _known(part)
+            if isinstance(on_host, Tensor) and on_host.dtype == torch.bool:
+                parts += to_device(on_host.nonzero(as_tuple=True), self.device)
+            elif isinstance(part, Tensor):
+                parts.append(to_device(part, self.device))
             else:
                 parts.append(part)
         return tuple(parts) if isinstance(index, tuple) or len(parts) != 1 else parts[0]

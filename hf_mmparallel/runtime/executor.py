@@ -101,7 +101,8 @@ class Executor:
                 elif action.message is not None and action.op == "send":
                     run.send(action.message)
                 elif action.message is not None:
-                    run.receive(action.message)
+                    with self._reads_on_host():  # an encoder's forward says what comes
+                        run.receive(action.message)
                 elif action.task is not None:
                     passes.begin(action.task, run.inputs.is_empty(action.task))
                     ACTIVITY.waits = True
