@@ -100,6 +100,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/sampler_overhead.py
 	$(BIN)/python benchmarks/rank_balance.py
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/step_costs.py
 	$(BIN)/python benchmarks/microbatch_balance.py
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/memory_error.py

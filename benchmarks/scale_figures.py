@@ -1,4 +1,4 @@
-"""The figures of `scale.py` in `docs/benchmarks.md`, see `pages.py`."""
+"""The figures of `scale.py` and `step_costs.py` in `docs/benchmarks.md`, see `pages.py`."""
 
 from __future__ import annotations
 
@@ -18,4 +18,21 @@ def scale() -> str:
     return table(f"| {counted} | arrangement | program, checks | checksums | whole step | gradient sums, once |", rows)
 
 
-BLOCKS = {"scale": scale}
+def waits() -> str:
+    """Waits for the device and copied bytes of each layout."""
+    found = result("step_costs")["waits"]
+    rows = [f"| {row['layout']} | {row['waits']:g} | {row['kib_to_device']:.0f} KiB |" for row in found]
+    return table("| model and layout | waits a step | copied to the device a step |", rows)
+
+
+def groups() -> str:
+    """Process groups of plans, and of their fullest rank."""
+    rows = [
+        f"| {row['ranks']:,} | {row['groups']:,} | {row['communicators']} | {row['channels_of_a_rank']} | "
+        f"{row['seconds']:.2f} s |"
+        for row in result("step_costs")["groups"]
+    ]
+    return table("| ranks | groups | communicators of a rank | its channels | to make them |", rows)
+
+
+BLOCKS = {"scale": scale, "waits": waits, "groups": groups}
