@@ -9,6 +9,7 @@ recorded with the line of the package that asks for it, as `torch.cuda.set_sync_
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -225,10 +226,11 @@ class _Event:
     """An event on the device's stream."""
 
     def __init__(self, **kwargs: Any):
-        self.queued = 0
+        self.queued, self.recorded_s = 0, 0.0
 
     def record(self, stream: Any = None) -> None:
         self.queued = _QUEUE.num_events = _QUEUE.num_events + 1
+        self.recorded_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         pass
@@ -242,7 +244,7 @@ class _Event:
             catch_up()
 
     def elapsed_time(self, end: _Event) -> float:
-        return 0.0
+        return 1e3 * (end.recorded_s - self.recorded_s)
 
 
 class _Module(backend_registration._DummyBackendModule):

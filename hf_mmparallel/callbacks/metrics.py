@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,15 +194,24 @@ class ParallelMetricsCallback(EngineCallback):
     def __init__(self):
         self.running: deque[RanStep] = deque()
         self.steps: deque[RecordedStep] = deque(maxlen=_MAX_LOGGED_STEPS)
-        self.ends_s: deque[float] = deque(maxlen=_MAX_LOGGED_STEPS + 1)
+        # Of steps, after the window's begin: marks of the device's clock, of which the host is ahead.
+        self.ends: deque[Any] = deque(maxlen=_MAX_LOGGED_STEPS + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ends_s.append(time.perf_counter())
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a window."""
+        self.running.clear()
+        self.steps.clear()
+        self.ends.clear()
+        if self.engine is not None:
+            self.ends.append(self.engine.clock.mark())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.engine is not None and self.engine.last_result is not None:
             self.running.append(last_step(self.engine, args.per_device_train_batch_size))
-            self.ends_s.append(time.perf_counter())
+            self.ends.append(self.engine.clock.mark())
             self.read(waits=False)
 
     def read(self, waits: bool = True) -> None:
@@ -212,22 +220,20 @@ class ParallelMetricsCallback(EngineCallback):
             self.steps.append(self.running.popleft().read())
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.running.clear()
-        self.steps.clear()
-        self.ends_s = deque([time.perf_counter()], _MAX_LOGGED_STEPS + 1)
+        self.begin()
 
     def parallel_metrics(self) -> dict[str, float]:
         self.read()
         if self.engine is None or not self.steps:
             return {}
-        mine = RankWindow.of([ran.record for ran in self.steps], 1e3 * (self.ends_s[-1] - self.ends_s[0]))
+        wall_ms = self.engine.clock.ms(self.ends[0], self.ends[-1])
+        mine = RankWindow.of([ran.record for ran in self.steps], wall_ms)
         windows = self.engine.world.all_gather(mine, "metrics of the ranks")
         metrics = efficiency(windows, core_per_rank(self.engine.world))
         balances = measure([ran.balance for ran in self.steps], self.engine.world)
         metrics |= mean_of(list(map(forward_metrics, balances)))
         metrics |= mean_of([ran.arrangement for ran in self.steps])
-        self.steps.clear()
-        self.ends_s = deque([time.perf_counter()], _MAX_LOGGED_STEPS + 1)
+        self.begin()
         device = self.engine.costs.device
         if device.name != "cpu":
             name = "parallel/model_flops_utilisation"

@@ -137,7 +137,7 @@ class PredictionCallback(EngineCallback):
             return
         stride = max(1, int(state.logging_steps or 1) // _MAX_COMPARED_STEPS)
         index = len(self.marks)
-        self.marks.append((engine.asked, engine.executor.clock.mark()))
+        self.marks.append((engine.asked, engine.clock.mark()))
         self.steps.data_ms.append(engine.data_ms)
         if index % stride == 0 and index // stride < _MAX_COMPARED_STEPS:
             self.chosen.append(engine.last_result)
@@ -197,7 +197,7 @@ class PredictionCallback(EngineCallback):
             return {}
         # the device has finished the steps that are logged
         self.steps.chosen = [RankStep.of(result.record) for result in self.chosen]
-        self.steps.wall_ms = [engine.executor.clock.ms(asked, ended) for asked, ended in self.marks]
+        self.steps.wall_ms = [engine.clock.ms(asked, ended) for asked, ended in self.marks]
         if engine.device.type == "cuda":
             self.steps.memory_gib = torch.cuda.max_memory_allocated(engine.device) / GIB
         ranks = engine.world.gather(self.steps, "measured steps of the ranks")

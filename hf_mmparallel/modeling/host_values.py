@@ -24,10 +24,10 @@ _MOST_ELEMENTS = 2**18  # of a result that is computed on the host, too
 _READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "equal", "is_nonzero", "numpy", "cpu"}
 # What would read values on the device, for the size of a result or a number that fills it.
 _SIZED_BY_VALUES = {
-    *("arange", "bincount", "full", "masked_select", "new_full", "nonzero", "one_hot", "repeat_interleave", "split"),
+    *("bincount", "masked_select", "new_full", "nonzero", "one_hot", "repeat_interleave"),
     *("unique", "unique_consecutive"),
 }
-_FACTORIES = {"arange", "eye", "full", "ones", "zeros"}
+_FACTORIES = {"arange", "eye", "full", "ones", "tensor", "zeros"}
 # Rounded alike on every device; other results with a floating point are not kept.
 _EXACT = {"float", "double", "to", "mul", "__mul__", "__rmul__", "add", "__add__", "__radd__", "sub", "__sub__"}
 _INDEXED = {"__getitem__", "__setitem__"}
@@ -76,39 +76,34 @@ class KnownOnHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        tensors = list(_tensors((*args, *kwargs.values())))
-        known = sum(_known(tensor) is not None for tensor in tensors)
         name = getattr(func, "__name__", "")
-        if self._is_made(kwargs) and known == len(tensors):
-            if func in (torch.tensor, torch.as_tensor):
-                return self._send(func, args, kwargs)
-            if name in _FACTORIES and not tensors:
-                result = func(*args, **kwargs)
-                if result.numel() <= _MOST_ELEMENTS:
-                    _keep(result, self._run_on_host(func, args, kwargs))
-                return result
-        if name in _INDEXED and args[0].device.type == self.device.type and known < len(tensors):
+        tensors = list(_tensors((*args, *kwargs.values())))
+        is_known = all(_known(tensor) is not None for tensor in tensors)
+        if not tensors:
+            is_known = name in _FACTORIES and self._is_made(kwargs)
+        if not is_known and name in _INDEXED and args[0].device.type == self.device.type:
             return func(args[0], self._sent(args[1]), *args[2:])
-        if not known or name == "__get__" or any(part in name for part in _WITHOUT_VALUES):
-            return func(*args, **kwargs)
-        if known < len(tensors):
+        if not is_known or name == "__get__" or any(part in name for part in _WITHOUT_VALUES):
             return func(*args, **kwargs)
         if name in _READS or (name == "to" and any(map(_is_cpu, (*args, *kwargs.values())))):
             return self._run_on_host(func, args, kwargs)
         if name == "__iter__":
             return iter(self.__torch_function__(Tensor.unbind, types, args))
+        if name in _FACTORIES and not self._is_made(kwargs):  # a tensor of the CPU
+            return self._run_on_host(func, args, kwargs)
+        if name in _FACTORIES and (tensors or name == "tensor"):
+            return self._send(func, args, kwargs)
         if name in _SIZED_BY_VALUES or (name == "__getitem__" and _has_mask(args[1])):
             return self._send(func, args, kwargs)
-        given = args
-        if name == "__setitem__":
-            args = (args[0], self._sent(args[1]), args[2])
         # both sides read their arguments before either changes them
-        on_host = self._arguments(given, kwargs)
-        result = func(*args, **kwargs)
+        on_host = self._arguments(args, kwargs)
         if name == "__setitem__":
-            func(*on_host[0], **on_host[1])
+            func(args[0], self._sent(args[1]), args[2])
+            func(*on_host[0])
             _keep(args[0], on_host[0][0])
-        elif _num_elements(result) <= _MOST_ELEMENTS:
+            return None
+        result = func(*args, **kwargs)
+        if _num_elements(result) <= _MOST_ELEMENTS:
             _keep(result, func(*on_host[0], **on_host[1]), exact=name in _EXACT)
         return result
 

@@ -16,6 +16,7 @@ from accelerate.utils import patch_environment
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._device import clock_of
 from ..adapters.adapter import Adapter
 from ..cost import CostModel, analytic_costs, find_device
 from ..cost.layers import first_backward
@@ -97,6 +98,7 @@ class ParallelEngine(nn.Module):
         self.options = options or EngineOptions()
         self.world = world
         self.device = world.device
+        self.clock = clock_of(world.device)
         self.costs = self.options.costs or analytic_costs(spec, find_device("cpu"))
         # Of the whole model, which is taken apart below.
         self.encoder_inputs = _encoder_inputs(model)
@@ -270,7 +272,7 @@ class ParallelEngine(nn.Module):
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """A block in which the next training step is read, whose duration callbacks compare with the step's."""
-        self.asked = self.executor.clock.mark()
+        self.asked = self.clock.mark()
         asked_s = time.perf_counter()
         yield
         self.data_ms = 1e3 * (time.perf_counter() - asked_s)

@@ -352,14 +352,7 @@ class MultimodalParallelTrainer(Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        loss = totals.mean_loss.to(self.args.device, torch.float32)
-        if self._run.steps.finite.filtered:
-            # The stock loop asks the device for each step's loss before it adds the mean of the others in place of one
-            # that is not finite. The device does so here, and the loop does not ask, until `floating_point_ops`.
-            self.args.logging_nan_inf_filter = False
-            mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-            loss = torch.where(loss.isfinite(), loss, mean)
-        return loss
+        return self._run.steps.finite.logged(totals.mean_loss.to(self.args.device, torch.float32), self)
 
     @under_plan
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

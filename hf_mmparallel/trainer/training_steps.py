@@ -109,6 +109,15 @@ class FiniteCheck:
         self._last_step = -1
         self._watched: deque[tuple[int, str, HostCopy]] = deque()
 
+    def logged(self, loss: torch.Tensor, trainer: Any) -> torch.Tensor:
+        """The loss that a step adds to the log: the mean of the others for one that is left out."""
+        if not self.filtered:
+            return loss
+        # The stock loop would read each loss for this; it does not until `floating_point_ops`, which comes next.
+        trainer.args.logging_nan_inf_filter = False
+        mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, mean)
+
     def watch(self, step: int, name: str, value: torch.Tensor) -> None:
         """Looks at the loss (`"loss"`) or norm (`"norm"`) of a step as soon as the device has computed it."""
         self._watched.append((step, name, HostCopy(value)))

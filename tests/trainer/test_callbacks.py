@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
+from hf_mmparallel._device import HostClock
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.callbacks import LossProgressCallback, RecoveryCallback, metrics
 from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, forward_metrics, mean_of
@@ -120,10 +121,11 @@ def test_utilisation_is_of_the_peak_of_a_gpu(monkeypatch, device, key):
     monkeypatch.setattr(RankWindow, "of", lambda *_: window)
     callback, spec = ParallelMetricsCallback(), model()
     assert callback.parallel_metrics() == {}  # the stock Trainer has no engine
-    engine: Any = SimpleNamespace(costs=SimpleNamespace(device=device), world=World(), spec=spec)
+    costs = SimpleNamespace(device=device)
+    engine: Any = SimpleNamespace(costs=costs, world=World(), spec=spec, clock=HostClock())
     callback.engine = engine
     callback.steps.append(SimpleNamespace(record=None, balance=None, arrangement={}))  # type: ignore[arg-type]
-    callback.ends_s.extend([0.0, 0.01])
+    callback.ends.extend([0.0, 0.01])
     found = {name: value for name, value in callback.parallel_metrics().items() if "utilisation" in name}
     assert found == ({} if key is None else {key: metrics.flops_utilisation(spec, [window], device.peak_tflops)})
 
