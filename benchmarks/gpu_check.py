@@ -14,6 +14,7 @@ autocast at its precision.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -68,7 +69,11 @@ def launch(family: str, bf16: bool, layout: str) -> dict[str, Any]:
     processes = []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(world):
-            environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+            environment = {
+                **os.environ,
+                "HF_MMPARALLEL_TEST_RUNS": folder,
+                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            }
             if layout != "stock":
                 environment |= {
                     "RANK": str(rank),
@@ -105,15 +110,18 @@ def main() -> int:
     import torch
     from rich.table import Table
 
-    load = os.getloadavg()
-    if "--cpu" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="The same runs on the CPU.")
+    parser.add_argument("--only", choices=sorted({family for family, _ in CASES}), help="One family.")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="Folder of the JSON.")
+    options = parser.parse_args()
+    load, only = os.getloadavg(), options.only
+    if options.cpu:
         os.environ["GPU_CHECK_ON_CPU"] = "1"
     elif not torch.cuda.is_available():
         print("gpu_check needs a CUDA device; `--cpu` tries the script itself.")
         return 2
-    only = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else None
-    folder = ROOT / "benchmarks" / "results"
-    file = folder / "gpu_check.json"
+    file = options.out / "gpu_check.json"
     kept = json.loads(file.read_text())["rows"] if only and file.exists() else []
     table = Table("family", "precision", "layout", "largest difference", "allowed", "ok")
     rows = [row for row in kept if row["family"] != only]
@@ -134,10 +142,10 @@ def main() -> int:
         rows.append(row)
         cells = (family, "bf16" if bf16 else "fp32", layout, str(row["difference"]), str(row["allowed"]))
         table.add_row(*cells, "yes" if row["ok"] else "NO")
-    device = "cpu" if "--cpu" in sys.argv else torch.cuda.get_device_name()
+    device = "cpu" if options.cpu else torch.cuda.get_device_name()
     machine = common.machine(common.QUICK, load)
     machine.pop("shapes")  # the models are those of tests/tiny.py
-    common.report("gpu_check", [table], [], {"device": device, "rows": rows, **machine}, folder)
+    common.report("gpu_check", [table], [], {"device": device, "rows": rows, **machine}, options.out)
     return 0 if all(row["ok"] for row in rows) else 1
 
 

@@ -243,3 +243,11 @@ def test_templates_are_compared_with_the_paper(tmp_path):
             for found in rates.values():
                 assert sum(found["shares"].values()) == pytest.approx(1.0)
         assert row[kind]["Oobleck"]["10m"]["rate"] > row[kind]["Varuna"]["10m"]["rate"]
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("gpu_check", ["--only", "qwen3_vl"]), ("gpu_step", [])])
+def test_what_runs_on_a_gpu_runs_on_the_cpu_to_be_tried(name, arguments, tmp_path):
+    _run_command(BENCHMARKS / f"{name}.py", ["--cpu", "--out", str(tmp_path), *arguments])
+    result = json.loads((tmp_path / f"{name}.json").read_text())
+    assert result["device"] == "cpu" and len(result["rows"]) == {"gpu_check": 2, "gpu_step": 4}[name]
+    assert all(row["difference"] < 0.02 for row in result["rows"])
