@@ -31,7 +31,7 @@ from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.arrange import arrange_step
-from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
+from hf_mmparallel.cost import CostModel, analytic_costs, batch_workloads, find_device
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.step_dataset import RankInputs
@@ -73,6 +73,12 @@ def make_plan(language: ModulePlugin, vision: ModulePlugin, num_microbatches: in
     """The layout of two modules."""
     layouts = {VISION: vision, LANGUAGE_MODEL: language}
     return replace(resolve_plan(PUBLISHED_MODELS[MODEL].spec, layouts), num_microbatches=num_microbatches)
+
+
+def arranged_step(plan: ParallelPlan, costs: CostModel, batch: int, microbatch: int) -> StepPlan:
+    """The first global batch of a plan, arranged from the sizes of its samples."""
+    sizes = PUBLISHED[DATASET].draw(batch, seed=0).take(range(batch))
+    return arrange_step(plan, range(batch), batch_workloads(costs, plan, sizes), microbatch, METHOD)
 
 
 def once(function: Callable[[], Any]) -> float:

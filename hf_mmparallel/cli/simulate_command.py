@@ -82,7 +82,7 @@ def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: Paral
                 f"{ms_text(simulation.iteration_ms)}, bubble {simulation.bubble_fraction:.1%}, where a forward is "
                 "1 ms and a backward 2 ms on every stage; give `--model` for times and memory",
             ),
-            ("Groups", groups_text(plan, [])),
+            ("Groups", groups_text(plan, step, [])),
         ],
     )
     print_gantt(console, simulation)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 from rich import box
@@ -14,8 +16,8 @@ from ..cost import LayerCosts, RankMemory
 from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
 from ..drawing.timeline import gantt_text, rank_ranges
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SyncGroup, stage_parameters
-from ..runtime.groups import context_groups, talking_pairs
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, SyncGroup, stage_parameters
+from ..runtime.groups import channels_of_step, collective_groups
 from ..schedule import GradientFlow, Simulation
 from ..search.problem import RankedPlan, SearchResult
 from .answer import Answer
@@ -250,7 +252,7 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         ("Global batch", f"{batch_text(answer)}{chosen}"),
         ("Samples", samples_text(answer)),
         ("Costs", f"{costs_text(answer)}; frozen: {frozen_text(answer.costs.spec)}"),
-        ("Groups", groups_text(answer.plan, answer.sync_groups)),
+        ("Groups", groups_text(answer.plan, answer.prediction.planned.step, answer.sync_groups)),
     ]
     result = answer.result
     text = "none: the sizes are given"
@@ -336,12 +338,15 @@ def samples_text(answer: Answer) -> str:
     return f"{samples.origin}; mean tokens: {spread}"
 
 
-def groups_text(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> str:
-    """Process groups and point-to-point channels of a run."""
-    stages = [stage for module in plan.modules.values() for _, _, stage in module.stages()]
-    tp_groups = {tp_group for stage in stages for tp_group in stage.mesh if len(tp_group) > 1}
-    process_groups = tp_groups | set(context_groups(plan)) | {group.ranks for group in sync_groups}
-    return f"{len(process_groups)} besides the world; {len(talking_pairs(plan)):,} channels between ranks"
+def groups_text(plan: ParallelPlan, step: StepPlan, sync_groups: Sequence[SyncGroup]) -> str:
+    """Process groups and channels of a step, and the communicators that the fullest rank has over NCCL."""
+    groups, channels = collective_groups(plan, sync_groups), channels_of_step(plan, step)
+    members = Counter(rank for ranks in chain(groups, channels) for rank in ranks)
+    fullest = max(members.values(), default=0)
+    return (
+        f"{len(groups)} besides the world, {len(channels):,} pairs of ranks that exchange messages; up to {fullest} "
+        "of both on a rank"
+    )
 
 
 def print_runners_up(console: Console, result: SearchResult, explain: bool) -> None:

@@ -214,7 +214,7 @@ class ParallelEngine(nn.Module):
             self.options.forward_context,
             self.passes,
         )
-        transport = DistributedTransport(self.world, self.process_groups.channels)
+        transport = DistributedTransport(self.world)
         self.executor = Executor(self.plan, self.spec, self.stages, transport, by_ranks, functions, self.device)
         self._check_step = StepCheck(
             self.world,

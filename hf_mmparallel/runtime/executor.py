@@ -19,8 +19,8 @@ from ..modeling.host_values import KnownOnHost
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
 from ..schedule.actions import Action, Message, Task
-from ..schedule.lowering import receive_ahead
 from ..world import ACTIVITY
+from .groups import channels_of
 from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues, StepMessages, Transport
 from .payloads import Payload, Payloads, num_tokens_of
@@ -89,8 +89,7 @@ class Executor:
         run = _Step(self, program, data, on_logits)
         marks, mark = run.result.marks, self.clock.mark
         actions: Sequence[Action] = program.actions.get(self.rank, ())
-        if self.transport.receives_ahead:
-            actions = receive_ahead(actions)
+        self.transport.connect(channels_of(self.plan, self.rank, actions))
         passes = self.functions.passes
         passes.start_step(actions)
         for action in actions:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import count, pairwise, product
+from collections.abc import Iterable, Sequence
+from itertools import count, product
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..plan import ParallelPlan, SyncGroup
+from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
+from ..schedule.actions import Action
+from ..schedule.graph import build_graph
 from ..world import World
 
 # Meshes of the same ranks are equal to torch, which keeps the one that it has seen first, with its groups, in the
@@ -18,31 +21,31 @@ from ..world import World
 _mesh_numbers = count()
 
 
-def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
-    """Lists directed pairs of ranks between which a message can travel, in order."""
-    pairs: set[tuple[int, int]] = set()
-    for module in plan.modules.values():
-        for stages in module.replicas:
-            for before, after in pairwise(stages):
-                for sources, targets in zip(before.mesh, after.mesh, strict=True):
-                    pairs.update(_pairs(sources, targets))
-    for edge in plan.edges:
-        for source in plan.modules[edge.source].replicas:
-            for replica, stages in enumerate(plan.modules[edge.target].replicas):
-                for index in plan.edge_stages(edge, replica):
-                    for sources, targets in product(source[-1].mesh, stages[index].mesh):
-                        pairs.update(_pairs(sources, targets))
-    return sorted(pairs)
+def channels_of_step(plan: ParallelPlan, step: StepPlan) -> list[tuple[int, int]]:
+    """Lists the pairs of ranks that exchange messages in a step, in order."""
+    graph = build_graph(plan, step, training=False)
+    links = np.unique(graph.columns[0, graph.links], axis=1).T.tolist()
+    stages = graph.stages
+    return sorted({channel for link in links for channel in _channels(plan, *(stages[index] for index in link))})
 
 
-def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int]]:
-    """Pairs the ranks of two tp groups, both ways: slice `i` goes from source `i mod a` to target `i`."""
-    result = set()
-    for index, target in enumerate(targets):
-        source = sources[index % len(sources)]
-        if source != target:
-            result.update({(source, target), (target, source)})
-    return result
+def channels_of(plan: ParallelPlan, rank: int, actions: Iterable[Action]) -> list[tuple[int, int]]:
+    """Lists the pairs of a rank with others that its actions exchange messages with, in order."""
+    messages = {action.message for action in actions if action.message is not None}
+    links = {(m.source.stage_key, m.target.stage_key)[:: 1 if m.kind == "act" else -1] for m in messages}
+    return sorted({channel for link in links for channel in _channels(plan, *link) if rank in channel})
+
+
+def _channels(plan: ParallelPlan, source: StageKey, target: StageKey) -> set[tuple[int, int]]:
+    """
+    The pairs of ranks of two stages, the first of which passes activations to the second: slice `i` of a row goes from
+    rank `i mod a` of its `a` ranks to rank `i`.
+    """
+    before, after = plan.stage(*source), plan.stage(*target)
+    # hidden states stay on their cp rank, features go to any
+    rows = zip(before.mesh, after.mesh, strict=True) if source[0] == target[0] else product(before.mesh, after.mesh)
+    ends = ((producers[i % len(producers)], rank) for producers, row in rows for i, rank in enumerate(row))
+    return {(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]}
 
 
 def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
@@ -59,6 +62,12 @@ def tp_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1))
 
 
+def collective_groups(plan: ParallelPlan, sync: Sequence[SyncGroup]) -> list[tuple[int, ...]]:
+    """Lists the groups of a plan beside the world, in the order in which they are made."""
+    summing = (ranks for group in sync for ranks in (group.ranks, *group.shard_groups, *group.replica_groups))
+    return list(dict.fromkeys((*tp_groups(plan), *context_groups(plan), *summing)))
+
+
 class ProcessGroups:
     """
     The groups that a rank uses. Creating one is collective: every rank of the world makes the same calls.
@@ -72,8 +81,7 @@ class ProcessGroups:
         self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.by_ranks: dict[tuple[int, ...], Any] = {}
         of_tp = tp_groups(plan)
-        summing = (ranks for group in sync for ranks in (group.ranks, *group.shard_groups, *group.replica_groups))
-        for ranks in dict.fromkeys((*of_tp, *context_groups(plan), *summing)):
+        for ranks in collective_groups(plan, sync):
             group = world.new_group(ranks)
             if rank in ranks:
                 self.by_ranks[ranks] = group
@@ -85,12 +93,7 @@ class ProcessGroups:
                     mesh=[world.processes[other] for other in ranks],
                     mesh_dim_names=(f"tp_{next(_mesh_numbers)}",),
                 )
-        self.channels: dict[tuple[int, int], Any] = {}
         if world.on_device:
-            for pair in talking_pairs(plan):
-                group = world.new_group(pair)
-                if rank in pair:
-                    self.channels[pair] = group
             self._connect(world)
 
     def _connect(self, world: World) -> None:
@@ -99,11 +102,6 @@ class ProcessGroups:
         token = torch.zeros(1, device=world.device)
         for ranks in sorted(self.by_ranks):
             dist.all_reduce(token, group=self.by_ranks[ranks])
-        for source, target in sorted(self.channels):
-            if world.rank == source:
-                dist.send(token, world.processes[target], group=self.channels[source, target])
-            else:
-                dist.recv(token, world.processes[source], group=self.channels[source, target])
 
     def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
         """Returns the mesh of a tp group, `None` for a single rank."""

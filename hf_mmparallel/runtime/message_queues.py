@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,14 +41,15 @@ class Handle(Protocol):
 
 class Transport(Protocol):
     """
-    Ordered channels between ranks: the n-th `recv` from a rank gets the n-th tensor that this rank sent here. Neither
-    call blocks; a received buffer is valid after `wait`, a sent tensor must not change before.
+    Messages between this rank and others: the n-th `recv` from a rank gets the n-th tensor that it sent here. Neither
+    call blocks, but a transfer can wait for all earlier ones between the same ranks, in both directions. A received
+    buffer is valid after `wait`, a sent tensor must not change before.
     """
 
     rank: int
-    # `recv` never blocks, even before the sender has run; otherwise the first one of a channel can block until the
-    # other rank starts its send
-    receives_ahead: bool
+
+    def connect(self, channels: Iterable[tuple[int, int]]) -> None:
+        """Prepares the channels of this rank: pairs of ranks, in order. The ranks at the other ends do it, too."""
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle: ...
 
@@ -56,28 +57,37 @@ class Transport(Protocol):
 
 
 class DistributedTransport:
-    """Messages over `torch.distributed`."""
+    """
+    Messages over `torch.distributed`, in the group of all ranks.
 
-    def __init__(self, world: World, groups: dict[tuple[int, int], dist.ProcessGroup] | None = None):
+    NCCL makes a communicator, with a stream, of each two ranks of a group that send each other something.
+    """
+
+    def __init__(self, world: World):
         self.world = world
         self.rank = world.rank
-        # One for each directed pair of ranks that talk, which backends that order all traffic of a group in one stream
-        # (NCCL) need. Without it the group of all ranks carries everything; gloo orders each pair on its own.
-        self.groups = groups or {}
         self._through_host = not world.on_device
-        self.receives_ahead = self._through_host  # NCCL connects a channel in its first call, with both ranks in it
+        self._connected: set[tuple[int, int]] = set()
 
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self.groups.get((source, target), self.world.group)
+    def connect(self, channels: Iterable[tuple[int, int]]) -> None:
+        if self._through_host:
+            return
+        token = torch.zeros(1, device=self.world.device)
+        for low, high in channels:
+            if (low, high) not in self._connected:  # the first call blocks the host until the other rank is there
+                if self.rank == low:
+                    self.send(token, high).wait()
+                else:
+                    self.recv(token, low).wait()
+        self._connected.update(channels)
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
         if self._through_host:
             tensor = tensor.cpu()
-        process, group = self.world.processes[target], self._group(self.rank, target)
-        return _Sent(_started(dist.isend(tensor, process, group)), tensor)
+        return _Sent(_started(dist.isend(tensor, self.world.processes[target], self.world.group)), tensor)
 
     def recv(self, buffer: torch.Tensor, source: int) -> Handle:
-        group, process = self._group(source, self.rank), self.world.processes[source]
+        group, process = self.world.group, self.world.processes[source]
         if self._through_host and buffer.device.type != "cpu":
             host = torch.empty(buffer.shape, dtype=buffer.dtype)
             return _Copied(_started(dist.irecv(host, process, group)), host, buffer)

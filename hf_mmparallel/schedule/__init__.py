@@ -7,7 +7,7 @@ from .action_lists import Program
 from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
 from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
-from .lowering import build_program, lower, program_of_parts, receive_ahead
+from .lowering import build_program, lower, program_of_parts
 from .parts import Part, Representatives, find_representatives, representative_ranks
 from .passes import REST, PassAction, SumBucket, in_buckets, pass_actions, step_passes, sum_buckets
 from .program_checks import check_program
@@ -49,7 +49,6 @@ __all__ = [
     "order_tasks",
     "pass_actions",
     "program_of_parts",
-    "receive_ahead",
     "representative_ranks",
     "schedule_tasks",
     "simulate",

@@ -12,16 +12,14 @@ from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .action_lists import PartActions, Program, ProgramActions, TaskTimes
-from .actions import Action
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
 from .parts import Part, find_representatives
 from .program_checks import verify
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 
-# Position of a task at its start event. Its receives come before, at `c * m + i`: with `m` messages in the order of
-# their sends, message `i` comes with message `c` of its receive queue, which the task needs, so that the receives of a
-# task are sorted by `c` and then by `i`. Its sends come after, at `_RUN + 1 + i`. Fewer than 2**31 messages fit.
+# Position of a task at its start event. There, before it, message `i` in the order of all sends is received at `i`;
+# after it, the message is sent at `_RUN + 2 i + 1` and received at `_RUN + 2 i + 2`. Fewer than 2**31 messages fit.
 _RUN = 2**62
 
 
@@ -84,8 +82,9 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups:
     """
     Writes the action list of every rank.
 
-    A send comes right after the task that produces the message, a receive before the task that needs it and, between
-    two ranks, in the order of the sends. Gradient sums come in the order of `sync_groups` on every rank, each at the
+    A send comes right after the task that produces the message. A receive comes one task before the one that needs the
+    message, so that the transfer runs beside that task, and what two ranks send each other has one order on both: that
+    of the sends in the simulation. Gradient sums come in the order of `sync_groups` on every rank, each at the
     same instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums,
     is done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
     """
@@ -96,89 +95,82 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups:
 def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> PartActions:
     """[`lower`] in arrays: the list of a rank is sorted by the event of each action and its position at the event."""
     started, finished = np.array(timeline.started, np.int64), np.array(timeline.finished, np.int64)
-    num_tasks, num_messages = graph.num_tasks, graph.num_messages
-    source, target = graph.links
+    num_tasks, num_messages, source = graph.num_tasks, graph.num_messages, graph.links[0]
     ranks = StageRanks(plan)
-    # Tuples of rank, event, position at the event (see `_RUN`), code
     task, rank = ranks.of(graph.columns[0])
-    actions = [(rank, started[task], np.full(len(task), _RUN), task)]
     order = np.empty(num_messages, np.int64)  # of the messages, by the time of their sends
-    order[np.lexsort((started[target], finished[source]))] = np.arange(num_messages)
-    message, rank = ranks.of(graph.columns[0, source])
-    actions.append((rank, started[source[message]], _RUN + 1 + order[message], num_tasks + message))
-    message, rank = ranks.of(graph.columns[0, target])
-    event, position = _receives(ranks, graph, started[target], order, message, rank)
-    actions.append((rank, event, position, num_tasks + num_messages + message))
-    instants = np.array(sync_instants(graph, timeline, sync_groups), np.int64)
+    order[np.lexsort((started[graph.links[1]], finished[source]))] = np.arange(num_messages)
+    sends, receives = (ranks.of(graph.columns[0, ends]) for ends in graph.links)
+    places = _receive_places(graph, started, ranks, order, (sends, receives))
+    received = order[receives[0]]
     number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
-    rank = np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number))
-    actions.append((rank, instants[number], number, num_tasks + 2 * num_messages + number))
+    instants = np.array(sync_instants(graph, timeline, sync_groups), np.int64)
+    members = np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number))
+    actions = [  # tuples of rank, event, position at the event (see `_RUN`), code
+        (rank, started[task], np.full(len(task), _RUN), task),
+        (sends[1], started[source[sends[0]]], _RUN + 2 * order[sends[0]] + 1, num_tasks + sends[0]),
+        (
+            receives[1],
+            places // 2,
+            np.where(places % 2, _RUN + 2 * received + 2, received),
+            num_tasks + num_messages + receives[0],
+        ),
+        (members, instants[number], number, num_tasks + 2 * num_messages + number),
+    ]
     rank, event, position, code = map(np.concatenate, zip(*actions, strict=True))
     by_event = rank * (2 * num_tasks + 1) + event
     starts = np.cumsum([0, *np.bincount(rank, minlength=plan.world_size).tolist()])
     return PartActions(graph, starts, code[np.lexsort((position, by_event))], {r: r for r in range(plan.world_size)})
 
 
-def _receives(
-    ranks: StageRanks, graph: TaskGraph, needed: NDArray, order: NDArray, message: NDArray, rank: NDArray
-) -> tuple[NDArray, NDArray]:
+def _receive_places(
+    graph: TaskGraph,
+    started: NDArray,  # [tasks], events
+    ranks: StageRanks,
+    order: NDArray,  # [messages], position in the order of all sends
+    ends: Sequence[tuple[NDArray, NDArray]],  # messages and ranks of the sends, and of the receives
+) -> NDArray:
     """
-    Returns the event of each receive, and its position there, for the receives' `message` and `rank`, `[receives]`.
+    Returns the place of each receive: `2 e` before the task that starts at event `e`, `2 e + 1` behind it.
 
-    A receive comes before the first task of its rank that needs the message or a later one of the same receive queue:
-    the messages to a rank from sources that share ranks. Posting those in the order of the sends keeps the order
-    between every two ranks. `needed` and `order`, `[messages]`, are the event that needs a message and its position in
-    the order of all sends.
+    The sends and receives of a rank with others that share messages are a queue, which keeps the order of the sends. A
+    receive comes before the task that precedes the one that needs it, or before what follows it in the queue; but
+    behind the rank's own sends that precede it, and behind the forward that gives a gradient its size.
     """
-    queue = _receive_queues(ranks, graph, message, rank)
-    by_queue = np.lexsort((order[message], queue))
-    sent, event, queue = order[message[by_queue]], needed[message[by_queue]], queue[by_queue]
-    # For each receive, the receive of its queue from here to the end that is needed first: the one it comes with. A
-    # running minimum from the end finds it, over keys of queue, event and index in one integer; later queues have
-    # larger keys. With queues 0, 0, 0, 1, events 7, 5, 9, 4 (each below 10) and 4 receives the keys are 28, 21, 38,
-    # 59, their minima 21, 21, 38, 59, and modulo 4 the receives 1, 1, 2, 3: the first comes with the second, at event
-    # 5. A key is below queues x events x receives, which int64 holds for two million of each.
-    count = len(queue)
-    num_events = int(needed.max(initial=0)) + 1
-    assert (int(queue.max(initial=0)) + 1) * num_events * max(count, 1) < 2**63, "too many receives for int64 keys"
-    key = ((queue * num_events + event) * count + np.arange(count))[::-1]
-    covering = (np.minimum.accumulate(key) % max(count, 1))[::-1]
-    result = np.empty((2, count), np.int64)
-    result[:, by_queue] = event[covering], sent[covering] * len(order) + sent
-    return result[0], result[1]
+    (sends, receives), num_places = ends, 2 * (2 * graph.num_tasks + 1)
+    task, rank = ranks.of(graph.columns[0])
+    starts = np.sort(rank * num_places + 2 * started[task])
+    target = graph.links[1, receives[0]]
+    needed = receives[1] * num_places + 2 * started[target]
+    before = starts[np.maximum(np.searchsorted(starts, needed) - 1, 0)]
+    ahead = np.where(before // num_places == receives[1], before, needed) % num_places
+    forward = graph.forward[target]
+    sized = np.where(forward < 0, 0, 2 * started[forward] + 1)
+    sent = 2 * started[graph.links[0, sends[0]]] + 1
+    queue, message = _queues(ranks, graph, ends), np.concatenate([sends[0], receives[0]])
+    is_receive = np.repeat([False, True], [len(sends[0]), len(receives[0])])
+    by_queue = np.lexsort((is_receive, order[message], queue))
+    # Running extremes of all queues at once: a queue's places are moved past those of the queues before it.
+    shift = queue[by_queue] * num_places
+    earliest = np.maximum.accumulate(np.concatenate([sent, sized])[by_queue] + shift)
+    latest = np.minimum.accumulate((np.concatenate([sent, ahead])[by_queue] + shift)[::-1])[::-1]
+    places = np.empty(len(message), np.int64)
+    places[by_queue] = np.maximum(earliest, latest) - shift
+    return places[len(sends[0]) :]
 
 
-def _receive_queues(ranks: StageRanks, graph: TaskGraph, message: NDArray, rank: NDArray) -> NDArray:
-    """The receive queue of each receive, as an index."""
-    receive, source = ranks.of(graph.columns[0, graph.links[0, message]])
+def _queues(ranks: StageRanks, graph: TaskGraph, ends: Sequence[tuple[NDArray, NDArray]]) -> NDArray:
+    """The queue of each send and receive, as an index: those of a rank with others that share messages."""
     num_ranks = int(ranks.ranks.max(initial=0)) + 1
-    channel, number = np.unique(rank[receive] * num_ranks + source, return_inverse=True)
-    first = np.flatnonzero(np.diff(receive, prepend=-1))
-    if len(first) == len(receive):  # each source is a single rank
-        return number
-    ends = (np.ones(len(receive)), (number, number[first][receive]))
-    return connected_components(coo_array(ends, (len(channel), len(channel))), False)[1].astype(np.int64)[
+    rank = np.concatenate([rank for _, rank in ends])
+    others = np.concatenate([graph.columns[0, graph.links[1 - end, ends[end][0]]] for end in range(2)])
+    owner, other = ranks.of(others)
+    channel, number = np.unique(rank[owner] * num_ranks + other, return_inverse=True)
+    first = np.flatnonzero(np.diff(owner, prepend=-1))
+    links = (np.ones(len(owner)), (number, number[first][owner]))
+    return connected_components(coo_array(links, (len(channel), len(channel))), False)[1].astype(np.int64)[
         number[first]
     ]
-
-
-def receive_ahead(actions: Sequence[Action]) -> list[Action]:
-    """Moves each receive before the task that precedes the one that needs it, so that transfer and task overlap."""
-    result: list[Action] = []
-    last_task: int | None = None  # index of the last task
-    for action in actions:
-        if action.message is not None and action.op == "recv" and last_task is not None:
-            before = result[last_task].task
-            # A gradient's receive stays after its forward, whose output has the shape of the gradient.
-            if before is not None and before.key != action.message.target.key:
-                result.insert(last_task, action)
-                last_task += 1
-                continue
-            last_task = None  # later receives must not overtake this one
-        elif action.task is not None:
-            last_task = len(result)
-        result.append(action)
-    return result
 
 
 def sync_instants(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> list[int]:

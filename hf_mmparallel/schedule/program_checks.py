@@ -117,14 +117,20 @@ class Proof:
         return bool(((key[position] != wanted) | (at < sum_at[position])).all())
 
     def _keeps_channels(self) -> bool:
-        """Whether the receives from one rank to another are in the order of the sends."""
-        graph, (sent, sender) = self.graph, self.sends
+        """Whether what two ranks send each other is in one order on both."""
+        graph, (sent, sender), count = self.graph, self.sends, self.num_ranks
         owner, receiver = self.ranks.of(graph.columns[0, graph.links[1, sent]])
+        owner, receiver = owner[sender[owner] != receiver], receiver[sender[owner] != receiver]
+        send_at = self.send_at[owner]
         receive_at = self._at(receiver, graph.num_tasks + graph.num_messages + sent[owner])
-        channel = sender[owner] * self.num_ranks + receiver
-        order = np.lexsort((self.send_at[owner], channel))
-        same = np.diff(channel[order]) == 0
-        return bool((np.diff(receive_at[order])[same] > 0).all())
+        own_send = self._at(receiver, graph.num_tasks + sent[owner])
+        receive_at = np.where(own_send < 0, receive_at, own_send)  # of a message of both to both
+        upwards = sender[owner] < receiver
+        pair = np.where(upwards, sender[owner] * count + receiver, receiver * count + sender[owner])
+        low_at, high_at = np.where(upwards, (send_at, receive_at), (receive_at, send_at))
+        order = np.lexsort((low_at, pair))
+        same = np.diff(pair[order]) == 0
+        return bool((np.diff(high_at[order])[same] >= 0).all())
 
     def _follows(self, order: NDArray, in_order: bool) -> bool:
         """Whether the blocking actions come in the given order, so that ranks can't deadlock."""
@@ -202,8 +208,8 @@ class _Checker:
         }
         self.ranks = [by_stage[task.stage_key] for task in graph.tasks]
         self.num_ranks = plan.world_size
-        self.sent: dict[tuple[int, int], list[int]] = {}
-        self.received: dict[tuple[int, int], list[int]] = {}
+        # two ranks -> one of them -> what it sends to the other and receives from it
+        self.channels: dict[tuple[int, int], dict[int, list[Action]]] = {}
         # Blocking nodes, which occupy all of their ranks at once: the tasks (the first of joint ones), then the sums.
         self.node_of = list(range(len(graph.tasks))) if graph.joint is None else graph.joint.tolist()
         self.successors: list[list[int]] = [[] for _ in range(len(graph.tasks) + len(sync_groups))]
@@ -219,8 +225,8 @@ class _Checker:
         for rank, actions in self.program.actions.items():
             self._check_rank(rank, actions)
         self._check_complete()
-        for channel in self.sent.keys() | self.received.keys():
-            self._check_channel(channel)
+        for ends in self.channels.values():
+            self._check_channel(ends)
         if in_order:
             for first, second in pairwise(range(len(self.graph.tasks), len(self.successors))):
                 self.successors[first].append(second)
@@ -292,8 +298,7 @@ class _Checker:
         if ("task", source) not in done:
             raise ProgramError(f"Rank {rank} has `{action}` before the task that produces it. Move it after the task.")
         self.successors[blocking[-1]].append(self.node_of[target])
-        for other in self.ranks[target]:
-            self.sent.setdefault((rank, other), []).append(number)
+        self._add_to_channels(rank, action, self.ranks[target])
 
     def _check_recv(self, rank: int, action: Action, number: int, done: set[tuple[str, int]]) -> None:
         """Checks that a receive is before its task, after the forward of a backward, and after the rank's own send."""
@@ -306,8 +311,13 @@ class _Checker:
             )
         if rank in self.ranks[source] and ("send", number) not in done:
             raise ProgramError(f"Rank {rank} has `{action}` before its own send of it. Move it after the send.")
-        for other in self.ranks[source]:
-            self.received.setdefault((other, rank), []).append(number)
+        self._add_to_channels(rank, action, self.ranks[source])
+
+    def _add_to_channels(self, rank: int, action: Action, others: Iterable[int]) -> None:
+        for other in others:
+            if other != rank:
+                ends = (min(rank, other), max(rank, other))
+                self.channels.setdefault(ends, {}).setdefault(rank, []).append(action)
 
     def _check_complete(self) -> None:
         """Checks that no action is missing; those in the lists are already known to be valid and unique."""
@@ -341,15 +351,15 @@ class _Checker:
                 yield Action("recv", message=message)
         yield from (Action("sync", index=i) for i, group in enumerate(self.sync_groups) if rank in group.ranks)
 
-    def _check_channel(self, channel: tuple[int, int]) -> None:
-        """Checks that the receives from one rank to another are in the order of the sends."""
-        sent, received = self.sent.get(channel, []), self.received.get(channel, [])
-        if sent != received:
-            first = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
-            raise ProgramError(
-                f"Rank {channel[1]} receives `{self.graph.messages[received[first]]}` from rank {channel[0]}, which "
-                f"sends `{self.graph.messages[sent[first]]}` there. Receive in the order of the sends."
-            )
+    def _check_channel(self, ends: Mapping[int, Sequence[Action]]) -> None:
+        """Checks that what two ranks send each other is in one order on both."""
+        (rank, own), (other, others) = ends.items()
+        for mine, theirs in zip(own, others, strict=True):
+            if mine.message != theirs.message:
+                raise ProgramError(
+                    f"Rank {rank} has `{mine}` where rank {other}, at the other end, has `{theirs}`. What two ranks "
+                    "send each other has one order on both: that of the sends."
+                )
 
     def _check_cycles(self) -> None:
         """Walks the blocking nodes in topological order; nodes that are never reached are in a cycle."""

@@ -92,8 +92,15 @@ class World:
         everyone = tuple(range(dist.get_world_size()))
         self.processes = everyone if processes is None else tuple(processes)
         self.rank = self.processes.index(dist.get_rank())
-        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(self.device)
+        default = dist.distributed_c10d._get_default_group()
+        backend: Any = default._get_backend(self.device)
         self.on_device = backend.name() != "gloo"
+        if self.on_device and self.size > 1 and default.bound_device_id is not None:
+            raise ValueError(
+                "`init_process_group` was given `device_id`. A group of such a process has one communicator, which "
+                "sends its messages one after the other to all ranks, so that ranks of a pipeline wait for each other "
+                "forever. Leave `device_id` out, as `accelerate launch` does."
+            )
         self._timeout = backend.options._timeout  # set by `ddp_timeout`
         self.group = None if self.processes == everyone else self.new_group(range(self.size))
         self.host_group = self.new_group(range(self.size), "gloo") if self.on_device else self.group

@@ -29,7 +29,7 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
     assert "│ language_model │ 1/2/2 │ 0 │ 0-1 │ 2-3 │" in out
     assert "12 samples, 4 microbatches of up to 3" in out
     # Two tensor-parallel pairs, one sum over the encoder's copies; each pair talks both ways.
-    assert "3 besides the world; 12 channels between ranks" in out
+    assert "3 besides the world, 6 pairs of ranks that exchange messages" in out
     assert "rank 5 language_model s1 |" in out and "Dry run passed" in out
     assert "fits the 71.19 GiB, 90% of the memory of h100" in out
     plan = ParallelPlan.load(files[0])
@@ -48,7 +48,7 @@ def test_the_tokens_of_a_row_can_be_shared(model, tmp_path, run):
     assert "dp/pp/cp/tp" in out and "│ language_model │ 1/1/2/2 │" in out
     # Two rows of tensor-parallel ranks, two columns that share tokens and sum gradients, and all four for gradients of
     # what each of them holds whole; vision talks to both rows.
-    assert "5 besides the world; 8 channels between ranks" in out
+    assert "5 besides the world, 4 pairs of ranks that exchange messages" in out
     assert ParallelPlan.load(path).modules["language_model"].context.block == 64
 
 

@@ -11,7 +11,7 @@ import copy
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -91,7 +91,9 @@ class LoopbackTransport:
     def __init__(self, rank: int, world: LoopbackWorld):
         self.rank = rank
         self.world = world
-        self.receives_ahead = True
+
+    def connect(self, channels: Iterable[tuple[int, int]]) -> None:
+        pass
 
     def send(self, tensor: Tensor, target: int) -> Handle:
         self.world.channel(self.rank, target).put(tensor.detach().clone())

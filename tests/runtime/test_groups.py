@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
 from hf_mmparallel.runtime.engine import EngineOptions, ParallelEngine
-from hf_mmparallel.runtime.groups import ProcessGroups, context_groups, talking_pairs
-from hf_mmparallel.schedule import Task
+from hf_mmparallel.runtime.groups import ProcessGroups, channels_of, channels_of_step, context_groups
+from hf_mmparallel.schedule import Task, build_program
 from hf_mmparallel.world import World
 from tests.distributed import GROUP_TIMEOUT_S, run_distributed
 from tests.plan.specs import model_spec
@@ -25,8 +26,12 @@ PLAN = resolve_plan(
 
 
 def test_rows_of_a_grid_talk_to_the_same_row_and_encoders_to_all():
-    both = {(0, 2), (1, 3), (0, 4), (1, 5)} | {(2, 6), (3, 7), (4, 8), (5, 9)}
-    assert talking_pairs(PLAN) == sorted(both | {(target, source) for source, target in both})
+    step = contiguous_step(PLAN, range(2), 1)
+    channels = [(0, 2), (0, 4), (1, 3), (1, 5), (2, 6), (3, 7), (4, 8), (5, 9)]
+    assert channels_of_step(PLAN, step) == channels
+    program = build_program(PLAN, step, [])
+    for rank, actions in program.actions.items():
+        assert channels_of(PLAN, rank, actions) == [ends for ends in channels if rank in ends]
 
 
 def test_ranks_with_equal_shards_share_the_tokens_of_a_stage():

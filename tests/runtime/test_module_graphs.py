@@ -8,7 +8,6 @@ Stages are linear maps of whole numbers in float64, so that what ranks compute i
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -290,14 +289,11 @@ def run_in_threads(case: Case) -> list[Outcome]:
 
 
 def run_in_processes(cases: Sequence[Case]) -> list[Outcome]:
-    """A step of each case on this rank, over the groups that training makes; every other with one for each pair."""
+    """A step of each case on this rank, over the groups that training makes."""
     rank, outcomes = dist.get_rank(), []
-    pairs = {pair: dist.new_group(list(pair)) for pair in itertools.permutations(range(WORLD_SIZE), 2)}
-    of_pairs = {pair: group for pair, group in pairs.items() if rank in pair}
-    for number, case in enumerate(cases):
+    for case in cases:
         groups = ProcessGroups(case.plan, sync_groups(SPEC, case.plan), World())
-        transport = DistributedTransport(World(), of_pairs if number % 2 else None)
-        outcomes.append(run_rank(case, rank, transport, groups.by_ranks))
+        outcomes.append(run_rank(case, rank, DistributedTransport(World()), groups.by_ranks))
     return outcomes
 
 

@@ -25,4 +25,4 @@ def test_the_host_waits_for_no_device_between_two_logs(name: str, tmp_path: Path
 def test_groups_are_counted_for_a_rank_of_a_large_plan():
     row = count_groups(64)
     assert row["ranks"] == 64 and row["communicators"] >= row["channels_of_a_rank"] > 0
-    assert row["groups"] > row["communicators"] and row["seconds"] >= 0
+    assert row["groups"] + row["channels"] > row["communicators"] <= 32 and row["seconds"] >= 0

@@ -246,22 +246,34 @@ def lower(plan: ParallelPlan, graph: PlainGraph, timeline: Timeline, groups: Seq
     instants = sync_instants(graph, timeline, groups)
     actions: dict[int, tuple[Action, ...]] = {}
     for rank in range(plan.world_size):
-        incoming = [message for message in by_send if rank in ranks[graph.ends[message][1]]]
-        # Messages are cut into lanes whose sources share no rank. Posting each lane in the order of its sends keeps
-        # the order between every two ranks.
-        sources = [ranks[graph.ends[message][0]] for message in incoming]
-        lane_of = {incoming[place]: lane for lane, places in enumerate(connected(sources)) for place in places}
-        posted: dict[int, None] = {}
-        events: list[tuple[int, list[Action]]] = []
-        for index in sorted((i for i in range(len(ranks)) if rank in ranks[i]), key=started.__getitem__):
-            first = len(posted)
-            for place, message in enumerate(incoming):
-                if graph.ends[message][1] == index and message not in posted:
-                    lane = [one for one in incoming[: place + 1] if lane_of[one] == lane_of[message]]
-                    posted.update(dict.fromkeys(lane))
-            recvs = [Action("recv", message=graph.messages[message]) for message in list(posted)[first:]]
-            sends = [Action("send", message=graph.messages[i]) for i in by_send if graph.ends[i][0] == index]
-            events.append((started[index], [*recvs, Action.run(graph.tasks[index]), *sends]))
+        own = sorted((i for i in range(len(ranks)) if rank in ranks[i]), key=started.__getitem__)
+        # what the rank sends or receives, in the order of the sends; a queue is cut from others that share no rank
+        traffic = [(message, end) for message in by_send for end in (0, 1) if rank in ranks[graph.ends[message][end]]]
+        queues = connected([ranks[graph.ends[message][1 - end]] for message, end in traffic])
+        behind: dict[int, list[Action]] = {index: [] for index in own}
+        ahead: dict[int, list[Action]] = {index: [] for index in own}
+        for place, (message, end) in enumerate(traffic):
+            source, target = graph.ends[message]
+            if not end:
+                behind[source].append(Action("send", message=graph.messages[message]))
+                continue
+            (queue,) = (row for row in queues if place in row)
+            # (position of a task of the rank, whether behind it)
+            wishes = [(max(own.index(target) - 1, 0), 0)]
+            bounds = [(0, 0)]
+            for other in queue:
+                what, other_end = traffic[other]
+                at = own.index(graph.ends[what][other_end])
+                if not other_end:
+                    (wishes if other > place else bounds).append((at, 1))
+                elif other > place:
+                    wishes.append((max(at - 1, 0), 0))
+                if other_end and other <= place and graph.tasks[graph.ends[what][1]].kind == "bwd":
+                    forward = Task("fwd", *graph.tasks[graph.ends[what][1]].key)
+                    bounds.append((own.index(graph.tasks.index(forward)), 1))
+            at, is_behind = max(max(bounds), min(wishes))
+            (behind if is_behind else ahead)[own[at]].append(Action("recv", message=graph.messages[message]))
+        events = [(started[i], [*ahead[i], Action.run(graph.tasks[i]), *behind[i]]) for i in own]
         for number, group in enumerate(groups):
             if rank in group.ranks:
                 events.append((instants[number], [Action("sync", index=number)]))

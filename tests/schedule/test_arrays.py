@@ -210,7 +210,7 @@ def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses():
             except ProgramError as error:
                 assert not is_proved(part, graph, order, changed), error
                 refusals.append(str(error))
-    assert any("order of the sends" in refusal for refusal in refusals)
+    assert any("one order on both" in refusal for refusal in refusals)
 
 
 @settings(SETTINGS, max_examples=25)
