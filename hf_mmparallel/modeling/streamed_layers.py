@@ -60,8 +60,13 @@ class StreamedLayers:
         self._in_use: int | None = None
         self._ends_with_backward = False
         self.hold()
+        self._running: int | None = None  # the layer in whose forward the host is
+        recomputed: Callable | None = None  # of all layers: those of one structure share their graphs
         for index, layer in layers.items():
             layer.forward = self._streamed(index, layer, layer.forward)
+            if (checkpoint := getattr(layer, "_gradient_checkpointing_func", None)) is not None:
+                recomputed = recomputed or self._recomputed(checkpoint)
+                layer.__dict__["_gradient_checkpointing_func"] = recomputed
 
     @property
     def bytes_on_device(self) -> int:
@@ -85,6 +90,8 @@ class StreamedLayers:
         for buffer in self._buffers:
             self._wait(buffer)
         self._buffers.clear()
+        if self._in_use is not None:
+            self._point_to(self._in_use, self._host[self._in_use])
         self._in_use = None
         self._ends_with_backward = False
 
@@ -101,6 +108,7 @@ class StreamedLayers:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._point_to(index, self._take(index))
+            outer, self._running = self._running, index
             try:
                 # The recomputation of a layer keeps what it saves until the layer's backward, which comes next; in a
                 # graph it starts from saved weights.
@@ -110,9 +118,30 @@ class StreamedLayers:
                 with saved_tensors_hooks(self._pack, self._unpack) if saves else contextlib.nullcontext():
                     return forward(*args, **kwargs)
             finally:
+                self._running = outer
                 self._point_to(index, self._host[index])
                 if index == self.order[-1] and not _in_backward():
                     self.release()
+
+        return run
+
+    def _recomputed(self, checkpoint: Callable) -> Callable:
+        """Returns the function that checkpoints layers, for which their weights come to the device again."""
+
+        def run(function: Callable, *args: Any, **kwargs: Any) -> Any:
+            index = None if torch.compiler.is_compiling() else self._running
+            if index is None:  # in a graph, or `function` is the forward of [`_streamed`]
+                return checkpoint(function, *args, **kwargs)
+
+            def with_weights(*args: Any, **kwargs: Any) -> Any:
+                self._point_to(index, self._take(index))
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    if not _in_backward():  # recomputation saves the parameters themselves, for what follows
+                        self._point_to(index, self._host[index])
+
+            return checkpoint(with_weights, *args, **kwargs)
 
         return run
 
@@ -124,6 +153,8 @@ class StreamedLayers:
         buffer = self._bring(index)
         if self._in_use != index:
             self._wait(buffer)
+            if self._in_use is not None:
+                self._point_to(self._in_use, self._host[self._in_use])
             self._in_use = index
             position = self.order.index(index) + (-1 if _in_backward() else 1)
             if 0 <= position < len(self.order):

@@ -45,7 +45,9 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 _POLL_S = 0.2  # interval between two reads of the store
 _POLLS_PER_S = 2048  # of all ranks together
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
+_REDUCTION_TAG = 1  # of messages in host memory; all others have tag 0
 
 
 def limit_collectives(timeout: timedelta) -> None:
@@ -215,12 +217,44 @@ class World:
     def all_reduce(
         self, tensor: torch.Tensor, operation: Literal["sum", "max"] = "sum", activity: str | None = None
     ) -> torch.Tensor:
-        """Reduces a tensor over all ranks in place, on its device, and returns it."""
+        """Reduces a tensor over all ranks in place, on its device, and returns it: the same bits on every rank."""
         if not self._is_alone:
-            group = self.host_group if tensor.device.type == "cpu" else self.group
             with _waiting(activity):
-                dist.all_reduce(tensor, _OPERATIONS[operation], group=group)
+                if tensor.device.type == "cpu":
+                    self._all_reduce_on_host(tensor, _OPERATIONS[operation])
+                else:
+                    dist.all_reduce(tensor, _REDUCTIONS[operation], group=self.group)
         return tensor
+
+    def _all_reduce_on_host(self, tensor: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:
+        """Recursive doubling: each value passes log2 of the ranks, rather than twice all of them as in gloo's ring."""
+        whole = 1 << (self.size.bit_length() - 1)  # ranks of the rounds; others add to one of them first
+        received = torch.empty_like(tensor)
+        if self.rank >= whole:
+            self._exchange(self.rank - whole, send=tensor)
+            self._exchange(self.rank - whole, receive=tensor)
+            return
+        has_other = self.rank + whole < self.size
+        if has_other:
+            self._exchange(self.rank + whole, receive=received)
+            combine(tensor, received, out=tensor)
+        for number in range(whole.bit_length() - 1):
+            self._exchange(self.rank ^ (1 << number), tensor, received)
+            combine(tensor, received, out=tensor)
+        if has_other:
+            self._exchange(self.rank + whole, send=tensor)
+
+    def _exchange(self, other: int, send: torch.Tensor | None = None, receive: torch.Tensor | None = None) -> None:
+        """Sends a tensor to a rank and receives one of it, in host memory, apart from other messages."""
+        process, group = self.processes[other], self.host_group
+        works = []
+        if send is not None:
+            works.append(dist.isend(send, process, group, tag=_REDUCTION_TAG))
+        if receive is not None:
+            works.append(dist.irecv(receive, process, group, tag=_REDUCTION_TAG))
+        for work in works:
+            assert work is not None
+            work.wait()
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Sends a tensor, on any device, to a rank that calls [`World.receive`]."""

@@ -133,7 +133,8 @@ def streamed(recomputed: bool, compiles: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recomputed", [deep(False), True])
-def test_weights_in_host_memory_reach_the_backward_of_a_graph(recomputed: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("compiles", [False, True])
+def test_weights_in_host_memory_reach_each_backward(recomputed: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch):
     """The buffers have the weights of other layers by then, and a device can't compute on those of the host."""
     point_to = StreamedLayers._point_to
 
@@ -141,4 +142,4 @@ def test_weights_in_host_memory_reach_the_backward_of_a_graph(recomputed: bool, 
         point_to(self, index, torch.full_like(values, 255) if values is self._host.get(index) else values)  # NaN
 
     monkeypatch.setattr(StreamedLayers, "_point_to", hide_host)
-    assert_equal(streamed(recomputed, compiles=True), train_and_evaluate("llava", with_adapters(recomputed)))
+    assert_equal(streamed(recomputed, compiles), train_and_evaluate("llava", with_adapters(recomputed)))

@@ -230,11 +230,11 @@ def over_nccl() -> tuple[bool, list[str], list[tuple[str, bool]]]:
     group: Any = dist.distributed_c10d._get_default_group()
     type(group)._get_backend = lambda *_: Nccl()
     world = World()
-    for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier"):
+    for name in ("isend", "irecv", "all_gather_object", "broadcast_object_list", "barrier"):
         original = getattr(dist, name)
 
         def recorded(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
-            where = kwargs.get("group", args[0] if name == "barrier" else None)
+            where = kwargs["group"] if "group" in kwargs else args[0] if name == "barrier" else args[2]
             used.append((name, where is world.host_group))
             return original(*args, **kwargs)
 
@@ -255,6 +255,24 @@ def test_values_travel_in_host_memory_where_the_default_group_does_not():
     for on_device, backends, used in run_distributed(over_nccl, 2):
         assert on_device and backends == ["gloo"]
         assert len(used) >= 5 and all(is_host for _, is_host in used)
+
+
+def reduced() -> None:
+    """Sums are those of all ranks, the same bits on each, and so are maxima."""
+    world = World()
+    values = torch.randn(5, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
+    every = torch.tensor(world.all_gather(values.tolist()), dtype=torch.float64)
+    total = world.all_reduce(values.clone())
+    torch.testing.assert_close(total, every.sum(0))
+    assert len(set(map(tuple, world.all_gather(total.tolist())))) == 1
+    assert world.all_reduce(values.clone(), "max").tolist() == every.amax(0).tolist()
+    assert world.all_reduce(torch.tensor(world.rank % 3 == 1), "max") == (world.size > 1)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+def test_values_of_the_host_are_reduced_over_any_number_of_ranks(num_ranks):
+    run_distributed(reduced, num_ranks)
 
 
 def found_late() -> tuple[str, str]:
