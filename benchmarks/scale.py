@@ -35,7 +35,15 @@ from hf_mmparallel.cost import CostModel, analytic_costs, batch_workloads, find_
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.step_dataset import RankInputs
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlugin,
+    ParallelPlan,
+    SampleSizes,
+    StepPlan,
+    resolve_plan,
+    sync_groups,
+)
 from hf_mmparallel.schedule import Program
 from hf_mmparallel.steps.step_planner import StepPlanner
 
@@ -75,10 +83,10 @@ def make_plan(language: ModulePlugin, vision: ModulePlugin, num_microbatches: in
     return replace(resolve_plan(PUBLISHED_MODELS[MODEL].spec, layouts), num_microbatches=num_microbatches)
 
 
-def arranged_step(plan: ParallelPlan, costs: CostModel, batch: int, microbatch: int) -> StepPlan:
-    """The first global batch of a plan, arranged from the sizes of its samples."""
-    sizes = PUBLISHED[DATASET].draw(batch, seed=0).take(range(batch))
-    return arrange_step(plan, range(batch), batch_workloads(costs, plan, sizes), microbatch, METHOD)
+def arranged_step(plan: ParallelPlan, costs: CostModel, sizes: SampleSizes, microbatch: int) -> StepPlan:
+    """The global batch of all samples of a table, arranged by their sizes."""
+    samples = range(sizes.num_samples)
+    return arrange_step(plan, samples, batch_workloads(costs, plan, sizes.take(samples)), microbatch, METHOD)
 
 
 def once(function: Callable[[], Any]) -> float:
@@ -99,9 +107,8 @@ def measure(
     costs = analytic_costs(spec, find_device("h100"), 2)
     planner = StepPlanner(costs, plan, groups, microbatch, METHOD, sizes.take)
 
-    def arranged() -> Any:
-        own = sizes.take(draw.samples)
-        return arrange_step(plan, draw.samples, batch_workloads(costs, plan, own), microbatch, METHOD)
+    def arranged() -> StepPlan:
+        return arranged_step(plan, costs, sizes, microbatch)
 
     step = arranged()
 

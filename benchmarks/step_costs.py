@@ -182,7 +182,8 @@ def count_groups(num_ranks: int) -> dict[str, Any]:
     spec = scale.PUBLISHED_MODELS[scale.MODEL].spec
     batch = plan.modules[LANGUAGE_MODEL].dp_size * plan.num_microbatches * scale.MICROBATCH
     costs = analytic_costs(spec, find_device("h100"), 2)
-    channels = channels_of_step(plan, scale.arranged_step(plan, costs, batch, scale.MICROBATCH))
+    sizes = scale.PUBLISHED[scale.DATASET].draw(batch, seed=0)
+    channels = channels_of_step(plan, scale.arranged_step(plan, costs, sizes, scale.MICROBATCH))
     groups = collective_groups(plan, sync_groups(spec, plan))
     members: Counter[int] = Counter(rank for ranks in (*groups, *channels) for rank in ranks)
     [seconds] = common.in_processes(_make_groups, [num_ranks], [members.most_common(1)[0][0]])[0]

@@ -8,7 +8,7 @@ next. What autograd saves of weights for the backward is their place in the buff
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ class StreamedLayers:
 
     def hold(self) -> None:
         """Moves the weights to host memory, with the dtypes that they have now."""
+        self._in_use = None  # all parameters get new places below
         self.release()
         self._host: dict[int, torch.Tensor] = {}
         for index, parameters in self.parameters.items():
@@ -107,7 +108,6 @@ class StreamedLayers:
         """Returns a forward of a layer with its weights on the device."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            self._point_to(index, self._take(index))
             outer, self._running = self._running, index
             try:
                 # The recomputation of a layer keeps what it saves until the layer's backward, which comes next; in a
@@ -115,11 +115,11 @@ class StreamedLayers:
                 is_recomputed = getattr(layer, "gradient_checkpointing", False) and layer.training
                 is_recomputed = is_recomputed and not is_compiled(layer)
                 saves = torch.is_grad_enabled() and not is_recomputed
-                with saved_tensors_hooks(self._pack, self._unpack) if saves else contextlib.nullcontext():
+                hooks = saved_tensors_hooks(self._pack, self._unpack) if saves else contextlib.nullcontext()
+                with self._on_device(index), hooks:
                     return forward(*args, **kwargs)
             finally:
                 self._running = outer
-                self._point_to(index, self._host[index])
                 if index == self.order[-1] and not _in_backward():
                     self.release()
 
@@ -134,16 +134,22 @@ class StreamedLayers:
                 return checkpoint(function, *args, **kwargs)
 
             def with_weights(*args: Any, **kwargs: Any) -> Any:
-                self._point_to(index, self._take(index))
-                try:
+                with self._on_device(index):
                     return function(*args, **kwargs)
-                finally:
-                    if not _in_backward():  # recomputation saves the parameters themselves, for what follows
-                        self._point_to(index, self._host[index])
 
             return checkpoint(with_weights, *args, **kwargs)
 
         return run
+
+    @contextlib.contextmanager
+    def _on_device(self, index: int) -> Iterator[None]:
+        """A block in which the parameters of a layer are those on the device."""
+        self._point_to(index, self._take(index))
+        try:
+            yield
+        finally:
+            if not _in_backward():  # recomputation saves the parameters themselves, for the backward that follows
+                self._point_to(index, self._host[index])
 
     def _take(self, index: int) -> torch.Tensor:
         """Returns the weights of a layer on the device; starts to bring those of the layer that is used next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, product
 from typing import Any
 
@@ -29,11 +29,11 @@ def channels_of_step(plan: ParallelPlan, step: StepPlan) -> list[tuple[int, int]
     return sorted({channel for link in links for channel in _channels(plan, *(stages[index] for index in link))})
 
 
-def channels_of(plan: ParallelPlan, rank: int, actions: Iterable[Action]) -> list[tuple[int, int]]:
-    """Lists the pairs of a rank with others that its actions exchange messages with, in order."""
-    messages = {action.message for action in actions if action.message is not None}
+def channels_of(plan: ParallelPlan, rank: int, actions: Iterable[Action]) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of a rank with others that its actions exchange messages with, in order."""
+    messages = (action.message for action in actions if action.message is not None)
     links = {(m.source.stage_key, m.target.stage_key)[:: 1 if m.kind == "act" else -1] for m in messages}
-    return sorted({channel for link in links for channel in _channels(plan, *link) if rank in channel})
+    yield from sorted({channel for link in links for channel in _channels(plan, *link) if rank in channel})
 
 
 def _channels(plan: ParallelPlan, source: StageKey, target: StageKey) -> set[tuple[int, int]]:

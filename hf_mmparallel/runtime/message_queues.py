@@ -79,7 +79,7 @@ class DistributedTransport:
                     self.send(token, high).wait()
                 else:
                     self.recv(token, low).wait()
-        self._connected.update(channels)
+                self._connected.add((low, high))
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
         if self._through_host:

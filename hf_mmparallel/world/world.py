@@ -45,8 +45,7 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 _POLL_S = 0.2  # interval between two reads of the store
 _POLLS_PER_S = 2048  # of all ranks together
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum}
+_OPERATIONS = {"sum": (torch.add, dist.ReduceOp.SUM), "max": (torch.maximum, dist.ReduceOp.MAX)}
 _REDUCTION_TAG = 1  # of messages in host memory; all others have tag 0
 
 
@@ -219,11 +218,12 @@ class World:
     ) -> torch.Tensor:
         """Reduces a tensor over all ranks in place, on its device, and returns it: the same bits on every rank."""
         if not self._is_alone:
+            combine, of_group = _OPERATIONS[operation]
             with _waiting(activity):
                 if tensor.device.type == "cpu":
-                    self._all_reduce_on_host(tensor, _OPERATIONS[operation])
+                    self._all_reduce_on_host(tensor, combine)
                 else:
-                    dist.all_reduce(tensor, _REDUCTIONS[operation], group=self.group)
+                    dist.all_reduce(tensor, of_group, group=self.group)
         return tensor
 
     def _all_reduce_on_host(self, tensor: torch.Tensor, combine: Callable[..., torch.Tensor]) -> None:

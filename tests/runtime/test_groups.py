@@ -31,7 +31,7 @@ def test_rows_of_a_grid_talk_to_the_same_row_and_encoders_to_all():
     assert channels_of_step(PLAN, step) == channels
     program = build_program(PLAN, step, [])
     for rank, actions in program.actions.items():
-        assert channels_of(PLAN, rank, actions) == [ends for ends in channels if rank in ends]
+        assert list(channels_of(PLAN, rank, actions)) == [ends for ends in channels if rank in ends]
 
 
 def test_ranks_with_equal_shards_share_the_tokens_of_a_stage():

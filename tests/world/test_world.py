@@ -229,6 +229,10 @@ def over_nccl() -> tuple[bool, list[str], list[tuple[str, bool]]]:
     used: list[tuple[str, bool]] = []
     group: Any = dist.distributed_c10d._get_default_group()
     type(group)._get_backend = lambda *_: Nccl()
+    group.bound_device_id = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="device_id"):
+        World()
+    group.bound_device_id = None
     world = World()
     for name in ("isend", "irecv", "all_gather_object", "broadcast_object_list", "barrier"):
         original = getattr(dist, name)
