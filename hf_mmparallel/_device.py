@@ -11,6 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until a device has finished all queued work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class Clock(Protocol):
     """Marks moments and measures the time between two of them."""
 

@@ -59,6 +59,13 @@ def joins_job() -> bool:
     return "first_id" in (launch_settings() or {})
 
 
+def outlive_nccl_errors() -> None:
+    """Keeps torch from ending this process when a peer of an NCCL group that is made from now on is lost."""
+    # 0 is "no handling". By torchrun's 1 the watchdog of a group ends the process; by 2 it aborts communicators before
+    # this process knows of a loss, so that sums would be wrong without an error.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+
+
 def set_launch_settings(settings: dict[str, Any]) -> None:
     """Sets what the workers that this process starts are told."""
     os.environ[LAUNCH_SETTINGS] = json.dumps(settings)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..runtime.engine import ParallelEngine
 
 logger = get_logger(__name__)
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -33,6 +34,13 @@ class EngineCallback(TrainerCallback):
     """
 
     engine: ParallelEngine | None = None
+
+    def complete(self, work: Callable[[], T]) -> T:
+        """
+        Does work in which ranks communicate, and returns its result; again, if ranks are lost in it, with
+        `resilience`. The Trainer replaces it by its own.
+        """
+        return work()
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """

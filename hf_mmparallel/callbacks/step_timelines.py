@@ -35,7 +35,7 @@ class TimelineCallback(EngineCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.engine is None or state.global_step not in self.steps:
             return
-        measured = self.gather()
+        measured = self.complete(self.gather)
         if not state.is_world_process_zero:
             return
         with not_worth_a_run(f"The timeline of step {state.global_step}"):

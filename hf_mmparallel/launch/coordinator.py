@@ -122,9 +122,9 @@ class Coordinator:
             return []
         return self._lose([member], reason, time)
 
-    def _take_reported(self, id: int, node: int, reason: str, time: float) -> list[Loss]:
-        """A process says that it is about to end because of an error."""
-        return self._lose([Member(id, node)], reason, time)
+    def _take_reported(self, id: int, node: int, reason: str, time: float, place: str = "") -> list[Loss]:
+        """A process says that it is about to end because of an error, or its launcher that it does not go on."""
+        return self._lose([Member(id, node)], reason, time, place)
 
     def _take_silent(self, node: int, reason: str, time: float) -> list[Loss]:
         """A launcher gives no sign of life."""
@@ -140,7 +140,7 @@ class Coordinator:
         self.waiting = [member for member in self.waiting if member not in joined]
         return joined
 
-    def _lose(self, members: Sequence[Member], reason: str, time: float) -> list[Loss]:
+    def _lose(self, members: Sequence[Member], reason: str, time: float, place: str = "") -> list[Loss]:
         """Takes members as lost, or the job as failed if one of them has not registered."""
         losses = []
         for member in sorted(self._running.intersection(members)):
@@ -152,7 +152,7 @@ class Coordinator:
             elif member in self._registered:
                 self._registered.remove(member)
                 self._last_reason = reason
-                losses.append(Loss(member, reason, time))
+                losses.append(Loss(member, reason, time, place))
             else:
                 self._fail(f"Process {member.id} of node {member.node}: {reason}.")
         return losses

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from .._device import synchronize
 from ..cost.devices import PEAK_OF_DTYPE
 from ..kernels.bitfield_attention import bitfield_attention, encode_words
 from .device_detection import find_known_device, measure_device
-from .links import run_seconds, synchronize
+from .links import run_seconds
 
 _LAUNCHES = 200
 _SIDES = {"cuda": 8192, "cpu": 1024}  # rows and columns of the product that is timed

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._device import synchronize
 from ..cost import Hardware
 from ..world import World
 
@@ -34,12 +35,6 @@ def run_seconds(
         synchronize(device)
         times.append(time.perf_counter() - start)
     return times[1:]
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until a device has finished all queued work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 _BYTES = {"cuda": 2**26, "cpu": 2**22}  # of a tensor by which a rate is measured

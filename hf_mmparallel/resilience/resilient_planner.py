@@ -20,7 +20,7 @@ from .plan_choice import (
     reason_of_join,
     reason_text,
 )
-from .reconfiguration import Change, Reconfiguration, without_nodes
+from .reconfiguration import Change, Reconfiguration, TooFewNodesError, without_nodes
 from .state_copies import LostStateError, assign_nodes, common_holdings, reused_bytes, state_copies
 from .templates import (
     Instantiation,
@@ -160,6 +160,20 @@ class ResilientPlanner:
             return mended
         chosen = best_option(options, self.mean_time_between_failures_s)
         return replace(chosen.plan, reason=reason_text(chosen, options, self.mean_time_between_failures_s))
+
+    def last(self, state: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
+        """
+        A plan from which the model can be saved, when too few nodes are left to go on: the smallest pipeline that has
+        lost no node, of which there is one after `failures` losses at once, since there were more pipelines. After
+        more losses, pipelines of all nodes that are left; raises [`TooFewNodesError`] if these can't be planned.
+        """
+        whole = [one for one in state.pipelines if not set(one.nodes).intersection(lost)]
+        if whole:  # nothing has to be copied
+            return self.plans.of([min(whole, key=lambda one: len(one.nodes))], [self.plans.num_microbatches])
+        try:
+            return replace(self, failures=0).without(state, lost)
+        except ValueError as error:
+            raise TooFewNodesError(f"No pipeline is whole, and the nodes that are left make none: {error}") from error
 
     def with_nodes(self, state: ClusterPlan, joined: Collection[int]) -> ClusterPlan:
         """

@@ -49,7 +49,14 @@ from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, track_activity
 from .executor import Executor, LogitsFunction, StepFunctions
 from .first_step import EqualGradients, FirstStepCheck, ReplicatedParameters, replicated_parameters
-from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
+from .gradients import (
+    GradientSync,
+    accumulate_in_float32,
+    clip_gradients,
+    gradient_square,
+    norm_of_square,
+    scale_gradients,
+)
 from .groups import ProcessGroups
 from .joint_passes import GradientSums, LastBackward, StagePasses, TaskHooks
 from .local_shards import LocalShard
@@ -439,9 +446,16 @@ class ParallelEngine(nn.Module):
         return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Returns the 2-norm of the gradient over all modules."""
-        with track_activity("norm of the gradient", waits=True):
-            return gradient_norm(self.counted, self.world)
+        """Returns the 2-norm of the gradient over all modules. Collective."""
+        return self.norm_of_square(self.world.all_reduce(self.gradient_square(), activity="norm of the gradient"))
+
+    def gradient_square(self) -> torch.Tensor:
+        """Returns what this rank adds to the square of the norm."""
+        return gradient_square(self.counted, self.world.device)
+
+    def norm_of_square(self, square: torch.Tensor) -> torch.Tensor:
+        """Returns the norm of the gradient with this square over all ranks."""
+        return norm_of_square(square, self.counted)
 
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Clips the gradient, whose norm over all modules is known."""

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from ..modeling.dtensors import from_shard, local
 from ..plan import StageKey, SyncGroup
 from ..schedule import SumBucket, sum_buckets
-from ..world import ReduceScatter, World
+from ..world import ReduceScatter
 from .joint_passes import GradientSums, gradient_dtype, gradients_of
 from .local_shards import LocalShard, Regions
 from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, slice_of
@@ -269,19 +269,26 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Te
         torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
 
 
-def gradient_norm(counted: Sequence[nn.Parameter], world: World) -> torch.Tensor:
+def gradient_square(counted: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
     """
-    Returns the 2-norm of the whole model's gradient, a scalar on the device, equal on all ranks; in float32, or in
-    float64 where gradients are.
+    Returns the square of the 2-norm of the gradients of `counted`, a float64 scalar on the device. Over all ranks each
+    element is counted once, so that the sum over them is the square of the norm of the whole model's gradient.
     """
-    # over all ranks each element is counted once
-    gradients = [local(p.grad) for p in counted if p.grad is not None]
-    widest = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize, default=torch.float32)
-    dtype = torch.promote_types(widest, torch.float32)
-    square = torch.zeros((), dtype=torch.float64, device=world.device)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    gradients = [local(p.grad).to(_norm_dtype(counted)) for p in counted if p.grad is not None]
     if gradients:
-        square += get_total_norm([g.to(dtype) for g in gradients]).double().square().to(world.device)
-    return world.all_reduce(square).sqrt().to(dtype)
+        square += get_total_norm(gradients).double().square().to(device)
+    return square
+
+
+def norm_of_square(square: torch.Tensor, counted: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Returns the norm of a gradient with this square over all ranks, in float32, or float64 where gradients are."""
+    return square.sqrt().to(_norm_dtype(counted))
+
+
+def _norm_dtype(counted: Sequence[nn.Parameter]) -> torch.dtype:
+    is_double = any(p.grad is not None and p.grad.dtype == torch.float64 for p in counted)
+    return torch.float64 if is_double else torch.float32
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

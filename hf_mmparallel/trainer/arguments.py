@@ -15,7 +15,13 @@ from accelerate.state import AcceleratorState, PartialState
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
-from .._environment import joins_job, launch_settings, launched_processes, tell_deepspeed_of_cpu
+from .._environment import (
+    joins_job,
+    launch_settings,
+    launched_processes,
+    outlive_nccl_errors,
+    tell_deepspeed_of_cpu,
+)
 from ..plan import ModulePlugin, MultimodalParallelPlugin
 from ..plan.deepspeed_config import entries, idle_keys
 from ..plan.methods import ARRANGEMENTS, arrangement_name
@@ -303,6 +309,8 @@ class MultimodalTrainingArguments(TrainingArguments):
                 self.use_cpu = True  # accelerate forgets the launcher's choice when it starts several processes
         if self.parallel is not None:
             self.parallel = _plain_layout(self.parallel)
+        if self.resilience is not None:
+            outlive_nccl_errors()
         super().__post_init__()
         if joins_job() and self.device is not None:
             settings: dict[str, Any] = launch_settings() or {}

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.logging import get_logger
 from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import SaveStrategy, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from ..drawing.workload_chart import number_text
 from ..resilience.save_interval import best_save_interval_s, expected_slowdown
@@ -39,6 +39,21 @@ class SavedCheckpoint:
     state: TrainerState  # of the Trainer at its step
 
 
+class BestCheckpoint(NamedTuple):
+    """What the state of a Trainer says of the best checkpoint."""
+
+    metric: float | None = None
+    global_step: int | None = None
+    path: str | None = None
+
+    @classmethod
+    def of(cls, state: TrainerState) -> BestCheckpoint:
+        return cls(state.best_metric, state.best_global_step, state.best_model_checkpoint)
+
+    def give_to(self, state: TrainerState) -> None:
+        state.best_metric, state.best_global_step, state.best_model_checkpoint = self
+
+
 class CheckpointSaves:
     """Saves checkpoints, with `async_save` in the background."""
 
@@ -52,6 +67,9 @@ class CheckpointSaves:
         self._saved: SavedCheckpoint | None = None
         self._has_warned = self._has_advised = False
         self.has_given_up = False  # the last checkpoint, so that another one is due
+        self.best_before = BestCheckpoint()  # before the last evaluation
+        self._best_before_save = BestCheckpoint()  # before the evaluation that the last checkpoint came after
+        self._given_up: Path | None = None
         self._step_starts_s: deque[float] = deque(maxlen=_STEPS)
 
     @contextmanager
@@ -69,6 +87,7 @@ class CheckpointSaves:
             self._collecting = None
         self._save, self._state = save, copy.copy(state)
         self.has_given_up = False
+        self._best_before_save, self._given_up = self.best_before, None
         if save.writes.num_early and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -94,10 +113,11 @@ class CheckpointSaves:
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written. Collective; raises on all ranks what went wrong."""
-        save, self._save = self._save, None
+        save = self._save
         if save is not None:
             self._note_saved(save)
-            save.finish()
+            save.finish()  # if ranks are lost in it, it is given up
+            self._save = None
             self._note_saved(save)
             if not self._has_advised:
                 self._has_advised = True
@@ -115,6 +135,16 @@ class CheckpointSaves:
             save.give_up()
             self._note_saved(save)
             self.has_given_up = True
+            self._given_up = save.path
+
+    def best_left(self, state: TrainerState) -> BestCheckpoint:
+        """The best checkpoint that there is; the one before, if the best one had to be given up."""
+        best, before, folder = BestCheckpoint.of(state), self._best_before_save, self._given_up
+        if folder is None or folder.is_dir() or before == best:
+            return best
+        if folder.name == f"{PREFIX_CHECKPOINT_DIR}-{best.global_step}":
+            return before
+        return best._replace(path=before.path) if best.path == str(folder) else best
 
     def note_step(self) -> None:
         """Notes the start of a training step."""

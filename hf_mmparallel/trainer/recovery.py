@@ -17,11 +17,13 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from .._device import synchronize
 from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
@@ -32,6 +34,16 @@ T = TypeVar("T")
 Held = dict[str, HeldParameter]
 _POLL_S = 0.02
 _NEWS_S = 30.0  # time in which the launcher says who was lost, after a connection was
+
+
+class RepeatedFailureError(Exception):
+    """What ended a rank ended another one, too, when it did the same work again: it is no failure of a node."""
+
+
+def place_of(error: BaseException) -> str:
+    """The kind of an exception and the line that raised it, by which ranks know it again."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frames[-1].filename}:{frames[-1].lineno}" if frames else type(error).__name__
 
 
 class LostRanksError(RuntimeError):
@@ -63,7 +75,7 @@ class LayoutPlanner(Protocol):
         ...
 
     def last(self, layout: Any, lost: Collection[int]) -> NodeLayout:
-        """A layout of too few members to survive another failure, for a last checkpoint."""
+        """A layout for a last checkpoint, when too few members are left to survive another failure."""
         ...
 
     def transfers(self, before: Any, after: Any) -> Sequence[Transfer]:
@@ -132,6 +144,13 @@ class _Report:
     num_layouts: int  # before the one that it has all parameters of
     num_done: int  # pieces of work that it knows all ranks to be done with
     value: float  # what it knows of the last of them, such as the norm of the gradient
+    # [`place_of`] -> meetings after an exception there, in the piece of work that is not done, and its message
+    raised: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> _Report:
+        data = json.loads(text)
+        return cls(**{**data, "raised": {place: tuple(entry) for place, entry in data["raised"].items()}})
 
 
 class Recovery:
@@ -162,8 +181,9 @@ class Recovery:
         self._held: Held | None = None  # what it has while its model is not laid out as `layout`
         self._num_done = 0
         self._value = 0.0
+        self._raised: dict[str, tuple[int, str]] = {}
         self._event = MembershipChange()
-        self._ends_with: TooFewNodesError | None = None
+        self._ends_with: TooFewNodesError | RepeatedFailureError | None = None
         self._is_last = False  # layout is one for a last checkpoint
         self._block: contextlib.ExitStack | None = None  # in which failures are left to this object
 
@@ -208,33 +228,42 @@ class Recovery:
             except Exception as error:
                 self._meet_after(error)
 
-    def commit(self, all_are_done: Callable[[], float]) -> float | None:
+    def commit(self, own: Callable[[], float]) -> float | None:
         """
         Makes the work since the last call count; `None` if it has to be repeated, since ranks were lost before any
-        knew that all were done with it. Else the result of `all_are_done`, equal on all ranks, which have all called
-        it.
+        knew that all were done with it. Else the sum over all ranks of what `own` returns, which waits for the device.
         """
         before = self._num_done
         try:
-            self.raise_if_stale()
-            value = all_are_done()
+            value = self._sum(own)
         except Exception as error:
             self._meet_after(error)
             return None if self._num_done == before else self._value
-        self._value = value
-        self._num_done += 1
+        self._count_done(self._num_done + 1, value)
         return value
+
+    def _count_done(self, number: int, value: float) -> None:
+        """Notes how many pieces of work are done, and what is known of the last of them."""
+        if number > self._num_done:
+            self._raised = {}
+        self._num_done, self._value = number, value
 
     def complete(self, work: Callable[[], T]) -> T:
         """Does some work in which ranks communicate until all of them have its result."""
         while True:
             result = self.run(work)
-            if self.commit(self._pass_barrier) is not None:
+            if self.commit(float) is not None:
                 return result
 
-    def _pass_barrier(self) -> float:
-        self.world.barrier()
-        return 0.0
+    def _sum(self, own: Callable[[], float]) -> float:
+        """The sum over all ranks, none of which has computed its number with what an aborted collective left."""
+        number = torch.tensor(own(), dtype=torch.float64)
+        # A collective that is aborted on a device, and a wait that is ended, leave any number without an error; but no
+        # rank aborts one before it knows of a loss.
+        self.raise_if_stale()
+        total = self.world.all_reduce(number, activity="knowing that all ranks are done")
+        self.raise_if_stale()
+        return float(total)
 
     # Ranks that join
 
@@ -266,7 +295,7 @@ class Recovery:
     def _read_told(self, generation: Generation) -> bytes:
         told: _JoinMessage = pickle.loads(take(self.membership.store, _join_key(generation)))
         self.planner, self.layout = told.planner, told.layout
-        self._num_layouts, self._num_done, self._value = vars(told.report).values()
+        self._num_layouts, self._num_done, self._value, self._raised = vars(told.report).values()
         return told.run
 
     def _send_join_state(self, generation: Generation, report: _Report) -> None:
@@ -283,9 +312,13 @@ class Recovery:
         if self.membership.is_stale:
             raise LostRanksError("Ranks were lost.")
 
+    def is_loss(self, error: Exception) -> bool:
+        """Whether an error is due to a loss of ranks."""
+        return self.membership.is_stale or is_lost_connection(error)
+
     def _meet_after(self, error: Exception) -> None:
         """Meets the ranks that are left; raises the error if no rank was lost."""
-        if not (self.membership.is_stale or is_lost_connection(error)):
+        if not self.is_loss(error):
             raise error
         stopped_at = time.time()
         traceback.clear_frames(error.__traceback__)  # of tensors and handles of the groups that are lost
@@ -300,17 +333,20 @@ class Recovery:
         self.world.leave()
         gc.collect()
         generation = self.membership.next_generation(_NEWS_S)
-        report = _Report(self._num_layouts, self._num_done, self._value)
+        losses = self.membership.losses
+        report = _Report(self._num_layouts, self._num_done, self._value, self._raised_with(losses))
         self._send_join_state(generation, report)
         reports = self._reports(generation, report)
         if reports is None:
             return False
-        losses = self.membership.losses
         self.membership.enter(generation)
         self._agree(reports)
         self._event = self._event_of(losses, stopped_at)
         started_s = time.perf_counter()
         self._next = self._layout_of(set(generation.ids))
+        if repeated := [message for times, message in self._raised.values() if times > 1]:
+            text = f"A rank failed as another one had in the same work, which no rank can do: {repeated[0]}"
+            self._ends_with = None if self._is_last else RepeatedFailureError(text)
         self._event.planned_s = time.perf_counter() - started_s
         self._event.world_size = len(self._next.members)
         new = {*self._event.joined, *(set(self._next.members) - set(self.layout.members))}
@@ -322,7 +358,7 @@ class Recovery:
         try:
             self.world.join(self.membership.new_store(), rank, size, self._backend, self._timeout)
         except RuntimeError as error:
-            if not (self.membership.is_stale or is_lost_connection(error)):
+            if not self.is_loss(error):
                 raise
             return False  # another rank may know of the next loss before this one does
         self._event.regrouped_s = time.time() - self._event.lost_at
@@ -368,7 +404,13 @@ class Recovery:
         if not self.membership.meet(generation):
             return None
         stored = store.multi_get([f"{key}/{member.id}" for member in generation.members])
-        return [_Report(**json.loads(value)) for value in stored]
+        return [_Report.from_json(value) for value in stored]
+
+    def _raised_with(self, losses: Sequence[Loss]) -> dict[str, tuple[int, str]]:
+        """The exceptions in the work that is not done, with those of a meeting; none of a rank that joins."""
+        now = {loss.place: loss.reason for loss in losses if loss.place}
+        more = {place: (self._raised.get(place, (0, ""))[0] + 1, reason) for place, reason in now.items()}
+        return self._raised | more
 
     def _agree(self, reports: Sequence[_Report]) -> None:
         """Goes on from the last layout and the last work that any rank knows to count."""
@@ -376,7 +418,15 @@ class Recovery:
             self._take_prepared()
         furthest = max(reports, key=lambda report: report.num_done)
         assert furthest.num_done <= self._num_done + 1
-        self._num_done, self._value = furthest.num_done, furthest.value
+        self._count_done(furthest.num_done, furthest.value)
+        for report in reports:
+            if report.num_done == self._num_done:
+                self._raised.update({k: max(v, self._raised.get(k, v)) for k, v in report.raised.items()})
+
+    def _wait_for_device(self) -> float:
+        """Waits until what was sent to this rank's device is there."""
+        synchronize(self.world.device)
+        return 0.0
 
     def _take_prepared(self) -> None:
         """From now on this rank has all that it needs for the next layout."""
@@ -398,7 +448,7 @@ class Recovery:
         received, self._event.copied_bytes = exchange(held, transfers, self.world)
         needed = self.planner.needed_parameters(self._next, self.world.rank)
         self._prepared = self._next, {name: received.get(name) or held[name] for name in needed}
-        self.world.barrier("waiting for copies")
+        self._sum(self._wait_for_device)
         self._take_prepared()
         event = self._event
         event.copied_s = time.perf_counter() - started_s

@@ -38,8 +38,8 @@ class NodeLayouts:
         return self.planner.without(layout, self._nodes(lost))
 
     def last(self, layout: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
-        """A layout of too few members to survive another failure, for a last checkpoint."""
-        return replace(self.planner, failures=0).without(layout, self._nodes(lost))
+        """A layout of one copy of the model, for a last checkpoint."""
+        return self.planner.last(layout, self._nodes(lost))
 
     def with_members(self, layout: ClusterPlan, joined: Collection[int]) -> ClusterPlan:
         """The layout that follows when members join."""

@@ -23,15 +23,15 @@ from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
 from ..runtime.optimizer_slices import settings_of
 from ..runtime.optimizers import prepare_optimizer
-from ..runtime.step_check import StepTotals
 from ..runtime.weight_placement import load_held
 from ..world import Membership, raise_on_all_ranks, track_activity
 from ..world.connections import end_collectives
 from .arguments import set_ranks
 from .engine_state import EngineState
-from .recovery import MembershipChange, NodeLayout, Recovery
+from .recovery import MembershipChange, NodeLayout, Recovery, RepeatedFailureError, place_of
 from .training_steps import save_trainer_state
 
+_TRACKERS = "transformers.integrations.integration_utils"  # whose callbacks report to wandb, trackio, ClearML, ...
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
 
@@ -123,6 +123,7 @@ class Survival:
         self.recovery: Recovery | None = None  # in a training
         self.told: JoinState | None = None  # of a rank that joins, until it has its place
         self.join_folder: str | None = None  # the checkpoint that it begins from
+        self._loss = torch.zeros(())  # of the last step, as it is logged
 
     def repeat(self, work: Callable[[], T]) -> T:
         """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
@@ -132,13 +133,19 @@ class Survival:
         """Does some work beside steps in which ranks communicate, see [`Recovery.complete`]."""
         return work() if self.recovery is None else self.recovery.complete(work)
 
-    def run_step(self) -> StepTotals:
-        """Computes the gradients of the global batch that was read last."""
+    def run_step(self) -> torch.Tensor:
+        """Computes the gradients of the global batch that was read last; returns the loss that is logged."""
+        self._loss = self.repeat(self._run_step)
+        return self._loss
+
+    def _run_step(self) -> torch.Tensor:
         if self.recovery is not None:
             self.trainer._engine.signs["sees_waiting"] = bool(self.recovery.membership.waiting)
             self.trainer._engine.signs["gave_up_save"] = self.run.saves.has_given_up
         with raise_on_all_ranks("training step"):
-            return self.run.steps.run(self.trainer.state.global_step)
+            totals = self.run.steps.run(self.trainer.state.global_step)
+        loss = totals.mean_loss.to(self.trainer.args.device, torch.float32)
+        return self.run.steps.finite.logged(loss, self.trainer)
 
     def gradient_norm(self) -> torch.Tensor:
         """The norm of the gradient over the parameters of all ranks; with it the step counts."""
@@ -146,9 +153,10 @@ class Survival:
         if self.recovery is None:
             norm = engine.gradient_norm()
         else:
-            while (found := self.recovery.commit(lambda: float(engine.gradient_norm()))) is None:
-                self.recovery.run(self.run_step)
-            norm = torch.tensor(found, device=engine.device)
+            while (square := self.recovery.commit(lambda: float(engine.gradient_square()))) is None:
+                before = self._loss
+                self.trainer._tr_loss += self.run_step() - before  # the loop has added that of the attempt before
+            norm = engine.norm_of_square(torch.tensor(square, dtype=torch.float64, device=engine.device))
         if engine.num_signs["gave_up_save"]:
             self.trainer.control.should_save = True
         self.run.steps.step_counts()
@@ -218,14 +226,15 @@ class Survival:
         try:
             try:
                 yield
-            except TooFewNodesError as error:
+            except (TooFewNodesError, RepeatedFailureError) as error:
                 trainer._save_checkpoint(trainer.model, None)
+                self.end_saves()  # before the launcher hears that this process ends
                 text = f"{error} The run is saved in `checkpoint-{trainer.state.global_step}` of its output folder."
-                raise TooFewNodesError(text) from None
+                raise type(error)(text) from None
             recovery.complete(lambda: None)  # all ranks are there for what the script does next
         except BaseException as error:
             if recovery.has_begun:
-                membership.report(f"{type(error).__name__}: {error}")
+                membership.report(f"{type(error).__name__}: {error}", place_of(error))
             raise
         else:
             membership.finish()
@@ -260,20 +269,21 @@ class Survival:
             self.told.restore_sums(self.trainer)
             self.told.restore_callbacks(self.trainer)
             self.told, self.run.joins = None, False
+        best = self.run.saves.best_left(trainer.state)
+        trainer.world.broadcast(best, "the best checkpoint").give_to(trainer.state)
         trainer.state.is_world_process_zero = trainer.is_world_process_zero()
         trainer.state.is_local_process_zero = trainer.is_local_process_zero()
         event.step = trainer.state.global_step
         event.total_s = time.time() - event.lost_at
         event.layout = ", ".join(f"{name}: {module.layout}" for name, module in layout.plan.modules.items())
         event.reason = layout.reason
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback) and not was_first:
-                callback.on_train_begin(trainer.args, trainer.state, trainer.control)
-            told: Any = getattr(callback, "on_reconfigure", None)
-            if told is not None:
-                told(trainer.args, trainer.state, trainer.control, event=event)
         if trainer.is_world_process_zero():
             logger.warning(event.sentence)
+            if not was_first:
+                self._begin_on_first_rank()
+        for callback in list(trainer.callback_handler.callbacks):
+            if hasattr(callback, "on_reconfigure"):
+                self._call(callback, "on_reconfigure", event=event)
         trainer.log(
             {
                 "parallel/ranks": event.world_size,
@@ -281,3 +291,31 @@ class Survival:
                 "parallel/recovery_copied_mib": round(event.copied_bytes / 2**20, 3),
             }
         )
+
+    def _begin_on_first_rank(self) -> None:
+        """Begins what callbacks have on the first rank only, which this one is from now on: bars, runs of trackers."""
+        for callback in list(self.trainer.callback_handler.callbacks):
+            of_transformers = any(kind.__module__ == _TRACKERS for kind in type(callback).__mro__)
+            if of_transformers and hasattr(callback, "_initialized"):
+                callback._initialized = False  # most trackers note on all ranks that the first one has begun a run
+            if of_transformers:
+                self._call(callback, "on_init_end")
+            if of_transformers or isinstance(callback, ProgressCallback):
+                self._call(callback, "on_train_begin")
+
+    def _call(self, callback: Any, name: str, **kwargs: Any) -> None:
+        """Calls a callback; without one that fails the run goes on, since the next rank would fail in it, too."""
+        trainer, handler, recovery = self.trainer, self.trainer.callback_handler, self.recovery
+        about = {"model": trainer.model, "processing_class": trainer.processing_class, "optimizer": trainer.optimizer}
+        try:
+            getattr(callback, name)(trainer.args, trainer.state, trainer.control, **about, **kwargs)
+        except Exception as error:
+            assert recovery is not None
+            if recovery.is_loss(error):
+                raise
+            handler.remove_callback(callback)
+            logger.warning(
+                f"`{type(callback).__name__}.{name}` failed when ranks had changed, and is left out from now on: "
+                f"{type(error).__name__}: {error}",
+                main_process_only=False,
+            )

@@ -37,6 +37,7 @@ from .argument_table import check_arguments, check_launcher
 from .arguments import MultimodalTrainingArguments, check_optimizer_class
 from .auto import SAVED_PLAN, AutoSearch, warn_of_other_settings
 from .build import RowChoice
+from .checkpoint_saves import BestCheckpoint
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
@@ -192,7 +193,7 @@ class MultimodalParallelTrainer(Trainer):
         """Gives callbacks that look into the engine their engine."""
         super().add_callback(callback)
         for callback in self._run.engine_callbacks():
-            callback.engine = self.engine
+            callback.engine, callback.complete = self.engine, self._survival.complete
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of callbacks and the number of skipped samples."""
@@ -348,11 +349,13 @@ class MultimodalParallelTrainer(Trainer):
             self.optimizer.train()
         self._run.push_saved()
         self._run.saves.note_step()
-        totals = self._survival.repeat(self._survival.run_step)
+        loss = self._survival.run_step()
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        return self._run.steps.finite.logged(totals.mean_loss.to(self.args.device, torch.float32), self)
+        # The stock loop would read each loss for this; it does not until `floating_point_ops`, which comes next.
+        self.args.logging_nan_inf_filter = False
+        return loss
 
     @under_plan
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -387,6 +390,12 @@ class MultimodalParallelTrainer(Trainer):
             self._survival.agree_on_control()  # callbacks of what was done can stop the training
 
     # Evaluation
+
+    @under_plan
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Notes what was best before, to which a run goes back that gives up the checkpoint of a better one."""
+        self._run.saves.best_before = BestCheckpoint.of(self.state)
+        return super()._determine_best_metric(metrics, trial)
 
     @under_plan
     def evaluation_loop(

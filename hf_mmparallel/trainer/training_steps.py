@@ -113,8 +113,6 @@ class FiniteCheck:
         """The loss that a step adds to the log: the mean of the others for one that is left out."""
         if not self.filtered:
             return loss
-        # The stock loop would read each loss for this; it does not until `floating_point_ops`, which comes next.
-        trainer.args.logging_nan_inf_filter = False
         mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
         return torch.where(loss.isfinite(), loss, mean)
 

@@ -26,6 +26,7 @@ class Loss:
     member: Member
     reason: str  # how it ended, such as "killed by SIGKILL"
     time: float  # when its launcher noticed, in seconds since the epoch
+    place: str = ""  # the exception and the line that raised it, if it ended by one
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Generation:
         return cls(
             data["number"],
             _members(data["members"]),
-            tuple(Loss(Member(**loss["member"]), loss["reason"], loss["time"]) for loss in data["losses"]),
+            tuple(Loss(**{**loss, "member": Member(**loss["member"])}) for loss in data["losses"]),
             _members(data["joined"]),
             tuple(data["answered"]),
         )

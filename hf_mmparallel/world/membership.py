@@ -170,12 +170,16 @@ class Membership:
         assert self.generation is not None, "only members leave"
         self._end_with({"kind": "left", "generation": self.generation.number, "time": time.time()})
 
-    def report(self, reason: str) -> None:
-        """Says that this process is about to end because of an error, so that the others need not wait for its end."""
+    def report(self, reason: str, place: str = "") -> None:
+        """
+        Says that this process is about to end because of an error, raised at a place, so that the others need not wait
+        for its end.
+        """
         if self._finished:
             return
         self._abort = None
-        self._push({"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "time": time.time()})
+        event = {"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "place": place}
+        self._push({**event, "time": time.time()})
 
     def accept_joining(self) -> None:
         """Lets in the processes that wait and have not died, with a next generation; for one member to call."""

@@ -256,6 +256,26 @@ def test_a_layer_without_a_holder_is_named() -> None:
     state_copies(spec, before, planner.without(before, [1, 6]))
 
 
+@pytest.mark.parametrize("cluster", [("qwen3_vl", 8, 1, 1, 1e7), ("llava", 6, 1, 1, None)])
+def test_too_few_nodes_still_have_a_plan_to_save_the_model(cluster: tuple) -> None:
+    """In the first one no pipelines of all nodes that are left can be planned: layers are fewer than two of them need."""
+    family, num_nodes, node_size, failures, limit = cluster
+    planner = ResilientPlanner(PipelinePlans(chain_of(family, {}, limit), node_size, 24), num_nodes, failures)
+    spec, state = planner.plans.chain.spec, planner.first()
+    while len(state.nodes) > planner.fewest_guaranteed:
+        state = planner.without(state, [state.nodes[-1]])
+    for lost in state.nodes:
+        with pytest.raises(TooFewNodesError):
+            planner.without(state, [lost])
+        last = planner.last(state, [lost])
+        assert lost not in last.nodes and not state_copies(spec, state, last).copies
+    # more losses at once than are guaranteed, which leave no pipeline whole
+    lost = [pipeline.nodes[0] for pipeline in state.pipelines]
+    if limit is None:
+        with pytest.raises(TooFewNodesError):
+            planner.last(state, lost)
+
+
 def adopted(vision: ModulePlugin, language: ModulePlugin, node_size: int, failures: int = 1, **more) -> ClusterPlan:
     """Adopts the plan of these sizes, after a `change`."""
     costs = costs_of("llava")

@@ -17,7 +17,8 @@ from hf_mmparallel.runtime.gradients import (
     GradientSync,
     accumulate_in_float32,
     clip_gradients,
-    gradient_norm,
+    gradient_square,
+    norm_of_square,
     round_gradients,
     scale_gradients,
 )
@@ -28,6 +29,11 @@ from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
 NAMES = ("a", "half", "unused", "b")
+
+
+def gradient_norm(counted: list[nn.Parameter]) -> torch.Tensor:
+    world = World()
+    return norm_of_square(world.all_reduce(gradient_square(counted, world.device)), counted)
 
 
 def parameters(rank: int) -> dict[str, nn.Parameter]:
@@ -59,7 +65,7 @@ def sum_and_norm() -> tuple[dict[str, Any], float]:
     for parameter in counted[:1]:
         parameter.grad = torch.tensor([3.0 + rank])
     sums = {name: None if p.grad is None else p.grad.flatten().tolist() for name, p in own.items()}
-    return sums, float(gradient_norm(counted, World()))
+    return sums, float(gradient_norm(counted))
 
 
 def of_three() -> tuple[dict[str, Any], float, list[Any]]:
@@ -83,7 +89,7 @@ def test_gradients_are_summed_unused_parameters_keep_none_and_norms_are_over_all
 def test_norm_and_clipping_are_those_of_torch(max_norm):
     own, other = parameters(1), parameters(1)
     del own["half"], other["half"]  # whose norm torch rounds to bfloat16
-    norm = gradient_norm(list(own.values()), World())
+    norm = gradient_norm(list(own.values()))
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(list(other.values()), max_norm, foreach=False))
     clip_gradients(list(own.values()), norm, max_norm)
     clip_gradients([own["unused"]], norm, max_norm)
@@ -95,11 +101,11 @@ def test_norm_and_clipping_are_those_of_torch(max_norm):
 def test_the_norm_is_in_float32_and_small_gradients_do_not_vanish():
     mixed = list(parameters(1).values())
     expected = nn.utils.get_total_norm([p.grad.float() for p in mixed if p.grad is not None])
-    torch.testing.assert_close(gradient_norm(mixed, World()), expected)
+    torch.testing.assert_close(gradient_norm(mixed), expected)
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1e-25)
-    assert float(gradient_norm([parameter], World())) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
-    assert gradient_norm([], World()) == 0
+    assert float(gradient_norm([parameter])) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
+    assert gradient_norm([]) == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 9))

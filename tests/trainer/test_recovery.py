@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.runtime.held_state import HeldParameter
 from hf_mmparallel.trainer import recovery as module
-from hf_mmparallel.trainer.recovery import Recovery
+from hf_mmparallel.trainer.recovery import Recovery, RepeatedFailureError
 from hf_mmparallel.world.generations import Generation, Loss, Member
 
 
@@ -62,6 +62,7 @@ class Launcher:
     refuses: set[int] = field(default_factory=set)  # generations whose meeting fails, since another member is lost
     reports: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # by generation
     lossless: set[int] = field(default_factory=set)  # generations that members only join
+    place: str = ""  # of the exceptions by which members are lost
 
     @property
     def is_stale(self) -> bool:
@@ -71,7 +72,9 @@ class Launcher:
     def losses(self) -> tuple[Loss, ...]:
         numbers = range(self.generation.number + 1, self.newest.number + 1)
         numbers = [number for number in numbers if number not in self.lossless]
-        return tuple(Loss(Member(9 - number, 9 - number), "was killed", float(number)) for number in numbers)
+        return tuple(
+            Loss(Member(9 - number, 9 - number), "was killed", float(number), self.place) for number in numbers
+        )
 
     def lose(self, report: tuple[int, int, float], refuse: bool = False) -> None:
         """One more of the others is lost, the last one; the rest report this."""
@@ -92,7 +95,7 @@ class Launcher:
             self.lose(self.reports[generation.number])
             return False
         num_layouts, num_done, value = self.reports[generation.number]
-        report = {"num_layouts": num_layouts, "num_done": num_done, "value": value}
+        report = {"num_layouts": num_layouts, "num_done": num_done, "value": value, "raised": {}}
         for member in generation.members[1:]:
             self.store.set(f"report/{generation.number}/{member.id}", json.dumps(report))
         return True
@@ -126,6 +129,10 @@ class World(SimpleNamespace):
 
     def barrier(self, activity: str | None = None) -> None:
         self.at_barrier()
+
+    def all_reduce(self, tensor: torch.Tensor, activity: str | None = None) -> torch.Tensor:
+        self.at_barrier()
+        return tensor
 
 
 @dataclass
@@ -186,6 +193,34 @@ def test_a_step_that_nobody_knows_to_be_done_is_repeated(case):
     assert case.recovery.commit(lambda: 2.5) == 2.5
 
 
+@pytest.mark.parametrize("when", ["own", "sum"])
+def test_a_number_that_an_aborted_collective_may_have_left_does_not_count(case, when):
+    """NCCL's aborted collectives, and gloo's ended waits, return without an error."""
+
+    def lose() -> None:
+        case.world.at_barrier = lambda: None
+        case.launcher.lose((0, 0, 0.0))
+
+    def own() -> float:
+        if when == "own":
+            lose()
+        return 1e9
+
+    if when == "sum":
+        case.world.at_barrier = lose
+    assert case.recovery.commit(own) is None
+    case.recovery.run(lambda: None)
+    assert case.laid_out == [(0, 1)]
+
+
+def test_copies_that_an_aborted_collective_may_have_left_do_not_count(case, monkeypatch):
+    """Copies to a device are on their way when the host has sent for them."""
+    waits = iter([lambda: case.launcher.lose((0, 0, 0.0)), lambda: None])
+    monkeypatch.setattr(module, "synchronize", lambda device: next(waits)())
+    case.recovery.run(case.work)
+    assert case.laid_out == [(0,)]
+
+
 def test_a_step_that_another_rank_knows_to_be_done_counts(case):
     assert case.recovery.commit(lambda: case.lose(0, 1, 2.25)) == 2.25
     assert not case.laid_out, "the step is finished on the layout that has its gradients"
@@ -241,6 +276,40 @@ def test_too_few_nodes_end_the_run_with_a_layout_for_a_last_checkpoint(case):
         case.recovery.run(case.work)
     assert case.laid_out == [(0, 1)]
     assert case.recovery.run(lambda: "saved") == "saved"
+
+
+def test_an_exception_that_repeats_in_the_same_work_ends_the_run(case):
+    case.launcher.place = "ValueError in dataset.py:3"
+    with pytest.raises(RepeatedFailureError, match="was killed"):
+        case.recovery.run(lambda: case.lose(0, 0, 0.0))
+    assert case.laid_out == [(0, 1), (0,)]
+    assert case.recovery.run(lambda: "saved") == "saved"
+
+
+def test_exceptions_in_other_work_or_of_another_kind_are_those_of_nodes(case):
+    case.launcher.generation = case.launcher.newest = _generation(0, 4)
+    case.launcher.place = "ValueError in dataset.py:3"
+    case.recovery.run(case.work)
+    assert case.recovery.commit(float) == 0.0
+    case.lose_at_barrier(0, 1, 0.0)
+    assert case.recovery.commit(float) is None
+    case.launcher.place = "OSError in dataset.py:3"
+    tries = itertools.count()
+    case.recovery.run(lambda: next(tries) or case.lose(0, 1, 0.0))
+    assert case.laid_out[-1] == (0,)
+
+
+def test_a_rank_that_joins_knows_which_exceptions_there_were(case):
+    case.launcher.place = "ValueError in dataset.py:3"
+    case.recovery.run(case.work)
+    case.launcher.reports[2] = (1, 0, 0.0)
+    told = Generation(2, (Member(0, 0), Member(3, 3)), (Loss(Member(1, 1), "failed", 0.0, case.launcher.place),))
+    report = case.recovery._raised_with(told.losses)
+    assert report == {case.launcher.place: (2, "failed")}
+    joins = Joiner(newest=told).recovery()
+    joins._count_done(0, 0.0)
+    joins._agree([module._Report(0, 0, 0.0), module._Report(0, 0, 0.0, report)])
+    assert joins._raised == report
 
 
 def test_members_join_by_the_path_of_losses(case):
