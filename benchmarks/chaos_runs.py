@@ -18,11 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 try:
-    from benchmarks.chaos_worker import POINTS, Samples, arguments_of, collate, make_model, with_adapter
+    from benchmarks.chaos_worker import (
+        BEST,
+        POINTS,
+        MovingAverage,
+        Samples,
+        arguments_of,
+        collate,
+        make_model,
+        with_adapter,
+    )
 except ImportError:  # run as a script
-    from chaos_worker import POINTS, Samples, arguments_of, collate, make_model, with_adapter
+    from chaos_worker import BEST, POINTS, MovingAverage, Samples, arguments_of, collate, make_model, with_adapter
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "benchmarks" / "chaos_worker.py"
@@ -93,6 +103,7 @@ def _copies(*replicas: Sequence[tuple[int, int, Sequence[int]]]) -> dict[str, An
 
 LAYOUTS = {
     "two copies": Layout(2, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "colocate_with": "vision"}}),
+    "three copies": Layout(3, {"vision": {"dp_size": 3}, "language_model": {"dp_size": 3, "colocate_with": "vision"}}),
     "copies": Layout(4, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4, "colocate_with": "vision"}}),
     "four pairs": Layout(8, {"vision": {"dp_size": 4}, "language_model": {"dp_size": 4}}),
     "own ranks": Layout(4, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}),
@@ -163,20 +174,67 @@ class Reference:
     """The run of the stock Trainer on one process."""
 
     logs: list[dict[str, float]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps: list[dict[str, torch.Tensor]] = field(default_factory=list)  # the weights before each step, and at the end
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """At the end."""
+        return self.steps[-1]
 
 
-def stock_run(steps: int = STEPS, adapter: bool = False) -> Reference:
-    """The stock Trainer on this process, maybe with LoRA."""
+class _Weights(TrainerCallback):
+    """The weights before each step, and at the end."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.steps.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    on_train_end = on_step_begin
+
+
+def stock_run(
+    steps: int = STEPS, adapter: bool = False, best: bool = False, checkpoint: Path | None = None
+) -> Reference:
+    """The stock Trainer on this process, maybe with LoRA, with the best model at the end, and from a checkpoint on."""
     from transformers import Trainer, TrainingArguments
 
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(per_device_train_batch_size=8, **arguments_of(Path(folder), steps))
+        given = arguments_of(Path(folder), steps) | (BEST if best else {})
+        args = TrainingArguments(per_device_train_batch_size=8, **given)
         held_out = [Samples()[index] for index in range(7)]
-        model = with_adapter(make_model()) if adapter else make_model()
-        trainer = Trainer(model, args, collate, Samples(), held_out)
-        trainer.train()
-        return Reference(trainer.state.log_history, {k: v.clone() for k, v in trainer.model.state_dict().items()})
+        model, weights = make_model(), _Weights()
+        callbacks = [weights, MovingAverage()]
+        trainer = Trainer(
+            with_adapter(model) if adapter else model, args, collate, Samples(), held_out, callbacks=callbacks
+        )
+        trainer.train(None if checkpoint is None else str(checkpoint))
+        return Reference(trainer.state.log_history, weights.steps, MovingAverage.of(trainer))
+
+
+def checkpoint_faults(folder: Path, output: str, reference: Reference, adapter: bool = False) -> list[str]:
+    """
+    What is wrong with the checkpoints of a run: one that is missing, or from which the stock Trainer does not go on
+    with the weights and the losses of the reference.
+    """
+    found = []
+    for name in dict.fromkeys(re.findall(r"is saved in `(checkpoint-\d+)`", output)):
+        if not (folder / name).is_dir():
+            found.append(f"`{name}` is said to be there and is not")
+    for path in sorted(folder.glob("checkpoint-*")):
+        step = int(path.name.rpartition("-")[2])
+        resumed = stock_run(adapter=adapter, checkpoint=path)
+        for before, own, wanted in (
+            ("at", resumed.steps[0], reference.steps[step]),
+            ("after", resumed.weights, reference.weights),
+        ):
+            worst = max(float((value - wanted[name]).abs().max()) for name, value in own.items())
+            if not worst <= TOLERANCE:
+                found.append(f"weights differ by {worst:.1e} {before} `{path.name}`")
+        found += [f"`{path.name}`: {text}" for text in _unlike(resumed.logs, reference.logs, ("loss", "grad_norm"))]
+    return found
 
 
 def chaos_run(
@@ -299,6 +357,10 @@ def faults(run: ChaosRun, layout: Layout, reference: Reference) -> list[str]:
             difference = float((value - reference.weights[name]).abs().max())
             if difference > TOLERANCE:
                 found.append(f"`{name}` differs by {difference:.1e}")
+        for name, value in result["averages"].items():
+            difference = float((value - reference.averages[name]).abs().max())
+            if difference > TOLERANCE:
+                found.append(f"the average of `{name}` differs by {difference:.1e} on process {member}")
     if run.results and not any(result["weights"] for result in run.results.values()):
         found.append("nobody has the weights")
     return found

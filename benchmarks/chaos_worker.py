@@ -9,6 +9,7 @@ Every process that is left at the end writes what it has to `result-<id>.pt`: lo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments, TimelineCallback
 from hf_mmparallel._environment import joins_job, launch_settings
 from hf_mmparallel.modeling.stages import ModuleStage
 from hf_mmparallel.runtime import engine as engine_module
@@ -31,6 +32,12 @@ from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.trainer import recovery as recovery_module
 from hf_mmparallel.world import Membership
+
+try:
+    from benchmarks import counted_device, fake_trackers
+except ImportError:  # run as a script
+    import counted_device
+    import fake_trackers
 
 NUM_SAMPLES, VOCABULARY, IMAGE_TOKEN = 40, 120, 100
 POINTS = (
@@ -54,7 +61,7 @@ POINTS = (
 WAYS = ("kill", "stop", "raise", "exit")
 
 
-def make_model(num_layers: int = 4, hidden_size: int = 64) -> LlavaForConditionalGeneration:
+def make_model(num_layers: int = 4, hidden_size: int = 64, dropout: float = 0.0) -> LlavaForConditionalGeneration:
     """A tiny LLaVA, with the same weights in every process."""
     torch.manual_seed(0)
     vision = {
@@ -64,6 +71,7 @@ def make_model(num_layers: int = 4, hidden_size: int = 64) -> LlavaForConditiona
         "num_attention_heads": 4,
         "image_size": 16,
         "patch_size": 8,
+        "attention_dropout": dropout,
         "model_type": "clip_vision_model",
     }
     text = {
@@ -73,6 +81,7 @@ def make_model(num_layers: int = 4, hidden_size: int = 64) -> LlavaForConditiona
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": VOCABULARY,
+        "attention_dropout": dropout,
         "pad_token_id": 0,
         "tie_word_embeddings": False,
         "model_type": "llama",
@@ -91,10 +100,11 @@ def with_adapter(model: LlavaForConditionalGeneration) -> Any:
 
 
 class Samples(torch.utils.data.Dataset):
-    """Text with no, one or two images; notes which samples are read."""
+    """Text with no, one or two images; notes which samples are read. One of them may be bad."""
 
-    def __init__(self, deaths: Deaths | None = None):
+    def __init__(self, deaths: Deaths | None = None, bad: int | None = None):
         self.deaths = deaths
+        self.bad = bad
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -102,6 +112,8 @@ class Samples(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.deaths is not None:
             self.deaths.may_strike("loading")
+        if index == self.bad:
+            raise KeyError(f"sample {index} is broken")
         generator = torch.Generator().manual_seed(index)
         num_images, length = index % 3, 6 + index % 5
         words = torch.randint(1, 90, (length,), generator=generator)
@@ -243,6 +255,26 @@ class Strikes(TrainerCallback):
         self.events.append(vars(event))
 
 
+class MovingAverage(TrainerCallback):
+    """The moving average of weights, kept in the state of the optimizer, which moves with its parameters."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            average = optimizer.state[parameter].setdefault("average", torch.zeros_like(parameter))
+            average.lerp_(parameter.detach(), 0.5)
+
+    @staticmethod
+    def of(trainer: Any) -> dict[str, torch.Tensor]:
+        """Parameter -> its average, of those that this rank has whole."""
+        state = trainer.optimizer.state
+        found = {name: state.get(p, {}).get("average") for name, p in trainer.model.named_parameters()}
+        return {name: average.clone() for name, average in found.items() if type(average) is torch.Tensor}
+
+
+BEST = {"load_best_model_at_end": True, "eval_steps": 4}
+"""Arguments of a run that keeps the best checkpoint: it evaluates before each save."""
+
+
 def arguments_of(folder: Path, steps: int) -> dict[str, Any]:
     """The arguments that a run on one process has, too."""
     return {
@@ -277,6 +309,13 @@ def main() -> None:
     parser.add_argument("--async_save", action="store_true")
     parser.add_argument("--log_predictions", action="store_true")
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--best", action="store_true", help="load the best checkpoint at the end")
+    parser.add_argument("--average", action="store_true", help="keep a moving average of weights")
+    parser.add_argument("--trackers", action="store_true", help="report to stand-ins of trackers")
+    parser.add_argument("--timelines", action="store_true", help="draw the third and the fifth step")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--bad", type=int, help="sample that can't be read")
+    parser.add_argument("--nccl", action="store_true", help="a device whose aborted collectives end as those of NCCL")
     parser.add_argument("--join", action="append", default=[])
     parser.add_argument("--death", action="append", default=[])
     options = parser.parse_args()
@@ -287,6 +326,35 @@ def main() -> None:
     deaths = Deaths(options.death, member, options.folder)
     deaths.install()
     strikes = Strikes(deaths, Joins(options.join, options.folder))
+    with contextlib.ExitStack() as stack:
+        if options.nccl:
+            _use_counted_device(stack, strikes)
+        train(options, deaths, strikes, member)
+
+
+def _use_counted_device(stack: contextlib.ExitStack, strikes: Strikes) -> None:
+    """Trains on the device that counts, which has a backend beside that of the host."""
+    del os.environ["ACCELERATE_USE_CPU"]  # by which accelerate would refuse another device
+    counted_device.init_process_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+    stack.enter_context(counted_device.train_on_device())
+    counted_device.abort_as_nccl(lambda: strikes.trainer._survival.recovery.membership.is_stale)
+
+
+def train(options: argparse.Namespace, deaths: Deaths, strikes: Strikes, member: int) -> None:
+    """Trains, and writes what this process has at the end."""
+    callbacks: list[Any] = [strikes]
+    more: dict[str, Any] = dict(BEST) if options.best else {}
+    if options.trackers:
+        fake_trackers.install(options.folder / f"tracked-{member}.jsonl")
+        more["report_to"] = list(fake_trackers.NAMES)
+    if options.average:
+        callbacks.append(MovingAverage())
+    if options.timelines:
+        callbacks.append(TimelineCallback([3, 5]))
+    if options.nccl:
+        spec = options.folder / f"gpu-{member}.yaml"
+        spec.write_text("name: counted\nlike: h100\n")
+        more["gpu_spec"] = str(spec)
     args = MultimodalTrainingArguments(
         parallel=options.parallel,
         resilience={"failures": options.failures, "ranks_per_node": options.ranks_per_node},
@@ -296,15 +364,16 @@ def main() -> None:
         async_save=options.async_save,
         log_predictions=options.log_predictions,
         ddp_backend="gloo",
-        **arguments_of(options.folder, options.steps),
+        **(arguments_of(options.folder, options.steps) | more),
     )
+    model = make_model(dropout=options.dropout)
     trainer = MultimodalParallelTrainer(
-        model=with_adapter(make_model()) if options.adapter else make_model(),
+        model=with_adapter(model) if options.adapter else model,
         args=args,
-        train_dataset=Samples(deaths),
+        train_dataset=Samples(deaths, options.bad),
         eval_dataset=[Samples()[index] for index in range(7)],
         data_collator=collate,
-        callbacks=[strikes],
+        callbacks=callbacks,
     )
     strikes.trainer = trainer
     trainer.train()
@@ -315,6 +384,8 @@ def main() -> None:
         "events": strikes.events,
         "ends_s": strikes.ends_s,
         "rank": trainer.world.rank,
+        "averages": MovingAverage.of(trainer),
+        "best": trainer.state.best_model_checkpoint,
     }
     torch.save(result, options.folder / f"result-{member}.pt")
 

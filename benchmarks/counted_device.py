@@ -8,6 +8,7 @@ recorded with the line of the package that asks for it, as `torch.cuda.set_sync_
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections import Counter
@@ -20,12 +21,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accelerate.state import PartialState
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.kernels.bitfield_attention import attention, context_parallel
 from hf_mmparallel.kernels.bitfield_attention.words import BitfieldMask
 
@@ -157,9 +160,11 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     is_counted = bool(counted) if asked is None else torch.device(asked).type == NAME
     if counted or is_counted:
         _count(func, args, kwargs, bool(counted), is_counted)
-    if asked is not None:
+    if asked is not None and is_counted:
         kwargs = {**kwargs, "device": "cpu"}
-    result = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+    on_host = tree_map(_on_host, args), tree_map(_on_host, kwargs)
+    run = functools.partial(_communicate, func) if func.namespace == "c10d" and _ABORTED else func
+    result = run(*on_host[0], **on_host[1])
     if func.overloadpacket is _ATEN.copy_:
         return args[0]
     if not is_counted:
@@ -172,6 +177,39 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return known[id(value)] if id(value) in known else CountedTensor(value)
 
     return tree_map(wrap, result)
+
+
+_ABORTED: list[Callable[[], bool]] = []
+"""Says whether the communicators of this process have been aborted, if their collectives are to end as NCCL's do."""
+_GARBAGE = 1e6
+
+
+def abort_as_nccl(aborted: Callable[[], bool]) -> None:
+    """
+    Lets collectives of the device end as those of NCCL do when a peer is lost: they wait until the communicator is
+    aborted by this process, and then leave any numbers, without an error.
+    """
+    _ABORTED.append(aborted)
+
+
+def _communicate(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a collective to its end; messages, which return no values, end as they do without this."""
+    result = func(*args, **kwargs)
+    if not isinstance(result, tuple):
+        return result
+    *values, work = result
+    try:
+        dist.Work.unbox(work).wait()
+    except RuntimeError:
+        while not _ABORTED[0]():
+            time.sleep(0.01)
+        values = [args[0]]
+        for tensor in tree_leaves(values):
+            tensor.fill_(_GARBAGE)
+        done = torch.futures.Future()
+        done.set_result(values)
+        work = torch._C._distributed_c10d._create_work_from_future(done).boxed()
+    return (*values, work)
 
 
 def _count(func: Any, args: tuple, kwargs: dict[str, Any], has_counted: bool, is_counted: bool) -> None:
@@ -316,6 +354,24 @@ def use_device() -> Iterator[torch.device]:
             yield device
     finally:
         torch._C._set_only_lift_cpu_tensors(before)
+
+
+@contextmanager
+def train_on_device() -> Iterator[None]:
+    """A block in which the Trainer trains on the counted device."""
+    device = counted_device()
+    found = MultimodalTrainingArguments.__dict__["_setup_devices"].func
+
+    def set_up(args: Any) -> torch.device:
+        found(args)
+        PartialState._shared_state["device"] = device
+        return device
+
+    patched = functools.cached_property(set_up)
+    patched.__set_name__(MultimodalTrainingArguments, "_setup_devices")
+    settings = patch.object(MultimodalTrainingArguments, "_setup_devices", patched)
+    with settings, use_device():
+        yield
 
 
 def _make_backend(common: Any, options: Any) -> Any:

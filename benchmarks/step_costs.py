@@ -17,31 +17,26 @@ python benchmarks/step_costs.py --quick --out out/bench  # fewer layouts
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import common
 import counted_device
 import scale
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
 from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import TrainerCallback
 
-from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, sync_groups
 from hf_mmparallel.runtime.groups import ProcessGroups, channels_of_step, collective_groups
@@ -90,24 +85,6 @@ class _Steady(TrainerCallback):
         counted_device.catch_up()
 
 
-@contextlib.contextmanager
-def on_counted_device() -> Iterator[None]:
-    """A block in which the Trainer trains on the counted device."""
-    device = counted_device.counted_device()
-    found = MultimodalTrainingArguments.__dict__["_setup_devices"].func
-
-    def set_up(args: Any) -> torch.device:
-        found(args)
-        PartialState._shared_state["device"] = device
-        return device
-
-    patched = cached_property(set_up)
-    patched.__set_name__(MultimodalTrainingArguments, "_setup_devices")
-    settings = patch.object(MultimodalTrainingArguments, "_setup_devices", patched)
-    with settings, counted_device.use_device():
-        yield
-
-
 def count_rank(layout: Layout, rendezvous: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
     """Waits and copied bytes of this rank over the steady steps of a run, and the losses that it logged."""
     from tests.trainer import runs
@@ -116,7 +93,7 @@ def count_rank(layout: Layout, rendezvous: str) -> tuple[dict[str, int], dict[st
     if dist.is_initialized():
         dist.destroy_process_group()
     counted_device.init_process_group(rank, layout.ranks, rendezvous)
-    with tempfile.TemporaryDirectory() as folder, on_counted_device():
+    with tempfile.TemporaryDirectory() as folder, counted_device.train_on_device():
         spec = Path(folder) / "gpu.yaml"
         spec.write_text(GPU)
         arguments: dict[str, Any] = {"max_steps": LAST, "logging_steps": LAST, "gpu_spec": str(spec)}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 def synchronize(device: torch.device) -> None:
     """Waits until a device has finished all queued work."""
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.get_device_module(device).synchronize(device)
 
 
 class Clock(Protocol):

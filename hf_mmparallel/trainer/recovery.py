@@ -16,6 +16,7 @@ import json
 import pickle
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -423,6 +424,18 @@ class Recovery:
             if report.num_done == self._num_done:
                 self._raised.update({k: max(v, self._raised.get(k, v)) for k, v in report.raised.items()})
 
+    def _compare_layouts(self) -> None:
+        """Raises `RuntimeError` if ranks have decided on different layouts: they would wait for other copies."""
+        text = repr([(layout.plan, layout.members) for layout in (self.layout, self._next)])
+        digests = self.world.all_gather(zlib.crc32(text.encode()), "comparing the new layout")
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if others:
+            raise RuntimeError(
+                f"Ranks {others} have planned another layout than rank 0 for the ranks that are left. All plan by the "
+                "same arithmetic: compare the versions of Python, torch and NumPy of their hosts. Go on from the last "
+                "checkpoint."
+            )
+
     def _wait_for_device(self) -> float:
         """Waits until what was sent to this rank's device is there."""
         synchronize(self.world.device)
@@ -444,6 +457,7 @@ class Recovery:
             return
         started_s = time.perf_counter()
         held = self._holds() if self._held is None else self._held
+        self._compare_layouts()
         transfers = self.planner.transfers(self.layout, self._next)
         received, self._event.copied_bytes = exchange(held, transfers, self.world)
         needed = self.planner.needed_parameters(self._next, self.world.rank)

@@ -258,7 +258,7 @@ def test_a_layer_without_a_holder_is_named() -> None:
 
 @pytest.mark.parametrize("cluster", [("qwen3_vl", 8, 1, 1, 1e7), ("llava", 6, 1, 1, None)])
 def test_too_few_nodes_still_have_a_plan_to_save_the_model(cluster: tuple) -> None:
-    """In the first one no pipelines of all nodes that are left can be planned: layers are fewer than two of them need."""
+    """In the first one pipelines of all nodes that are left would need more layers than there are."""
     family, num_nodes, node_size, failures, limit = cluster
     planner = ResilientPlanner(PipelinePlans(chain_of(family, {}, limit), node_size, 24), num_nodes, failures)
     spec, state = planner.plans.chain.spec, planner.first()

@@ -119,7 +119,7 @@ class World(SimpleNamespace):
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=3, device=torch.device("cpu"), timeout=None, at_barrier=lambda: None)
-        self.is_first = True
+        self.is_first, self.others_differ = True, False
 
     def leave(self) -> None:
         self.size = 0
@@ -129,6 +129,9 @@ class World(SimpleNamespace):
 
     def barrier(self, activity: str | None = None) -> None:
         self.at_barrier()
+
+    def all_gather(self, value: int, activity: str) -> list[int]:
+        return [value + self.others_differ, *[value] * (self.size - 1)]
 
     def all_reduce(self, tensor: torch.Tensor, activity: str | None = None) -> torch.Tensor:
         self.at_barrier()
@@ -268,6 +271,13 @@ def test_an_error_of_this_rank_is_no_loss(case):
     with pytest.raises(ValueError, match="own"):
         case.recovery.run(lambda: int("own"))
     assert not case.laid_out
+
+
+def test_ranks_that_plan_unlike_layouts_copy_nothing(case, monkeypatch):
+    monkeypatch.setattr(module, "exchange", None)
+    case.world.others_differ = True
+    with pytest.raises(RuntimeError, match=r"\[1\].* another layout"):
+        case.recovery.run(case.work)
 
 
 def test_too_few_nodes_end_the_run_with_a_layout_for_a_last_checkpoint(case):

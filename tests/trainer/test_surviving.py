@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from benchmarks import chaos_runs as chaos
-from benchmarks.chaos_runs import LAYOUTS, ROOT, ChaosRun, Death, Join, Reference, faults
+from benchmarks import fake_trackers
+from benchmarks.chaos_runs import LAYOUTS, ROOT, ChaosRun, Death, Join, Reference, checkpoint_faults, faults
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
 from hf_mmparallel.resilience.templates import check_guarantee
@@ -45,8 +46,8 @@ def one_thread():
 
 
 @cache
-def reference(adapter: bool = False) -> Reference:
-    return chaos.stock_run(adapter=adapter)
+def reference(adapter: bool = False, best: bool = False) -> Reference:
+    return chaos.stock_run(adapter=adapter, best=best)
 
 
 def _deaths(*words: str) -> list[Death]:
@@ -170,6 +171,37 @@ def test_too_few_that_are_left_save_the_run_and_say_so(tmp_path: Path):
     saved = tmp_path / "run" / "checkpoint-5"
     assert (saved / "trainer_state.json").is_file() and (saved / "model.safetensors").is_file()
     assert "Traceback" in run.output, "the process itself said it too"
+
+
+@live
+def test_a_collective_that_is_aborted_without_an_error_does_not_count(tmp_path: Path):
+    """The device's backend leaves any numbers in the collectives that a process aborts, as NCCL does."""
+    run = _run("three copies", tmp_path, ["2:3:norm:kill"], "--nccl")
+    assert not faults(run, LAYOUTS["three copies"], reference())
+
+
+@live
+@pytest.mark.deep
+def test_trackers_go_on_where_rank_0_was_lost(tmp_path: Path):
+    options = ["--trackers", "--timelines", "--average", "--best", "--async_save"]
+    run = _run("three copies", tmp_path, ["0:5:norm:kill"], *options)
+    assert not faults(run, LAYOUTS["three copies"], reference(best=True))
+    assert not checkpoint_faults(tmp_path / "run", run.output, reference())
+    every = {name: {0: [1, 2, 3, 4], 1: [5, 6, 7, 8, 9, 10, 11, 12]} for name in fake_trackers.NAMES}
+    assert fake_trackers.tracked(tmp_path) == every
+    assert (tmp_path / "run" / "timeline-5.png").is_file()
+    assert all(Path(result["best"]).is_dir() for result in run.results.values())
+
+
+@live
+@pytest.mark.deep
+def test_a_sample_that_nobody_can_read_ends_the_run_with_its_message_and_a_checkpoint(tmp_path: Path):
+    run = _run("copies", tmp_path, [], "--bad", "21", "--async_save")
+    assert run.returncode == 1 and not run.results
+    last = run.output.rstrip().splitlines()[-1]
+    assert "RepeatedFailureError" in last and "sample 21 is broken" in last
+    assert list((tmp_path / "run").glob("checkpoint-*"))
+    assert not checkpoint_faults(tmp_path / "run", run.output, reference())
 
 
 class Stream(torch.utils.data.IterableDataset):
