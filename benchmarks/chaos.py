@@ -4,7 +4,9 @@ Training runs in which processes die at random points, compared with the stock T
 Each run is a real `Trainer` under `hf-mmparallel launch` on gloo. Its processes are killed, stopped, raise or exit in
 reading samples, forwards, messages, sums of gradients, the norm, the optimizer's step, evaluations, checkpoints, and
 in the recovery from another death. A run is at fault if it hangs, if a process is missing at the end that did not die,
-or if a loss, a norm, an evaluation or a weight differs. A sample that is lost, or read twice, changes the losses.
+or if a loss, a norm, an evaluation, a weight or the moving average of one differs. A sample that is lost, or read
+twice, changes the losses. Every checkpoint that is there at the end, or is said to be, is opened; from each the stock
+Trainer goes on to the end, with the same numbers.
 
 ```bash
 python benchmarks/chaos.py                       # until at least 200 processes have died
@@ -27,10 +29,23 @@ from typing import Any
 
 import common
 import torch
-from chaos_runs import LAYOUTS, ChaosRun, Death, Join, Layout, Reference, chaos_run, faults, random_deaths, stock_run
+from chaos_runs import (
+    LAYOUTS,
+    ChaosRun,
+    Death,
+    Join,
+    Layout,
+    Reference,
+    chaos_run,
+    checkpoint_faults,
+    faults,
+    random_deaths,
+    stock_run,
+)
 from rich.table import Table
 
 GOAL_KILLS = 200
+HALF_TOLERANCE = 0.03
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,11 @@ class Setting:
     def adapter(self) -> bool:
         return "--adapter" in self.options
 
+    @property
+    def equals_stock(self) -> bool:
+        """Whether its numbers are those of the stock Trainer: not in half precision, nor with masks of dropout."""
+        return not {"--bf16", "--dropout"}.intersection(self.options)
+
 
 SETTINGS = (
     Setting("copies", "copies"),
@@ -66,6 +86,12 @@ SETTINGS = (
     Setting("pipelines, saved beside", "pipelines", options=("--async_save", "--log_predictions")),
     Setting("four pairs, two at once", "four pairs", failures=2),
     Setting("long pipelines, LoRA", "long pipelines", options=("--adapter",)),
+    Setting("three copies, trackers", "three copies", options=("--trackers", "--timelines", "--average")),
+    Setting("copies, best, saved beside", "copies", options=("--best", "--async_save", "--average")),
+    Setting("long pipelines, best", "long pipelines", options=("--best", "--trackers")),
+    Setting("pipelines, bfloat16", "pipelines in bfloat16", options=("--bf16", "--async_save")),
+    Setting("own ranks, dropout", "own ranks", options=("--dropout", "0.2")),
+    Setting("copies, NCCL's aborts", "copies", options=("--nccl",)),
     Setting("pipelines, others join", "pipelines", joins=(Join(5), Join(9, 2))),
     Setting("unlike cuts, others join", "unlike cuts", joins=(Join(5, 2),)),
 )
@@ -73,21 +99,48 @@ SETTINGS = (
 QUICK = (Setting("copies", "copies"),)
 
 
-def run_of(seed: int, settings: tuple[Setting, ...], timeout_s: float, references: dict[bool, Reference]) -> Any:
+def run_of(seed: int, settings: tuple[Setting, ...], timeout_s: float, references: dict[Any, Reference]) -> Any:
     """The run of a seed: what it was, and what became of it."""
     setting = settings[seed % len(settings)]
     layout = LAYOUTS[setting.layout]
     deaths = random_deaths(layout, seed, setting.failures)
-    if setting.adapter not in references:
-        references[setting.adapter] = stock_run(adapter=setting.adapter)
     with tempfile.TemporaryDirectory(prefix=f"chaos-{seed}-", ignore_cleanup_errors=True) as folder:
         options = [*setting.options, "--failures", str(setting.failures)]
         run = chaos_run(layout, deaths, Path(folder), timeout_s, options, setting.joins)
-        found = faults(run, layout, references[setting.adapter])
+        found = (
+            faults(run, layout, reference_of(setting, run, timeout_s, references)) if run.results else ["all ended"]
+        )
+        plain = stock_reference(setting.adapter, False, references) if setting.equals_stock else None
+        if not setting.adapter:
+            found += checkpoint_faults(Path(folder, "run"), run.output, plain)
     print(line_of(seed, setting, deaths, run, found), flush=True)
     if found:
         print(run.output[-6000:], flush=True)
     return setting, layout, run, found
+
+
+def stock_reference(adapter: bool, best: bool, references: dict[Any, Reference]) -> Reference:
+    """The run of the stock Trainer, made once."""
+    key = adapter, best
+    if key not in references:
+        references[key] = stock_run(adapter=adapter, best=best)
+    return references[key]
+
+
+def reference_of(setting: Setting, run: ChaosRun, timeout_s: float, references: dict[Any, Reference]) -> Reference:
+    """
+    What a run is compared with: that of the stock Trainer; in half precision one in which nobody dies, whose sums are
+    rounded elsewhere; and with dropout, whose masks change with the layout, what its first rank says.
+    """
+    if setting.equals_stock:
+        return stock_reference(setting.adapter, "--best" in setting.options, references)
+    if "--dropout" in setting.options:
+        return Reference.of_run(run)
+    if setting.name not in references:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            undisturbed = chaos_run(LAYOUTS[setting.layout], [], Path(folder), timeout_s, setting.options)
+        references[setting.name] = Reference.of_run(undisturbed, HALF_TOLERANCE)
+    return references[setting.name]
 
 
 def line_of(seed: int, setting: Setting, deaths: list[Death], run: ChaosRun, found: list[str]) -> str:
@@ -152,7 +205,7 @@ def main() -> None:
     torch.set_num_threads(1)
     load = os.getloadavg()
     settings, num_runs = (QUICK, 1) if options.quick else (SETTINGS, options.runs)
-    references: dict[bool, Reference] = {}
+    references: dict[Any, Reference] = {}
     strikes: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     by_setting: dict[str, dict[str, Any]] = {}

@@ -31,6 +31,7 @@ from hf_mmparallel.runtime.gradients import GradientSync
 from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.trainer import recovery as recovery_module
+from hf_mmparallel.trainer.checkpoint_saves import CheckpointSaves
 from hf_mmparallel.world import Membership
 
 try:
@@ -53,6 +54,7 @@ POINTS = (
     "step_end",
     "evaluation",
     "checkpoint",
+    "save_end",
     "copying",
     "laying_out",
     "waiting",
@@ -193,6 +195,7 @@ class Deaths:
         self.before(engine_module, "gradient_square", "norm")
         self.before(engine_module, "norm_of_square", "after_norm")
         self.before(ShardedModel, "save", "checkpoint")
+        self.before(CheckpointSaves, "finish", "save_end")
         self.before(recovery_module, "exchange", "copying")
         self.before(engine_module.ParallelEngine, "change_plan", "laying_out")
         if joins_job():
@@ -313,6 +316,7 @@ def main() -> None:
     parser.add_argument("--average", action="store_true", help="keep a moving average of weights")
     parser.add_argument("--trackers", action="store_true", help="report to stand-ins of trackers")
     parser.add_argument("--timelines", action="store_true", help="draw the third and the fifth step")
+    parser.add_argument("--bf16", action="store_true", help="weights in bfloat16, with copies in float32")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--bad", type=int, help="sample that can't be read")
     parser.add_argument("--nccl", action="store_true", help="a device whose aborted collectives end as those of NCCL")
@@ -367,6 +371,8 @@ def train(options: argparse.Namespace, deaths: Deaths, strikes: Strikes, member:
         **(arguments_of(options.folder, options.steps) | more),
     )
     model = make_model(dropout=options.dropout)
+    if options.bf16:
+        model.to(torch.bfloat16)
     trainer = MultimodalParallelTrainer(
         model=with_adapter(model) if options.adapter else model,
         args=args,

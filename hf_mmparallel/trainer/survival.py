@@ -293,7 +293,9 @@ class Survival:
         )
 
     def _begin_on_first_rank(self) -> None:
-        """Begins what callbacks have on the first rank only, which this one is from now on: bars, runs of trackers."""
+        """Begins what only the first rank has, now that this one is it: bars, runs of trackers, the repository."""
+        if self.trainer.args.push_to_hub:
+            self.trainer.init_hf_repo()
         for callback in list(self.trainer.callback_handler.callbacks):
             of_transformers = any(kind.__module__ == _TRACKERS for kind in type(callback).__mro__)
             if of_transformers and hasattr(callback, "_initialized"):

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import PartialState
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
-from transformers.trainer_callback import TrainerCallback
+from transformers.integrations import WandbCallback
+from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from hf_mmparallel.callbacks import RecoveryCallback
 from hf_mmparallel.cost import analytic_costs, find_device
@@ -18,7 +20,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelP
 from hf_mmparallel.resilience.resilience_settings import ResilienceSettings
 from hf_mmparallel.trainer.build import PreparedModel
 from hf_mmparallel.trainer.recovery_plan import NodeLayouts, node_layouts
-from hf_mmparallel.trainer.survival import JoinState
+from hf_mmparallel.trainer.survival import JoinState, Survival
 from tests import tiny
 from tests.resilience.test_resilient_planner import planner_of
 
@@ -161,3 +163,47 @@ def test_callbacks_decide_as_those_of_the_others_and_sums_between_two_logs_go_on
     assert recoveries._num_ranks == 5
     assert torch.equal(joined._tr_loss, torch.tensor(1.5)) and joined._total_loss_scalar == 6.0
     assert joined._globalstep_last_logged == 2 and isinstance(joined._globalstep_last_logged, int)
+
+
+class Tracker(WandbCallback):
+    """It has begun on all ranks, as far as it knows."""
+
+    def __init__(self) -> None:
+        self._initialized = True
+        self.begun = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        assert not self._initialized and model == "the model"
+        self.begun += 1
+
+
+class Broken(Tracker):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise ConnectionRefusedError("no tracker here")
+
+
+class Own(TrainerCallback):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the training has begun")
+
+
+def test_a_rank_that_is_first_now_begins_what_only_the_first_has():
+    handler = CallbackHandler([good := Tracker(), Broken(), own := Own()], None, None, None, None)
+    made: list[str] = []
+    trainer = SimpleNamespace(
+        callback_handler=handler,
+        args=SimpleNamespace(push_to_hub=True),
+        init_hf_repo=lambda: made.append("repository"),
+        model="the model",
+        **dict.fromkeys(("processing_class", "optimizer", "state", "control")),
+    )
+    PartialState()  # for the log
+    survival = Survival(trainer, SimpleNamespace())  # type: ignore[arg-type]
+    survival.recovery = SimpleNamespace(is_loss=lambda error: False)  # type: ignore[assignment]
+    survival._begin_on_first_rank()
+    assert made == ["repository"] and good.begun == 1
+    assert own in handler.callbacks and not any(isinstance(one, Broken) for one in handler.callbacks)
+    survival.recovery.is_loss = lambda error: True  # type: ignore[method-assign]
+    handler.add_callback(Broken())
+    with pytest.raises(ConnectionRefusedError):
+        survival._begin_on_first_rank()
