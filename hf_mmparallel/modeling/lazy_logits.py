@@ -1,6 +1,6 @@
 """
-Logits that are computed when something reads their values, and for a cross entropy in chunks: the logits of all tokens
-and words are the largest tensor of a step otherwise.
+Logits that are computed when something reads their values, and for a loss those of target tokens alone, in chunks if
+there are many: the logits of all tokens and words are the largest tensor of a step otherwise.
 
 A model's own forward and loss function see a tensor. It notes element-wise operations with numbers and what leaves the
 words of a token together, such as a scale, a soft cap, a cast, `view(-1, vocabulary)` and `logits[:, :-1]`, and
@@ -10,7 +10,7 @@ answers `torch.nn.functional.cross_entropy` without logits that exist whole. Any
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 
 from . import vocabulary_loss
 from .dtensors import local
-from .tp_collectives import SumGradients
 from .vocabulary_loss import Head, Step, Targets
 
 _METADATA = {
@@ -37,18 +36,17 @@ _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", 
 
 def return_lazy_logits(layer: nn.Linear, group: dist.ProcessGroup | None = None) -> None:
     """
-    Lets the head of a model return lazy logits where the whole ones are too large, in place. With a group, whose ranks
-    each hold the weights of as many words, it always does.
+    Lets the head of a model return lazy logits, in place. The loss of too many is computed in chunks, and that of a
+    group, whose ranks each hold the weights of as many words, by its ranks.
     """
 
     def forward(input: Tensor) -> Tensor:
-        num_logits = input.shape[:-1].numel() * layer.out_features
-        is_large = group is not None or num_logits > vocabulary_loss.MAX_LOGITS
-        if not is_large or (group is None and isinstance(layer.weight, DTensor)):  # which transformers has cut
+        if group is None and isinstance(layer.weight, DTensor):  # which transformers has cut
             return functional.linear(input, layer.weight, layer.bias)
-        rows = SumGradients.apply(input, group) if group is not None and input.requires_grad else input
+        num_logits = input.shape[:-1].numel() * layer.out_features
+        in_chunks = group is not None or num_logits > vocabulary_loss.MAX_LOGITS
         bias = None if layer.bias is None else local(layer.bias)
-        return LazyLogits(rows, Head(local(layer.weight), bias, group, _product_dtype(input)))
+        return LazyLogits(input, Head(local(layer.weight), bias, group, _product_dtype(input), in_chunks))
 
     layer.forward = forward  # type: ignore[method-assign]
 
@@ -77,6 +75,13 @@ def _product_dtype(input: Tensor) -> torch.dtype:
 def whole_logits(logits: Tensor) -> Tensor:
     """Returns the logits themselves. Collective over the tp group of lazy ones."""
     return logits.computed() if isinstance(logits, LazyLogits) else logits
+
+
+def of_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the logits of some tokens, by their indices `[tokens]` among all, each one once; lazy if they are."""
+    if isinstance(logits, LazyLogits) and logits._computed is None:
+        return logits._like(rows=logits.rows.flatten(0, -2).index_select(0, tokens))
+    return whole_logits(logits).flatten(0, -2).index_select(0, tokens)
 
 
 def source_of(tensor: Tensor) -> Tensor:
@@ -149,7 +154,7 @@ class LazyLogits(Tensor):
         """Returns the result of a function of these logits that needs no values of them; `None` for another one."""
         if name == "detach":
             bias = None if self.head.bias is None else self.head.bias.detach()
-            head = Head(self.head.weight.detach(), bias, self.head.group, self.head.dtype)
+            head = replace(self.head, weight=self.head.weight.detach(), bias=bias)
             return self._like(rows=self.rows.detach(), head=head)
         if name in _WITH_NUMBERS and not kwargs and all(type(value) in (int, float) for value in args):
             return self._like(step=lambda tensor: func(tensor, *args))
@@ -159,7 +164,7 @@ class LazyLogits(Tensor):
             return self._reshaped(func, args, kwargs)
         if name == "__getitem__" and _keeps_words(args[0], self.ndim):
             return self._like(rows=self.rows[args[0]])
-        if func is functional.cross_entropy:
+        if func is functional.cross_entropy and self.head.in_chunks:
             return self._cross_entropy(*args, **kwargs)
         return None
 

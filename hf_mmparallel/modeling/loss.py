@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .._device import to_device
+from .lazy_logits import of_tokens
 
 IGNORE_INDEX = -100
 """Label of tokens that are no targets, as in transformers."""
@@ -18,12 +19,14 @@ def token_loss(
     """
     Sums the model's loss over target tokens, for sums over microbatches and replicas: the sum in float32 and the
     number of target tokens in int64, both scalars, of logits `[batch, sequence, vocabulary]` and labels `[batch,
-    sequence]`. Labels in host memory are counted there.
+    sequence]`. Labels in host memory are counted there. Of lazy logits those of the targets alone are computed.
     """
     # with `shifted`, label `i` is already the target of position `i` of `logits` (`shift_labels`)
-    targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
-    num_tokens = (targets != IGNORE_INDEX).sum()
-    targets = to_device(targets, logits.device)
+    targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+    tokens = (targets.flatten() != IGNORE_INDEX).nonzero().flatten()
+    num_tokens = torch.tensor(len(tokens))
+    targets, tokens = to_device((targets.flatten()[tokens], tokens), logits.device)
+    logits, targets = of_tokens(logits, tokens).unsqueeze(0), targets.unsqueeze(0)
     if label_smoothing:  # weight of the uniform distribution in the target
         loss = _smoothed_loss(logits, targets, label_smoothing)
     else:

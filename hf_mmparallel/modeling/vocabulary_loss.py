@@ -9,7 +9,7 @@ and needs no weights in the backward, which ZeRO-3 may have freed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ class Head:
     bias: Tensor | None
     group: dist.ProcessGroup | None  # whose ranks have as many words each, in the order of ranks
     dtype: torch.dtype  # of the product
+    in_chunks: bool  # whether a loss is computed without all logits
 
     @cached_property
     def num_words(self) -> int:
@@ -47,13 +48,17 @@ class Head:
     def cast(self) -> Head:
         """The same with weights in the dtype of the product."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return Head(self.weight.to(self.dtype), bias, self.group, self.dtype)
+        return replace(self, weight=self.weight.to(self.dtype), bias=bias)
+
+    def shared(self, rows: Tensor) -> Tensor:
+        """Returns hidden states whose gradient is the sum of those of the ranks that share the words."""
+        return rows if self.group is None else tp_collectives.SumGradients.apply(rows, self.group)
 
     def logits(self, rows: Tensor) -> Tensor:
         """Computes the logits of all ranks of hidden states `[..., hidden]`."""
         with torch.autocast(rows.device.type, enabled=False):
             head = self.cast
-            own = functional.linear(rows.to(self.dtype), head.weight, head.bias)
+            own = functional.linear(self.shared(rows).to(self.dtype), head.weight, head.bias)
             return own if self.group is None else tp_collectives.GatherFeatures.apply(own, self.group)
 
 
@@ -84,7 +89,7 @@ def cross_entropy(rows: Tensor, head: Head, steps: Sequence[Step], targets: Targ
     Computes the loss of hidden states `[tokens, hidden]`, whose logits pass through element-wise `steps`: a scalar, by
     sums in `dtype`. It has one backward.
     """
-    has_graph = torch.is_grad_enabled()
+    rows, has_graph = head.shared(rows), torch.is_grad_enabled()
     return _CrossEntropy.apply(rows, head.weight, head.bias, head, tuple(steps), targets, dtype, has_graph)
 
 

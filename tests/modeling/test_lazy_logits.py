@@ -145,11 +145,35 @@ def test_a_target_that_is_no_word_is_refused():
             causal(lazily(make_head())(hidden), targets.masked_fill(targets == targets.max(), word))
 
 
-def test_few_logits_are_a_plain_tensor():
-    head = lazily(make_head())
-    hidden, _ = make_inputs()
-    assert type(head(hidden[:1, :4])) is Tensor
-    assert type(head(hidden[:1, :5])) is LazyLogits
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_only_targets_get_logits(in_chunks: bool, monkeypatch: pytest.MonkeyPatch):
+    """A loss of few logits computes those of all targets at once, as autograd does; also if there are no targets."""
+    monkeypatch.setattr(vocabulary_loss, "MAX_LOGITS", (6 if in_chunks else BATCH * LENGTH) * WORDS)
+    model, (hidden, _) = tiny.FAMILIES["llama"](), make_inputs(torch.float32)
+    head = make_head(torch.float32)
+    for num_targets in (10, 1, 0):
+        labels = few_targets(num_targets)
+        found, expected = (
+            compute(own, hidden, lambda logits, labels=labels: token_loss(model, logits, labels)[0])
+            for own in (lazily(head), head)
+        )
+        assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        lazy = lazily(head)
+        with Sizes() as sizes:
+            loss, count = token_loss(model, lazy(hidden), labels)
+            loss.backward()
+        assert count == num_targets and count.device.type == "cpu"
+        most = min(num_targets, 6) if in_chunks else num_targets
+        assert sizes.largest == max(most * WORDS, hidden.numel(), head.weight.numel())
+
+
+def few_targets(number: int) -> Tensor:
+    """Labels, of which some are targets."""
+    generator = torch.Generator().manual_seed(2)
+    positions = torch.randperm(BATCH * (LENGTH - 1), generator=generator)[:number]
+    labels = torch.full((BATCH, LENGTH - 1), -100)
+    labels.view(-1)[positions] = torch.randint(WORDS, (number,), generator=generator)
+    return functional.pad(labels, (1, 0), value=3)  # the first token is none that anything predicts
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "hidden", "all"])
@@ -368,6 +392,16 @@ def compare_shared() -> list[bytes]:
             bits += [tensor.numpy().tobytes() for tensor in flat(found)]
     for other in OTHERS.values():
         assert_close(compute_shared(head, hidden, other), compute(head, hidden, other))
+    function = tiny.FAMILIES["llama"]()
+    for num_targets in (10, 0):
+        labels = few_targets(num_targets)
+
+        def loss_of_targets(logits: Tensor, labels: Tensor = labels) -> Tensor:
+            return token_loss(function, logits, labels)[0]
+
+        found = compute_shared(head, hidden, loss_of_targets)
+        assert_close(found, compute(head, hidden, loss_of_targets), rtol=1e-6, atol=1e-6)
+        bits += [tensor.numpy().tobytes() for tensor in flat(found)]
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         causal(tp_head(head)(hidden), torch.full_like(targets, WORDS))
     vocabulary_loss.MAX_LOGITS = 2**27
