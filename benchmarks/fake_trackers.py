@@ -81,7 +81,8 @@ def install(path: Path) -> None:
 
     class Logger(Anything):
         def report_scalar(self, title: str, series: str, value: float, iteration: int) -> None:
-            runs["clearml"].log({f"{title}/{series}": value, "train/global_step": iteration})
+            kind = title.partition("_")[0]  # its callback counts what it takes for runs
+            runs["clearml"].log({f"{kind}/{series}": value, "train/global_step": iteration})
 
     class Task(Anything):
         @staticmethod
