@@ -42,8 +42,8 @@ class Death:
         step (`int`): The step in which it dies; the next time that it comes to the point.
         point (`str`): One of [`POINTS`].
         way (`str`):
-            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, or `"cut"`: it waits for its
-            host to be cut off.
+            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, `"cut"` (it waits for its host
+            to be cut off), `"term"` (SIGTERM, on which it leaves), or `"term_launcher"` (SIGTERM to its launcher).
     """
 
     member: int

@@ -30,6 +30,7 @@ from hf_mmparallel.runtime.gradients import GradientSync
 from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.trainer import recovery as recovery_module
+from hf_mmparallel.trainer.survival import Survival
 from hf_mmparallel.world import Membership
 
 NUM_SAMPLES, VOCABULARY, IMAGE_TOKEN = 40, 120, 100
@@ -155,6 +156,10 @@ class Deaths:
                 if way == "cut":
                     (self.folder / "cut").touch()
                     time.sleep(1000)
+                if way.startswith("term"):
+                    self.planned = []
+                    os.kill(os.getppid() if way == "term_launcher" else os.getpid(), signal.SIGTERM)
+                    return
                 os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
 
     def before(self, owner: Any, name: str, point: str, after: bool = False) -> None:
@@ -220,11 +225,22 @@ class Strikes(TrainerCallback):
         self.deaths = deaths
         self.joins = joins
         self.events: list[dict[str, Any]] = []
+        self.num_tries = 0  # of all steps
         self.ends_s: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.step = state.global_step + 1
         self.joins.wait(self.deaths.step, self.trainer)
+
+    def count_tries(self) -> None:
+        """Counts how often steps are begun, again included."""
+        run_step = Survival.run_step
+
+        def wrapper(survival: Survival) -> Any:
+            self.num_tries += 1
+            return run_step(survival)
+
+        Survival.run_step = wrapper  # type: ignore[method-assign]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.may_strike("optimizer")
@@ -307,6 +323,7 @@ def main() -> None:
         callbacks=[strikes],
     )
     strikes.trainer = trainer
+    strikes.count_tries()
     trainer.train()
     whole = trainer.gather_model()
     result = {
@@ -314,6 +331,7 @@ def main() -> None:
         "weights": None if whole is None else whole.state_dict(),
         "events": strikes.events,
         "ends_s": strikes.ends_s,
+        "num_tries": strikes.num_tries,
         "rank": trainer.world.rank,
     }
     torch.save(result, options.folder / f"result-{member}.pt")

@@ -79,7 +79,7 @@ def run_launch(arguments: Sequence[str]) -> int:
     from ..launch.supervisor import Limits, announce
 
     join = None if args.join is None else parse_address(args.join)
-    with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout), join) as reasons:
+    with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout), join) as outcome:
         try:
             if join is None:
                 launch_command(args)
@@ -87,10 +87,15 @@ def run_launch(arguments: Sequence[str]) -> int:
                 _launch_this_host(args)
         except ChildFailedError as error:
             print(error, file=sys.stderr)
-            for reason in reasons:  # once more: torch names the first process that ended, not what ended the job
+            for (
+                reason
+            ) in outcome.reasons:  # once more: torch names the first process that ended, not what ended the job
                 announce(reason)
             return 1
         except SignalException as error:
+            if outcome.has_left:
+                announce(f"Ended by {error.sigval.name} when its processes had left; the others go on.")
+                return 0
             announce(f"Ended by {error.sigval.name}, which its processes got.")
             return 128 + error.sigval
     return 0

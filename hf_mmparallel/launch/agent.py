@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -19,13 +20,22 @@ from .running_job import take_place
 from .supervisor import Limits, Supervisor, announce
 
 _POLL_S = 0.05
+_LAST_GRACE_S = 5  # time for workers to end when the job has
+
+
+@dataclass
+class Outcome:
+    """What became of a launch."""
+
+    reasons: list[str] = field(default_factory=list)  # why the job failed, once it has
+    has_left: bool = False  # the workers have left a job that goes on
 
 
 class SurvivingAgent(LocalElasticAgent):
     """Torch's agent of one host, whose workers may die while others live once they have registered."""
 
     limits = Limits()
-    reasons: ClassVar[list[str]] = []  # why jobs failed, of this class
+    outcome = Outcome()  # of the launch of this class
     join: tuple[str, int] | None = None  # address of a running job that the workers join
     _supervisor: Supervisor | None = None
 
@@ -76,10 +86,10 @@ class SurvivingAgent(LocalElasticAgent):
         if supervisor.end.all_are_ending:
             supervisor.let_workers_end()
         if not supervisor.end.success:
-            self.reasons.append(supervisor.end.reason)
+            self.outcome.reasons.append(supervisor.end.reason)
             announce(supervisor.end.reason)
         failures = self._failures(context)
-        context.close()
+        context.close(timeout=_LAST_GRACE_S)  # processes in training do not end by its signal
         if supervisor.end.success:
             finished = {
                 worker.global_rank: None for worker in worker_group.workers if worker.global_rank not in failures
@@ -113,12 +123,13 @@ class SurvivingAgent(LocalElasticAgent):
     def _stop_supervisor(self) -> None:
         if self._supervisor is not None:
             self._supervisor.stop()
+            self.outcome.has_left = self._supervisor.has_left
 
 
 @contextlib.contextmanager
-def surviving_agent(limits: Limits, join: tuple[str, int] | None = None) -> Iterator[list[str]]:
-    """Lets torch's launcher use [`SurvivingAgent`] during a block; yields why the job failed, once it has."""
-    reasons: list[str] = []
-    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "join": join, "reasons": reasons})
+def surviving_agent(limits: Limits, join: tuple[str, int] | None = None) -> Iterator[Outcome]:
+    """Lets torch's launcher use [`SurvivingAgent`] during a block; yields what becomes of the launch."""
+    outcome = Outcome()
+    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "join": join, "outcome": outcome})
     with mock.patch.object(api, "LocalElasticAgent", agent):
-        yield reasons
+        yield outcome

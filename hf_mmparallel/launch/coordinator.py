@@ -103,9 +103,11 @@ class Coordinator:
         self._registered.clear()
         return []
 
-    def _take_left(self, id: int, node: int, generation: int, time: float) -> list[Loss]:
-        """A process ends that the others of a generation do not need; the generations after that do not have it."""
+    def _take_left(self, id: int, node: int, generation: int, reason: str, time: float) -> list[Loss]:
+        """A process ends that gives a reason, or that the others do not need in a generation and those after it."""
         member = Member(id, node)
+        if reason:
+            return self._lose([member], reason, time)
         is_awaited = self.generation is not None and self.generation.number > generation
         # it is lost for a later generation that has it, so that the others do not wait for it
         if is_awaited and member in self._registered:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..world import generations as keys
-from ..world.generations import Generation
+from ..world.generations import LEFT, Generation
 from .coordinator import Coordinator, End, join_sentence, loss_sentence
 from .running_job import Joining, publish_job
 
@@ -106,6 +106,7 @@ class Supervisor:
         self._answered: float | None = None  # awake time of the last request that the store has answered
         self._clock = AwakeClock()
         self._threads: list[threading.Thread] = []
+        self._lost: dict[int, str] = {}  # id -> reason
         self._num_others = self._num_informed = 0  # in node 0: live launchers, and those that know of the end
 
     def settings(self) -> dict[str, Any]:
@@ -145,11 +146,18 @@ class Supervisor:
         while time.monotonic() < deadline and any(w.process.poll() is None for w in self.workers.values()):
             time.sleep(_POLL_S)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether no worker of this host is a member any more, since some were asked to leave."""
+        reasons = [self._lost.get(worker.id) for worker in self.workers.values()]
+        return self.node > 0 and LEFT in reasons and None not in reasons
+
     def _is_needed(self) -> bool:
         """Whether the end of workers, or of the job, may not have reached the other launchers yet."""
         if self.node == 0:
             return self.end is None or self._num_informed < self._num_others
-        return not self._events.empty()
+        have_finished = self.end is None and all(worker.exit_code == 0 for worker in self.workers.values())
+        return not self._events.empty() or (have_finished and not self.has_left)
 
     def _say(self, event: dict[str, Any]) -> None:
         """Sends an event to node 0, by the thread that talks."""
@@ -272,9 +280,9 @@ class Supervisor:
             known += 1
             generation = Generation.from_json(store.get(keys.generation_key(known)))
             self._has_joined |= self.node in {member.node for member in generation.members}
-            lost = {loss.member.id for loss in generation.losses}
+            self._lost |= {loss.member.id: loss.reason for loss in generation.losses}
             for worker in self.workers.values():
-                if worker.id in lost and worker.doomed is None:
+                if worker.id in self._lost and worker.doomed is None:
                     worker.doomed = self._clock.now
             if self.node in {loss.member.node for loss in generation.losses if loss.reason.startswith(_SILENT)}:
                 self._leave(f"Node {self.node} has been declared lost.")

@@ -32,6 +32,7 @@ from ..callbacks import (
     PreemptionCallback,
     RecoveryCallback,
 )
+from ..callbacks.preemption import noting_signals
 from ..cost import CostModel
 from ..data.defaults import DefaultCollator
 from ..data.packing import PackingCollator
@@ -356,8 +357,13 @@ class EngineState:
         return self.preemption is not None and self.preemption.num_asked > 0
 
     def listening(self) -> AbstractContextManager:
-        """A block in which signals end the training, with `save_on_preemption`."""
-        return contextlib.nullcontext() if self.preemption is None else self.preemption.listening()
+        """A block in which signals end the training, with `save_on_preemption`, or let a node leave it."""
+        if self.preemption is not None:
+            return self.preemption.listening()
+        if self.layouts is None:
+            return contextlib.nullcontext()
+        self.trainer._engine.signs["was_asked_to_leave"] = False
+        return noting_signals(self.trainer._survival.note_signal)
 
     @property
     def rng_file(self) -> str:

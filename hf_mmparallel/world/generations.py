@@ -28,6 +28,9 @@ class Loss:
     time: float  # when its launcher noticed, in seconds since the epoch
 
 
+LEFT = "it was asked to leave by SIGTERM or SIGUSR1"  # reason of a member that has left between two steps
+
+
 @dataclass(frozen=True)
 class Generation:
     """The members that train together, until some are lost or others join."""

@@ -165,10 +165,14 @@ class Membership:
             self._finished = True
             self._sign_path.unlink(missing_ok=True)
 
-    def leave(self) -> None:
-        """From now on this process is no member, without being lost: the others go on without another generation."""
+    def leave(self, reason: str = "") -> None:
+        """
+        From now on this process is no member. Without a reason the others do not need it, and go on without another
+        generation.
+        """
         assert self.generation is not None, "only members leave"
-        self._end_with({"kind": "left", "generation": self.generation.number, "time": time.time()})
+        event = {"kind": "left", "generation": self.generation.number, "reason": reason, "time": time.time()}
+        self._end_with(event)
 
     def report(self, reason: str) -> None:
         """Says that this process is about to end because of an error, so that the others need not wait for its end."""

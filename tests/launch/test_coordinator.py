@@ -29,8 +29,8 @@ def _reported(id: int) -> Event:
     return {"kind": "reported", "id": id, "node": id // 2, "reason": "raised ValueError: x", "time": 2.0}
 
 
-def _left(id: int, generation: int) -> Event:
-    return {"kind": "left", "id": id, "node": id // 2, "generation": generation, "time": 1.0}
+def _left(id: int, generation: int, reason: str = "") -> Event:
+    return {"kind": "left", "id": id, "node": id // 2, "generation": generation, "reason": reason, "time": 1.0}
 
 
 def _finished(id: int) -> Event:
@@ -69,6 +69,10 @@ GENERATIONS: dict[str, list[tuple[list[Event], tuple[int, ...] | None, tuple[int
         ([_ended(1)], (0, 2), (1,)),
         ([_left(2, generation=1)], (0,), (2,)),
         ([_ended(2, 1)], None, ()),
+    ],
+    "a process that leaves a run that needs it, and ends": [
+        ([_left(2, generation=0, reason="asked to"), _left(3, generation=0, reason="asked to")], (0, 1), (2, 3)),
+        ([_ended(2, 0), _ended(3, 0)], None, ()),
     ],
     "a process that leaves is no loss": [
         ([_ended(3)], (0, 1, 2), (3,)),

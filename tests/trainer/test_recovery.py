@@ -41,6 +41,10 @@ class Planner:
     def with_members(self, layout: Layout, joined: set[int]) -> Layout:
         return Layout((*layout.members, *sorted(joined)))
 
+    def leaving(self, layout: Layout, asked: set[int]) -> set[int]:
+        self.without(layout, asked)
+        return asked
+
     def last(self, layout: Layout, lost: set[int]) -> Layout:
         return Layout(tuple(member for member in layout.members if member not in lost))
 
@@ -62,6 +66,7 @@ class Launcher:
     refuses: set[int] = field(default_factory=set)  # generations whose meeting fails, since another member is lost
     reports: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # by generation
     lossless: set[int] = field(default_factory=set)  # generations that members only join
+    reasons: list[str] = field(default_factory=list)  # of this member, once it has left
 
     @property
     def is_stale(self) -> bool:
@@ -83,6 +88,9 @@ class Launcher:
 
     def register(self) -> None:
         pass
+
+    def leave(self, reason: str) -> None:
+        self.reasons.append(reason)
 
     def next_generation(self, timeout_s: float) -> Generation:
         return self.newest
@@ -117,6 +125,7 @@ class World(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(rank=0, size=3, device=torch.device("cpu"), timeout=None, at_barrier=lambda: None)
         self.is_first = True
+        self.asked: list[int | None] = []  # what the others say of themselves
 
     def leave(self) -> None:
         self.size = 0
@@ -126,6 +135,9 @@ class World(SimpleNamespace):
 
     def barrier(self, activity: str | None = None) -> None:
         self.at_barrier()
+
+    def all_gather(self, value: Any, activity: str) -> list[Any]:
+        return [value, *self.asked]
 
 
 @dataclass
@@ -241,6 +253,33 @@ def test_too_few_nodes_end_the_run_with_a_layout_for_a_last_checkpoint(case):
         case.recovery.run(case.work)
     assert case.laid_out == [(0, 1)]
     assert case.recovery.run(lambda: "saved") == "saved"
+
+
+def test_a_member_that_is_asked_to_leave_is_left_out_between_two_steps(case):
+    case.world.asked = [None, 2]
+    case.launcher.lose((0, 1, 0.0))  # it leaves as soon as it knows that all do
+    case.launcher.newest, left = case.launcher.generation, case.launcher.newest
+    case.recovery.membership.next_generation = lambda timeout_s: setattr(case.launcher, "newest", left) or left
+    case.recovery.let_leave(False)
+    assert case.recovery.run(lambda: case.world.size) == 2
+    assert case.laid_out == [(0, 1)] and not case.launcher.reasons
+
+
+def test_a_member_leaves_when_all_know(case):
+    case.launcher.generation = case.launcher.newest = Generation(0, tuple(Member(id, 0) for id in range(3)))
+    case.world.asked = [None, None]
+    with pytest.raises(SystemExit) as ended:
+        case.recovery.let_leave(True)
+    assert ended.value.code == 0 and len(case.launcher.reasons) == 1
+
+
+@pytest.mark.parametrize(("fewest", "named"), [(1, "Machine 0"), (3, "2 are left")])
+def test_all_save_the_run_if_the_others_could_not_go_on_without_those_that_are_asked_to_leave(case, fewest, named):
+    case.recovery.planner.fewest = fewest
+    case.world.asked = [None, None]
+    with pytest.raises(TooFewNodesError, match=named):
+        case.recovery.let_leave(True)
+    assert case.recovery.run(lambda: "saved") == "saved" and not case.launcher.reasons
 
 
 def test_members_join_by_the_path_of_losses(case):
