@@ -186,6 +186,7 @@ def chaos_run(
     timeout_s: float = 300,
     options: Sequence[str] = (),
     joins: Sequence[Join] = (),
+    flags: Sequence[str] = (),
 ) -> ChaosRun:
     """
     Launches a run in which processes die, and others join.
@@ -197,12 +198,13 @@ def chaos_run(
         timeout_s (`float`, *optional*, defaults to 300): Seconds after which all is killed.
         options (`Sequence[str]`, *optional*): Further options of the worker.
         joins (`Sequence[Join]`, *optional*): Who joins.
+        flags (`Sequence[str]`, *optional*): Further flags of the launcher.
     """
     worker = worker_command(layout, deaths, folder, options, joins)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         launcher = stack.enter_context(
-            _Launcher(folder / "output.txt", ["--num_processes", str(layout.ranks)], worker)
+            _Launcher(folder / "output.txt", ["--num_processes", str(layout.ranks), *flags], worker)
         )
         later: dict[int, _Launcher] = {}
         while time.monotonic() - start < timeout_s and any(one.runs for one in (launcher, *later.values())):

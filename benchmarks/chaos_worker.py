@@ -145,7 +145,9 @@ class Deaths:
     def may_strike(self, point: str) -> None:
         """Ends this process if it is to die here."""
         for step, where, way in self.planned:
-            if step == self.step and where == point:
+            mark = self.folder / f"{self.member}-{step}-{where}.struck"  # it does not strike again in a new start
+            if step == self.step and where == point and not mark.exists():
+                mark.touch()
                 strike = {"dies": self.member, "way": way, "at": point, "step": step, "time": time.time()}
                 print(json.dumps(strike) + "\n", end="", flush=True)  # whole, also where others print
                 if way == "raise":

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from .. import _environment
+from .coordinator import End
 from .running_job import take_place
 from .supervisor import Limits, Supervisor, announce
 
@@ -38,6 +39,8 @@ class SurvivingAgent(LocalElasticAgent):
     outcome = Outcome()  # of the launch of this class
     join: tuple[str, int] | None = None  # address of a running job that the workers join
     _supervisor: Supervisor | None = None
+    _before: End | None = None  # how the job ended before it was started again
+    _since: float | None = None  # when it was started first, in seconds since the epoch
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         spec = worker_group.spec
@@ -45,7 +48,8 @@ class SurvivingAgent(LocalElasticAgent):
             announce("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: a process that dies ends all.")
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._supervisor = self._new_supervisor(worker_group)
-        _environment.set_launch_settings(self._supervisor.settings())
+        self._since = self._since or time.time()
+        _environment.set_launch_settings({**self._supervisor.settings(), "since": self._since})
         joining = self._supervisor.joining
         if joining is not None:  # each process has a group of its own until the others let it in
             for worker in worker_group.workers:
@@ -75,6 +79,7 @@ class SurvivingAgent(LocalElasticAgent):
             worker_group.group_rank,
             worker_group.group_world_size,
             self.limits,
+            before=self._before,
         )
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -86,8 +91,7 @@ class SurvivingAgent(LocalElasticAgent):
         if supervisor.end.all_are_ending:
             supervisor.let_workers_end()
         if not supervisor.end.success:
-            self.outcome.reasons.append(supervisor.end.reason)
-            announce(supervisor.end.reason)
+            self._note_failure(supervisor.end)
         failures = self._failures(context)
         context.close(timeout=_LAST_GRACE_S)  # processes in training do not end by its signal
         if supervisor.end.success:
@@ -96,6 +100,17 @@ class SurvivingAgent(LocalElasticAgent):
             }
             return RunResult(WorkerState.SUCCEEDED, finished, failures)
         return RunResult(WorkerState.FAILED, failures=failures or self._failures(context))
+
+    def _note_failure(self, end: End) -> None:
+        """Says why the job failed, and whether torch's agent starts it again."""
+        self.outcome.reasons[:] = [end.reason]
+        announce(end.reason)
+        self._before = end
+        if not end.may_restart:
+            self._remaining_restarts = 0
+        elif self._remaining_restarts:
+            number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
+            announce(f"starting again, {number} of {self._worker_group.spec.max_restarts} times")
 
     def _failures(self, context: Any) -> dict[int, ProcessFailure]:
         """Rank -> how its worker failed, for those that have ended."""
@@ -117,6 +132,8 @@ class SurvivingAgent(LocalElasticAgent):
         self._stop_supervisor()
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        if self._supervisor is not None:
+            self._supervisor.say_that_it_ends()
         super()._shutdown(*args, **kwargs)
         self._stop_supervisor()
 

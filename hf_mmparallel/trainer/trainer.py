@@ -305,6 +305,7 @@ class MultimodalParallelTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Ends all ranks with one error, or goes on when ranks are lost; signals end it, or let a node leave."""
         with self._run.listening():
+            resume_from_checkpoint = self._run.checkpoint_to_resume(resume_from_checkpoint)
             if not self.is_planned:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             check_overrides(type(self), MultimodalParallelTrainer, vars(self))

@@ -88,6 +88,7 @@ NUM_NODES, NUM_MEMBERS, NUM_INFORMED = "num_nodes", "num_members", "num_informed
 MET, ABANDONED = "met", "abandoned"
 
 
+LIFELINES = "lifelines"  # port of node 0 to which other launchers hold connections
 JOB = "hf_mmparallel/job"  # key, without a prefix, of what a launcher that joins has to know of the job
 _PIECE_BYTES = 4 * 2**20  # the store takes values of up to 8 MiB
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
 from hf_mmparallel.resilience.templates import check_guarantee
 from hf_mmparallel.trainer import recovery_plan
+from hf_mmparallel.trainer.engine_state import newest_checkpoint
 from hf_mmparallel.trainer.recovery_plan import check_survivable
 from tests.hosts import Finished, TwoHosts, available
 from tests.trainer.contexts import arguments
@@ -150,6 +152,21 @@ def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
     assert (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").is_file()
 
 
+@live
+def test_a_job_that_could_not_go_on_is_started_again_from_its_last_checkpoint(tmp_path: Path):
+    """One of two ranks dies, the other saves step 6; then both die before the next checkpoint is due."""
+    deaths = _deaths("1:7:forward:kill", "0:11:step_end:kill", "1:11:step_end:kill")
+    run = chaos.chaos_run(LAYOUTS["two copies"], deaths, tmp_path, TIMEOUT_S, flags=["--restart", "2"])
+    print(run.output[-8000:])
+    assert run.returncode == 0 and {*run.results} == {0, 1}
+    assert run.output.count("hf-mmparallel launch: starting again") == 2
+    for result in run.results.values():
+        assert result["num_tries"] == 4, "it went on from step 8"
+        logs = [row for row in result["logs"] if "loss" in row]
+        assert [row["step"] for row in logs] == [*range(1, 13)]
+    assert not faults(replace(run, strikes=[]), LAYOUTS["two copies"], reference())
+
+
 two_hosts = pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
 
 
@@ -178,7 +195,7 @@ def _on_two_hosts(layout: str, deaths: Sequence[Death], folder: Path, meanwhile:
     environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     with TwoHosts() as hosts:
         launch = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--config_file", str(TWO_HOSTS)]
-        launch += ["--main_process_ip", hosts.addresses[0], "--machine_rank"]
+        launch += ["--host_timeout", "2", "--main_process_ip", hosts.addresses[0], "--machine_rank"]
         if meanwhile is not None:
             threading.Thread(target=meanwhile, args=(hosts,), daemon=True).start()
         return hosts.run([[*launch, str(host), *worker] for host in range(2)], timeout=TIMEOUT_S, env=environment)
@@ -215,6 +232,17 @@ def test_too_few_that_are_left_save_the_run_and_say_so(tmp_path: Path):
     saved = tmp_path / "run" / "checkpoint-5"
     assert (saved / "trainer_state.json").is_file() and (saved / "model.safetensors").is_file()
     assert "Traceback" in run.output, "the process itself said it too"
+
+
+def test_a_job_that_is_started_again_goes_on_from_the_last_checkpoint_of_this_launch(tmp_path: Path):
+    for step, saved_at in ((9, 100.0), (20, 300.0), (100, 200.0), (300, 50.0)):
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.parent.mkdir()
+        state.touch()
+        os.utime(state, (saved_at, saved_at))
+    (tmp_path / "checkpoint-500").mkdir()  # without a state
+    assert newest_checkpoint(str(tmp_path), 90.0) == str(tmp_path / "checkpoint-100")
+    assert newest_checkpoint(str(tmp_path), 400.0) is None
 
 
 class Stream(torch.utils.data.IterableDataset):
