@@ -52,8 +52,8 @@ class Death:
         step (`int`): The step in which it dies; the next time that it comes to the point.
         point (`str`): One of [`POINTS`].
         way (`str`):
-            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, or `"cut"`: it waits for its
-            host to be cut off.
+            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, `"cut"` (it waits for its host
+            to be cut off), `"term"` (SIGTERM, on which it leaves), or `"term_launcher"` (SIGTERM to its launcher).
     """
 
     member: int
@@ -266,6 +266,7 @@ def chaos_run(
     timeout_s: float = 300,
     options: Sequence[str] = (),
     joins: Sequence[Join] = (),
+    flags: Sequence[str] = (),
 ) -> ChaosRun:
     """
     Launches a run in which processes die, and others join.
@@ -277,12 +278,13 @@ def chaos_run(
         timeout_s (`float`, *optional*, defaults to 300): Seconds after which all is killed.
         options (`Sequence[str]`, *optional*): Further options of the worker.
         joins (`Sequence[Join]`, *optional*): Who joins.
+        flags (`Sequence[str]`, *optional*): Further flags of the launcher.
     """
     worker = worker_command(layout, deaths, folder, options, joins)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         launcher = stack.enter_context(
-            _Launcher(folder / "output.txt", ["--num_processes", str(layout.ranks)], worker)
+            _Launcher(folder / "output.txt", ["--num_processes", str(layout.ranks), *flags], worker)
         )
         later: dict[int, _Launcher] = {}
         while time.monotonic() - start < timeout_s and any(one.runs for one in (launcher, *later.values())):

@@ -32,6 +32,7 @@ from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.trainer import recovery as recovery_module
 from hf_mmparallel.trainer.checkpoint_saves import CheckpointSaves
+from hf_mmparallel.trainer.survival import Survival
 from hf_mmparallel.world import Membership
 
 try:
@@ -158,7 +159,9 @@ class Deaths:
     def may_strike(self, point: str) -> None:
         """Ends this process if it is to die here."""
         for step, where, way in self.planned:
-            if step == self.step and where == point:
+            mark = self.folder / f"{self.member}-{step}-{where}.struck"  # it does not strike again in a new start
+            if step == self.step and where == point and not mark.exists():
+                mark.touch()
                 strike = {"dies": self.member, "way": way, "at": point, "step": step, "time": time.time()}
                 print(json.dumps(strike) + "\n", end="", flush=True)  # whole, also where others print
                 if way == "raise":
@@ -169,6 +172,10 @@ class Deaths:
                 if way == "cut":
                     (self.folder / "cut").touch()
                     time.sleep(1000)
+                if way.startswith("term"):
+                    self.planned = []
+                    os.kill(os.getppid() if way == "term_launcher" else os.getpid(), signal.SIGTERM)
+                    return
                 os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
 
     def before(self, owner: Any, name: str, point: str, after: bool = False) -> None:
@@ -235,11 +242,22 @@ class Strikes(TrainerCallback):
         self.deaths = deaths
         self.joins = joins
         self.events: list[dict[str, Any]] = []
+        self.num_tries = 0  # of all steps
         self.ends_s: list[float] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.step = state.global_step + 1
         self.joins.wait(self.deaths.step, self.trainer)
+
+    def count_tries(self) -> None:
+        """Counts how often steps are begun, again included."""
+        run_step = Survival.run_step
+
+        def wrapper(survival: Survival) -> Any:
+            self.num_tries += 1
+            return run_step(survival)
+
+        Survival.run_step = wrapper  # type: ignore[method-assign]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.may_strike("optimizer")
@@ -382,6 +400,7 @@ def train(options: argparse.Namespace, deaths: Deaths, strikes: Strikes, member:
         callbacks=callbacks,
     )
     strikes.trainer = trainer
+    strikes.count_tries()
     trainer.train()
     whole = trainer.gather_model()
     result = {
@@ -389,6 +408,7 @@ def train(options: argparse.Namespace, deaths: Deaths, strikes: Strikes, member:
         "weights": None if whole is None else whole.state_dict(),
         "events": strikes.events,
         "ends_s": strikes.ends_s,
+        "num_tries": strikes.num_tries,
         "rank": trainer.world.rank,
         "averages": MovingAverage.of(trainer),
         "best": trainer.state.best_model_checkpoint,

@@ -37,8 +37,9 @@ def ranks_per_host(world_size: int) -> int:
 def launch_settings() -> dict[str, Any] | None:
     """
     What `hf-mmparallel launch` tells this worker: `id`, `node`, `host` and `port` of the store, `prefix` of the keys,
-    `folder` for signs of life; in a process that joins a running job also `first_id` of its launcher's processes, and
-    `num_processes` and `processes_per_node` that the job started with. `None` under other launchers.
+    `folder` for signs of life, `since` when the job was started first; in a process that joins a running job also
+    `first_id` of its launcher's processes, and `num_processes` and `processes_per_node` that the job started with.
+    `None` under other launchers.
     """
     if LAUNCH_SETTINGS not in os.environ:
         return None
@@ -47,6 +48,13 @@ def launch_settings() -> dict[str, Any] | None:
         return told | {"id": told["first_id"] + int(os.environ["LOCAL_RANK"])}
     own = {"id": int(os.environ["RANK"]), "host": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"])}
     return told | own
+
+
+def restarted_since() -> float | None:
+    """When the launcher started this job first, in seconds since the epoch, if it has started it again since."""
+    settings = launch_settings()
+    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return settings["since"] if settings is not None and is_again else None
 
 
 def tell_deepspeed_of_cpu() -> None:

@@ -1,12 +1,17 @@
-"""The end of a training by a signal: all ranks stop after the same step, with a checkpoint."""
+"""
+Signals of a cluster to a training: ranks note them until the end of a step. By [`PreemptionCallback`] all ranks stop
+after the same step, with a checkpoint.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +46,42 @@ def leave_signals_to_rank() -> None:
         signal.signal(number, _LeftToRank())
 
 
+def _kill_data_workers() -> None:
+    """Ends data workers that are left when the process ends: one signal of `multiprocessing` would not."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises for a data worker that is killed
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+@contextlib.contextmanager
+def noting_signals(note: Callable[[], None]) -> Iterator[None]:
+    """
+    A block in which the signals only call a function; raises `ValueError` outside of the main thread, which gets them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError(
+            "`save_on_preemption` and `resilience` need the signals SIGTERM and SIGUSR1. Python gives signals to the "
+            "main thread only, and `train` runs in another one. Call it in the main thread."
+        )
+    process, in_worker = os.getpid(), _LeftToRank()
+
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() == process:
+            note()
+        else:  # forked from this process
+            in_worker(number, frame)
+
+    atexit.unregister(_kill_data_workers)
+    atexit.register(_kill_data_workers)
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class PreemptionCallback(EngineCallback):
     """
     Ends the training of all ranks with a checkpoint when any of them gets one of [`SIGNALS`]. The ranks agree at the
@@ -52,32 +93,11 @@ class PreemptionCallback(EngineCallback):
         self.is_asked = False
         self.num_asked = 0
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """
-        A block in which the signals do nothing else; raises `ValueError` outside of the main thread, which gets them.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "`save_on_preemption=True`: Python gives signals to the main thread only, and `train` runs in another "
-                "one. Call it in the main thread."
-            )
+    def listening(self) -> contextlib.AbstractContextManager:
+        """A block in which the signals end the training."""
         self._ask(False)
         self.num_asked = 0
-        process, in_worker = os.getpid(), _LeftToRank()
-
-        def handle(number: int, frame: Any) -> None:
-            if os.getpid() == process:
-                self._ask(True)
-            else:  # forked from this process
-                in_worker(number, frame)
-
-        before = {number: signal.signal(number, handle) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        return noting_signals(lambda: self._ask(True))
 
     def _ask(self, stop: bool) -> None:
         self.is_asked = stop

@@ -15,8 +15,9 @@ _ADDED = """
 
 In addition to `accelerate launch`: processes whose training is resilient go on when others die. A process or a host
 that dies, is silent or hangs is named, and the exit code is 0 if at least one process finishes. Without resilience a
-process that dies ends all. The host of the first machine, which keeps the processes together, must live. With
-`--join` the processes of this host are added to a training that runs already."""
+process that dies ends all. A host whose launcher gets SIGTERM leaves a resilient training between two steps. The host
+of the first machine, which keeps the processes together, must live. With `--restart` a job that could not go on is
+started again. With `--join` the processes of this host are added to a training that runs already."""
 
 
 def add_launch_parser(commands: Any) -> None:
@@ -33,12 +34,29 @@ def launch_parser() -> argparse.ArgumentParser:
     parser.description = f"{parser.description}{_ADDED}"
     group = parser.add_argument_group("Resilience Arguments", "How long silence is tolerated.")
     for name, default, meaning in (
-        ("host", 2.0, "without a sign of life of a host, after which its processes are lost"),
-        ("hang", 10.0, "without a sign of life of a process, after which it is killed; 0 for no limit"),
-        ("stall", 0.0, "in one activity without waiting for others, after which a process is killed; 0 for no limit"),
+        ("host", 30.0, "without a sign of life of a host, after which its processes are lost"),
+        ("hang", 60.0, "without a sign of life of a process, after which it is killed; 0 for no limit"),
     ):
         text = f"Seconds {meaning} (default {default:g})."
         group.add_argument(f"--{name}_timeout", type=float, default=default, metavar="SECONDS", help=text)
+    group.add_argument(
+        "--stall_timeout",
+        type=_seconds_or_auto,
+        default=None,
+        metavar="SECONDS",
+        help="Seconds in one activity without waiting for others, after which a process is killed; 0 for no limit. By "
+        'default ("auto"), once two steps are done, 20 times the longest activity of its kind so far, 900 at least.',
+    )
+    group.add_argument(
+        "--restart",
+        dest="max_restarts",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="Start a job again that could not go on, at most so many times, each from the last checkpoint that it "
+        "has saved in its output folder; not after a signal, nor if a launcher is gone, nor if it ends for the same "
+        "reason without having come a step further. The same as --max_restarts.",
+    )
     group.add_argument(
         "--join",
         metavar="HOST:PORT",
@@ -46,6 +64,10 @@ def launch_parser() -> argparse.ArgumentParser:
         "prints. Give the same script and arguments, and as many processes as the other hosts have each.",
     )
     return parser
+
+
+def _seconds_or_auto(text: str) -> float | None:
+    return None if text == "auto" else float(text)
 
 
 def _launch_this_host(args: argparse.Namespace) -> None:
@@ -56,6 +78,7 @@ def _launch_this_host(args: argparse.Namespace) -> None:
     args.num_processes = max(1, args.num_processes // (args.num_machines or 1))
     args.num_machines, args.machine_rank = 1, 0
     args.main_process_ip, args.main_process_port = None, 0
+    args.max_restarts = 0
     multi_gpu_launcher(args)
 
 
@@ -67,7 +90,7 @@ def run_launch(arguments: Sequence[str]) -> int:
     with mock.patch.object(sys, "argv", ["accelerate", "launch", *arguments]):  # its help reads them
         args = launch_parser().parse_args(arguments)
     args.signals_to_handle = PASSED_ON  # accelerate gives torch's agent what its parser knows
-    if args.host_timeout <= 0 or args.hang_timeout < 0 or args.stall_timeout < 0:
+    if args.host_timeout <= 0 or args.hang_timeout < 0 or (args.stall_timeout or 0) < 0:
         raise ValueError("--host_timeout must be above 0, --hang_timeout and --stall_timeout 0 or above.")
 
     from accelerate.commands.launch import launch_command
@@ -79,7 +102,7 @@ def run_launch(arguments: Sequence[str]) -> int:
     from ..launch.supervisor import Limits, announce
 
     join = None if args.join is None else parse_address(args.join)
-    with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout), join) as reasons:
+    with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout), join) as outcome:
         try:
             if join is None:
                 launch_command(args)
@@ -87,10 +110,13 @@ def run_launch(arguments: Sequence[str]) -> int:
                 _launch_this_host(args)
         except ChildFailedError as error:
             print(error, file=sys.stderr)
-            for reason in reasons:  # once more: torch names the first process that ended, not what ended the job
+            for reason in outcome.reasons:  # again: torch names the first process that ended, not what ended the job
                 announce(reason)
             return 1
         except SignalException as error:
+            if outcome.has_left:
+                announce(f"Ended by {error.sigval.name} when its processes had left; the others go on.")
+                return 0
             announce(f"Ended by {error.sigval.name}, which its processes got.")
             return 128 + error.sigval
     return 0

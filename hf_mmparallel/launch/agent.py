@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -15,19 +16,31 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.launcher import api
 
 from .. import _environment
-from .running_job import take_place
+from .coordinator import End
+from .running_job import forget_groups, take_place
 from .supervisor import Limits, Supervisor, announce
 
 _POLL_S = 0.05
+_LAST_GRACE_S = 5  # time for workers to end when the job has
+
+
+@dataclass
+class Outcome:
+    """What became of a launch."""
+
+    reasons: list[str] = field(default_factory=list)  # why the job failed, once it has
+    has_left: bool = False  # the workers have left a job that goes on
 
 
 class SurvivingAgent(LocalElasticAgent):
     """Torch's agent of one host, whose workers may die while others live once they have registered."""
 
     limits = Limits()
-    reasons: ClassVar[list[str]] = []  # why jobs failed, of this class
+    outcome = Outcome()  # of the launch of this class
     join: tuple[str, int] | None = None  # address of a running job that the workers join
     _supervisor: Supervisor | None = None
+    _before: End | None = None  # how the job ended before it was started again
+    _since: float | None = None  # when it was started first, in seconds since the epoch
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         spec = worker_group.spec
@@ -35,7 +48,10 @@ class SurvivingAgent(LocalElasticAgent):
             announce("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: a process that dies ends all.")
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._supervisor = self._new_supervisor(worker_group)
-        _environment.set_launch_settings(self._supervisor.settings())
+        if self._before is not None and worker_group.group_rank == 0:
+            forget_groups((worker_group.master_addr, worker_group.master_port))
+        self._since = self._since or time.time()
+        _environment.set_launch_settings({**self._supervisor.settings(), "since": self._since})
         joining = self._supervisor.joining
         if joining is not None:  # each process has a group of its own until the others let it in
             for worker in worker_group.workers:
@@ -65,6 +81,7 @@ class SurvivingAgent(LocalElasticAgent):
             worker_group.group_rank,
             worker_group.group_world_size,
             self.limits,
+            before=self._before,
         )
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
@@ -76,16 +93,26 @@ class SurvivingAgent(LocalElasticAgent):
         if supervisor.end.all_are_ending:
             supervisor.let_workers_end()
         if not supervisor.end.success:
-            self.reasons.append(supervisor.end.reason)
-            announce(supervisor.end.reason)
+            self._note_failure(supervisor.end)
         failures = self._failures(context)
-        context.close()
+        context.close(timeout=_LAST_GRACE_S)  # processes in training do not end by its signal
         if supervisor.end.success:
             finished = {
                 worker.global_rank: None for worker in worker_group.workers if worker.global_rank not in failures
             }
             return RunResult(WorkerState.SUCCEEDED, finished, failures)
         return RunResult(WorkerState.FAILED, failures=failures or self._failures(context))
+
+    def _note_failure(self, end: End) -> None:
+        """Says why the job failed, and whether torch's agent starts it again."""
+        self.outcome.reasons[:] = [end.reason]
+        announce(end.reason)
+        self._before = end
+        if not end.may_restart:
+            self._remaining_restarts = 0
+        elif self._remaining_restarts:
+            number = self._worker_group.spec.max_restarts - self._remaining_restarts + 1
+            announce(f"starting again, {number} of {self._worker_group.spec.max_restarts} times")
 
     def _failures(self, context: Any) -> dict[int, ProcessFailure]:
         """Rank -> how its worker failed, for those that have ended."""
@@ -107,18 +134,21 @@ class SurvivingAgent(LocalElasticAgent):
         self._stop_supervisor()
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        if self._supervisor is not None:
+            self._supervisor.say_that_it_ends()
         super()._shutdown(*args, **kwargs)
         self._stop_supervisor()
 
     def _stop_supervisor(self) -> None:
         if self._supervisor is not None:
             self._supervisor.stop()
+            self.outcome.has_left = self._supervisor.has_left
 
 
 @contextlib.contextmanager
-def surviving_agent(limits: Limits, join: tuple[str, int] | None = None) -> Iterator[list[str]]:
-    """Lets torch's launcher use [`SurvivingAgent`] during a block; yields why the job failed, once it has."""
-    reasons: list[str] = []
-    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "join": join, "reasons": reasons})
+def surviving_agent(limits: Limits, join: tuple[str, int] | None = None) -> Iterator[Outcome]:
+    """Lets torch's launcher use [`SurvivingAgent`] during a block; yields what becomes of the launch."""
+    outcome = Outcome()
+    agent = type("LocalElasticAgent", (SurvivingAgent,), {"limits": limits, "join": join, "outcome": outcome})
     with mock.patch.object(api, "LocalElasticAgent", agent):
-        yield reasons
+        yield outcome

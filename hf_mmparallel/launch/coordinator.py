@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,18 @@ class End:
     success: bool  # at least one process finished, and none failed that was not lost
     reason: str = ""  # why it failed
     all_are_ending: bool = False  # the processes that still run have reported why they end
+    step: int = 0  # the furthest one that processes are known to have come to
+    may_restart: bool = False  # all launchers are there, and this is not the same end as before, without a step more
 
 
 class Coordinator:
     """The state of a job, which starts with `num_nodes` launchers."""
 
-    def __init__(self, num_nodes: int):
+    def __init__(self, num_nodes: int, before: End | None = None):
         self._num_nodes = num_nodes
+        self._before = before  # end of the job before it was started again
+        self._gone: set[int] = set()  # launchers that would be missing if it was started again
+        self._step = 0
         self._nodes: dict[int, list[Member]] = {}
         self._running: set[Member] = set()
         self._registered: set[Member] = set()  # they may be lost, until they finish
@@ -73,7 +79,7 @@ class Coordinator:
             if self._finished:
                 self.end = End(True)
             else:
-                self.end = End(False, f"All processes were lost, the last one because of: {self._last_reason}", True)
+                self._fail(f"All processes were lost, the last one because of: {self._last_reason}", True)
 
     # Events. Each method returns the losses, or the members that join.
 
@@ -103,9 +109,11 @@ class Coordinator:
         self._registered.clear()
         return []
 
-    def _take_left(self, id: int, node: int, generation: int, time: float) -> list[Loss]:
-        """A process ends that the others of a generation do not need; the generations after that do not have it."""
+    def _take_left(self, id: int, node: int, generation: int, reason: str, time: float) -> list[Loss]:
+        """A process ends that gives a reason, or that the others do not need in a generation and those after it."""
         member = Member(id, node)
+        if reason:
+            return self._lose([member], reason, time)
         is_awaited = self.generation is not None and self.generation.number > generation
         # it is lost for a later generation that has it, so that the others do not wait for it
         if is_awaited and member in self._registered:
@@ -114,7 +122,8 @@ class Coordinator:
         self._running.discard(member)
         return []
 
-    def _take_ended(self, id: int, node: int, exit_code: int, reason: str, time: float) -> list[Loss]:
+    def _take_ended(self, id: int, node: int, exit_code: int, reason: str, time: float, step: int) -> list[Loss]:
+        self._step = max(self._step, step)
         member = Member(id, node)
         if exit_code == 0 and member in self._running.difference(self._registered, self.starting):
             self._running.remove(member)
@@ -122,13 +131,20 @@ class Coordinator:
             return []
         return self._lose([member], reason, time)
 
-    def _take_reported(self, id: int, node: int, reason: str, time: float, place: str = "") -> list[Loss]:
+    def _take_reported(self, id: int, node: int, reason: str, time: float, step: int, place: str = "") -> list[Loss]:
         """A process says that it is about to end because of an error, or its launcher that it does not go on."""
+        self._step = max(self._step, step)
         return self._lose([Member(id, node)], reason, time, place)
 
     def _take_silent(self, node: int, reason: str, time: float) -> list[Loss]:
         """A launcher gives no sign of life."""
+        self._gone.add(node)
         return self._lose(self._nodes.get(node, []), reason, time)
+
+    def _take_leaving(self, node: int) -> list[Loss]:
+        """A launcher ends by a signal."""
+        self._gone.add(node)
+        return []
 
     def _take_failed(self, reason: str) -> list[Loss]:
         self._fail(reason)
@@ -157,9 +173,17 @@ class Coordinator:
                 self._fail(f"Process {member.id} of node {member.node}: {reason}.")
         return losses
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, all_are_ending: bool = False) -> None:
         if self.end is None:
-            self.end = End(False, reason)
+            before, launchers = self._before, range(self._num_nodes)
+            is_same = before is not None and _words(reason) == _words(before.reason) and self._step <= before.step
+            may_restart = self._gone.isdisjoint(launchers) and not is_same
+            self.end = End(False, reason, all_are_ending, self._step, may_restart)
+
+
+def _words(reason: str) -> str:
+    """A reason without numbers, such as that of the process."""
+    return re.sub(r"\d+", "", reason)
 
 
 def loss_sentence(generation: Generation) -> str:

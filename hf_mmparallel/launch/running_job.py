@@ -45,6 +45,14 @@ def publish_job(store: Any, prefix: str, num_nodes: int, num_members: int) -> No
     store.underlying_store.set(keys.JOB, json.dumps(job))
 
 
+def forget_groups(address: tuple[str, int]) -> None:
+    """Removes what workers of an earlier start have left in the store, such as addresses of their process groups."""
+    store = TCPStore(*address, is_master=False, wait_for_workers=False)
+    for key in store.list_keys():
+        if "torchelastic" not in key and "hf_mmparallel/" not in key:
+            store.delete_key(key)
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT`."""
     host, _, port = text.rpartition(":")

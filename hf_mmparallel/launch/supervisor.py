@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -12,31 +13,48 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..world import generations as keys
-from ..world.generations import Generation
+from ..world.generations import LEFT, Generation
 from .coordinator import Coordinator, End, join_sentence, loss_sentence
+from .lifelines import Lifeline, Lifelines
 from .running_job import Joining, publish_job
 
 _POLL_S = 0.01  # interval at which workers are looked at
 _SIGNS_S = 0.25  # interval at which their signs of life are read, and launchers give signs
 _TOGETHER_S = 0.02  # losses so soon after another are published with it
 _FENCE = 0.75  # of the time after which a host is lost: a host that is cut off stops before the others go on
+_CUT_S = 2.0  # the time itself for a host whose launcher has lost its connection: its workers end in half a second
 _GRACE_S = 10.0  # time for a worker that reported its error to end
 _LAST_GRACE_S = 5.0  # the same at the end of the job
+_CLOSING_S = 10.0  # time for launchers to tell each other of the end
+# Half of the time limit of collectives by default, with which all ranks would end that wait for a process that hangs.
+_LEAST_STALL_S = 900.0
+_STALL_FACTOR = 20.0  # of the longest activity of its kind
+_FIRST_STEPS = 2  # in which much is done for the first time
 
 
 @dataclass(frozen=True)
 class Limits:
     """How long silence is tolerated, in seconds; 0 is no limit for the second and the third."""
 
-    host_timeout: float = 2.0  # without a sign of life of a host, after which it is lost
-    hang_timeout: float = 10.0  # without a sign of life of a worker, after which it is killed
-    stall_timeout: float = 0.0  # of a worker in one activity without waiting for others
+    host_timeout: float = 30.0  # without a sign of life of a host, after which it is lost
+    hang_timeout: float = 60.0  # without a sign of life of a worker, after which it is killed
+    # of a worker in one activity without waiting for others; `None` for one by what others of its kind have taken
+    stall_timeout: float | None = None
+
+    def stall_limit_s(self, sign: Mapping[str, Any], signs: Sequence[Mapping[str, Any]]) -> float:
+        """How long a worker with this sign may stand in its activity, by the signs of all workers of its host."""
+        if self.stall_timeout is not None:
+            return self.stall_timeout or math.inf
+        if sign["num_steps"] <= _FIRST_STEPS:
+            return math.inf
+        longest_s = max((one["longest_s"].get(sign["kind"], 0.0) for one in signs if one), default=0.0)
+        return max(_LEAST_STALL_S, _STALL_FACTOR * longest_s)
 
 
 class Process(Protocol):
@@ -73,6 +91,7 @@ class Worker:
     sign: dict[str, Any] = field(default_factory=dict)
     sign_time: float = 0.0  # on the awake clock
     doomed: float | None = None  # when it was declared lost, on the awake clock
+    step: int = 0  # of its last sign
 
 
 class Supervisor:
@@ -91,10 +110,12 @@ class Supervisor:
         num_nodes: int,  # launchers that the job starts with
         limits: Limits,
         joining: Joining | None = None,  # place in a running job
+        before: End | None = None,  # of the job, which is started again
     ):
         self.node = node
         self.joining = joining
         self._has_joined = joining is None
+        self._before = before
         self.limits = limits
         self.workers: dict[int, Worker] = {}  # by local rank
         self.end: End | None = None
@@ -106,6 +127,10 @@ class Supervisor:
         self._answered: float | None = None  # awake time of the last request that the store has answered
         self._clock = AwakeClock()
         self._threads: list[threading.Thread] = []
+        self._lost: dict[int, str] = {}  # id -> reason
+        self._lifelines: Lifelines | None = None  # in node 0
+        self._lifeline: Lifeline | None = None  # in others
+        self._cut: dict[int, float] = {}  # launchers whose connection has ended, and when
         self._num_others = self._num_informed = 0  # in node 0: live launchers, and those that know of the end
 
     def settings(self) -> dict[str, Any]:
@@ -131,13 +156,21 @@ class Supervisor:
             return
         if self.node == 0 and self.end is None:
             self._say({"kind": "failed", "reason": "The launcher of node 0 was ended."})
-        deadline = time.monotonic() + self.limits.host_timeout
+        deadline = time.monotonic() + _CLOSING_S
         while self._is_needed() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         self._closing.set()
         for thread in self._threads:
-            thread.join(self.limits.host_timeout + 1.0)
+            thread.join(_CLOSING_S)
+        for line in (self._lifelines, self._lifeline):
+            if line is not None:
+                line.close()
         self._folder.cleanup()
+
+    def say_that_it_ends(self) -> None:
+        """Says that this launcher ends while the job goes on, because of a signal."""
+        if self.end is None:
+            self._say({"kind": "leaving", "node": self.node})
 
     def let_workers_end(self) -> None:
         """Waits a few seconds for workers that have reported their error: they print it, and what led to it."""
@@ -145,11 +178,18 @@ class Supervisor:
         while time.monotonic() < deadline and any(w.process.poll() is None for w in self.workers.values()):
             time.sleep(_POLL_S)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether no worker of this host is a member any more, since some were asked to leave."""
+        reasons = [self._lost.get(worker.id) for worker in self.workers.values()]
+        return self.node > 0 and LEFT in reasons and None not in reasons
+
     def _is_needed(self) -> bool:
         """Whether the end of workers, or of the job, may not have reached the other launchers yet."""
         if self.node == 0:
             return self.end is None or self._num_informed < self._num_others
-        return not self._events.empty()
+        have_finished = self.end is None and all(worker.exit_code == 0 for worker in self.workers.values())
+        return not self._events.empty() or (have_finished and not self.has_left)
 
     def _say(self, event: dict[str, Any]) -> None:
         """Sends an event to node 0, by the thread that talks."""
@@ -189,6 +229,7 @@ class Supervisor:
                 "exit_code": code,
                 "reason": worker.reason or exit_phrase(code),
                 "time": worker.ended,
+                "step": worker.step,
             }
         )
 
@@ -199,22 +240,33 @@ class Supervisor:
             sign = json.loads(Path(self._folder.name, f"{worker.id}.json").read_text())
         if sign.get("beat") != worker.sign.get("beat") or not sign:
             worker.sign, worker.sign_time = sign, now
+            worker.step = max(worker.step, sign.get("step", 0))
         silence_s, standing_s = now - worker.sign_time, sign.get("standing_s", 0.0)
-        hang, stall = self.limits.hang_timeout, self.limits.stall_timeout
+        hang = self.limits.hang_timeout
         if worker.doomed is not None:
             if now - worker.doomed > _GRACE_S:
                 kill_group(worker.process)
         elif hang and silence_s > hang:
             self._lose(worker, f"no sign of life for {silence_s:.1f} s, last at `{sign['doing']}`")
-        elif stall and standing_s > stall and not sign["waits"]:
+        elif sign and not sign["waits"] and standing_s > self.limits.stall_limit_s(sign, self._signs()):
             stack = sign["stack"].rstrip()
             self._lose(worker, f"{standing_s:.1f} s in `{sign['doing']}`, with the stack\n{stack}\n")
+
+    def _signs(self) -> list[dict[str, Any]]:
+        return [worker.sign for worker in self.workers.values()]
 
     def _lose(self, worker: Worker, reason: str) -> None:
         """Kills a worker; its loss is known at once, as a process that waits for a device may not end."""
         worker.doomed = self._clock.now
         self._say(
-            {"kind": "reported", "id": worker.id, "node": self.node, "reason": reason, "time": time.time()},
+            {
+                "kind": "reported",
+                "id": worker.id,
+                "node": self.node,
+                "reason": reason,
+                "time": time.time(),
+                "step": worker.step,
+            },
         )
         self._kill(worker, reason)
 
@@ -227,7 +279,10 @@ class Supervisor:
         if self._answered is None or self.end is not None or self.node == 0:
             return
         silence_s = now - self._answered
-        if silence_s > _FENCE * self.limits.host_timeout:
+        limit_s = self.limits.host_timeout
+        if silence_s > _FENCE * min(limit_s, _CUT_S) and self._lifeline is not None and self._lifeline.has_ended:
+            limit_s = min(limit_s, _CUT_S)
+        if silence_s > _FENCE * limit_s:
             self._leave(f"Node {self.node} has not reached node 0 for {silence_s:.1f} s.")
 
     def _leave(self, reason: str) -> None:
@@ -243,6 +298,7 @@ class Supervisor:
         clock = AwakeClock()
         try:
             store = keys.connect(self._address, self._prefix)
+            self._connect_lifelines(store)
             beats: dict[int, tuple[int, float]] = {}
             known = -1
             next_beat = 0.0
@@ -266,15 +322,22 @@ class Supervisor:
             if self.end is None:
                 self._leave(f"Node 0 is gone: {str(error).partition(chr(10))[0]}")
 
+    def _connect_lifelines(self, store: Any) -> None:
+        if self.node == 0:
+            self._lifelines = Lifelines()
+            store.set(keys.LIFELINES, str(self._lifelines.port))
+        else:
+            self._lifeline = Lifeline(self._address[0], int(store.get(keys.LIFELINES)), self.node)
+
     def _read_generations(self, store: Any, known: int) -> int:
         """Looks for workers of this host that are declared lost; returns the newest generation."""
         while store.check([keys.generation_key(known + 1)]):
             known += 1
             generation = Generation.from_json(store.get(keys.generation_key(known)))
             self._has_joined |= self.node in {member.node for member in generation.members}
-            lost = {loss.member.id for loss in generation.losses}
+            self._lost |= {loss.member.id: loss.reason for loss in generation.losses}
             for worker in self.workers.values():
-                if worker.id in lost and worker.doomed is None:
+                if worker.id in self._lost and worker.doomed is None:
                     worker.doomed = self._clock.now
             if self.node in {loss.member.node for loss in generation.losses if loss.reason.startswith(_SILENT)}:
                 self._leave(f"Node {self.node} has been declared lost.")
@@ -285,12 +348,17 @@ class Supervisor:
         num_nodes = max(self._num_nodes, store.add(keys.NUM_NODES, 0))
         self._num_others = sum(beat > 0 for beat, _ in beats.values())
         self._num_informed = store.add(keys.NUM_INFORMED, 0)
+        assert self._lifelines is not None
+        self._cut |= dict.fromkeys(self._lifelines.ended(), now)
         for node in range(1, num_nodes):
             beat = store.add(keys.beat_key(node), 0)
             last, since = beats.get(node, (0, now))
+            if beat != last and now - self._cut.get(node, now) > _CUT_S / 2:
+                del self._cut[node]  # it lives
+            limit_s = min(self.limits.host_timeout, _CUT_S) if node in self._cut else self.limits.host_timeout
             if beat != last:
                 beats[node] = beat, now
-            elif beat > 0 and now - since > self.limits.host_timeout:
+            elif beat > 0 and now - since > limit_s:
                 beats[node] = -1, now  # reported once
                 reason = f"{_SILENT} for {now - since:.1f} s"
                 self._say({"kind": "silent", "node": node, "reason": reason, "time": time.time()})
@@ -299,7 +367,7 @@ class Supervisor:
 
     def _coordinate(self) -> None:
         store = keys.connect(self._address, self._prefix)
-        coordinator = Coordinator(self._num_nodes)
+        coordinator = Coordinator(self._num_nodes, self._before)
         waiting: list[int] = []
         told_how_to_join = False
         while coordinator.end is None:

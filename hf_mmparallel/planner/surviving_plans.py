@@ -176,6 +176,7 @@ def guarantee_lines(planner: ResilientPlanner, global_batch_size: int, memory: s
             f"are used. Training goes on with {planner.fewest_guaranteed} nodes or more, "
             f"{failures + 1} copies of {fewest}",
         ),
+        ("Not guaranteed", "the host of machine 0, whose launcher keeps the job together: the run ends with it"),
         ("Global batch", f"{global_batch_size:,} samples, {microbatches}, whatever fails"),
         ("Times", _TIMES[chain.microbatches.sizes.known]),
     ]

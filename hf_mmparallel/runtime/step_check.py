@@ -120,10 +120,11 @@ class StepCheck:
 
 # The numbers of a step over all ranks.
 
-SIGNS: tuple[str, ...] = ("was_asked_to_stop", "sees_waiting", "gave_up_save")
+SIGNS: tuple[str, ...] = ("was_asked_to_stop", "was_asked_to_leave", "sees_waiting", "gave_up_save")
 """
 What ranks notice by themselves and tell each other with the numbers of a step, so that they decide alike: a signal
-that asks to stop, processes that wait to join, and a checkpoint that was given up, since ranks were lost.
+that asks all to stop, or a node to leave, processes that wait to join, and a checkpoint that was given up, since ranks
+were lost.
 """
 
 

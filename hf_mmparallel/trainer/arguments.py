@@ -178,7 +178,8 @@ class MultimodalTrainingArguments(TrainingArguments):
             after `on_save`; the next save, the end of training and `load_best_model_at_end` wait for it, and raise
             what went wrong.
         save_on_preemption (`bool`, *optional*, defaults to `False`):
-            SIGTERM or SIGUSR1 on any rank ends the training of all after their step, with a checkpoint.
+            SIGTERM or SIGUSR1 on any rank ends the training of all after their step, with a checkpoint. Without it,
+            with `resilience`, the others go on without the node of that rank.
         mean_time_between_failures_h (`float`, *optional*, defaults to 24):
             Hours between two failures of any part of the job, for the advice after the first checkpoint on how often
             to save.

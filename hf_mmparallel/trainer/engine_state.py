@@ -19,10 +19,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.import_utils import is_datasets_available
 
+from .. import _environment
 from ..adapters.peft_models import base_model_of, with_adapters_of
 from ..callbacks import (
     EngineCallback,
@@ -32,6 +34,7 @@ from ..callbacks import (
     PreemptionCallback,
     RecoveryCallback,
 )
+from ..callbacks.preemption import noting_signals
 from ..cost import CostModel
 from ..data.defaults import DefaultCollator
 from ..data.packing import PackingCollator
@@ -356,8 +359,13 @@ class EngineState:
         return self.preemption is not None and self.preemption.num_asked > 0
 
     def listening(self) -> AbstractContextManager:
-        """A block in which signals end the training, with `save_on_preemption`."""
-        return contextlib.nullcontext() if self.preemption is None else self.preemption.listening()
+        """A block in which signals end the training, with `save_on_preemption`, or let a node leave it."""
+        if self.preemption is not None:
+            return self.preemption.listening()
+        if self.layouts is None:
+            return contextlib.nullcontext()
+        self.trainer._engine.signs["was_asked_to_leave"] = False
+        return noting_signals(self.trainer._survival.note_signal)
 
     @property
     def rng_file(self) -> str:
@@ -368,6 +376,14 @@ class EngineState:
     @property
     def loaders(self) -> StepLoaders:
         return StepLoaders(self.context, self.trainer._engine, self.trainer.global_batch_size)
+
+    def checkpoint_to_resume(self, given: Any) -> Any:
+        """What was given, or the last checkpoint of this launch if it has started the job again. Collective."""
+        since = _environment.restarted_since()
+        if since is None:
+            return given
+        newest = self.trainer.world.from_first_rank(lambda: newest_checkpoint(self.trainer.args.output_dir, since))
+        return newest or given
 
     def arrange_batches(self, loader: Any) -> Any:
         """The batches of the stock Trainer's loader, arranged over ranks and accumulation steps. Collective."""
@@ -418,3 +434,11 @@ class EngineState:
         while (batch := self.evaluation_samples.agree(next(batches, None), dataloader.dataset)) is not None:
             yield batch
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+
+
+def newest_checkpoint(folder: str, since: float) -> str | None:
+    """The last checkpoint in a folder that was saved since a time; those of runs before it do not count."""
+    states = [path / TRAINER_STATE_NAME for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    saved = [path.parent for path in states if path.is_file() and path.stat().st_mtime >= since]
+    newest = max(saved, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    return None if newest is None else str(newest)

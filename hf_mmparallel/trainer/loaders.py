@@ -220,7 +220,10 @@ class StepLoaders:
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             worker_init_fn=functools.partial(
-                _start_worker, num_workers=workers, rank=args.process_index, leaves_signals=args.save_on_preemption
+                _start_worker,
+                num_workers=workers,
+                rank=args.process_index,
+                leaves_signals=args.save_on_preemption or args.resilience is not None,
             ),
         )
 

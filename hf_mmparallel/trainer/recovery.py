@@ -29,7 +29,7 @@ from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
 from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
-from ..world.generations import Loss, put, take
+from ..world.generations import LEFT, Loss, put, take
 
 T = TypeVar("T")
 Held = dict[str, HeldParameter]
@@ -69,6 +69,10 @@ class LayoutPlanner(Protocol):
 
     def without(self, layout: Any, lost: Collection[int]) -> NodeLayout:
         """The layout that follows when members are lost."""
+        ...
+
+    def leaving(self, layout: Any, asked: Collection[int]) -> Collection[int]:
+        """The members of the nodes of some, or of as many of these nodes as can leave at once."""
         ...
 
     def with_members(self, layout: Any, joined: Collection[int]) -> NodeLayout:
@@ -266,7 +270,36 @@ class Recovery:
         self.raise_if_stale()
         return float(total)
 
-    # Ranks that join
+    # Ranks that leave and join
+
+    def let_leave(self, is_asked: bool) -> None:
+        """
+        Goes on without the nodes of ranks that are asked to leave, between two steps; raises [`TooFewNodesError`] if
+        too few nodes would be left. Called by all ranks; some may be lost meanwhile.
+        """
+        own = self.membership.id
+        asked = self.complete(lambda: self.world.all_gather(own if is_asked else None, "letting others leave"))
+        try:
+            leaving = self._leaving({member for member in asked if member is not None})
+        except TooFewNodesError:
+            self._is_last = True
+            raise
+        if own in leaving:
+            self.membership.leave(LEFT)
+            self.world.leave()
+            raise SystemExit(0)
+        if leaving:
+            self._meet_until_done(time.time())
+
+    def _leaving(self, asked: Collection[int]) -> Collection[int]:
+        """The members that leave now; of many nodes some leave a step later."""
+        generation = self.membership.generation
+        assert generation is not None
+        leaving = self.planner.leaving(self.layout, asked) if asked else ()
+        on_first = {member.id for member in generation.members if member.node == 0}.intersection(self.layout.members)
+        if on_first and on_first.issubset(leaving):
+            raise TooFewNodesError("Machine 0 is taken away, whose launcher keeps the job together.")
+        return leaving
 
     def take_in(self) -> None:
         """Lets in the processes that wait, between two steps. Called by all ranks; some may be lost meanwhile."""

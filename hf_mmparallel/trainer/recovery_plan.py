@@ -15,7 +15,7 @@ from ..planner.possible_sizes import stage_tp_sizes
 from ..resilience.model_chain import TypicalMicrobatches, model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
 from ..resilience.resilient_planner import ResilientPlanner
-from ..resilience.state_copies import PlacedPlan, Slice, state_copies
+from ..resilience.state_copies import LostStateError, PlacedPlan, Slice, state_copies
 from ..runtime.held_state import Transfer
 from ..runtime.local_shards import Region
 from .arguments import AUTO, MultimodalTrainingArguments
@@ -52,6 +52,25 @@ class NodeLayouts:
             return self.planner.with_nodes(layout, whole)
         except ValueError:  # no pipelines could use all nodes
             return layout
+
+    def leaving(self, layout: ClusterPlan, asked: Collection[int]) -> set[int]:
+        """
+        The members of the nodes of some, or of as many of these nodes as can leave at once, so that all layers stay;
+        raises [`TooFewNodesError`] if too few nodes would be left without all of them.
+        """
+        nodes = sorted(self._nodes(asked))
+        after = self.planner.without(layout, nodes)
+        while not self._has_all_layers(layout, after):
+            nodes = nodes[: len(nodes) // 2]  # one alone always can
+            after = self.planner.without(layout, nodes)
+        return set(layout.members).difference(after.members)
+
+    def _has_all_layers(self, before: ClusterPlan, after: ClusterPlan) -> bool:
+        try:
+            state_copies(self._spec, before, after)
+        except LostStateError:
+            return False
+        return True
 
     def _nodes(self, members: Collection[int]) -> set[int]:
         return {member // self.planner.node_size for member in members}

@@ -180,6 +180,20 @@ class Survival:
             setattr(trainer.control, name, bool(last_rank))
         return any(getattr(trainer.control, name) for name in _CONTROL_FLAGS)
 
+    def note_signal(self) -> None:
+        """This rank's node leaves after the step; a rank that has not joined yet ends at once."""
+        if self.run.joins:
+            raise SystemExit("Ended by a signal before it could join the training.")
+        self.trainer._engine.signs["was_asked_to_leave"] = True
+
+    def let_leave(self) -> None:
+        """Goes on without nodes that were asked to leave, if any rank was in the last step."""
+        engine = self.trainer._engine
+        if self.recovery is not None and engine.num_signs["was_asked_to_leave"]:
+            engine.num_signs["was_asked_to_leave"] = 0
+            self.complete(self.run.finish_save)  # to which those who leave add a part
+            self.recovery.let_leave(engine.signs["was_asked_to_leave"])
+
     def take_in(self) -> None:
         """Lets in processes that wait to join, if any rank knew of some in the last step."""
         if self.recovery is not None and self.trainer._engine.num_signs["sees_waiting"]:

@@ -265,6 +265,7 @@ class MultimodalParallelTrainer(Trainer):
         """One global batch; target tokens are counted when it runs."""
         step = self.state.global_step + 1
         self._run.steps.enter_epoch(epoch_iterator)
+        self._survival.let_leave()
         self._survival.take_in()
         batch = self._survival.repeat(lambda: self._run.steps.read(self._run.train_steps, step))
         if batch is None:
@@ -303,8 +304,9 @@ class MultimodalParallelTrainer(Trainer):
         return (result[0] * weight, result[1]) if return_outputs else result * weight
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Ends all ranks with one error, or goes on when ranks are lost; with `save_on_preemption` signals end it."""
+        """Ends all ranks with one error, or goes on when ranks are lost; signals end it, or let a node leave."""
         with self._run.listening():
+            resume_from_checkpoint = self._run.checkpoint_to_resume(resume_from_checkpoint)
             if not self.is_planned:
                 return super().train(resume_from_checkpoint, *args, **kwargs)
             check_overrides(type(self), MultimodalParallelTrainer, vars(self))

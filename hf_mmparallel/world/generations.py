@@ -29,6 +29,9 @@ class Loss:
     place: str = ""  # the exception and the line that raised it, if it ended by one
 
 
+LEFT = "it was asked to leave by SIGTERM or SIGUSR1"  # reason of a member that has left between two steps
+
+
 @dataclass(frozen=True)
 class Generation:
     """The members that train together, until some are lost or others join."""
@@ -86,6 +89,7 @@ NUM_NODES, NUM_MEMBERS, NUM_INFORMED = "num_nodes", "num_members", "num_informed
 MET, ABANDONED = "met", "abandoned"
 
 
+LIFELINES = "lifelines"  # port of node 0 to which other launchers hold connections
 JOB = "hf_mmparallel/job"  # key, without a prefix, of what a launcher that joins has to know of the job
 _PIECE_BYTES = 4 * 2**20  # the store takes values of up to 8 MiB
 

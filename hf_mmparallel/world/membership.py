@@ -23,7 +23,7 @@ from .. import _environment
 from . import generations as keys
 from .connections import GlooWaits, end_gloo_connections, shut_down
 from .generations import Generation, Loss
-from .watcher import ACTIVITY
+from .watcher import ACTIVITY, Activity
 
 SIGN_INTERVAL_S = 0.5  # between two signs of life that a worker gives its launcher
 _STACK_AFTER_S = 1.0  # a main thread that has stood this long in one activity sends its stack along
@@ -32,6 +32,37 @@ _LATE_AFTER_S = 30.0  # after which a process that the others wait for says wher
 _JOIN_S = 2.0
 _START_S = 600.0  # time for all launchers to start
 _GROUP_TIMEOUT = timedelta(minutes=5)  # for keys of a process group
+
+
+class Standing:
+    """How long the main thread stands in its activity, and has stood in others, as far as looks have seen it."""
+
+    def __init__(self, activity: Activity):
+        self._activity = activity
+        self._count, self._since = activity.count, time.monotonic()
+        self._last = ("", 0.0)  # kind of activity at the last look, and for how long
+        self._longest_s: dict[str, float] = {}  # by kind
+        self._steps: set[int] = set()
+
+    def look(self, now: float) -> dict[str, Any]:
+        """What a sign of life says of the activity."""
+        activity = self._activity
+        if activity.count != self._count:
+            self._count, self._since = activity.count, now
+            kind, stood_s = self._last
+            self._longest_s[kind] = max(stood_s, self._longest_s.get(kind, 0.0))
+        if activity.step is not None:
+            self._steps.add(activity.step)
+        self._last = re.sub(r"\d+", "", str(activity.doing)), now - self._since
+        return {
+            "step": activity.step or 0,
+            "num_steps": len(self._steps),  # that have begun
+            "doing": str(activity),
+            "waits": activity.waits,
+            "standing_s": self._last[1],
+            "kind": self._last[0],
+            "longest_s": {kind: time_s for kind, time_s in self._longest_s.items() if time_s > _STACK_AFTER_S},
+        }
 
 
 class LostMemberError(RuntimeError):
@@ -61,7 +92,7 @@ class Membership:
         self._abort: Callable[[], None] | None = None
         self._finished = False
         self._beat = 0
-        self._moved = (ACTIVITY.count, time.monotonic())
+        self._standing = Standing(ACTIVITY)
         self._sign_lock = threading.Lock()
         self._news = threading.Condition()
         self._closing = threading.Event()
@@ -165,10 +196,14 @@ class Membership:
             self._finished = True
             self._sign_path.unlink(missing_ok=True)
 
-    def leave(self) -> None:
-        """From now on this process is no member, without being lost: the others go on without another generation."""
+    def leave(self, reason: str = "") -> None:
+        """
+        From now on this process is no member. Without a reason the others do not need it, and go on without another
+        generation.
+        """
         assert self.generation is not None, "only members leave"
-        self._end_with({"kind": "left", "generation": self.generation.number, "time": time.time()})
+        event = {"kind": "left", "generation": self.generation.number, "reason": reason, "time": time.time()}
+        self._end_with(event)
 
     def report(self, reason: str, place: str = "") -> None:
         """
@@ -178,8 +213,8 @@ class Membership:
         if self._finished:
             return
         self._abort = None
-        event = {"kind": "reported", "id": self.id, "node": self.node, "reason": reason, "place": place}
-        self._push({**event, "time": time.time()})
+        told = {"reason": reason, "place": place, "time": time.time(), "step": ACTIVITY.step or 0}
+        self._push({"kind": "reported", "id": self.id, "node": self.node, **told})
 
     def accept_joining(self) -> None:
         """Lets in the processes that wait and have not died, with a next generation; for one member to call."""
@@ -384,17 +419,10 @@ class Membership:
         with self._sign_lock, contextlib.suppress(OSError):  # the launcher removes the folder at its end
             if self._finished:
                 return
-            if ACTIVITY.count != self._moved[0]:
-                self._moved = (ACTIVITY.count, time.monotonic())
-            standing_s = time.monotonic() - self._moved[1]
+            told = self._standing.look(time.monotonic())
             self._beat += 1
-            sign = {
-                "beat": self._beat,
-                "doing": str(ACTIVITY),
-                "waits": ACTIVITY.waits,
-                "standing_s": standing_s,
-                "stack": _main_stack() if standing_s > _STACK_AFTER_S else "",
-            }
+            stack = _main_stack() if told["standing_s"] > _STACK_AFTER_S else ""
+            sign = {"beat": self._beat, **told, "stack": stack}
             new = self._sign_path.with_suffix(".new")
             new.write_text(json.dumps(sign))
             new.replace(self._sign_path)

@@ -249,7 +249,7 @@ def test_a_device_is_named_or_described_in_its_units(text_model, figures, fail, 
 def test_it_takes_the_arguments_of_accelerate():
     given = ["--num_processes", "4", "--hang_timeout", "3", "train.py", "--hang_timeout", "7"]
     args = launch_parser().parse_args(given)
-    assert (args.num_processes, args.hang_timeout, args.host_timeout, args.stall_timeout) == (4, 3.0, 2.0, 0.0)
+    assert (args.num_processes, args.hang_timeout, args.host_timeout, args.stall_timeout) == (4, 3.0, 30.0, None)
     assert (args.training_script, args.training_script_args) == ("train.py", ["--hang_timeout", "7"])
 
 

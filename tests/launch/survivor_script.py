@@ -42,6 +42,9 @@ class Deaths:
             os._exit(1)
         elif how == "quit":
             os._exit(0)
+        elif how == "orphan":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(1000)
         elif how == "raise":
             raise ValueError("a bad sample")
         elif how == "sleep":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from hf_mmparallel.launch.coordinator import Coordinator, join_sentence, loss_sentence
+from hf_mmparallel.launch.coordinator import Coordinator, End, join_sentence, loss_sentence
 from hf_mmparallel.world.generations import Generation, Loss, Member
 
 Event = dict[str, Any]
@@ -22,28 +24,37 @@ def _registered(*ids: int, node: int) -> list[Event]:
 
 def _ended(id: int, exit_code: int = -9, node: int | None = None) -> Event:
     node = id // 2 if node is None else node
-    return {"kind": "ended", "id": id, "node": node, "exit_code": exit_code, "reason": "killed", "time": 1.0}
+    return {
+        "kind": "ended",
+        "id": id,
+        "node": node,
+        "exit_code": exit_code,
+        "reason": "killed",
+        "time": 1.0,
+        "step": 3,
+    }
 
 
 def _reported(id: int) -> Event:
-    return {"kind": "reported", "id": id, "node": id // 2, "reason": "raised ValueError: x", "time": 2.0}
+    return {"kind": "reported", "id": id, "node": id // 2, "reason": "raised ValueError: x", "time": 2.0, "step": 5}
 
 
-def _left(id: int, generation: int) -> Event:
-    return {"kind": "left", "id": id, "node": id // 2, "generation": generation, "time": 1.0}
+def _left(id: int, generation: int, reason: str = "") -> Event:
+    return {"kind": "left", "id": id, "node": id // 2, "generation": generation, "reason": reason, "time": 1.0}
 
 
 def _finished(id: int) -> Event:
     return {"kind": "finished", "id": id, "node": id // 2}
 
 
+ALL_LOST = "All processes were lost, the last one because of: raised ValueError: x"
 SILENT = {"kind": "silent", "node": 1, "reason": "silent", "time": 2.0}
 ACCEPT = {"kind": "accept", "id": 0}
 
 
-def _started(registered: bool = True) -> Coordinator:
+def _started(registered: bool = True, before: End | None = None) -> Coordinator:
     """Processes 0 to 3 on two nodes."""
-    coordinator = Coordinator(2)
+    coordinator = Coordinator(2, before)
     for node in range(2):
         assert coordinator.generation is None
         ids = 2 * node, 2 * node + 1
@@ -69,6 +80,10 @@ GENERATIONS: dict[str, list[tuple[list[Event], tuple[int, ...] | None, tuple[int
         ([_ended(1)], (0, 2), (1,)),
         ([_left(2, generation=1)], (0,), (2,)),
         ([_ended(2, 1)], None, ()),
+    ],
+    "a process that leaves a run that needs it, and ends": [
+        ([_left(2, generation=0, reason="asked to"), _left(3, generation=0, reason="asked to")], (0, 1), (2, 3)),
+        ([_ended(2, 0), _ended(3, 0)], None, ()),
     ],
     "a process that leaves is no loss": [
         ([_ended(3)], (0, 1, 2), (3,)),
@@ -152,3 +167,25 @@ def test_the_end_of_the_job(name: str):
     end = coordinator.end
     assert end is not None and end.success == success and reason in end.reason
     assert end.all_are_ending or name != "the last process lost"
+
+
+ALL_DIE = [*map(_ended, range(3)), _reported(3)]
+# the end before, what happens now, whether the job may be started again
+RESTARTS: dict[str, tuple[End | None, list[Event], bool]] = {
+    "the first end": (None, ALL_DIE, True),
+    "another reason": (End(False, "another", step=5), ALL_DIE, True),
+    "steps were done": (End(False, ALL_LOST, step=4), ALL_DIE, True),
+    "the same end": (End(False, ALL_LOST, step=5), ALL_DIE, False),
+    "a host is gone": (None, [SILENT, _ended(0), _ended(1)], False),
+    "a launcher ended by a signal": (None, [{"kind": "leaving", "node": 0}, {"kind": "failed", "reason": "x"}], False),
+}
+
+
+@pytest.mark.parametrize("name", RESTARTS)
+def test_which_ends_are_followed_by_a_new_start(name: str):
+    before, events, expected = RESTARTS[name]
+    coordinator = _started(before=before)
+    for event in events:
+        coordinator.take([event])
+    assert coordinator.end is not None and coordinator.end.may_restart == expected
+    assert End(**json.loads(json.dumps(asdict(coordinator.end)))) == coordinator.end

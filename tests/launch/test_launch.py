@@ -120,8 +120,8 @@ def test_the_launch_fails_if_nobody_can_go_on(kills: str, words: list[str], said
     assert re.search(rf"Root Cause[^$]*?rank +: {rank} ", output), output
 
 
-def _on_two_hosts(hosts: TwoHosts, *words: str) -> list[tuple[int, str]]:
-    launch = _launch("two_hosts_4cpu.yaml", "--main_process_ip", hosts.addresses[0], "--machine_rank")
+def _on_two_hosts(hosts: TwoHosts, *words: str, flags: Sequence[str] = ()) -> list[tuple[int, str]]:
+    launch = _launch("two_hosts_4cpu.yaml", *flags, "--main_process_ip", hosts.addresses[0], "--machine_rank")
     commands = [[*launch, str(host), SCRIPT, *words] for host in range(2)]
     return [(done.returncode, done.output) for done in hosts.run(commands, timeout=100, env=ENVIRONMENT)]
 
@@ -140,6 +140,17 @@ def test_processes_that_die_on_two_hosts():
     _check_times(first[1])
 
 
+@two_hosts
+@pytest.mark.deep
+def test_a_launcher_that_is_killed_is_noticed_by_the_end_of_its_connection():
+    with TwoHosts() as hosts:
+        first, second = _on_two_hosts(hosts, *_kills("2:20:orphan"), flags=["--host_timeout", "1000"])
+    assert first[0] == 0 and second[0] == -9, first[1] + second[1]
+    assert _done(first[1]) == ["0: rank 0 of 2", "1: rank 1 of 2"]
+    (loss,) = _losses(first[1])
+    assert re.match(r"processes 2, 3 of node 1 \(no sign of life of the host for 2\.\d s\)", loss)
+
+
 @pytest.mark.deep
 @two_hosts
 def test_a_host_that_is_cut_off_ends_its_processes_and_the_others_go_on(tmp_path):
@@ -155,7 +166,7 @@ def test_a_host_that_is_cut_off_ends_its_processes_and_the_others_go_on(tmp_path
     with TwoHosts() as hosts:
         threading.Thread(target=pull_the_cable, args=(hosts,), daemon=True).start()
         words = ["--steps", "100", "--pause", "0.02", "--touch", str(begun)]
-        (code, output), (cut_code, cut_output) = _on_two_hosts(hosts, *words)
+        (code, output), (cut_code, cut_output) = _on_two_hosts(hosts, *words, flags=["--host_timeout", "2"])
     assert code == 0, output
     assert _done(output) == ["0: rank 0 of 2", "1: rank 1 of 2"], output
     (loss,) = _losses(output)

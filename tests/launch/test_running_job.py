@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from hf_mmparallel.launch import running_job
-from hf_mmparallel.launch.running_job import parse_address, publish_job, take_place
+from hf_mmparallel.launch.running_job import forget_groups, parse_address, publish_job, take_place
 from hf_mmparallel.launch.supervisor import how_to_join
 from hf_mmparallel.world import generations as keys
 
@@ -73,3 +73,13 @@ def test_data_of_any_size_goes_through_the_store(store, monkeypatch):
     for data in (b"", b"12345", b"123456789012"):
         keys.put(store, "data", data)
         assert keys.take(store, "data") == data
+
+
+def test_process_groups_of_an_earlier_start_are_forgotten(store):
+    ours = keys.connect(address := _publish(store, 1, 2), "hf_mmparallel/launch/none/1")
+    ours.set("generation/0", "{}")
+    store.set("default_pg/0//cpu//0/0", "an address of a process that is dead")
+    store.set("none/torchelastic/role_info/0", "of the agents")
+    forget_groups(address)
+    assert not store.check(["default_pg/0//cpu//0/0"]) and ours.check(["generation/0"])
+    assert store.check(["none/torchelastic/role_info/0", keys.JOB])

@@ -41,6 +41,10 @@ class Planner:
     def with_members(self, layout: Layout, joined: set[int]) -> Layout:
         return Layout((*layout.members, *sorted(joined)))
 
+    def leaving(self, layout: Layout, asked: set[int]) -> set[int]:
+        self.without(layout, asked)
+        return asked
+
     def last(self, layout: Layout, lost: set[int]) -> Layout:
         return Layout(tuple(member for member in layout.members if member not in lost))
 
@@ -63,6 +67,7 @@ class Launcher:
     reports: dict[int, tuple[int, int, float]] = field(default_factory=dict)  # by generation
     lossless: set[int] = field(default_factory=set)  # generations that members only join
     place: str = ""  # of the exceptions by which members are lost
+    reasons: list[str] = field(default_factory=list)  # of this member, once it has left
 
     @property
     def is_stale(self) -> bool:
@@ -86,6 +91,9 @@ class Launcher:
 
     def register(self) -> None:
         pass
+
+    def leave(self, reason: str) -> None:
+        self.reasons.append(reason)
 
     def next_generation(self, timeout_s: float) -> Generation:
         return self.newest
@@ -120,6 +128,7 @@ class World(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(rank=0, size=3, device=torch.device("cpu"), timeout=None, at_barrier=lambda: None)
         self.is_first, self.others_differ = True, False
+        self.asked: list[int | None] = []  # what the others say of themselves
 
     def leave(self) -> None:
         self.size = 0
@@ -130,8 +139,10 @@ class World(SimpleNamespace):
     def barrier(self, activity: str | None = None) -> None:
         self.at_barrier()
 
-    def all_gather(self, value: int, activity: str) -> list[int]:
-        return [value + self.others_differ, *[value] * (self.size - 1)]
+    def all_gather(self, value: Any, activity: str) -> list[Any]:
+        if activity == "comparing the new layout":
+            return [value + self.others_differ, *[value] * (self.size - 1)]
+        return [value, *self.asked]
 
     def all_reduce(self, tensor: torch.Tensor, activity: str | None = None) -> torch.Tensor:
         self.at_barrier()
@@ -320,6 +331,33 @@ def test_a_rank_that_joins_knows_which_exceptions_there_were(case):
     joins._count_done(0, 0.0)
     joins._agree([module._Report(0, 0, 0.0), module._Report(0, 0, 0.0, report)])
     assert joins._raised == report
+
+
+def test_a_member_that_is_asked_to_leave_is_left_out_between_two_steps(case):
+    case.world.asked = [None, 2]
+    case.launcher.lose((0, 1, 0.0))  # it leaves as soon as it knows that all do
+    case.launcher.newest, left = case.launcher.generation, case.launcher.newest
+    case.recovery.membership.next_generation = lambda timeout_s: setattr(case.launcher, "newest", left) or left
+    case.recovery.let_leave(False)
+    assert case.recovery.run(lambda: case.world.size) == 2
+    assert case.laid_out == [(0, 1)] and not case.launcher.reasons
+
+
+def test_a_member_leaves_when_all_know(case):
+    case.launcher.generation = case.launcher.newest = Generation(0, tuple(Member(id, 0) for id in range(3)))
+    case.world.asked = [None, None]
+    with pytest.raises(SystemExit) as ended:
+        case.recovery.let_leave(True)
+    assert ended.value.code == 0 and len(case.launcher.reasons) == 1
+
+
+@pytest.mark.parametrize(("fewest", "named"), [(1, "Machine 0"), (3, "2 are left")])
+def test_all_save_the_run_if_the_others_could_not_go_on_without_those_that_are_asked_to_leave(case, fewest, named):
+    case.recovery.planner.fewest = fewest
+    case.world.asked = [None, None]
+    with pytest.raises(TooFewNodesError, match=named):
+        case.recovery.let_leave(True)
+    assert case.recovery.run(lambda: "saved") == "saved" and not case.launcher.reasons
 
 
 def test_members_join_by_the_path_of_losses(case):

@@ -17,6 +17,7 @@ from hf_mmparallel.callbacks import RecoveryCallback
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, resolve_plan
+from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilience_settings import ResilienceSettings
 from hf_mmparallel.trainer.build import PreparedModel
 from hf_mmparallel.trainer.recovery_plan import NodeLayouts, node_layouts
@@ -48,6 +49,18 @@ def test_a_node_that_joins_after_a_loss_takes_its_place(layouts):
     left = layouts.without(layouts.planner.first(), {2})
     assert set(left.members) == {0, 1, 4, 5}, "the node is lost as a whole"
     assert sorted(layouts.with_members(left, {6, 7}).members) == [0, 1, 4, 5, 6, 7]
+
+
+def test_nodes_leave_as_a_whole_and_as_many_as_leave_all_layers(layouts):
+    first = layouts.planner.first()
+    assert layouts.leaving(first, {2}) == {2, 3}
+    with pytest.raises(TooFewNodesError):
+        layouts.leaving(first, {0, 2, 5})
+    several = NodeLayouts(planner_of("llava", 7, 1, 1, limited=True))
+    copies = several.planner.first()
+    asked = {one.nodes[0] for one in copies.pipelines}  # all that have the first layer
+    assert len(asked) == 3 <= 7 - several.planner.fewest_guaranteed
+    assert several.leaving(copies, asked) == {min(asked)}
 
 
 def layouts_of(plugin: MultimodalParallelPlugin, **arguments: Any) -> NodeLayouts:

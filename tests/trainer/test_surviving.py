@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -21,8 +22,9 @@ from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
 from hf_mmparallel.resilience.templates import check_guarantee
 from hf_mmparallel.trainer import recovery_plan
+from hf_mmparallel.trainer.engine_state import newest_checkpoint
 from hf_mmparallel.trainer.recovery_plan import check_survivable
-from tests.hosts import TwoHosts, available
+from tests.hosts import Finished, TwoHosts, available
 from tests.trainer.contexts import arguments
 
 TWO_HOSTS = ROOT / "examples" / "accelerate_configs" / "two_hosts_4cpu.yaml"
@@ -132,26 +134,86 @@ def test_processes_that_join_change_no_number(tmp_path: Path, case: str):
     assert (tmp_path / "run" / "recovery.png").is_file()
 
 
-@pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
+@live
+def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
+    deaths = ["1:2:forward:term", "0:6:norm:term"]  # the second one is the first rank, after the sums of its step
+    run = _run("copies", tmp_path, deaths, *SAVED_BESIDE)
+    assert not faults(run, LAYOUTS["copies"], reference())
+    assert [(event["lost"], event["step"]) for event in run.events] == [((1,), 2), ((0,), 7)]
+    assert all("SIGTERM" in reason for event in run.events for reason in event["reasons"])
+    assert {result["num_tries"] for result in run.results.values()} == {chaos.STEPS}, "no step was repeated"
+    assert "Traceback" not in run.output
+
+
+@live
+def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
+    run = _run("two copies", tmp_path, ["1:5:optimizer:term"])
+    assert run.returncode == 1 and not run.results
+    assert "TooFewNodesError: " in run.output.rstrip().splitlines()[-1]
+    assert (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").is_file()
+
+
+@live
+def test_a_job_that_could_not_go_on_is_started_again_from_its_last_checkpoint(tmp_path: Path):
+    """One of two ranks dies, the other saves step 6; then both die before the next checkpoint is due."""
+    deaths = _deaths("1:7:forward:kill", "0:11:step_end:kill", "1:11:step_end:kill")
+    run = chaos.chaos_run(LAYOUTS["two copies"], deaths, tmp_path, TIMEOUT_S, flags=["--restart", "2"])
+    print(run.output[-8000:])
+    assert run.returncode == 0 and {*run.results} == {0, 1}
+    assert run.output.count("hf-mmparallel launch: starting again") == 2
+    for result in run.results.values():
+        assert result["num_tries"] == 4, "it went on from step 8"
+        logs = [row for row in result["logs"] if "loss" in row]
+        assert [row["step"] for row in logs] == [*range(1, 13)]
+    assert not faults(replace(run, strikes=[]), LAYOUTS["two copies"], reference())
+
+
+two_hosts = pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
+
+
+@two_hosts
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.deep
+@live
+def test_a_host_whose_launcher_gets_a_signal_leaves(tmp_path: Path, host: int):
+    deaths = _deaths(f"{2 * host}:5:forward:term_launcher")
+    first, second = _on_two_hosts("copies", deaths, tmp_path)
+    run = ChaosRun.of(tmp_path, first.returncode, first.output + second.output, 0.0)
+    print(run.output[-8000:])
+    if host == 0:  # its launcher keeps the others together
+        assert (first.returncode, second.returncode) == (128 + 15, 1) and not run.results
+        assert any((tmp_path / "run").glob("checkpoint-[56]/trainer_state.json"))
+        return
+    assert second.returncode == 0 and {*run.results} == {0, 1}
+    assert {member for event in run.events for member in event["lost"]} == {2, 3}
+    both = [{**run.strikes[0], "dies": member} for member in (2, 3)]
+    assert not faults(replace(run, strikes=both), LAYOUTS["copies"], reference())
+
+
+def _on_two_hosts(layout: str, deaths: Sequence[Death], folder: Path, meanwhile: Any = None) -> list[Finished]:
+    """Runs a layout on two hosts, and a function of them beside it."""
+    worker = chaos.worker_command(LAYOUTS[layout], deaths, folder)
+    environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    with TwoHosts() as hosts:
+        launch = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--config_file", str(TWO_HOSTS)]
+        launch += ["--host_timeout", "2", "--main_process_ip", hosts.addresses[0], "--machine_rank"]
+        if meanwhile is not None:
+            threading.Thread(target=meanwhile, args=(hosts,), daemon=True).start()
+        return hosts.run([[*launch, str(host), *worker] for host in range(2)], timeout=TIMEOUT_S, env=environment)
+
+
+@two_hosts
 @pytest.mark.parametrize("point", ["sum", "forward"])
 @pytest.mark.deep
 @live
 def test_a_host_that_is_cut_off_changes_no_number(tmp_path: Path, point: str):
-    layout = LAYOUTS["copies"]
-    worker = chaos.worker_command(layout, _deaths(f"2:4:{point}:cut", f"3:4:{point}:cut"), tmp_path)
-    environment = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    with TwoHosts() as hosts:
-        launch = [sys.executable, "-m", "hf_mmparallel.cli.main", "launch", "--config_file", str(TWO_HOSTS)]
-        launch += ["--main_process_ip", hosts.addresses[0], "--machine_rank"]
+    def pull_the_cable(hosts: TwoHosts) -> None:
+        while not (tmp_path / "cut").exists():
+            time.sleep(0.05)
+        hosts.cut()
 
-        def pull_the_cable() -> None:
-            while not (tmp_path / "cut").exists():
-                time.sleep(0.05)
-            hosts.cut()
-
-        threading.Thread(target=pull_the_cable, daemon=True).start()
-        commands = [[*launch, str(host), *worker] for host in range(2)]
-        first, second = hosts.run(commands, timeout=TIMEOUT_S, env=environment)
+    deaths = _deaths(f"2:4:{point}:cut", f"3:4:{point}:cut")
+    first, second = _on_two_hosts("copies", deaths, tmp_path, pull_the_cable)
     run = ChaosRun.of(tmp_path, first.returncode, first.output + second.output, 0.0)
     print(run.output[-8000:])
     assert len(run.strikes) >= 1, "one process may wait for the other when the cable is pulled"
@@ -159,7 +221,7 @@ def test_a_host_that_is_cut_off_changes_no_number(tmp_path: Path, point: str):
     (event,) = run.events
     assert event["lost"] == (2, 3) and all("no sign of life of the host" in reason for reason in event["reasons"])
     both = [{**run.strikes[0], "dies": member} for member in (2, 3)]
-    assert not faults(replace(run, strikes=both), layout, reference())
+    assert not faults(replace(run, strikes=both), LAYOUTS["copies"], reference())
 
 
 @live
@@ -202,6 +264,17 @@ def test_a_sample_that_nobody_can_read_ends_the_run_with_its_message_and_a_check
     assert "RepeatedFailureError" in last and "sample 21 is broken" in last
     assert list((tmp_path / "run").glob("checkpoint-*"))
     assert not checkpoint_faults(tmp_path / "run", run.output, reference())
+
+
+def test_a_job_that_is_started_again_goes_on_from_the_last_checkpoint_of_this_launch(tmp_path: Path):
+    for step, saved_at in ((9, 100.0), (20, 300.0), (100, 200.0), (300, 50.0)):
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.parent.mkdir()
+        state.touch()
+        os.utime(state, (saved_at, saved_at))
+    (tmp_path / "checkpoint-500").mkdir()  # without a state
+    assert newest_checkpoint(str(tmp_path), 90.0) == str(tmp_path / "checkpoint-100")
+    assert newest_checkpoint(str(tmp_path), 400.0) is None
 
 
 class Stream(torch.utils.data.IterableDataset):
