@@ -43,16 +43,10 @@ class HeldParameter:
         """Cuts a region out of values and state. Raises `ValueError` for state of other shapes, which can't be cut."""
         if region is None:
             return self
-        state = dict(self.state)
-        for key, value in self.state.items():
-            if _is_like(value, self.values):
-                state[key] = region.copy(value)
-            elif isinstance(value, torch.Tensor) and value.numel() > 1:
-                raise ValueError(
-                    f"The optimizer's `{key}` of `{name}` has shape {tuple(value.shape)}, not that of the parameter, "
-                    "so that it can't be cut for a tp group of another size. Use tp groups of one size, or an "
-                    'optimizer such as `optim="adamw_torch"`.'
-                )
+        check_cuttable(self.state, self.values, name)
+        state = {
+            key: region.copy(value) if _is_like(value, self.values) else value for key, value in self.state.items()
+        }
         return HeldParameter(region.copy(self.values), self.group, state)
 
     @classmethod
@@ -70,6 +64,17 @@ class HeldParameter:
             for key in keys:
                 region.write(whole.state[key], piece.state[key])
         return whole
+
+
+def check_cuttable(state: Mapping[str, Any], values: torch.Tensor, name: str) -> None:
+    """Raises `ValueError` if an optimizer has state of a parameter that can't be cut with its values."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() > 1 and not _is_like(value, values):
+            raise ValueError(
+                f"The optimizer's `{key}` of `{name}` has shape {tuple(value.shape)}, not that of the parameter, "
+                "so that it can't be cut for a tp group of another size. Use tp groups of one size, or an "
+                'optimizer such as `optim="adamw_torch"`.'
+            )
 
 
 def _is_like(value: Any, values: torch.Tensor) -> bool:

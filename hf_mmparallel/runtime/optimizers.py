@@ -12,6 +12,7 @@ import copy
 import inspect
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..modeling.dtensors import local
 from ..plan import StorageSettings
 from ..world import World
+from .held_state import check_cuttable
 from .offload import OffloadedStep, check_offloaded
 from .optimizer_slices import OptimizerSlices, local_shard, optimizer_name, settings_of, slice_of, whole_parameter
 from .updated_copies import (
@@ -34,7 +36,17 @@ from .updated_copies import (
 )
 
 _NUM_STEPS = 2
+_MANY_VALUES = 4096  # of which some optimizers, such as 8-bit ones, make state of other shapes
 _HOOKS = "_hf_mmparallel_hooks"
+
+
+@dataclass(frozen=True)
+class PossibleCuts:
+    """How the plans of a run may cut a parameter."""
+
+    name: str
+    dim: int
+    sizes: tuple[int, ...]  # of tp groups; 1 where one has all of it
 
 
 def prepare_optimizer(
@@ -43,20 +55,28 @@ def prepare_optimizer(
     world: World,
     slices: OptimizerSlices | None = None,
     storage: Mapping[Any, StorageSettings] | None = None,  # those that are left out are updated in place
+    # of a run that may go on under other plans: how these cut parameters, without those that none of them cuts
+    later: Mapping[Any, PossibleCuts] | None = None,
 ) -> None:
     """
     Makes an optimizer, without state of its parameters, give them the update that they have on one process.
-    Collective; raises `ValueError` on all ranks for one whose update would differ or fail. Gradients reach it in the
-    dtype of what it updates.
+    Collective; raises `ValueError` on all ranks for one whose update would differ or fail, now or under a later plan.
+    Gradients reach it in the dtype of what it updates.
     """
     sliced: Mapping[nn.Parameter, nn.Parameter] = {} if slices is None else slices.by_parameter
     devices = sorted({p.device for p in entries_of(optimizer) if p.device.type != "cpu"}, key=str)
     device_type = devices[0].type if devices else "cuda"
 
     def probe() -> bool:
-        if not holds_all or sliced:
-            _check_independence(optimizer, holds_all)
+        if not holds_all:
+            whole = "a plan in which every rank holds the whole model (`dp_size` of modules that share ranks)"
+            _check_independence(optimizer, "each rank of this plan has only some of them", whole)
+        elif sliced:
+            _check_independence(optimizer, "each rank of this plan updates only slices of them", "`zero_stage=0`")
+        elif later is not None:
+            _check_independence(optimizer, "ranks may have only some of them after a failure", "no `resilience`")
         _check_slices(optimizer, sliced)
+        _check_later_cuts(optimizer, later or {})
         _check_copies(optimizer, storage or {})
         return _needs_local_shards(optimizer, sliced)
 
@@ -145,7 +165,7 @@ def _update_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, Stora
                 optimizer.state[copied][key] = value.to(copied.device, copied.dtype) if is_of_elements else value
 
 
-def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> None:
+def _check_independence(optimizer: torch.optim.Optimizer, what_ranks_have: str, remedy: str) -> None:
     """Refuses an optimizer whose update of a parameter depends on those that are before it in its group."""
     for index, group in enumerate(optimizer.param_groups):
         for num_dims in sorted({p.dim() for p in group["params"]}):
@@ -157,16 +177,10 @@ def _check_independence(optimizer: torch.optim.Optimizer, holds_all: bool) -> No
             if isinstance(alone, Exception) or isinstance(beside, Exception):
                 continue  # it can't be judged by so small a tensor
             if not _same_update(mine, alone[0], beside[1]):
-                has = "updates only slices of them" if holds_all else "has only some of them"
-                remedy = (
-                    "`zero_stage=0`"
-                    if holds_all
-                    else "a plan in which every rank holds the whole model (`dp_size` of modules that share ranks)"
-                )
                 raise ValueError(
                     f"`{optimizer_name(optimizer)}` updates a parameter by its place among all parameters, or by the "
-                    f"others' values, and each rank of this plan {has}. Use an optimizer that updates each by itself, "
-                    f'such as `optim="adamw_torch"`, or {remedy}.'
+                    f"others' values, and {what_ranks_have}. Use an optimizer that updates each by itself, such as "
+                    f'`optim="adamw_torch"`, or {remedy}.'
                 )
 
 
@@ -214,7 +228,8 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
             mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             kinds.setdefault((parameter.dim(), mesh), parameter)
         likes = list(kinds.values())
-        trials = [_Trial(_divisible_shape(like), like.device, 3 + i) for i, like in enumerate(likes)]
+        cuts = [[(count, dim) for count, _, dim in _cuts(like)] for like in likes]
+        trials = [_Trial(_divisible_shape(like, cuts[i]), like.device, 3 + i) for i, like in enumerate(likes)]
         expected = [_stepped(optimizer, index, [trial]) for trial in trials] if any(map(_cuts, likes)) else []
         alone = [result[0] for result in expected if not isinstance(result, Exception)]
         if not expected or len(alone) < len(likes):
@@ -226,17 +241,51 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
         ):
             continue
         if not all(
-            _steps_alike(optimizer, index, trial, want, [(count, dim) for count, _, dim in _cuts(like)])
-            for trial, want, like in zip(trials, alone, likes, strict=True)
+            _steps_alike(optimizer, index, trial, want, of_trial)
+            for trial, want, of_trial in zip(trials, alone, cuts, strict=True)
         ):
             cause = f" ({_first_line(sharded)})" if isinstance(sharded, Exception) else ""
-            raise ValueError(
-                f"`{optimizer_name(optimizer)}` can't be used with `tp_size` above 1: it can't update matrices that "
-                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an "
-                'optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
-            )
+            raise _cut_error(optimizer, cause)
         needed = True
     return needed
+
+
+def _check_later_cuts(optimizer: torch.optim.Optimizer, later: Mapping[Any, PossibleCuts]) -> None:
+    """Refuses an optimizer that could not update parameters that later plans cut, or whose state could not be cut."""
+    for index, group in enumerate(optimizer.param_groups):
+        kinds: dict[Any, nn.Parameter] = {}
+        for parameter in group["params"]:
+            if parameter in later:
+                cuts = later[parameter]
+                kinds.setdefault((parameter.dim(), cuts.dim, cuts.sizes), parameter)
+        for (_, dim, sizes), like in kinds.items():
+            # what is cut under the first plan is tried on its ranks
+            for size in () if isinstance(like, DTensor) else set(sizes) - {1}:
+                trial = _Trial(_divisible_shape(like, [(size, dim)]), like.device, 3)
+                want = _stepped(optimizer, index, [trial])
+                if isinstance(want, Exception):
+                    continue  # it can't be judged by so small a tensor
+                if not _steps_alike(optimizer, index, trial, want[0], [(size, dim)]):
+                    raise _cut_error(optimizer, "")
+            if len(sizes) > 1:
+                _check_state(optimizer, index, like, later[like].name)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, index: int, like: torch.Tensor, name: str) -> None:
+    """Refuses an optimizer whose state of a parameter can't be cut."""
+    most = round(_MANY_VALUES ** (1 / max(1, like.dim())))
+    probe = _stepped_probe(optimizer, index, [_Trial([min(size, most) for size in like.shape], like.device, 4)])
+    if not isinstance(probe, Exception):
+        (parameter,) = probe.param_groups[0]["params"]
+        check_cuttable(probe.state[parameter], parameter, name)
+
+
+def _cut_error(optimizer: torch.optim.Optimizer, cause: str) -> ValueError:
+    return ValueError(
+        f"`{optimizer_name(optimizer)}` can't be used with `tp_size` above 1: it can't update matrices that are cut "
+        f"over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer that updates "
+        'each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`, which `resilience` keeps.'
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -257,10 +306,10 @@ class _Trial:
         self.gradients = gradients.to(device)
 
 
-def _divisible_shape(like: torch.Tensor) -> list[int]:
-    """Returns a small shape whose sharded dimension can be cut."""
+def _divisible_shape(like: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns a small shape whose dimensions can be cut into these numbers of parts."""
     shape = [min(size, 4) for size in like.shape]
-    for count, _, dim in _cuts(like):
+    for count, dim in cuts:
         shape[dim] = 2 * count
     return shape
 
@@ -290,7 +339,15 @@ def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _stepped(
     optimizer: torch.optim.Optimizer, index: int, trials: Sequence[_Trial], likes: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor] | Exception:
-    """Steps small parameters a few times, by a copy of the optimizer with the settings of one group."""
+    """Returns small parameters after a few steps, see [`_stepped_probe`]."""
+    probe = _stepped_probe(optimizer, index, trials, likes)
+    return probe if isinstance(probe, Exception) else [p.detach() for p in probe.param_groups[0]["params"]]
+
+
+def _stepped_probe(
+    optimizer: torch.optim.Optimizer, index: int, trials: Sequence[_Trial], likes: Sequence[torch.Tensor] = ()
+) -> Any:
+    """A copy of the optimizer that has stepped small parameters a few times, with one group; an error if it fails."""
     likes = likes or [trial.value for trial in trials]
     parameters = [nn.Parameter(_as(trial.value, like)) for trial, like in zip(trials, likes, strict=True)]
     settings = {key: value for key, value in optimizer.param_groups[index].items() if key != "params"}
@@ -307,7 +364,7 @@ def _stepped(
             probe.step()
     except Exception as error:  # whatever it is, it would come in the first step of training
         return error
-    return [parameter.detach() for parameter in parameters]
+    return probe
 
 
 def _like(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
@@ -319,6 +376,7 @@ def _like(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
     probe: Any = object.__new__(type(optimizer))
     plain = (dict, list, set)
     probe.__dict__.update({k: copy.copy(v) if isinstance(v, plain) else v for k, v in vars(optimizer).items()})
+    probe.__dict__.pop("step", None)  # of this optimizer, as schedules wrap it
     probe.param_groups, probe.state = [group], defaultdict(dict)
     probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return probe

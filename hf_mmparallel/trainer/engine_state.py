@@ -45,7 +45,7 @@ from ..modeling.loss import IGNORE_INDEX
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
 from ..resilience.pipelines import module_settings
-from ..runtime.optimizers import give_same_groups, prepare_optimizer
+from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimizer
 from ..runtime.out_of_memory import mark_steps
 from ..steps.representatives import DEFAULT_ARRANGEMENT
 from ..world import raise_on_all_ranks
@@ -281,9 +281,13 @@ class EngineState:
         trainer, engine = self.trainer, self.trainer.engine
         with raise_on_all_ranks("preparing the optimizer"):
             mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
-            if trainer.args.resilience is not None:
+            later = None
+            if self.layouts is not None:
                 give_same_groups(optimizer, trainer.world)
-            prepare_optimizer(optimizer, engine.holds_all_trained, trainer.world, engine.slices, engine.storage)
+                named = dict(trainer.model.named_parameters())
+                cuts = self.layouts[0].tp_cuts().items()
+                later = {named[name]: PossibleCuts(name, *of_name) for name, of_name in cuts if name in named}
+            prepare_optimizer(optimizer, engine.holds_all_trained, trainer.world, engine.slices, engine.storage, later)
         self.prepared_optimizer = optimizer
 
     def gather_model(self) -> PreTrainedModel | None:

@@ -79,6 +79,16 @@ class NodeLayouts:
         """What ranks have to send each other, by their ranks in the new layout."""
         return state_transfers(self._spec, before, after)
 
+    def tp_cuts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Parameter that some plan cuts -> the dimension that is cut, and the sizes of the tp groups of all plans."""
+        result = {}
+        for name, parameter in self._spec.parameters.items():
+            modules = {module for module, _ in self._spec.used_at[name]}
+            sizes = sorted(set().union(*(self.planner.plans.chain.tp_sizes[module] for module in modules)))
+            if parameter.tp_dim is not None and sizes[-1] > 1:
+                result[name] = parameter.tp_dim, tuple(sizes)
+        return result
+
     def needed_parameters(self, layout: ClusterPlan, rank: int) -> list[str]:
         """The parameters that a rank holds."""
         return [name for name, shards in parameter_shards(self._spec, layout.plan).items() if shards.on_rank(rank)]

@@ -263,6 +263,8 @@ class Survival:
         return JoinState.of(self.trainer, self.run.steps).to_bytes()
 
     def held_parameters(self) -> dict[str, HeldParameter]:
+        """What this rank holds for the next layout; not gradients, which belong to a step that is done or repeated."""
+        self.trainer.optimizer.zero_grad()
         return held_parameters(self.trainer.model, self.run.prepared_optimizer)
 
     def follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:

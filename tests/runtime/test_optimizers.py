@@ -17,7 +17,7 @@ from hf_mmparallel.plan import Cut, ParameterShards, SyncGroup
 from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
 from hf_mmparallel.runtime.optimizer_loading import load_optimizer
 from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
-from hf_mmparallel.runtime.optimizers import prepare_optimizer
+from hf_mmparallel.runtime.optimizers import PossibleCuts, prepare_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.runtime.writes import Writes
 from hf_mmparallel.world import World
@@ -247,6 +247,58 @@ def test_optimizers_that_need_all_parameters_or_whole_ones_are_refused_on_parts(
     prepared(cls, model)
     with pytest.raises(ValueError, match=cause):
         prepared(cls, model, holds_all, slices=slices_of(model, 0) if on_slices else None)
+
+
+def test_a_schedule_does_not_keep_an_optimizer_from_being_tried():
+    model = model_of(torch.float32, None)
+    optimizer = ByPlace(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # lets `step` of this optimizer count
+    with pytest.raises(ValueError, match="`tests.ByPlace`"):
+        prepare_optimizer(optimizer, holds_all=False, world=World())
+
+
+class ByRows(Plain):
+    """Has a value of its state for each row, of which parts of rows update alike."""
+
+    def update(self, index: int, parameter: torch.Tensor, lr: float, state: dict[str, Any]) -> None:
+        state["rows"] = torch.zeros(len(parameter))
+        super().update(index, parameter, lr, state)
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes", "cause"),
+    [
+        (ByPlace, (), "`tests.ByPlace`.*`resilience`"),
+        (ByNorm, (1, 2), "`tests.ByNorm`.*`tp_size`"),
+        (ByNorm, (2,), "`tests.ByNorm`.*`tp_size`"),
+        (Adafactor, (1, 2), "`transformers.Adafactor`"),
+        (ByRows, (1, 2), "`rows` of `matrix`"),
+    ],
+)
+def test_optimizers_that_a_later_plan_could_not_use_are_refused_at_the_start(cls, sizes, cause):
+    model = nn.Module()
+    model.register_parameter("matrix", nn.Parameter(torch.randn(64, 80)))
+    model.register_parameter("bias", nn.Parameter(torch.randn(64)))
+    prepared(cls, model)
+    with pytest.raises(ValueError, match=cause):
+        prepared(cls, model, later={model.matrix: PossibleCuts("matrix", 0, sizes)} if sizes else {})
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(torch.optim.AdamW, (1, 2)), (ByRows, (2,)), (Adafactor, ())])
+def test_optimizers_that_later_plans_can_use_are_not_refused(cls, sizes):
+    model = model_of(torch.float32, None)
+    prepared(cls, model, later={model.rows: PossibleCuts("rows", 0, sizes)} if sizes else {})
+
+
+def test_8_bit_state_is_refused_where_later_plans_cut_it():
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes has the 8-bit optimizers")
+    # an earlier Trainer of this process gives the embedding 32 bits, by its place, in all optimizers
+    bitsandbytes.optim.GlobalOptimManager.get_instance().index2config.clear()
+    model = nn.Module()
+    model.register_parameter("matrix", nn.Parameter(torch.randn(64, 80)))
+    prepared(bitsandbytes.optim.AdamW8bit, model, later={model.matrix: PossibleCuts("matrix", 0, (2,))})
+    with pytest.raises(ValueError, match="of `matrix`"):
+        prepared(bitsandbytes.optim.AdamW8bit, model, later={model.matrix: PossibleCuts("matrix", 0, (1, 2))})
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_mmparallel.trainer import recovery_plan
 from tests import tiny
 from tests.distributed import run_distributed
 
@@ -104,3 +105,26 @@ def test_optimizers_by_matrix_are_refused_under_tensor_parallelism(tmp_path: Pat
     attempts = {cls: (TP2, None, {**arguments, **TWO_STEPS}) for cls, arguments in BY_MATRIX.items()}
     for said in run_distributed(_refusals, 2, tmp_path, attempts):
         assert all(f"`{cls}`" in said[cls] and "`tp_size`" in said[cls] for cls in BY_MATRIX)
+
+
+def _prepare_for_later_plans(settings: Any) -> dict[str, str]:
+    """What each optimizer says on a rank of copies of the whole model, which later plans may cut; empty if nothing."""
+    said = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recovery_plan._environment, "launch_settings", lambda: {"id": 0})
+        for name in ("adafactor", "adamw_torch"):
+            resilience = {"failures": 1, "ranks_per_node": 2}
+            trainer = runs.make_trainer("llama", settings, optim=name, resilience=resilience)
+            trainer.create_optimizer_and_scheduler(1)
+            try:
+                trainer._run.prepare_optimizer(trainer.optimizer)
+            except ValueError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_an_optimizer_that_a_plan_after_a_loss_could_not_use_is_refused_before_the_first_step():
+    for said in run_distributed(_prepare_for_later_plans, 4, "auto"):
+        assert set(said) == {"adafactor"} and "`tp_size=1`" in said["adafactor"]
+    whole = {"auto": True, "modules": {LM: {"tp_size": 1}}}
+    assert run_distributed(_prepare_for_later_plans, 4, whole) == [{}] * 4, "templates cut no matrix"

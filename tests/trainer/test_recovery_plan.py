@@ -86,6 +86,9 @@ def test_stages_have_any_size_that_the_settings_leave_open() -> None:
     layouts = layouts_of(MultimodalParallelPlugin.from_any(settings), activation_checkpointing=True)
     chain = layouts.planner.plans.chain
     assert chain.tp_sizes == {"vision": (1,), LANGUAGE_MODEL: (1, 2)}
+    cuts = layouts.tp_cuts()
+    assert {sizes for _, sizes in cuts.values()} == {(1, 2)} and not any("vision" in name for name in cuts)
+    assert sorted({dim for dim, _ in cuts.values()}) == [0, 1], "rows of some matrices, columns of others"
     first = layouts.planner.first()
     assert all(module.activation_checkpointing for module in first.plan.modules.values())
     adopted = layouts.planner.adopt(first.plan)
