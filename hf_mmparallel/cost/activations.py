@@ -185,15 +185,15 @@ def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> 
     """Share of each parameter of a layer on one rank of a tp group."""
     module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
     shape = LayerShape.of(module_spec, uses)
-    inside, is_head = 0 <= index < module_spec.num_layers, module == LANGUAGE_MODEL and index == module_spec.num_layers
-    # vectors, embeddings, projectors and attention with a fused qkv matrix are replicated
+    inside, is_language = 0 <= index < module_spec.num_layers, module == LANGUAGE_MODEL
+    # vectors, projectors, positions and attention with a fused qkv matrix are replicated
     whole = () if is_split(shape.attention) else tuple(matrix.name for matrix in shape.attention)
     result = {}
     for use in uses:
         name = use.parameter.name
-        is_whole = use.parameter.replicated or len(use.parameter.shape) < 2
-        is_whole |= name in spec.tied or name.startswith(whole)
-        result[name] = 1.0 / tp_size if (inside or is_head) and not is_whole else 1.0
+        is_cut = inside or (is_language and (index == module_spec.num_layers or use.parameter.is_lookup))
+        is_whole = use.parameter.replicated or len(use.parameter.shape) < 2 or name.startswith(whole)
+        result[name] = 1.0 / tp_size if is_cut and not is_whole else 1.0
     return result
 
 

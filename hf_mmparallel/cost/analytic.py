@@ -269,12 +269,15 @@ class AnalyticLayers:
         ranks = range(self.first_rank, self.first_rank + tp_size)
         hidden = module_spec.hidden_size * self.value_bytes
         one = all_reduce(self.device, ranks).of_tokens(hidden)
-        if tp_size == 1 or index < 0:
+        if tp_size == 1:
             return Polynomial(), Polynomial()
-        if index == module_spec.num_layers:
-            is_cut = module_spec.name == LANGUAGE_MODEL and shape.matrices and not self.engine.merged_sums
-            if not is_cut or any(use.parameter.name in self.spec.tied for use in uses if use.multiplies):
+        if not 0 <= index < module_spec.num_layers:
+            words = [use for use in uses if (use.parameter.is_lookup if index < 0 else use.multiplies)]
+            is_cut = module_spec.name == LANGUAGE_MODEL and words and not self.engine.merged_sums
+            if not is_cut or any(use.parameter.replicated for use in words):
                 return Polynomial(), Polynomial()
+            if index < 0:  # the sum of what the ranks look up
+                return one, Polynomial()
             # of a head that is split by rows each rank gathers the numbers of the loss from all others
             return all_reduce(self.device, ranks).of_tokens(tp_size * _LOSS_BYTES / 2), one
         if self.engine.hidden_sums:

@@ -1,6 +1,6 @@
 """
-Linear layers that the ranks of a tensor-parallel group share, on plain tensors: column- and row-parallel products
-(Shoeybi et al., Megatron-LM, 2019, section 3).
+Linear layers and embeddings that the ranks of a tensor-parallel group share, on plain tensors: column- and
+row-parallel products, and lookups of the words of each rank (Shoeybi et al., Megatron-LM, 2019, section 3).
 
 transformers computes these layers on `DTensor`s, which derive the layout of each operation anew for rows of another
 length. That takes longer than the products, and batches of multimodal samples have another length in each step.
@@ -23,12 +23,16 @@ from .lazy_logits import return_lazy_logits
 from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph
 
 # The columns of a matrix are the features that it returns; its rows are those that it takes.
-_COLUMN_STYLES = ("colwise", "colwise_gather_output", "colwise_rep")
 _ROW_STYLES = ("rowwise",)
+LOOKUP_STYLE = "embedding_rowwise"
+HEAD_STYLES = ("colwise_gather_output", "colwise_rep")
+_COLUMN_STYLES = ("colwise", *HEAD_STYLES)
 
 
-def shares_linear(layer: nn.Module, style: str, tp_size: int) -> TypeGuard[nn.Linear]:
-    """Returns whether `use_plain_tensors` computes a layer of this style: a linear one that all ranks cut alike."""
+def has_plain_form(layer: nn.Module, style: str, tp_size: int) -> TypeGuard[nn.Linear | nn.Embedding]:
+    """Returns whether `use_plain_tensors` computes a layer of this style: one that all ranks cut alike."""
+    if isinstance(layer, nn.Embedding):
+        return style == LOOKUP_STYLE and layer.num_embeddings % tp_size == 0
     if type(layer) is not nn.Linear:  # one that is quantized computes its product in another way
         return False
     if style in _COLUMN_STYLES:
@@ -36,13 +40,16 @@ def shares_linear(layer: nn.Module, style: str, tp_size: int) -> TypeGuard[nn.Li
     return style in _ROW_STYLES and layer.in_features % tp_size == 0
 
 
-def use_plain_tensors(layer: nn.Linear, style: str, mesh: DeviceMesh) -> None:
+def use_plain_tensors(layer: nn.Linear | nn.Embedding, style: str, mesh: DeviceMesh) -> None:
     """
-    Lets a linear layer whose parameters are cut compute on plain tensors, in place. A column-parallel one takes all
-    features and returns those of this rank, or for the styles that gather, which are those of a head, lazy ones of
-    all ranks; a row-parallel one takes those of this rank and returns all.
+    Lets a layer whose parameters are cut compute on plain tensors, in place. A column-parallel one takes all features
+    and returns those of this rank, or for the styles that gather, which are those of a head, lazy ones of all ranks; a
+    row-parallel one takes those of this rank and returns all. An embedding takes and returns all.
     """
     group = mesh.get_group()
+    if isinstance(layer, nn.Embedding):
+        layer.forward = _vocabulary_parallel(layer, group)  # type: ignore[method-assign]
+        return
     layer.graph_inputs = None  # type: ignore[assignment]
     if style in _ROW_STYLES:
         layer.forward = _row_parallel(layer, group)  # type: ignore[method-assign]
@@ -95,5 +102,25 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tenso
         product = functional.linear(input, weight)
         output = sum_in_graph(product, name) if torch.compiler.is_compiling() else Sum.apply(product, group)
         return output if bias is None else output + bias  # which each rank has whole
+
+    return forward
+
+
+def _vocabulary_parallel(layer: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    num_words, look_up = layer.num_embeddings // group.size(), layer.forward  # which may scale what it looks up
+    first, padding = group.rank() * num_words, layer.padding_idx
+    own_padding = padding - first if padding is not None and first <= padding < first + num_words else None
+
+    def forward(input: Tensor) -> Tensor:
+        word = input - first
+        is_elsewhere = (word < 0) | (word >= num_words)
+        # hides the parameter of this name
+        layer.__dict__.update(weight=local(layer.weight), padding_idx=own_padding)
+        try:
+            vectors = look_up(word.masked_fill(is_elsewhere, 0))
+        finally:
+            del layer.__dict__["weight"]
+            layer.padding_idx = padding
+        return Sum.apply(vectors.masked_fill(is_elsewhere[..., None], 0.0), group)
 
     return forward

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..plan import ModelSpec, ModuleSpec
 from .dtensors import from_shard
-from .parallel_linear import shares_linear, use_plain_tensors
+from .parallel_linear import HEAD_STYLES, LOOKUP_STYLE, has_plain_form, use_plain_tensors
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -126,7 +126,7 @@ class _Styles:
         style = self.plan.get(name, "")
         is_packed, style = style.startswith("packed_"), style.removeprefix("packed_")
         blocks = 2 if is_packed and num_dims > 1 else 1
-        if style.startswith("colwise"):
+        if style.startswith("colwise") or style == LOOKUP_STYLE:
             return max(num_dims - 2, 0), blocks
         is_whole = num_dims == 1 if is_packed else name.rpartition(".")[2] == "bias"
         return (num_dims - 1, blocks) if style.startswith("rowwise") and not is_whole else (None, 1)
@@ -273,6 +273,26 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
         inside = not own and (name.rpartition(".")[0] in held or any(p.startswith(name + ".") for p in names))
         if style is not None and (parameters or inside):
             result.plan[name] = style
+    result.plan |= _lookup_styles(model, given, names)
+    return result
+
+
+def _lookup_styles(model: nn.Module, given: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    """Maps embeddings whose words the model's plan shares out, and heads that are tied to them, to styles."""
+    layers: dict[str, dict[str, nn.Module]] = {}  # parameter -> the layers that have it
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, layer in model.named_modules():
+        for parameter in layer.parameters(recurse=False):
+            layers.setdefault(first[id(parameter)], {})[name] = layer
+    result: dict[str, str] = {}
+    wanted = {name for name, style in (getattr(model, "tp_plan", None) or {}).items() if style == LOOKUP_STYLE}
+    for parameter, users in layers.items():
+        lookups = {name: layer for name, layer in users.items() if isinstance(layer, nn.Embedding)}
+        heads = {name: given.get(name, "") for name in users.keys() - lookups.keys()}
+        # what adapters wrap has another name, and is looked up or multiplied by them, too
+        is_cut = parameter in names and lookups and lookups.keys() <= wanted and {*heads.values()} <= {*HEAD_STYLES}
+        if is_cut and not any(layer.max_norm or layer.sparse for layer in lookups.values()):
+            result |= dict.fromkeys((parameter, *lookups), LOOKUP_STYLE) | heads
     return result
 
 
@@ -316,10 +336,10 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
     whose gradients are shares. All ranks of the mesh hold the same weights and call this. Sharded parameters become
     `DTensor`s; activations between layers stay plain tensors, equal on all ranks.
 
-    The decoder and the head follow the model's own plan (`model.tp_plan`). In towers without one, separate query, key
-    and value projections and the feed-forward layers are split. Fused `qkv` projections, projectors, norms and
-    embeddings (also tied ones) stay replicated. LoRA matrices follow the layer that they adapt; adapters without a
-    tensor-parallel form raise `ValueError`.
+    The decoder, its embedding and the head follow the model's own plan (`model.tp_plan`). In towers without one,
+    separate query, key and value projections and the feed-forward layers are split. Fused `qkv` projections,
+    projectors, norms, and embeddings with adapters, or tied to a head with some, stay replicated. LoRA matrices follow
+    the layer that they adapt; adapters without a tensor-parallel form raise `ValueError`.
     """
     if mesh.size() == 1:
         return set()
@@ -330,14 +350,20 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
         _localize_widths(attention, mesh.size())
     modules = dict(model.named_modules())
     others = {}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.plan.items():
         layer = modules.get(name)
-        if layer is not None and shares_linear(layer, style, mesh.size()):
+        if layer is not None and has_plain_form(layer, style, mesh.size()):
             use_plain_tensors(layer, style, mesh)
         else:
             others[name] = style
     apply_tensor_parallelism(model, mesh, others)
     _drop_full_storage(model, styles.plan)
+    for name, owner in tied.items():
+        if name != owner:
+            parent, _, attribute = name.rpartition(".")
+            model.get_submodule(parent)._parameters[attribute] = model.get_parameter(owner)
     _check_placements(model, module, styles, owned)
     return styles.partial
 

@@ -33,8 +33,7 @@ class ParameterSpec:
     # fraction of its elements that each token is multiplied with: `experts per token / experts` in a mixture of
     # experts
     active_share: float = 1.0
-    # the dimension that tensor parallelism shards; `None` where each rank of a tp group has all of it, as of norms and
-    # embeddings
+    # the dimension that tensor parallelism shards; `None` where each rank of a tp group has all of it, as of norms
     tp_dim: int | None = 0
     # equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor
     tp_blocks: int = 1

@@ -255,8 +255,9 @@ def _flatten_gradients(bucket: Sequence[LocalShard], copied: list[tuple[LocalSha
         gradient: Any = shard.parameter.grad
         view = view.view(values.shape)
         if shard.region is not None:
-            # regions of gradients stay where they are
-            copied.append((shard, view))
+            # regions of gradients stay where they are; one alone may be summed there
+            if view.data_ptr() != values.data_ptr():
+                copied.append((shard, view))
         else:
             shard.parameter.grad = from_shard(view, gradient) if isinstance(gradient, DTensor) else view
     return flat

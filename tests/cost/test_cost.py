@@ -139,16 +139,20 @@ def test_the_first_trained_layer_runs_back_through_its_own_inside():
 def test_time_follows_ranks_and_their_sums():
     spec = model(tied=False)
     whole, half = cost_of(spec), cost_of(spec, language_model=ModulePlugin(tp_size=2))
-    sums = LAYERS * 2 * 2 * HIDDEN * 20 / H100.link_bytes_per_ms(range(2))  # two rings a layer, two bytes a value
+    link_ms = 20 / H100.link_bytes_per_ms(range(2))  # of a byte of each token
+    num_sums = 2 * LAYERS + 1  # two a layer, and that of the embeddings
+    sums = num_sums * 2 * HIDDEN * link_ms  # rings, two bytes a value
     # What tensor parallelism does not cut: norms, residuals, lookups, and one side of each matrix.
     kept_whole = LAYERS * (NORM_BYTES + 2 * 3 * 2 * HIDDEN + 2 * 6 * HIDDEN) + LOOKUP_BYTES
     assert half(FORWARD) == pytest.approx(whole(FORWARD) / 2 + sums + 20 * kept_whole / 2 * BYTE_MS)
     late = StepCost(analytic_costs(spec, replace(PLAIN, link_latency_us=3.0)), half.plan, half.step, SIZES)
-    assert late(FORWARD) - half(FORWARD) == pytest.approx(2 * LAYERS * 2 * 3e-3)  # two messages a sum
-    # A head that is tied to the embeddings is whole on both ranks, as is the loss.
-    head = HEAD * (20 * TOKEN_MS + READ_MS) + 20 * (2 * (HIDDEN + VOCABULARY) + LOSS_BYTES) * BYTE_MS
-    tied = [cost_of(model(), language_model=ModulePlugin(tp_size=size))(FORWARD) for size in (1, 2)]
-    assert tied[1] - head == pytest.approx(half(FORWARD)) and tied[0] - head == pytest.approx(whole(FORWARD))
+    assert late(FORWARD) - half(FORWARD) == pytest.approx(num_sums * 2 * 3e-3)  # two messages a sum
+    # Each rank has half of the words of a head that is tied to the embeddings; the loss gathers four numbers.
+    for size, without_head, gathered in ((1, whole, 0.0), (2, half, 16 * link_ms)):
+        head = HEAD / size * (20 * TOKEN_MS + READ_MS) + gathered
+        head += 20 * (2 * (HIDDEN + VOCABULARY / size) + LOSS_BYTES / size) * BYTE_MS
+        tied = cost_of(model(), language_model=ModulePlugin(tp_size=size))(FORWARD)
+        assert tied - head == pytest.approx(without_head(FORWARD))
 
 
 def test_each_matrix_that_is_cut_by_columns_sums_the_gradient_of_its_input():

@@ -46,10 +46,10 @@ def test_weights_and_optimizer_state_have_the_type_of_the_weights_and_gradients_
     # Master weights and two moments, all in float32.
     assert memory[0].gradients == 4 * projector and memory[0].optimizer == 12 * projector
     assert memory[0].master == 4 * projector and memory[0].host == 0
-    # Tied embeddings are whole on each rank, at both ends; their gradients are summed in a bucket.
-    half = 2 * LAYER_MATRICES / 2 + 2 * HIDDEN + HEAD
+    # Each rank has half of the words of tied embeddings, at both ends; their gradients are summed in a bucket.
+    half = 2 * LAYER_MATRICES / 2 + 2 * HIDDEN + HEAD / 2
     assert memory[1].weights == 2 * half and memory[1] == memory[2] and memory[3].weights == 2 * half
-    assert memory[1].gradients == 4 * half + 4 * HEAD
+    assert memory[1].gradients == 4 * half + 4 * HEAD / 2
     assert memory[1].total_gib == memory[1].total / 2**30
 
 

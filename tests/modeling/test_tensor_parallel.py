@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import DogeConfig, DogeForCausalLM
+from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp, with_tp_dims
@@ -20,8 +20,15 @@ from tests.distributed import run_distributed
 
 # Family -> ends of the names of parameters that must be sharded: of attention and of the feed-forward, by module
 SHARDED = {
-    "llama_tied": ("k_proj.weight", "up_proj.weight"),
-    "llava": ("self_attn.q_proj.bias", "fc1.bias", "k_proj.weight", "down_proj.weight", "lm_head.weight"),
+    "llama_tied": ("k_proj.weight", "up_proj.weight", "embed_tokens.weight"),
+    "llava": (
+        "embed_tokens.weight",
+        "self_attn.q_proj.bias",
+        "fc1.bias",
+        "k_proj.weight",
+        "down_proj.weight",
+        "lm_head.weight",
+    ),
     "qwen2_vl": ("fc1.weight", "k_proj.bias", "up_proj.weight"),
     "qwen3_vl_moe": ("mlp.linear_fc2.weight", "q_proj.weight", "experts.gate_up_proj", "experts.down_proj"),
     "voxtral": ("audio_tower.layers.0.self_attn.k_proj.weight", "fc1.weight", "up_proj.weight"),
@@ -121,7 +128,9 @@ def compare(family: str) -> None:
     for ending in SHARDED[family]:
         names = {name for name, _ in reference.named_parameters() if name.endswith(ending)}
         assert names and names <= sharded, ending
-    assert not any(word in name for name in sharded for word in ("embed", "multi_modal_projector"))
+    lookups = {name for name in sharded if "embed" in name}
+    assert {model.get_parameter(name) for name in lookups} == {model.get_input_embeddings().weight}
+    assert not any("multi_modal_projector" in name for name in sharded)
     if spec.tied:
         assert model.lm_head.weight is model.get_input_embeddings().weight
     check_equal(model, reference, batch, partial)
@@ -153,8 +162,39 @@ def with_adapters() -> int:
     return check_equal(model, reference, batch, shard(model, build_model_spec(model)))
 
 
+def with_odd_words(tied: bool) -> None:
+    """A number of words that the ranks can't share evenly, and a padding word."""
+    config = LlamaConfig(**{**tiny.TEXT, "vocab_size": tiny.VOCAB_SIZE + 1, "tie_word_embeddings": tied})
+    config.pad_token_id = tiny.VOCAB_SIZE - 1
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    batch = {
+        "input_ids": torch.randint(config.vocab_size, (2, 9)).index_fill(1, torch.tensor([4]), tiny.VOCAB_SIZE - 1)
+    }
+    reference = copy.deepcopy(model)
+    check_equal(model, reference, batch, shard(model, build_model_spec(model)))
+    assert model.model.embed_tokens.weight.to_local().shape[0] < config.vocab_size
+
+
+def adapted_words() -> None:
+    """Embeddings that adapters read too, or that are tied to a head with one, are whole on each rank."""
+    for targets in (["embed_tokens"], ["lm_head"]):
+        model, batch = build("llama_tied")
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
+        for name, parameter in model.named_parameters():  # equal on all ranks
+            torch.manual_seed(len(name))
+            if "lora" in name:
+                nn.init.normal_(parameter, std=0.1)
+        reference = copy.deepcopy(model)
+        check_equal(model, reference, batch, shard(model, build_model_spec(model)))
+        assert not isinstance(model.get_input_embeddings().weight, DTensor)
+
+
 def special_cases() -> tuple[int, set[str]]:
     """Sharded parameters of adapters, and those of which only the second layer is owned."""
+    with_odd_words(tied=False)
+    with_odd_words(tied=True)
+    adapted_words()
     with torch.device("meta"):
         on_meta = tiny.FAMILIES["llava"]()
     shard(on_meta, build_model_spec(on_meta))

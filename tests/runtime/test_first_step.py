@@ -196,12 +196,12 @@ def test_a_loss_that_is_not_finite_or_rounded_goes_on(ranks: list[dict[str, Any]
 
 def of_four() -> tuple[str | list[float], str | list[float], list[float]]:
     """
-    What is said of copies of a whole weight and of a shard that differ; then the sums of a norm and of an embedding
-    when each rank's kernels round in another way.
+    What is said of copies of a whole weight and of a shard that differ; then the sums of two norms when each rank's
+    kernels round in another way.
     """
     said = train("llava", SPLIT, NORM), train("llava", SPLIT, "lm_head.weight")
     trainer = runs.make_trainer("llava", SPLIT, seed=7)
-    names = [NORM, "model.language_model.embed_tokens.weight"]
+    names = [NORM, TOWER]
     for name in names:
         noise = torch.Generator().manual_seed(dist.get_rank())
         trainer.model.get_parameter(name).register_hook(

@@ -43,6 +43,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl, cut inside DeepStack, recomputed": ("qwen3_vl", 4, {VISION: AGAIN, LM: {"pp_size": 3, **AGAIN}}, {}),
     "voxtral, audio": ("voxtral", 3, PP2, {}),
     "llama, no encoder": ("llama_tied", 2, PP2, {"label_smoothing_factor": 0.1, **IN_CHUNKS}),
+    "llama, tied, tp 2 with stages": ("llama_tied", 4, {LM: {"tp_size": 2, "pp_size": 2}}, {}),
+    "gemma3, tied, scaled, tp 2": ("gemma3", 3, {LM: {"tp_size": 2}}, {}),
     "llava, frozen LM": ("llava", 4, {VISION: {"pp_size": 2}, LM: {"freeze": True, "pp_size": 2}}, {}),
     "llava, AdamW, linear schedule, tokens counted": ("llava", 3, PP2, {**ADAMW, **COUNTED}),
     "paligemma, tied, copies and stages": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2}}, {}),
@@ -56,6 +58,7 @@ CORE = (
     "qwen3_vl, cut inside DeepStack, recomputed",
     "voxtral, audio",
     "llama, no encoder",
+    "llama, tied, tp 2 with stages",
     "llava, frozen LM",
     "llava, AdamW, linear schedule, tokens counted",
 )

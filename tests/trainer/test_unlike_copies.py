@@ -34,6 +34,13 @@ def copies(*replicas: list[tuple[int, int, tuple[int, ...]]]) -> dict[str, Any]:
             ADAM,
             id="a copy of the LM on two ranks, one on a single rank",
         ),
+        pytest.param(
+            "llama_tied",
+            3,
+            {LM: copies([(0, 2, (0,)), (2, 4, (1, 2))])},
+            {},
+            id="stages on one rank and on two, tied embeddings",
+        ),
         deep(
             "qwen3_vl_moe",
             3,
