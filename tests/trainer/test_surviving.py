@@ -236,6 +236,7 @@ def test_too_few_that_are_left_save_the_run_and_say_so(tmp_path: Path):
 
 
 @live
+@pytest.mark.deep
 def test_a_collective_that_is_aborted_without_an_error_does_not_count(tmp_path: Path):
     """The device's backend leaves any numbers in the collectives that a process aborts, as NCCL does."""
     run = _run("three copies", tmp_path, ["2:3:norm:kill"], "--nccl")
