@@ -101,10 +101,12 @@ class SleepingStage:
     def input_shapes(self, batch: Any) -> Any:
         return self.stage.input_shapes(batch)
 
-    def __call__(self, batch: Any, hidden: Any, features: Mapping[str, Sequence[Any]]) -> list[torch.Tensor]:
+    def __call__(
+        self, batch: Any, hidden: Any, features: Mapping[str, Sequence[Any]], num_tokens: int
+    ) -> list[torch.Tensor]:
         (task,) = self.current
         if task not in self.shapes:
-            outputs = self.stage(batch, hidden, features)
+            outputs = self.stage(batch, hidden, features, num_tokens)
             self.shapes[task] = [output.shape for output in outputs]
             return outputs
         inputs = [*(hidden or []), *(value for values in features.values() for value in values if value is not None)]

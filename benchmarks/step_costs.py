@@ -218,7 +218,7 @@ def count_gradients(layout: Layout) -> dict[str, float]:
     counter = GradientBytes()
     places = [(GradientSync, name) for name in ("reach", "start", "finish")]
     places += [(GradientSums, name) for name in ("add", "wait", "take")]
-    places += [(engine, name) for name in ("scale_gradients", "gradient_norm", "clip_gradients")]
+    places += [(engine, name) for name in ("scale_gradients", "gradient_square", "clip_gradients")]
     with contextlib.ExitStack() as patches, tempfile.TemporaryDirectory() as folder:
         patches.enter_context(patch.object(optimizer_slices, "GRADIENT_BUCKET_BYTES", BUCKET_BYTES))
         for owner, name in places:

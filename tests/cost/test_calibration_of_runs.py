@@ -150,7 +150,7 @@ CUT = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(tp_size=2
 
 def test_sums_of_tensor_parallel_ranks_have_a_factor_of_their_own(tmp_path):
     """A machine that computes at another speed has the same links, and the other way round."""
-    linked = analytic_costs(SPEC, replace(CPU, collective_latency_us=200.0, link_gb_per_s=0.05))
+    linked = analytic_costs(SPEC, replace(CPU, collective_latency_us=200.0, link_gb_per_s=0.06))
     scale, slow = TimeScale(0.5), TimeScale(0.5, sum=3.0)
     computes, both = (
         corrected(linked, {LANGUAGE_MODEL: dict.fromkeys(KINDS, own), "vision": dict.fromkeys(KINDS, scale)})

@@ -66,7 +66,7 @@ def _run(layout: str, folder: Path, deaths: Sequence[str], *options: str, joins:
 
 
 IN_RECOVERIES = ["1:2:sum:kill", "3:2:copying:kill", "5:5:norm:kill", "6:5:laying_out:exit", "0:8:checkpoint:kill"]
-IN_STEPS = ["1:2:after_optimizer:stop", "4:3:evaluation:kill", "0:7:send:exit", "2:10:receive:raise"]
+IN_STEPS = ["0:2:send:exit", "4:3:evaluation:kill", "1:7:after_optimizer:stop", "2:10:sum:raise"]
 
 
 @pytest.mark.parametrize(
