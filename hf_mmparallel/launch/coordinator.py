@@ -33,6 +33,7 @@ class Coordinator:
         self._running: set[Member] = set()
         self._registered: set[Member] = set()  # they may be lost, until they finish
         self._finished: set[Member] = set()
+        self.is_over = False  # a process has trained to the end, and meets the others no more
         self.generation: Generation | None = None  # the newest; `None` until all launchers have reported their workers
         self.end: End | None = None  # `None` while processes run
         self.starting: list[Member] = []  # processes of launchers that join a running job, until they wait
@@ -107,6 +108,7 @@ class Coordinator:
     def _take_finished(self, id: int, node: int) -> list[Loss]:
         """A process has trained to the end. It will not meet the others again, so that no other may be lost."""
         self._registered.clear()
+        self.is_over = True
         return []
 
     def _take_left(self, id: int, node: int, generation: int, reason: str, time: float) -> list[Loss]:

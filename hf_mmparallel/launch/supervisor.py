@@ -369,7 +369,7 @@ class Supervisor:
         store = keys.connect(self._address, self._prefix)
         coordinator = Coordinator(self._num_nodes, self._before)
         waiting: list[int] = []
-        told_how_to_join = False
+        told_how_to_join = told_of_end = False
         while coordinator.end is None:
             events = [json.loads(store.queue_pop(keys.EVENTS))]
             if events[0]["kind"] in ("ended", "reported", "silent"):
@@ -382,6 +382,11 @@ class Supervisor:
                 readers = [*generation.members, *(loss.member for loss in generation.losses), *coordinator.waiting]
                 for member in readers:
                     store.queue_push(keys.news_key(member.id), generation.to_json())
+            if coordinator.is_over and not told_of_end and coordinator.generation is not None:
+                told_of_end = True
+                for member in coordinator.generation.members:
+                    store.queue_push(keys.news_key(member.id), json.dumps({"over": True}))
+                store.compare_set(keys.meeting_key(coordinator.generation.number), "", keys.ABANDONED)
             joinable = [member.id for member in coordinator.joinable]
             if coordinator.generation is not None and (joinable != waiting or (joinable and generation is not None)):
                 waiting = joinable

@@ -30,6 +30,7 @@ from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
 from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
 from ..world.generations import LEFT, Loss, put, take
+from ..world.membership import FinishedRunError
 
 T = TypeVar("T")
 Held = dict[str, HeldParameter]
@@ -242,7 +243,10 @@ class Recovery:
         try:
             value = self._sum(own)
         except Exception as error:
-            self._meet_after(error)
+            try:
+                self._meet_after(error)
+            except FinishedRunError:  # who has finished knew that all were done with the last work
+                return 0.0
             return None if self._num_done == before else self._value
         self._count_done(self._num_done + 1, value)
         return value

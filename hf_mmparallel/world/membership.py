@@ -69,6 +69,10 @@ class LostMemberError(RuntimeError):
     """This process has been declared lost; it may not train any longer."""
 
 
+class FinishedRunError(RuntimeError):
+    """Another process has trained to the end, and meets this one no more: what all had to do is done."""
+
+
 class Membership:
     """
     The membership of this process in the job. [`Membership.from_environment`] makes it.
@@ -103,6 +107,7 @@ class Membership:
         self._waiting: tuple[int, ...] = ()
         self._asks = False  # has let others in, and waits for the generation that has them
         self._error: RuntimeError | None = None
+        self._is_over = False
         self.generation: Generation | None = None
         first = self._read_generation(0)
         self._known.append(first)
@@ -235,13 +240,16 @@ class Membership:
 
         Raises:
             [`LostMemberError`]: If this process is not among its members.
+            [`FinishedRunError`]: If a member has finished.
             `TimeoutError`: If there is none: no member has been lost.
             `RuntimeError`: If the launcher of node 0 is gone.
         """
         with self._news:
-            self._news.wait_for(lambda: self._error is not None or self._is_decided(), timeout_s)
+            self._news.wait_for(lambda: self._error or self._is_over or self._is_decided(), timeout_s)
             if self._error is not None:
                 raise self._error
+            if self._is_over:
+                raise FinishedRunError("Another process has finished, and meets no more.")
             if not self._is_decided():
                 raise TimeoutError(
                     f"The launcher has reported no lost process within {timeout_s:g} s: all "
@@ -350,6 +358,10 @@ class Membership:
                 told = json.loads(news)
                 if "waiting" in told:
                     self._waiting = tuple(told["waiting"])
+                elif "over" in told:
+                    with self._news:
+                        self._is_over = True
+                        self._news.notify_all()
                 else:
                     self._take(Generation.from_json(news))
         except RuntimeError:  # the launcher of node 0, which has the store, is gone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -9,8 +11,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from hf_mmparallel.launch import running_job
 from hf_mmparallel.launch.running_job import forget_groups, parse_address, publish_job, take_place
-from hf_mmparallel.launch.supervisor import how_to_join
+from hf_mmparallel.launch.supervisor import Limits, Supervisor, how_to_join
+from hf_mmparallel.world import Membership
 from hf_mmparallel.world import generations as keys
+from hf_mmparallel.world.membership import FinishedRunError
 
 
 @pytest.fixture
@@ -83,3 +87,35 @@ def test_process_groups_of_an_earlier_start_are_forgotten(store):
     forget_groups(address)
     assert not store.check(["default_pg/0//cpu//0/0"]) and ours.check(["generation/0"])
     assert store.check(["none/torchelastic/role_info/0", keys.JOB])
+
+
+@pytest.fixture
+def members(store, tmp_path):
+    """Three members of a job, whose processes only wait."""
+    supervisor = Supervisor(("127.0.0.1", store.port), "job/0", 0, 1, Limits())
+    processes = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(3)]
+    supervisor.start({rank: (rank, process) for rank, process in enumerate(processes)})
+    place = {"node": 0, "host": "127.0.0.1", "port": store.port, "prefix": "job/0", "folder": str(tmp_path)}
+    found = [Membership({"id": id, **place}) for id in range(3)]
+    for member in found:
+        member.start(lambda: None)
+        member.register()
+    yield found
+    for process in processes:
+        process.kill()
+    supervisor.stop()
+
+
+@pytest.mark.distributed
+def test_nobody_waits_to_meet_a_process_that_has_finished(members):
+    first, second, third = members
+    third.report("it failed")
+    left = first.next_generation(30.0)
+    assert left.ids == (0, 1)
+    with ThreadPoolExecutor() as pool:
+        meeting = pool.submit(first.meet, left, 30.0)
+        second.finish()  # it had the last result before it heard of the loss
+        assert not meeting.result()
+    with pytest.raises(FinishedRunError):
+        first.next_generation(30.0)
+    first.finish()

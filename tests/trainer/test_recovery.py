@@ -18,6 +18,7 @@ from hf_mmparallel.runtime.held_state import HeldParameter
 from hf_mmparallel.trainer import recovery as module
 from hf_mmparallel.trainer.recovery import Recovery, RepeatedFailureError
 from hf_mmparallel.world.generations import Generation, Loss, Member
+from hf_mmparallel.world.membership import FinishedRunError
 
 
 @dataclass
@@ -281,6 +282,16 @@ def test_work_beside_steps_is_repeated_unless_another_rank_knows_that_all_are_do
 def test_an_error_of_this_rank_is_no_loss(case):
     with pytest.raises(ValueError, match="own"):
         case.recovery.run(lambda: int("own"))
+    assert not case.laid_out
+
+
+def test_the_last_work_counts_when_another_rank_has_finished(case):
+    def finished(timeout_s: float) -> Generation:
+        raise FinishedRunError("another process has finished")
+
+    case.lose_at_barrier(0, 0, 0.0)
+    case.launcher.next_generation = finished
+    assert case.recovery.complete(lambda: "the end") == "the end"
     assert not case.laid_out
 
 
