@@ -316,24 +316,26 @@ class Survival:
             of_transformers = any(kind.__module__ == _TRACKERS for kind in type(callback).__mro__)
             if of_transformers and hasattr(callback, "_initialized"):
                 callback._initialized = False  # most trackers note on all ranks that the first one has begun a run
-            if of_transformers:
-                self._call(callback, "on_init_end")
+            has_begun = not of_transformers or self._call(callback, "on_init_end")
             if of_transformers or isinstance(callback, ProgressCallback):
-                self._call(callback, "on_train_begin")
+                has_begun = has_begun and self._call(callback, "on_train_begin")
+            if not has_begun:  # else its next log would end this rank, and so on rank after rank
+                self.trainer.remove_callback(callback)
 
-    def _call(self, callback: Any, name: str, **kwargs: Any) -> None:
-        """Calls a callback; without one that fails the run goes on, since the next rank would fail in it, too."""
-        trainer, handler, recovery = self.trainer, self.trainer.callback_handler, self.recovery
+    def _call(self, callback: Any, name: str, **kwargs: Any) -> bool:
+        """Calls a callback; returns whether it did not fail, which is no reason for this rank to end."""
+        trainer = self.trainer
         about = {"model": trainer.model, "processing_class": trainer.processing_class, "optimizer": trainer.optimizer}
         try:
             getattr(callback, name)(trainer.args, trainer.state, trainer.control, **about, **kwargs)
         except Exception as error:
-            assert recovery is not None
-            if recovery.is_loss(error):
+            assert self.recovery is not None
+            if self.recovery.is_loss(error):
                 raise
-            handler.remove_callback(callback)
             logger.warning(
-                f"`{type(callback).__name__}.{name}` failed when ranks had changed, and is left out from now on: "
+                f"`{type(callback).__name__}.{name}` failed when ranks had changed; the training goes on: "
                 f"{type(error).__name__}: {error}",
                 main_process_only=False,
             )
+            return False
+        return True

@@ -208,6 +208,7 @@ def test_a_rank_that_is_first_now_begins_what_only_the_first_has():
     made: list[str] = []
     trainer = SimpleNamespace(
         callback_handler=handler,
+        remove_callback=handler.remove_callback,
         args=SimpleNamespace(push_to_hub=True),
         init_hf_repo=lambda: made.append("repository"),
         model="the model",
