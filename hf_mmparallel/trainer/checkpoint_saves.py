@@ -67,8 +67,8 @@ class CheckpointSaves:
         self._saved: SavedCheckpoint | None = None
         self._has_warned = self._has_advised = False
         self.has_given_up = False  # the last checkpoint, so that another one is due
-        self.best_before = BestCheckpoint()  # before the last evaluation
-        self._best_before_save = BestCheckpoint()  # before the evaluation that the last checkpoint came after
+        self._best_before = BestCheckpoint()  # before the last evaluation or save
+        self._best_before_save = BestCheckpoint()  # the same of the last checkpoint
         self._given_up: Path | None = None
         self._step_starts_s: deque[float] = deque(maxlen=_STEPS)
 
@@ -87,7 +87,7 @@ class CheckpointSaves:
             self._collecting = None
         self._save, self._state = save, copy.copy(state)
         self.has_given_up = False
-        self._best_before_save, self._given_up = self.best_before, None
+        self._best_before_save, self._given_up = self._best_before, None
         if save.writes.num_early and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -136,6 +136,10 @@ class CheckpointSaves:
             self._note_saved(save)
             self.has_given_up = True
             self._given_up = save.path
+
+    def note_best_before(self, state: TrainerState) -> None:
+        """Notes the best checkpoint before an evaluation, for a run that gives up the checkpoint of a better one."""
+        self._best_before = BestCheckpoint.of(state)
 
     def best_left(self, state: TrainerState) -> BestCheckpoint:
         """The best checkpoint that there is; the one before, if the best one had to be given up."""

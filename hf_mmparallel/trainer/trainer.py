@@ -37,7 +37,6 @@ from .argument_table import check_arguments, check_launcher
 from .arguments import MultimodalTrainingArguments, check_optimizer_class
 from .auto import SAVED_PLAN, AutoSearch, warn_of_other_settings
 from .build import RowChoice
-from .checkpoint_saves import BestCheckpoint
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
@@ -59,16 +58,6 @@ def under_plan(method: Callable) -> Callable:
         if not self.is_planned:
             return getattr(super(MultimodalParallelTrainer, self), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
-
-    return wrapper
-
-
-def on_surviving_ranks(method: Callable) -> Callable:
-    """Makes a method run again on the ranks that are left, when ranks are lost in it; see [`Recovery.complete`]."""
-
-    @functools.wraps(method)
-    def wrapper(self, *args, **kwargs):
-        return self._survival.complete(functools.partial(method, self, *args, **kwargs))
 
     return wrapper
 
@@ -355,8 +344,7 @@ class MultimodalParallelTrainer(Trainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        # The stock loop would read each loss for this; it does not until `floating_point_ops`, which comes next.
-        self.args.logging_nan_inf_filter = False
+        self.args.logging_nan_inf_filter = False  # else the loop reads each loss; until `floating_point_ops`
         return loss
 
     @under_plan
@@ -388,16 +376,11 @@ class MultimodalParallelTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """What a callback asks for on one rank, all ranks do: each of it is collective."""
         if self._survival.agree_on_control():
+            self._run.saves.note_best_before(self.state)
             super()._maybe_log_save_evaluate(*args, **kwargs)
             self._survival.agree_on_control()  # callbacks of what was done can stop the training
 
     # Evaluation
-
-    @under_plan
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Notes what was best before, to which a run goes back that gives up the checkpoint of a better one."""
-        self._run.saves.best_before = BestCheckpoint.of(self.state)
-        return super()._determine_best_metric(metrics, trial)
 
     @under_plan
     def evaluation_loop(
@@ -457,9 +440,11 @@ class MultimodalParallelTrainer(Trainer):
         save_layout(Path(output_dir) / SAVED_PLAN, self._engine.plan, self._engine.options.module_settings)
 
     @under_plan
-    @on_surviving_ranks
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Writes `checkpoint-N` such that it appears whole or not at all; with `async_save` while training goes on."""
+        self._survival.complete(lambda: self._write_checkpoint(trial))
+
+    def _write_checkpoint(self, trial: Any) -> None:
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with raise_on_all_ranks(f"saving `{folder.name}`"):

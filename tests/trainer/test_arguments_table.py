@@ -60,7 +60,7 @@ HONOURED = {
     "Evaluator._metrics": "include_for_metrics",
     "Evaluator.run": "eval_do_concat_batches",
     "MultimodalParallelTrainer._clip_grad_norm": "max_grad_norm",
-    "MultimodalParallelTrainer._save_checkpoint": "save_only_model",
+    "MultimodalParallelTrainer._write_checkpoint": "save_only_model",
     "MultimodalParallelTrainer._track_num_input_tokens": "include_num_input_tokens_seen",
     "MultimodalParallelTrainer.evaluation_loop": "prediction_loss_only",
     "MultimodalParallelTrainer.training_step": "torch_empty_cache_steps",

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import TrainerState
 
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.runtime import optimizer_checkpoint, writes
 from hf_mmparallel.trainer import checkpoint_saves
 from hf_mmparallel.trainer.argument_table import settings_without_plan
+from hf_mmparallel.trainer.checkpoint_saves import BestCheckpoint, CheckpointSaves
+from hf_mmparallel.world import World
 from tests.deep_cases import deep
 from tests.distributed import RankFailure, assert_ranks_raise, run_distributed
 
@@ -209,3 +214,44 @@ def test_a_training_that_fails_leaves_the_checkpoint_that_was_being_written(tmp_
 def test_it_is_said_to_have_no_effect_without_a_plan():
     args = MultimodalTrainingArguments(output_dir="out", use_cpu=True, async_save=True, report_to=[])
     assert "`async_save=True`" in "".join(settings_without_plan(args))
+
+
+@pytest.fixture
+def one_save(tmp_path: Path) -> Iterator[tuple[CheckpointSaves, TrainerState, Path]]:
+    """A checkpoint that is the best one so far and is being written, by the only rank."""
+    saves = CheckpointSaves(SimpleNamespace(async_save=True, save_total_limit=None), World())
+    state, folder = TrainerState(), tmp_path / "checkpoint-8"
+    BestCheckpoint(0.5, 4, str(tmp_path / "checkpoint-4")).give_to(state)
+    saves.note_best_before(state)
+    BestCheckpoint(0.4, 8, str(folder)).give_to(state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writes.FolderSave, "_complete", lambda save: None)  # others have not written
+        with saves.checkpoint(folder, state):
+            pass
+        yield saves, state, folder
+
+
+def test_a_checkpoint_in_whose_wait_ranks_are_lost_is_given_up(one_save, monkeypatch):
+    saves, _, _ = one_save
+
+    def lose(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(World, "raise_first", lose)
+    with pytest.raises(RuntimeError, match="closed"):
+        saves.finish()
+    saves.start_anew()
+    assert saves.has_given_up, "another one is due"
+
+
+def test_a_checkpoint_that_is_given_up_is_not_the_best_one(one_save):
+    saves, state, folder = one_save
+    before, best = BestCheckpoint(0.5, 4, str(folder.with_name("checkpoint-4"))), BestCheckpoint.of(state)
+    assert saves.best_left(state) == best
+    saves.start_anew()
+    assert saves.best_left(state) == before
+    BestCheckpoint(0.3, 12, str(folder)).give_to(state)  # a better one is not saved yet
+    assert saves.best_left(state) == BestCheckpoint(0.3, 12, before.path)
+    folder.mkdir()  # it was there when ranks were lost
+    best.give_to(state)
+    assert saves.best_left(state) == best

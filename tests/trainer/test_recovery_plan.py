@@ -224,3 +224,21 @@ def test_a_rank_that_is_first_now_begins_what_only_the_first_has():
     handler.add_callback(Broken())
     with pytest.raises(ConnectionRefusedError):
         survival._begin_on_first_rank()
+
+
+def test_the_logged_loss_and_the_norm_are_those_of_the_attempt_that_counts():
+    engine = SimpleNamespace(
+        device="cpu",
+        num_signs={"gave_up_save": 0},
+        gradient_square=lambda: torch.tensor(4.0),
+        norm_of_square=torch.sqrt,
+    )
+    trainer = SimpleNamespace(_engine=engine, _tr_loss=torch.tensor(5.0))
+    survival = Survival(trainer, SimpleNamespace(steps=SimpleNamespace(step_counts=lambda: None)))  # type: ignore
+    counts = iter([None, 9.0])
+    survival.recovery = SimpleNamespace(  # type: ignore[assignment]
+        commit=lambda own: own() and next(counts), run=lambda work: torch.tensor(3.0)
+    )
+    survival._loss = torch.tensor(2.0)  # of the attempt that was interrupted
+    assert survival.gradient_norm() == 3.0
+    assert trainer._tr_loss == 6.0
