@@ -36,7 +36,7 @@ class TimelineCallback(EngineCallback):
         if self.engine is None or state.global_step not in self.steps:
             return
         measured = self.complete(self.gather)
-        if not state.is_world_process_zero:
+        if measured is None or not state.is_world_process_zero:
             return
         with not_worth_a_run(f"The timeline of step {state.global_step}"):
             self.write(Path(self.folder or args.output_dir), state.global_step, measured, args)
@@ -73,10 +73,15 @@ class TimelineCallback(EngineCallback):
         leading = [span for span in measured if engine.first_rank(span.task) == span.rank]
         return {**panels, MEASURED: measured_balance(engine.current_step, leading)}
 
-    def gather(self) -> list[Span]:
-        """The tasks of the last step on all ranks, on one clock that starts with the first of them. Collective."""
-        assert self.engine is not None and self.engine.last_result is not None
+    def gather(self) -> list[Span] | None:
+        """
+        The tasks of the last step on all ranks, on one clock that starts with the first of them; `None` if the layout
+        has changed since. Collective.
+        """
+        assert self.engine is not None
         result = self.engine.last_result
+        if result is None:  # as on all ranks: each has a new engine
+            return None
         rows = self.engine.world.all_gather((result.started_s, result.record.timeline), "timelines of the ranks")
         first = min((1e3 * started + timed.start_ms for started, timeline in rows for timed in timeline), default=0.0)
         return [

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -214,6 +214,14 @@ def test_efficiency_is_in_the_log_timelines_on_disk_and_draws_are_equal(tmp_path
     written = sorted(path.name for path in Path("elsewhere").iterdir())
     assert written == [*files, "workloads-1.png", "workloads-3.png"]
     assert not (tmp_path / "out" / "timeline-1.png").exists()
+
+
+def test_a_step_in_which_the_layout_changed_has_no_timeline(tmp_path: Path):
+    # after the norm of all ranks a step counts, though the engine that ran it is gone
+    timeline = TimelineCallback(steps={2}, folder=tmp_path / "out")
+    timeline.engine = cast(Any, SimpleNamespace(last_result=None))
+    timeline.on_step_end(None, SimpleNamespace(global_step=2, is_world_process_zero=True), None)
+    assert not (tmp_path / "out").exists()
 
 
 def _check_timeline(stem: Path) -> None:
