@@ -1,0 +1,224 @@
+"""
+What a known good version makes of 200 random steps and of the cases of `benchmarks/search_quality.py`. Changes of how
+steps are ordered, timed and checked leave it as it is. Each input is stored beside its result.
+
+Both files are written anew only for a change that is meant to change them:
+
+```bash
+PYTHONPATH=benchmarks python -m tests.golden.recorded
+```
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from benchmarks.brute_force import named
+from benchmarks.search_quality import Case as Question
+from benchmarks.search_quality import multimodal_cases, text_cases
+from hf_mmparallel.cost import memory_timeline
+from hf_mmparallel.plan import ParallelPlan, StepPlan, SyncGroup
+from hf_mmparallel.schedule import (
+    DeadlockError,
+    Message,
+    Program,
+    ProgramError,
+    Task,
+    build_program,
+    check_program,
+    find_representatives,
+    simulate,
+    simulate_parts,
+)
+from hf_mmparallel.search.search import search_plans
+from tests.schedule.builders import Case, cases
+
+FOLDER = Path(__file__).parent
+STEPS, SEARCHES = FOLDER / "steps.json", FOLDER / "searches.json"
+NUM_STEPS, NUM_BROKEN = 200, 4
+
+Row = dict[str, Any]
+
+
+def row_of(case: Case) -> Row:
+    """The input of a random step, as JSON."""
+    step = case.step
+    return {
+        "plan": case.plan.to_dict(),
+        "step": {"samples": len(step.samples), "microbatches": step.microbatches, "targets": step.targets},
+        "sums": [asdict(group) for group in case.sync_groups],
+    }
+
+
+def case_of(row: Row) -> Case:
+    """A random step from its input."""
+    step, targets = row["step"], {name: tuple(names) for name, names in row["step"]["targets"].items()}
+    microbatches = {
+        name: tuple(tuple(map(tuple, replica)) for replica in replicas)
+        for name, replicas in step["microbatches"].items()
+    }
+    sums = [
+        SyncGroup(
+            tuple(group["ranks"]),
+            tuple(group["parameters"]),
+            tuple((name, replica, stage) for name, replica, stage in group["stages"]),
+            group["shard_size"],
+            group["zero_stage"],
+        )
+        for group in row["sums"]
+    ]
+    return Case(
+        ParallelPlan.from_dict(row["plan"]), StepPlan(tuple(range(step["samples"])), microbatches, targets), sums
+    )
+
+
+def cost_of(number: int) -> Callable[[Task], float]:
+    """Durations of tasks: alike in every third step, with many ties in every third, all different in the others."""
+
+    def cost(task: Task) -> float:
+        text = f"{number} {task}".encode()
+        drawn = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") / 2**32
+        alike = 1.0 if task.kind == "fwd" else 2.0
+        return (alike, alike + int(3 * drawn) / 3, alike * (0.5 + drawn))[number % 3]
+
+    return cost
+
+
+def result_of(case: Case, number: int) -> Row:
+    """What is made of a random step."""
+    plan, step, sums, cost = case.plan, case.step, case.sync_groups, cost_of(number)
+    program = build_program(plan, step, sums, cost)
+    evaluation = build_program(plan, step, sums, cost, training=False)
+
+    def travel_ms(message: Message) -> float:
+        return 0.25 if message.crosses_boundary else 0.125
+
+    representatives = find_representatives(plan, sums)
+    number_of = {index: number for number, indices in enumerate(representatives.represented) for index in indices}
+
+    def sum_ms(index: int) -> float:
+        return 0.5 + number_of[index] / 8
+
+    replay = simulate_parts(representatives, step, cost, training=False).iteration_ms
+    later = simulate_parts(representatives, step, cost, order_cost=cost_of(number + 1)).iteration_ms
+    alone, simulation = simulate(plan, program, cost), simulate(plan, program, cost, travel_ms, sum_ms)
+    peaks = sorted(simulation.peak_in_flight.items())
+    return {
+        "checksum": program.checksum,
+        "evaluation_checksum": evaluation.checksum,
+        "ends_ms": _weighted({span.task: (span.start_ms, span.end_ms) for span in alone.spans}),
+        "step_ms": simulation.iteration_ms,
+        "evaluation_ms": replay,
+        "reordered_ms": later,
+        "bubble": simulation.bubble_fraction,
+        "unlike": simulation.unlike_fraction,
+        "spans_ms": _weighted({span.task: (span.start_ms, span.end_ms) for span in simulation.spans}),
+        "sums_ms": sum(span.end_ms + span.rank * span.start_ms for span in simulation.sums),
+        "in_flight": sum(
+            peak * (1 + index) for index, (_, peak) in enumerate(sorted(simulation.peak_in_flight.items()))
+        ),
+        "broken": [_verdict(case, program, 10 * number + i) for i in range(NUM_BROKEN)],
+    }
+
+
+def _weighted(times_ms: Any) -> float:
+    """A sum of starts and ends in which no two tasks count the same."""
+    ordered = [times_ms[task] for task in sorted(times_ms)]
+    return float(sum((index + 1) * start + (index + 0.5) * end for index, (start, end) in enumerate(ordered)))
+
+
+def _verdict(case: Case, program: Program, number: int) -> str:
+    """What the checker says of a program in which two actions of a rank change places, or one is lost or doubled."""
+    generator = random.Random(number)
+    lists = {rank: list(actions) for rank, actions in program.actions.items()}
+    rank = generator.choice([rank for rank, actions in lists.items() if len(actions) > 1] or [0])
+    actions = lists[rank]
+    if len(actions) > 1:
+        i, j = generator.sample(range(len(actions)), 2)
+        change = generator.choice(["swap", "move", "drop", "double"])
+        if change == "swap":
+            actions[i], actions[j] = actions[j], actions[i]
+        elif change == "move":
+            actions.insert(j, actions.pop(i))
+        elif change == "drop":
+            actions.pop(i)
+        else:
+            actions.insert(j, actions[i])
+    try:
+        check_program(case.plan, case.step, case.sync_groups, Program({key: tuple(own) for key, own in lists.items()}))
+    except DeadlockError:
+        return "deadlock"
+    except ProgramError:
+        return "error"
+    return "valid"
+
+
+def search_result(question: Question) -> Row:
+    """The best layout of a question with its predicted time, bubble and memory."""
+    problem = named(question.problem())
+    best = search_plans(problem).best
+    memory = {rank: own.total for rank, own in best.prediction.memory.items()}
+    planned, prediction = best.prediction.planned, best.prediction
+    curves = memory_timeline(
+        problem.costs, prediction.plan, planned.step, prediction.sizes, prediction.simulation.spans
+    )
+    return {
+        "question": str(question),
+        "plan": str(best.candidate),
+        "step_ms": best.step_ms,
+        "bubble": prediction.simulation.bubble_fraction,
+        "memory": sum((rank + 1) * total for rank, total in memory.items()),
+        "memory_peaks": sum((rank + 1) * float(own.max()) for rank, (_, own) in curves.items()),
+        "memory_over_time": sum(float(np.trapezoid(own, times)) for times, own in curves.values()),
+    }
+
+
+def questions() -> dict[str, Question]:
+    """The cases of the search by name."""
+    return {str(question): question for question in (*text_cases(), *multimodal_cases())}
+
+
+def drawn_cases() -> list[Case]:
+    """Random steps, a third with generators and a third with replicas that run jointly."""
+    found: list[Case] = []
+
+    @seed(40)
+    @settings(
+        max_examples=4 * NUM_STEPS, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(st.one_of(cases(), cases(("image",)), cases(("image",), joint=True)))
+    def collect(case: Case) -> None:
+        if len(case.step.samples) >= 3 and len(found) < NUM_STEPS:
+            found.append(replace(case, plan=ParallelPlan.from_dict(case.plan.to_dict())))
+
+    collect()
+    return found
+
+
+def _lines() -> Iterator[str]:
+    for number, case in enumerate(drawn_cases()):
+        row = row_of(case)
+        # what is read is what was written
+        yield json.dumps(
+            {**row, "result": result_of(case_of(json.loads(json.dumps(row))), number)}, separators=(",", ":")
+        )
+
+
+def main() -> None:
+    STEPS.write_text("\n".join(_lines()) + "\n", encoding="utf-8")
+    rows = map(search_result, questions().values())
+    SEARCHES.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
