@@ -300,6 +300,7 @@ class Survival:
         for callback in list(trainer.callback_handler.callbacks):
             if hasattr(callback, "on_reconfigure"):
                 self._call(callback, "on_reconfigure", event=event)
+        is_logged = trainer.control.should_log
         trainer.log(
             {
                 "parallel/ranks": event.world_size,
@@ -307,6 +308,8 @@ class Survival:
                 "parallel/recovery_copied_mib": round(event.copied_bytes / 2**20, 3),
             }
         )
+        # A log takes what a callback asked for; the loss of a step whose callbacks were at work is still to come.
+        trainer.control.should_log = is_logged
 
     def _begin_on_first_rank(self) -> None:
         """Begins what only the first rank has, now that this one is it: bars, runs of trackers, the repository."""

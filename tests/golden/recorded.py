@@ -112,7 +112,6 @@ def result_of(case: Case, number: int) -> Row:
     replay = simulate_parts(representatives, step, cost, training=False).iteration_ms
     later = simulate_parts(representatives, step, cost, order_cost=cost_of(number + 1)).iteration_ms
     alone, simulation = simulate(plan, program, cost), simulate(plan, program, cost, travel_ms, sum_ms)
-    peaks = sorted(simulation.peak_in_flight.items())
     return {
         "checksum": program.checksum,
         "evaluation_checksum": evaluation.checksum,

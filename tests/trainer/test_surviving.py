@@ -247,12 +247,13 @@ def test_a_collective_that_is_aborted_without_an_error_does_not_count(tmp_path: 
 @pytest.mark.deep
 def test_trackers_go_on_where_rank_0_was_lost(tmp_path: Path):
     options = ["--trackers", "--timelines", "--average", "--best", "--async_save"]
-    run = _run("three copies", tmp_path, ["0:5:norm:kill"], *options)
+    run = _run("three copies", tmp_path, ["0:3:after_norm:kill"], *options)
     assert not faults(run, LAYOUTS["three copies"], reference(best=True))
     assert not checkpoint_faults(tmp_path / "run", run.output, reference())
-    every = {name: {0: [1, 2, 3, 4], 1: [5, 6, 7, 8, 9, 10, 11, 12]} for name in fake_trackers.NAMES}
+    every = {name: {0: [1, 2], 1: [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]} for name in fake_trackers.NAMES}
     assert fake_trackers.tracked(tmp_path) == every
-    assert (tmp_path / "run" / "timeline-5.png").is_file()
+    # The callback that draws the third step learns of the loss, and the step is still logged.
+    assert (tmp_path / "run" / "timeline-5.png").is_file() and not (tmp_path / "run" / "timeline-3.png").exists()
     assert all(Path(result["best"]).is_dir() for result in run.results.values())
 
 
