@@ -43,6 +43,17 @@ def recovery_overhead() -> str:
     return table(header, rows)
 
 
+def recovery_memory() -> str:
+    """Peak of each rank's device in a recovery."""
+    rows = []
+    for case in result("recovery_memory")["cases"]:
+        for rank, row in case["ranks"].items():
+            numbers = " | ".join(f"{row[name] / 2**20:.1f}" for name in ("held", "peak", "predicted"))
+            error = 100 * (row["predicted"] / row["peak"] - 1)
+            rows.append(f"| {case['case']} | {rank} | {numbers} | {error:+.1f} % |")
+    return table("| run | rank | held before, MiB | peak | predicted | error |", rows)
+
+
 def async_save() -> str:
     """Time that training waits for a save."""
     found = result("async_save")
@@ -73,6 +84,7 @@ def quotes() -> Iterator[str]:
 BLOCKS = {
     "recovery": recovery,
     "recovery_overhead": recovery_overhead,
+    "recovery_memory": recovery_memory,
     "async_save": async_save,
 }
 QUOTES = {"docs/benchmarks.md": quotes}

@@ -134,6 +134,17 @@ def test_the_state_is_that_of_the_parameters(family: str) -> None:
     assert frozen[-1] == chain.state_bytes[-1]
 
 
+def test_a_stage_without_gradients_leaves_room_for_the_copies_of_a_recovery() -> None:
+    """Of what is frozen a step has little beside the weights, and parts of another stage have to come beside them."""
+    costs = costs_of("llava")
+    frozen = {name: replace(module.with_frozen(True)) for name, module in costs.spec.modules.items()}
+    costs = costs.with_spec(replace(costs.spec, modules=frozen))
+    num_bytes = 4 * sum(parameter.num_elements for parameter in costs.spec.parameters.values())
+    for limit, fits in ((1.9 * num_bytes, False), (20 * num_bytes, True)):
+        chain = model_chain(costs, {}, typical(costs.spec), limit).chain
+        assert (np.asarray(chain.fits_in_flight)[0, 0, -1] > 0) == fits
+
+
 def test_less_memory_the_state_of_two_stages_and_wider_activations_leave_room_for_fewer() -> None:
     costs = costs_of("llava")
     wide = replace(costs, value_bytes=4)
