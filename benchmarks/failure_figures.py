@@ -44,14 +44,15 @@ def recovery_overhead() -> str:
 
 
 def recovery_memory() -> str:
-    """Peak of each rank's device in a recovery."""
+    """Peaks of the devices of the ranks that are left, in a recovery."""
     rows = []
     for case in result("recovery_memory")["cases"]:
-        for rank, row in case["ranks"].items():
-            numbers = " | ".join(f"{row[name] / 2**20:.1f}" for name in ("held", "peak", "predicted"))
-            error = 100 * (row["predicted"] / row["peak"] - 1)
-            rows.append(f"| {case['case']} | {rank} | {numbers} | {error:+.1f} % |")
-    return table("| run | rank | held before, MiB | peak | predicted | error |", rows)
+        cells = (
+            " / ".join(f"{rank[name] / 2**20:.1f}" for rank in case["ranks"].values())
+            for name in ("held", "peak", "predicted")
+        )
+        rows.append(f"| {case['case']} | {' | '.join(cells)} | {percent(case['largest_error'])} % |")
+    return table("| run | held before, MiB of each rank | peak | predicted | largest error |", rows)
 
 
 def async_save() -> str:
