@@ -6,9 +6,19 @@ import pytest
 import torch
 from torch import nn
 
+from hf_mmparallel.plan import StorageSettings
 from hf_mmparallel.runtime import held_state
-from hf_mmparallel.runtime.held_state import HeldParameter, Transfer, exchange, held_parameters, let_go
+from hf_mmparallel.runtime.held_state import (
+    HeldParameter,
+    Transfer,
+    exchange,
+    give_to_optimizer,
+    held_parameters,
+    let_go,
+    restore_state,
+)
 from hf_mmparallel.runtime.local_shards import Region
+from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.updated_copies import MASTER
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
@@ -32,6 +42,33 @@ def test_what_is_not_held_is_freed():
     assert model.weight.numel() == model.bias.numel() == 0 and not optimizer.state
     assert torch.equal(held["weight"].values, weight) and torch.equal(held["weight"].state["exp_avg"], moment)
     assert held["weight"].on_host == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_copies_in_float32_go_on_with_all_their_digits():
+    model = nn.Linear(4, 6, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def prepare(model: nn.Module) -> None:
+        prepare_optimizer(
+            optimizer, True, World(), None, dict.fromkeys(model.parameters(), StorageSettings(master_weights=True))
+        )
+
+    prepare(model)
+    for parameter in model.parameters():
+        parameter.grad_dtype, parameter.grad = torch.float32, torch.rand(parameter.shape)
+    optimizer.step()
+    held = held_parameters(model, optimizer)
+    let_go(model, optimizer)
+    new = nn.Linear(4, 6, device="meta")
+    for name, part in held.items():
+        setattr(new, name, nn.Parameter(part.values))
+    give_to_optimizer(optimizer, new, held)
+    prepare(new)
+    restore_state(optimizer, new, held)
+    for name, part in held_parameters(new, optimizer).items():
+        assert part.state.keys() == held[name].state.keys() >= {MASTER, "exp_avg"}
+        assert all(torch.equal(value, held[name].state[key]) for key, value in part.state.items())
+        assert not torch.equal(part.state[MASTER], part.values.float())
 
 
 def test_what_the_optimizer_has_or_copies_itself_does_not_come_to_the_device():
