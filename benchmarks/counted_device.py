@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -61,6 +62,26 @@ class Wait:
     where: str  # file and function of the package, or of who calls it
 
 
+class Memory:
+    """Bytes of the device's tensors, each storage once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.peak_bytes = 0
+        self._num_tensors: Counter[int] = Counter()  # by address of the storage
+
+    def add(self, tensor: CountedTensor) -> None:
+        """Counts a tensor until it is freed."""
+        storage = tensor.on_host.untyped_storage()
+        self._count(storage.data_ptr(), storage.nbytes(), 1)
+        weakref.finalize(tensor, self._count, storage.data_ptr(), storage.nbytes(), -1)
+
+    def _count(self, address: int, num_bytes: int, change: int) -> None:
+        before = self._num_tensors[address]
+        self._num_tensors[address] += change
+        self.num_bytes += num_bytes * ((before + change > 0) - (before > 0))
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+
 class Counts:
     """What has been counted so far."""
 
@@ -68,6 +89,7 @@ class Counts:
         self.waits: Counter[Wait] = Counter()
         self.copied_bytes: Counter[str] = Counter()  # by direction
         self.operations_s = 0.0  # processor time of operations on tensors of the device
+        self.memory: Memory | None = None  # counted from when it is set
 
     def wait(self, kind: str) -> None:
         """Counts a wait of the caller's caller."""
@@ -115,6 +137,8 @@ class CountedTensor(torch.Tensor):
             device=torch.device(NAME, 0),
         )
         result.on_host = on_host
+        if COUNTS.memory is not None:
+            COUNTS.memory.add(result)
         return result
 
     def __repr__(self, **kwargs: Any) -> str:

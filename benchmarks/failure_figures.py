@@ -43,6 +43,18 @@ def recovery_overhead() -> str:
     return table(header, rows)
 
 
+def recovery_memory() -> str:
+    """Peaks of the devices of the ranks that are left, in a recovery."""
+    rows = []
+    for case in result("recovery_memory")["cases"]:
+        cells = (
+            " / ".join(f"{rank[name] / 2**20:.1f}" for rank in case["ranks"].values())
+            for name in ("held", "peak", "predicted")
+        )
+        rows.append(f"| {case['case']} | {' | '.join(cells)} | {percent(case['largest_error'])} % |")
+    return table("| run | held before, MiB of each rank | peak | predicted | largest error |", rows)
+
+
 def async_save() -> str:
     """Time that training waits for a save."""
     found = result("async_save")
@@ -73,6 +85,7 @@ def quotes() -> Iterator[str]:
 BLOCKS = {
     "recovery": recovery,
     "recovery_overhead": recovery_overhead,
+    "recovery_memory": recovery_memory,
     "async_save": async_save,
 }
 QUOTES = {"docs/benchmarks.md": quotes}

@@ -8,11 +8,16 @@ step itself. The time limit after which a stopped process counts as lost is subt
 and death under `accelerate launch` without `resilience`: the job ends, is started again, reads the checkpoint of the
 step before the last one, and finishes one step; it then still has to repeat the one in which the process died.
 
+`recovery_memory.json` has the peak of the tensors of each rank's device, from when the gradients of the interrupted
+step are freed until the model is laid out, on a device that counts its tensors
+([`counted_device`](counted_device.py)).
+
 `overhead` has no deaths: blocks of steps with and without the functions of recovery take turns in one run, whose own
 time is also counted directly, and so is the processor time of its threads.
 
 ```bash
 python benchmarks/recovery.py
+python benchmarks/recovery.py --memory  # the peaks only
 python benchmarks/recovery.py --quick --out out/bench  # a minute; the numbers mean little
 ```
 """
@@ -44,6 +49,7 @@ CAUSES = {"SIGKILL": "kill", "exit": "exit", "exception": "raise", "SIGSTOP": "s
 HANG_S = 3.0
 DEATH_STEP, STEPS, SAVED_STEP = 6, 9, 4
 GOALS = {"total_s": 2.0, "detected_s": 0.5, "times_faster": 10.0, "overhead": 0.01}
+MEMORY_GOAL = 0.15  # of a predicted peak's error
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class Size:
 
 
 MODELS = {"small": (4, 64), "larger": (6, 384)}
+MEMORY_MODELS = {**MODELS, "wide": (8, 768)}  # whose state is larger than the window of copies
 
 
 @dataclass
@@ -147,6 +154,37 @@ def recovered(size: Size, cause: str) -> dict[str, float]:
         for part in ("detected", "detected_last", "total"):
             parts[part] -= HANG_S
     return parts
+
+
+def memory_of(size: Size, dtype: str) -> dict[str, Any]:
+    """The measured and the predicted peak of the device of each rank that is left, in bytes."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        death = f"{size.ranks - 1}:{DEATH_STEP}:forward:kill"
+        options = ["--resilience", "--memory", "--steps", str(DEATH_STEP), "--death", death]
+        run = launch(size, Path(name), options + ["--bf16"] * (dtype == "bfloat16"), elastic=True)
+    if run.returncode:
+        raise RuntimeError(f"{size.name}: exit code {run.returncode}.\n{run.output[-4000:]}")
+    ranks = {rank: row["memory"] for rank, rows in run.rows.items() for row in rows if "memory" in row}
+    error = max(abs(row["predicted"] / row["peak"] - 1) for row in ranks.values())
+    return {"case": f"{size.name}, {dtype}", "largest_error": round(error, 4), "ranks": ranks}
+
+
+def measure_memory(is_quick: bool, load: Sequence[float], folder: Path) -> None:
+    """Measures the peaks of recoveries on four ranks, and reports them."""
+    models = {"small": MODELS["small"]} if is_quick else MEMORY_MODELS
+    sizes = [Size(name, *shape, 4, True) for name, shape in models.items()]
+    cases = [memory_of(size, dtype) for size in sizes for dtype in ("float32", "bfloat16")[: 1 if is_quick else 2]]
+    largest_error = max(case["largest_error"] for case in cases)
+    result = {"cases": cases, "largest_error": largest_error, "goal": MEMORY_GOAL}
+    result |= {**common.machine(common.QUICK, load), "shapes": models}
+    numbers = ("held", "peak", "predicted")
+    table = Table("run", "rank", *(f"{name}, MiB" for name in numbers), "error", title="A device's peak in a recovery")
+    for case in cases:
+        for rank, row in case["ranks"].items():
+            cells = [f"{row[name] / 2**20:.2f}" for name in numbers]
+            table.add_row(case["case"], str(rank), *cells, f"{row['predicted'] / row['peak'] - 1:+.1%}")
+    notes = [f"Predictions are at most {largest_error:.1%} off; goal {MEMORY_GOAL:.0%}."]
+    common.report("recovery_memory", [table], notes, result, folder)
 
 
 def parts_of(rows: Sequence[dict[str, Any]], died_at: float) -> dict[str, float]:
@@ -250,9 +288,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results")
     parser.add_argument("--repeats", type=int, help="runs of each case")
     parser.add_argument("--steps", type=int, help="steps of the runs without failures")
+    parser.add_argument("--memory", action="store_true", help="only the peaks of memory")
     options = parser.parse_args()
     repeats, steps = options.repeats or (1 if options.quick else 3), options.steps or (20 if options.quick else 400)
     load = os.getloadavg()
+    measure_memory(options.quick, load, options.out)
+    if options.memory:
+        return
     sizes = [
         Size(name, *shape, ranks, pipelines)
         for name, shape in MODELS.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -12,12 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import counted_device
 import torch
 from chaos_worker import Deaths, Samples, collate, make_model
 from transformers import TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.resilience.state_copies import recovery_memory
 from hf_mmparallel.trainer.recovery import Recovery
+from hf_mmparallel.trainer.recovery_plan import NodeLayouts
 
 BLOCK = 5  # steps with recovery, or without, before the other way has its turn
 
@@ -41,6 +45,38 @@ class Notes(TrainerCallback):
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, event: Any = None, **kwargs: Any) -> None:
         self.note(event=vars(event))
+
+
+class PeakMemory(TrainerCallback):
+    """Notes the peak of the device's tensors in a recovery, from when gradients are freed, and what is predicted."""
+
+    def __init__(self, notes: Notes):
+        self.notes, self.memory = notes, counted_device.Memory()
+        self.trainer: Any = None
+        self.held_bytes = 0
+        self.layouts: Any = None
+        counted_device.COUNTS.memory = self.memory
+
+    def watch(self, trainer: Any) -> None:
+        """Notes where a recovery begins, and between which layouts."""
+        self.trainer, held_parameters, transfers = trainer, trainer._survival.held_parameters, NodeLayouts.transfers
+
+        def begin() -> Any:
+            held = held_parameters()
+            self.held_bytes = self.memory.peak_bytes = self.memory.num_bytes
+            return held
+
+        def noted(layouts: NodeLayouts, before: Any, after: Any) -> Any:
+            self.layouts = before, after
+            return transfers(layouts, before, after)
+
+        trainer._survival.held_parameters = begin
+        NodeLayouts.transfers = noted  # type: ignore[method-assign]
+
+    def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        member = self.trainer._survival.recovery.membership.id
+        predicted = recovery_memory(self.trainer.engine.spec, *self.layouts)[member]
+        self.notes.note(memory={"held": self.held_bytes, "peak": self.memory.peak_bytes, "predicted": predicted})
 
 
 class Turns(TrainerCallback):
@@ -105,6 +141,11 @@ def _processor_s(thread: threading.Thread) -> float:
 
 def make_arguments(options: argparse.Namespace) -> MultimodalTrainingArguments:
     """The arguments of a run."""
+    more = {}
+    if options.memory:
+        spec = options.folder / f"gpu-{os.environ['RANK']}.yaml"
+        spec.write_text("name: counted\nlike: h100\n")
+        more["gpu_spec"] = str(spec)
     return MultimodalTrainingArguments(
         output_dir=str(options.folder / "run"),
         parallel=options.parallel,
@@ -121,6 +162,7 @@ def make_arguments(options: argparse.Namespace) -> MultimodalTrainingArguments:
         disable_tqdm=True,
         remove_unused_columns=False,
         ddp_backend="gloo",
+        **more,
     )
 
 
@@ -137,19 +179,35 @@ def main() -> None:
     parser.add_argument("--resilience", action="store_true")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--turns", action="store_true")
+    parser.add_argument("--memory", action="store_true", help="on a device whose tensors are counted")
+    parser.add_argument("--bf16", action="store_true", help="weights in bfloat16, with copies in float32")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     deaths = Deaths(options.death, rank, options.folder)
     deaths.install()
-    turns = Turns()
+    with contextlib.ExitStack() as stack:
+        if options.memory:
+            del os.environ["ACCELERATE_USE_CPU"]  # by which accelerate would refuse another device
+            counted_device.init_process_group(rank, options.world_size, "env://")
+            stack.enter_context(counted_device.train_on_device())
+        train(options, deaths, rank)
+
+
+def train(options: argparse.Namespace, deaths: Deaths, rank: int) -> None:
+    """Trains, and writes what is measured."""
+    notes, turns = Notes(options.folder / f"rank-{rank}.jsonl", deaths), Turns()
+    model = make_model(options.layers, options.width)
+    peak = PeakMemory(notes) if options.memory else None
     trainer = MultimodalParallelTrainer(
-        model=make_model(options.layers, options.width),
+        model=model.to(torch.bfloat16) if options.bf16 else model,
         args=make_arguments(options),
         train_dataset=Samples(deaths),
         data_collator=collate,
-        callbacks=[Notes(options.folder / f"rank-{rank}.jsonl", deaths)],
+        callbacks=[notes] if peak is None else [notes, peak],
     )
+    if peak is not None:
+        peak.watch(trainer)
     if options.turns:
         turns.trainer = trainer
         turns.count("run")

@@ -113,6 +113,10 @@ def test_recovery_times_each_part_and_a_new_start(tmp_path):
     assert sum(seconds[name] for name in parts) == pytest.approx(seconds["total"], abs=1e-3)
     assert 0 < restart["seconds"]["ended"]["min"] < restart["seconds"]["total"]["min"]
     assert restart["case"] == case["case"] and overhead["own_us"] > 0 < overhead["without_ms"]
+    memory = json.loads((tmp_path / "recovery_memory.json").read_text())
+    assert set(memory["cases"][0]["ranks"]) == {"0", "1", "2"}
+    assert 0 < memory["largest_error"] < memory["goal"], "tensors are counted, which takes no time"
+    assert all(0 < row["held"] <= row["peak"] for row in memory["cases"][0]["ranks"].values())
 
 
 def test_chaos_compares_a_run_in_which_processes_die(tmp_path):

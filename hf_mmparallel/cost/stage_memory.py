@@ -39,6 +39,7 @@ from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 
 GIB = 2**30
 GRADIENT_BUCKET_BYTES = 25 * 2**20  # size of the buckets of gradient all-reduces
+COPY_WINDOW_BYTES = 256 * 2**20  # parameters and state on their way at the same time when a plan changes
 OFFLOAD_BUCKET_BYTES = 64 * 2**20  # size of the buckets in which gradients come to an optimizer on the CPU
 _TEXT_BYTES = 24  # per token: its id, its label and its entry of the attention mask
 

@@ -14,7 +14,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def give_own_memory(parameter: torch.nn.Parameter) -> None:
     """Copies the values of a parameter on this rank into contiguous memory that nothing else refers to."""
-    values = local(parameter).clone(memory_format=torch.contiguous_format)
+    give_values(parameter, local(parameter).clone(memory_format=torch.contiguous_format))
+
+
+def give_values(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Lets a parameter have other memory on this rank."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = values  # whose `data` is that of the whole tensor, which has none
     else:

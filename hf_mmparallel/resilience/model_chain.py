@@ -26,7 +26,7 @@ from ..plan import (
     stage_parameters,
 )
 from ..plan.resolve import check_tp_sizes
-from .state_copies import value_bytes
+from .state_copies import recovery_bytes, value_bytes
 from .templates import LayerChain
 
 NO_LIMIT = int(np.iinfo(np.int32).max)  # microbatches in flight where memory does not limit them
@@ -251,10 +251,11 @@ class _Bytes:
     saved: NDArray  # of each microbatch in flight
     ahead: NDArray  # of the microbatches in flight beyond the stages behind a stage
     running: NDArray  # of the running task besides
+    held: NDArray  # without a step: weights and optimizer state, while the plan of a run changes
 
     @classmethod
     def empty(cls, count: int) -> _Bytes:
-        return cls(*np.zeros((4, count, count + 1)))
+        return cls(*np.zeros((5, count, count + 1)))
 
     def add_module(self, other: _Bytes, start: int) -> None:
         """Adds a module whose stages of this chain have the same layers, cut to those of the module."""
@@ -267,12 +268,18 @@ class _Bytes:
         self.fixed[rows, columns] += other.fixed[pieces]
         self.saved[rows, columns] += other.saved[pieces]
         self.ahead[rows, columns] += other.ahead[pieces]
+        self.held[rows, columns] += other.held[pieces]
         self.running[rows, columns] = np.maximum(self.running[rows, columns], other.running[pieces])
 
-    def in_flight(self, memory_bytes: float) -> NDArray:
-        """Microbatches that fit in flight `[layers, layers + 1]`; 0 where none does."""
+    def in_flight(self, memory_bytes: float, model_bytes: float) -> NDArray:
+        """
+        Microbatches that fit in flight `[layers, layers + 1]`; 0 where none does, or where a recovery does not fit in
+        which a rank goes on from the stage, or to it, and at most `model_bytes` move.
+        """
         free = memory_bytes - self.fixed - self.ahead - self.running
         fits = np.divide(free, self.saved, out=np.full_like(free, NO_LIMIT), where=self.saved > 0)
+        # a stage that is laid out takes no more than in a step, whose gradients are as large as copies in float32
+        free = np.minimum(free, memory_bytes - recovery_bytes(self.held, model_bytes, self.held))
         return np.where(free < 0, 0, np.minimum(fits, NO_LIMIT)).astype(np.int64)
 
 
@@ -295,7 +302,10 @@ def stage_limits(
     total = _Bytes.empty(sum(units))
     for index, name in enumerate(plan.modules):
         total.add_module(_module_bytes(costs, plan, name, microbatches, state_copies), sum(units[:index]))
-    limits = total.in_flight(memory_bytes)
+    parameters = costs.spec.parameters.values()
+    storages = [plan.modules[costs.spec.used_at[parameter.name][0][0]].storage for parameter in parameters]
+    model_bytes = sum(p.num_elements * value_bytes(p, s) for p, s in zip(parameters, storages, strict=True))
+    limits = total.in_flight(memory_bytes, model_bytes)
     return np.where(np.arange(sum(units) + 1)[None, :] > np.arange(sum(units))[:, None], limits, 0)
 
 
@@ -314,10 +324,11 @@ def _module_bytes(
             key = (first == 0, stop == len(units), kinds[layers[0] + 1 : layers[1] + 2])
             if key not in known:
                 known[key] = demand.of_stage(stage_memory(costs, plan, name, replace(start, layers=layers)))
-            fixed, saved, running = known[key]
+            fixed, saved, running, held = known[key]
             saved += demand.received_bytes(layers)
             result.fixed[first, stop], result.saved[first, stop] = fixed, saved
             result.ahead[first, stop], result.running[first, stop] = demand.num_ahead * saved, running
+            result.held[first, stop] = held
     return result
 
 
@@ -368,14 +379,17 @@ class _Demand:
         num_ahead = _num_behind(plan, name) + (name in plan.encoders)
         return cls(sizes, share * float(chunks[:, 0].sum()), received, share * sent, num_ahead, state_copies)
 
-    def of_stage(self, memory: StageMemory) -> tuple[float, float, float]:
-        """Bytes of a stage whatever is in flight, of each microbatch in flight, and of the running task."""
+    def of_stage(self, memory: StageMemory) -> tuple[float, float, float, float]:
+        """
+        Bytes of a stage whatever is in flight, of each microbatch in flight, of the running task, and without a step.
+        """
         fixed = self.state_copies * memory.state.total + memory.bucket_bytes + memory.kept_bytes
         fixed += memory.input_bytes * self.num_tokens
         if memory.frees_features:
             fixed += self.sent_bytes
         largest = self.sizes.max(axis=0, initial=0.0)
-        return fixed, memory.most_saved_bytes(self.sizes), memory.running_bytes(largest)
+        held = self.state_copies * (memory.state.weights + memory.state.optimizer)
+        return fixed, memory.most_saved_bytes(self.sizes), memory.running_bytes(largest), held
 
     def received_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of the features of a microbatch that enter a stage."""

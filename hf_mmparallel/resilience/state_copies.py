@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from ..cost.activations import DTYPE_BYTES, FULL
+from ..cost.stage_memory import COPY_WINDOW_BYTES
 from ..plan import Cut, ModelSpec, ParallelPlan, ParameterShards, ParameterSpec, StorageSettings, parameter_shards
 
 T = TypeVar("T", bound=Hashable)
@@ -216,8 +217,22 @@ def value_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
     num_bytes = DTYPE_BYTES.get(parameter.dtype, FULL)
     if not parameter.trainable:
         return num_bytes
-    has_master = storage.has_master_weights and num_bytes < FULL
-    return num_bytes + (3 * FULL if has_master else 2 * num_bytes)
+    return num_bytes + (3 * FULL if _has_master(parameter, storage) else 2 * num_bytes)
+
+
+def _has_master(parameter: ParameterSpec, storage: StorageSettings) -> bool:
+    """Whether the optimizer updates a copy in float32."""
+    return parameter.trainable and storage.has_master_weights and DTYPE_BYTES.get(parameter.dtype, FULL) < FULL
+
+
+def _device_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
+    """Those of [`value_bytes`] that are on the device."""
+    return DTYPE_BYTES.get(parameter.dtype, FULL) if storage.offload_optimizer else value_bytes(parameter, storage)
+
+
+def _copied_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
+    """Bytes on the device of an element's copy in float32."""
+    return FULL * (_has_master(parameter, storage) and not storage.offload_optimizer)
 
 
 def state_copies(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> StateCopies:
@@ -250,6 +265,48 @@ def state_copies(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> Stat
     order = {name: number for number, name in enumerate(spec.parameters)}
     copies.sort(key=lambda copy: (order[copy.parameter], copy.target, copy.slice.ranges))
     return StateCopies(tuple(copies))
+
+
+def recovery_bytes(held: Any, moved: Any, needed: Any, window_bytes: float = COPY_WINDOW_BYTES) -> Any:
+    """
+    Peak bytes of a rank's device while the plan of a run changes. It keeps what it has held until all ranks have their
+    parts, which wait in host memory but for a window of them; then it has what it needs.
+    """
+    return np.maximum(held + np.minimum(moved, window_bytes), needed)
+
+
+def recovery_memory(
+    spec: ModelSpec, before: PlacedPlan, after: PlacedPlan, window_bytes: float = COPY_WINDOW_BYTES
+) -> dict[int, float]:
+    """
+    Member -> the peak of its device while a plan follows another, see [`recovery_bytes`]; with an infinite window that
+    of host memory, if the device is the host.
+    """
+    held, needed = common_holdings(spec, before, after)
+    num_pieces = {member: Counter(name for name, _ in parts) for member, parts in held.items()}
+    moved: dict[int, list[Part]] = defaultdict(list)
+    for copy in state_copies(spec, before, after).copies:
+        if num_pieces[copy.source][copy.parameter] > 1:  # it is cut out to be sent
+            moved[copy.source].append((copy.parameter, copy.slice))
+
+    def num_bytes(parts: Iterable[Part], of_element: Callable[[ParameterSpec, StorageSettings], int]) -> int:
+        return sum(
+            elements.num_elements(spec.parameters[name])
+            * of_element(spec.parameters[name], after.plan.modules[spec.used_at[name][0][0]].storage)
+            for name, elements in parts
+        )
+
+    result = {}
+    for member, parts in needed.items():
+        own = held.get(member, {})
+        changed = {name for name, _ in parts.keys() ^ own.keys()}
+        moved[member] += [part for part in parts if part[0] in changed]  # also what it keeps, to be joined anew
+        kept = [part for part in parts if part[0] not in changed]
+        # the optimizer makes new float32 copies of weights before those that are kept are freed
+        laid_out = num_bytes(parts, _device_bytes) + num_bytes(kept, _copied_bytes)
+        held_bytes, moved_bytes = num_bytes(own, _device_bytes), num_bytes(moved[member], value_bytes)
+        result[member] = float(recovery_bytes(held_bytes, moved_bytes, laid_out, window_bytes))
+    return result
 
 
 def _lost_state(spec: ModelSpec, parameters: Iterable[str]) -> LostStateError:

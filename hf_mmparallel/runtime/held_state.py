@@ -1,29 +1,29 @@
 """
 What a rank holds of a model and its optimizer, by the names of parameters, and how it travels to other ranks.
 
-A rank that changes its place in a plan keeps what it holds, and receives the rest from ranks that hold it.
+A rank that changes its place in a plan keeps what it holds, and receives the rest from ranks that hold it: into host
+memory, since it needs what it has held until all ranks have their parts.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..cost.stage_memory import COPY_WINDOW_BYTES
 from ..modeling import is_unowned
-from ..modeling.dtensors import from_shard, local
+from ..modeling.dtensors import from_shard, give_values, local
 from ..world import World, track_activity
 from .local_shards import Region
 from .optimizer_loading import apply_state
 from .optimizer_slices import named_groups, settings_of
-from .updated_copies import MASTER, master_to_save
-
-_IN_FLIGHT_BYTES = 256 * 2**20
+from .updated_copies import MASTER, entries_of, master_to_save, set_copy, source_of_copy
 
 
 @dataclass
@@ -33,21 +33,32 @@ class HeldParameter:
     values: torch.Tensor  # those of the model itself
     group: int | None = None  # index of its group in the optimizer; `None` if it is not trained
     state: dict[str, Any] = field(default_factory=dict)  # local tensors and plain values; float32 weights as `MASTER`
+    on_host: frozenset[str] = frozenset()  # keys of tensors of the state that the optimizer has in host memory
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What has to be sent of it, in the order of its [`_Outline`]."""
-        return [self.values, *(value for value in self.state.values() if isinstance(value, torch.Tensor))]
+    def to(self, device: torch.device | str) -> HeldParameter:
+        """Moves tensors to a device, but those of the optimizer's host memory, and `MASTER`, which it copies."""
+        stays = {MASTER, *self.on_host}
+        state = {
+            key: value.to(device) if isinstance(value, torch.Tensor) and key not in stays else value
+            for key, value in self.state.items()
+        }
+        return replace(self, values=self.values.to(device), state=state)
 
     def region(self, name: str, region: Region | None) -> HeldParameter:
-        """Cuts a region out of values and state. Raises `ValueError` for state of other shapes, which can't be cut."""
-        if region is None:
-            return self
-        check_cuttable(self.state, self.values, name)
-        state = {
-            key: region.copy(value) if _is_like(value, self.values) else value for key, value in self.state.items()
-        }
-        return HeldParameter(region.copy(self.values), self.group, state)
+        """
+        Copies a region, or all of it, to host memory. Raises `ValueError` for state of other shapes, which can't be
+        cut.
+        """
+        part, places = _Outline.of(self, name, region).blank()
+        for place, rows in zip(places, self.messages(region), strict=True):
+            place.view(rows.shape).copy_(rows)
+        return part
+
+    def messages(self, region: Region | None) -> Iterator[torch.Tensor]:
+        """What is sent of a region, or of all of it, in this memory and in the order of [`_Outline.blank`]."""
+        for value in (self.values, *self.state.values()):
+            if isinstance(value, torch.Tensor):
+                yield from _rows(region.of(value) if region is not None and _is_like(value, self.values) else value)
 
     @classmethod
     def join(cls, pieces: Sequence[tuple[Region | None, HeldParameter]]) -> HeldParameter:
@@ -56,7 +67,7 @@ class HeldParameter:
         if region is None:
             return first
         keys = [key for key, value in first.state.items() if _is_like(value, first.values)]
-        whole = cls(region.blank(first.values), first.group, dict(first.state))
+        whole = replace(first, values=region.blank(first.values), state=dict(first.state))
         whole.state.update({key: region.blank(first.state[key]) for key in keys})
         for region, piece in pieces:
             assert region is not None, "there is nothing beside all of it"
@@ -107,20 +118,40 @@ def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
             state = {} if master is None else {MASTER: local(master)}
             for key, value in optimizer.state.get(entry, {}).items():
                 state[key] = local(value) if isinstance(value, torch.Tensor) else value
-            held[name].group, held[name].state = index, state
+            on_host = {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.device.type == "cpu"}
+            held[name] = HeldParameter(held[name].values, index, state, frozenset(on_host))
     return held
 
 
+def let_go(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Frees weights and state of a model and its optimizer, whoever has them, but for what [`HeldParameter`]s hold."""
+    for parameter in (*model.parameters(), *(() if optimizer is None else entries_of(optimizer))):
+        if not is_unowned(parameter):
+            give_values(parameter, local(parameter).new_empty(0))
+    if optimizer is not None:
+        optimizer.state.clear()
+
+
+def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Rows of a tensor that are sent together: a few of them are in the window at a time."""
+    if tensor.dim() == 0:
+        return (tensor.view(1),)
+    row_bytes = max(1, tensor.nbytes // max(1, len(tensor)))
+    return tensor.split(max(1, COPY_WINDOW_BYTES // 4 // row_bytes)) if tensor.numel() else ()
+
+
 class _SentTensor(NamedTuple):
-    """A tensor that is sent separately: its shape and dtype, and whether it is in host memory."""
+    """A tensor that is sent separately."""
 
     shape: torch.Size
     dtype: torch.dtype
-    on_host: bool
+    sizes: tuple[int, ...]  # elements of each message
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _SentTensor:
-        return cls(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+    def of(cls, tensor: torch.Tensor, region: Region | None) -> _SentTensor:
+        """What is sent of a tensor, or of a region of it."""
+        shape, part = (tensor.shape, tensor) if region is None else (region.shape(tensor), region.of(tensor))
+        return cls(shape, tensor.dtype, tuple(rows.numel() for rows in _rows(part)))
 
     @property
     def num_bytes(self) -> int:
@@ -134,11 +165,34 @@ class _Outline:
     values: _SentTensor
     group: int | None
     state: dict[str, Any]
+    on_host: frozenset[str]
 
     @classmethod
-    def of(cls, held: HeldParameter) -> _Outline:
-        state = {k: _SentTensor.of(v) if isinstance(v, torch.Tensor) else v for k, v in held.state.items()}
-        return cls(_SentTensor.of(held.values), held.group, state)
+    def of(cls, held: HeldParameter, name: str, region: Region | None) -> _Outline:
+        if region is not None:
+            check_cuttable(held.state, held.values, name)
+        state = {
+            key: _SentTensor.of(value, region if _is_like(value, held.values) else None)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in held.state.items()
+        }
+        return cls(_SentTensor.of(held.values, region), held.group, state, held.on_host)
+
+    def blank(self) -> tuple[HeldParameter, list[torch.Tensor]]:
+        """Such a part in host memory, without values, and where in it each message belongs."""
+        places: list[torch.Tensor] = []
+
+        def make(sent: Any) -> Any:
+            if not isinstance(sent, _SentTensor):
+                return sent
+            tensor = torch.empty(sent.shape, dtype=sent.dtype, device="cpu")
+            places.extend(tensor.view(-1).split(sent.sizes))
+            return tensor
+
+        values = make(self.values)
+        state = {key: make(value) for key, value in self.state.items()}
+        return HeldParameter(values, self.group, state, self.on_host), places
 
     @property
     def num_bytes(self) -> int:
@@ -150,13 +204,13 @@ def exchange(
     held: Mapping[str, HeldParameter], transfers: Iterable[Transfer], world: World
 ) -> tuple[dict[str, HeldParameter], int]:
     """
-    Sends and receives parameters with their state, and joins the parts of each: what this rank has received, and the
-    bytes that all ranks have received. Collective, with the same transfers on all ranks.
+    Sends and receives parameters with their state, and joins the parts of each: what this rank has received, in host
+    memory, and the bytes that all ranks have received. Collective, with the same transfers on all ranks.
     """
     transfers = list(transfers)
     sent = {(t.name, t.taken) for t in transfers if t.source == world.rank}
-    mine = world.raise_together(lambda: {(name, taken): held[name].region(name, taken) for name, taken in sent})
-    outlines = world.all_gather({key: _Outline.of(part) for key, part in mine.items()}, "exchanging what ranks hold")
+    mine = world.raise_together(lambda: {(name, taken): _Outline.of(held[name], name, taken) for name, taken in sent})
+    outlines = world.all_gather(mine, "exchanging what ranks hold")
     received: dict[str, list[tuple[Region | None, HeldParameter]]] = {}
     window = _Window()
     num_bytes = 0
@@ -165,56 +219,48 @@ def exchange(
         for name, source, target, taken, given in transfers:
             outline = outlines[source][name, taken]
             num_bytes += outline.num_bytes if source != target else 0
-            if target == world.rank:
-                own = mine[name, taken] if source == target else window.receive(outline, source, world)
-                received.setdefault(name, []).append((given, own))
+            if source == target == world.rank:
+                received.setdefault(name, []).append((given, held[name].region(name, taken)))
+            elif target == world.rank:
+                part, places = outline.blank()
+                received.setdefault(name, []).append((given, part))
+                for place in places:
+                    window.receive(place, source, world)
             elif source == world.rank:
-                for tensor in mine[name, taken].tensors:
-                    window.send(tensor, target, world)
+                for rows in held[name].messages(taken):
+                    window.send(rows, target, world)
         window.finish()
-    return {name: HeldParameter.join(parts) for name, parts in received.items()}, num_bytes
+    return {name: HeldParameter.join(received.pop(name)) for name in list(received)}, num_bytes
 
 
 class _Window:
-    """Messages on their way, of which the oldest are waited for when there are too many bytes."""
+    """Messages on their way, of which the oldest are waited for before there are too many bytes."""
 
     def __init__(self):
-        self._works: deque[tuple[Any, Any, torch.Tensor]] = deque()
+        self._works: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
         self._num_bytes = 0
 
-    def send(self, tensor: torch.Tensor, target: int, world: World) -> None:
-        if tensor.numel():
-            wired = tensor.to(world.wire_device).contiguous()
-            self._add(dist.isend(wired, world.processes[target], world.group), wired, None)
+    def send(self, rows: torch.Tensor, target: int, world: World) -> None:
+        self._make_room(rows.nbytes)
+        wired = rows.to(world.wire_device).contiguous()
+        self._works.append((dist.isend(wired, world.processes[target], world.group), wired, wired))
 
-    def receive(self, outline: _Outline, source: int, world: World) -> HeldParameter:
-        values = self._receive(outline.values._replace(on_host=False), source, world)
-        state = {
-            key: self._receive(value, source, world) if isinstance(value, _SentTensor) else value
-            for key, value in outline.state.items()
-        }
-        return HeldParameter(values, outline.group, state)
+    def receive(self, place: torch.Tensor, source: int, world: World) -> None:
+        self._make_room(place.nbytes)
+        is_wired = place.device == world.wire_device
+        wired = place if is_wired else torch.empty_like(place, device=world.wire_device)
+        self._works.append((dist.irecv(wired, world.processes[source], world.group), wired, place))
 
-    def _receive(self, sent: _SentTensor, source: int, world: World) -> torch.Tensor:
-        result = torch.empty(sent.shape, dtype=sent.dtype, device="cpu" if sent.on_host else world.device)
-        if result.numel():
-            wired = (
-                result if result.device == world.wire_device else torch.empty_like(result, device=world.wire_device)
-            )
-            self._add(dist.irecv(wired, world.processes[source], world.group), wired, result)
-        return result
-
-    def _add(self, work: Any, wired: torch.Tensor, result: torch.Tensor | None) -> None:
-        self._works.append((work, wired, wired if result is None else result))
-        self._num_bytes += wired.nbytes
-        while self._num_bytes > _IN_FLIGHT_BYTES:
+    def _make_room(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        while self._works and self._num_bytes > COPY_WINDOW_BYTES:
             self._wait()
 
     def _wait(self) -> None:
-        work, wired, result = self._works.popleft()
+        work, wired, place = self._works.popleft()
         work.wait()
-        if result is not wired:
-            result.copy_(wired)
+        if place is not wired:
+            place.copy_(wired)
         self._num_bytes -= wired.nbytes
 
     def finish(self) -> None:
@@ -229,7 +275,6 @@ def give_to_optimizer(
     Lets an optimizer, with the same groups on all ranks, update the trained parameters of a model that has been laid
     out anew; [`restore_state`] gives its state back.
     """
-    optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []
     for name, parameter in model.named_parameters():
@@ -250,11 +295,15 @@ def _group_for(parameter: torch.Tensor, group: dict[str, Any], optimizer: torch.
 
 def restore_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]) -> None:
     """Gives an optimizer the state of its parameters, see [`give_to_optimizer`]."""
-    states = {}
+    states, masters = {}, {}
     for names, group in zip(named_groups(model, optimizer), optimizer.param_groups, strict=True):
         for name, entry in zip(names, group["params"], strict=True):
-            states[entry] = {key: _as_entry(value, entry) for key, value in held[name].state.items()}
+            states[entry] = {k: _as_entry(v, entry) for k, v in held[name].state.items() if k != MASTER}
+            masters[entry] = held[name].state.get(MASTER)
     apply_state(optimizer, states, [settings_of(group) for group in optimizer.param_groups])
+    for entry, master in masters.items():
+        if master is not None and source_of_copy(entry) is not None:
+            set_copy(entry, master)
 
 
 def _as_entry(value: Any, entry: Any) -> Any:

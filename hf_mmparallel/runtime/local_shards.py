@@ -27,17 +27,18 @@ class Region:
         blocks = tensor.unflatten(self.dim, (self.num_blocks, self.size))
         return blocks.narrow(self.dim + 1, self.start, self.stop - self.start)
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies these elements of a tensor into memory of their own, blocks one after the other."""
-        return self.of(tensor).flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        """Returns the shape of these elements of a tensor on their own, blocks one after the other."""
+        size = self.num_blocks * (self.stop - self.start)
+        return torch.Size((*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :]))
 
     def blank(self, elements: torch.Tensor) -> torch.Tensor:
-        """Makes a tensor without values of which [`~Region.copy`] would give tensors like `elements`."""
+        """Makes a tensor without values, in which `elements` have their place here."""
         shape = (*elements.shape[: self.dim], self.num_blocks * self.size, *elements.shape[self.dim + 1 :])
         return elements.new_empty(shape)
 
     def write(self, tensor: torch.Tensor, elements: torch.Tensor) -> None:
-        """Writes into a tensor what [`~Region.copy`] gave elsewhere."""
+        """Writes elements of [`~Region.shape`] to their place in a tensor."""
         self.of(tensor).copy_(elements.unflatten(self.dim, (self.num_blocks, -1)))
 
 

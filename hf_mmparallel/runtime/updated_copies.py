@@ -124,7 +124,13 @@ def restore_copy(entry: Any, master: torch.Tensor) -> None:
     weights = local(source_of_copy(entry)).to(entry.device)
     master = local(master).to(entry.device)
     # but for elements where these don't round to the weights, which have changed since
-    local(entry).copy_(torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype)))
+    set_copy(entry, torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype)))
+
+
+@torch.no_grad()
+def set_copy(entry: Any, master: torch.Tensor) -> None:
+    """Sets a copy to master weights of this rank."""
+    local(entry).copy_(master)
     mark_updated(entry)
 
 

@@ -504,6 +504,7 @@ class Recovery:
         event = self._event
         event.copied_s = time.perf_counter() - started_s
         assert self._held is not None
+        del held, received  # what this rank no longer needs is freed before it lays the model out
         self._follow(self.layout, self._held, event)
         self._held = self._next = None
         self.events.append(event)

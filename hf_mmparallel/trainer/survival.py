@@ -20,7 +20,7 @@ from transformers.trainer_callback import ExportableState, ProgressCallback
 
 from ..callbacks.base import EngineCallback
 from ..resilience.reconfiguration import TooFewNodesError
-from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, restore_state
+from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, let_go, restore_state
 from ..runtime.optimizer_slices import settings_of
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.weight_placement import load_held
@@ -264,6 +264,7 @@ class Survival:
 
     def held_parameters(self) -> dict[str, HeldParameter]:
         """What this rank holds for the next layout; not gradients, which belong to a step that is done or repeated."""
+        self.trainer.model.zero_grad()
         self.trainer.optimizer.zero_grad()
         return held_parameters(self.trainer.model, self.run.prepared_optimizer)
 
@@ -274,6 +275,8 @@ class Survival:
         assert self.recovery is not None
         self.run.saves.start_anew()
         set_ranks(trainer.world.rank, trainer.world.size, self.recovery.local_rank)
+        let_go(trainer.model, self.run.prepared_optimizer)
+        held = {name: part.to(engine.device) for name, part in held.items()}  # what was received is in host memory
         engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
         optimizer = self.run.prepared_optimizer
         give_to_optimizer(optimizer, trainer.model, held)

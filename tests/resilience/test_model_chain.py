@@ -13,8 +13,8 @@ from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import batch_workloads, memory_per_rank, stage_costs
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, check_plan
-from hf_mmparallel.resilience.model_chain import ModelChain, model_chain
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, StepPlan, check_plan
+from hf_mmparallel.resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
 from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
@@ -132,6 +132,18 @@ def test_the_state_is_that_of_the_parameters(family: str) -> None:
     frozen = chain_of(family).state_bytes
     assert family == "llama_tied" or frozen[1] * 3 == chain.state_bytes[1]
     assert frozen[-1] == chain.state_bytes[-1]
+
+
+def test_a_stage_without_gradients_leaves_room_for_the_copies_of_a_recovery() -> None:
+    """Of what is frozen a step has little beside the weights, and parts of other stages have to come beside them."""
+    costs = costs_of("llava")
+    frozen = {name: module.with_frozen(True) for name, module in costs.spec.modules.items()}
+    costs = costs.with_spec(replace(costs.spec, modules=frozen))
+    num_bytes = 4 * sum(parameter.num_elements for parameter in costs.spec.parameters.values())
+    small = TypicalMicrobatches(SampleSizes.uniform(dict.fromkeys(frozen, 1), 1))
+    for limit, fits in ((1.9 * num_bytes, False), (2.1 * num_bytes, True)):
+        chain = model_chain(costs, {}, small, limit).chain
+        assert (np.asarray(chain.fits_in_flight)[0, 0, -1] > 0) == fits
 
 
 def test_less_memory_the_state_of_two_stages_and_wider_activations_leave_room_for_fewer() -> None:

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from hf_mmparallel.modeling.dtensors import local
 from hf_mmparallel.plan import MultimodalParallelPlugin, parameter_shards, plan_for_model
 from hf_mmparallel.resilience.state_copies import PlacedPlan
 from hf_mmparallel.runtime.held_state import exchange
@@ -47,12 +49,17 @@ def follow(trainer: Any, layout: dict[str, Any]) -> None:
     plan = replace(plan, num_microbatches=2)
     members = tuple(range(world.size))
     transfers = state_transfers(engine.spec, PlacedPlan(engine.plan, members), PlacedPlan(plan, members))
+    own = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad and parameter.numel()]
+    for parameter in own:  # as in an interrupted step
+        parameter.grad = torch.zeros_like(parameter)
     held = trainer._survival.held_parameters()
+    assert all(parameter.grad is None for parameter in own), "gradients are freed before anything is received"
     received, _ = exchange(held, transfers, world)
     after = parameter_shards(engine.spec, plan)
     needed = {n: received.get(n) or held[n] for n, shards in after.items() if shards.on_rank(world.rank)}
     trainer._survival.recovery = SimpleNamespace(local_rank=world.rank)
     trainer._survival.follow(SimpleNamespace(plan=plan, reason=""), needed, MembershipChange())
+    assert not any(local(parameter).numel() for parameter in own), "so is what the plan before has had"
     trainer._survival.recovery = None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import event, given, settings
@@ -17,7 +19,7 @@ from hf_mmparallel.plan import (
     Stage,
     parameter_shards,
 )
-from hf_mmparallel.resilience.state_copies import LostStateError, PlacedPlan, Slice
+from hf_mmparallel.resilience.state_copies import LostStateError, PlacedPlan, Slice, recovery_memory
 from hf_mmparallel.runtime.held_state import HeldParameter
 from hf_mmparallel.trainer.recovery_plan import state_transfers
 
@@ -77,11 +79,18 @@ def test_every_member_gets_its_parts_or_somebody_is_missed(before: PlacedPlan, a
         event("lost")
         assert not set(before.members) <= set(after.members)
         return
+    moved = dict.fromkeys(after.members, 0)
     for name, source, target, taken, given_to in transfers:
         part = held[after.members[source]][name].region(name, taken)
         pieces.setdefault((after.members[target], name), []).append((given_to, part))
+        for rank in {target, source} if source != target and taken is not None else {target}:
+            moved[after.members[rank]] += part.values.numel()
         assert (source == target) <= (taken is not None or given_to is not None), "what does not change stays there"
+    memory = [recovery_memory(SPEC, before, after, window_bytes) for window_bytes in (0.0, math.inf)]
     for member, of_member in parts_of(after).items():
+        was, will_be = (sum(p.values.numel() for p in parts.values()) for parts in (held.get(member, {}), of_member))
+        for peaks, copied in zip(memory, (0, moved[member]), strict=True):  # weights and two moments in float32
+            assert peaks[member] == 12 * max(was + copied, will_be)
         for name, wanted in of_member.items():
             found = pieces.get((member, name))
             got = held[member][name] if found is None else HeldParameter.join(found)
