@@ -306,7 +306,8 @@ class Recovery:
         on_first = {member.id for member in generation.members if member.node == 0}.intersection(self.layout.members)
         if on_first and on_first.issubset(leaving):
             raise TooFewNodesError("Machine 0 is taken away, whose launcher keeps the job together.")
-        return leaving
+        # those who are gone already: this rank heard of it before it knew that all agreed, and has met the others then
+        return set(leaving).intersection(generation.ids)
 
     def take_in(self) -> None:
         """Lets in the processes that wait, between two steps. Called by all ranks; some may be lost meanwhile."""

@@ -371,6 +371,20 @@ def test_a_member_that_is_asked_to_leave_is_left_out_between_two_steps(case):
     assert case.laid_out == [(0, 1)] and not case.launcher.reasons
 
 
+def test_a_rank_that_hears_that_a_member_has_left_before_it_knows_that_all_agreed_meets_the_others_once(case):
+    def next_generation(timeout_s: float) -> Generation:
+        if not case.launcher.is_stale:
+            raise NoLossError("all are alive")
+        return case.launcher.newest
+
+    case.launcher.next_generation = next_generation
+    case.world.asked = [None, 2]
+    case.lose_at_barrier(0, 1, 0.0)
+    case.recovery.let_leave(False)
+    assert case.recovery.run(lambda: case.world.size) == 2
+    assert case.laid_out == [(0, 1)]
+
+
 def test_a_member_leaves_when_all_know(case):
     case.launcher.generation = case.launcher.newest = Generation(0, tuple(Member(id, 0) for id in range(3)))
     case.world.asked = [None, None]

@@ -98,9 +98,9 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
         [((), (2,)), ((1,), ()), ((), (4,))],
         SAVED_BESIDE,
     ),
-    "one that dies as it joins, another in its place, then rank 0": (
+    "one whose host is lost as it joins, another in its place, then rank 0": (
         "two copies",
-        ["2:1:copying:kill", "0:8:forward:kill"],
+        ["2:1:copying:kill_host", "0:8:forward:kill"],
         [Join(3), Join(5)],
         [((2,), ()), ((), (4,)), ((0,), ())],
         ["--log_predictions"],
