@@ -3,7 +3,9 @@ Training runs in which processes die at random points, compared with the stock T
 
 Each run is a real `Trainer` under `hf-mmparallel launch` on gloo. Its processes are killed, stopped, raise or exit in
 reading samples, forwards, messages, sums of gradients, the norm, the optimizer's step, evaluations, checkpoints, and
-in the recovery from another death. A run is at fault if it hangs, if a process is missing at the end that did not die,
+in the recovery from another death. Some runs have several launchers, which stand for hosts: whole hosts are killed at
+once, leave on SIGTERM, and join; of the first one, which keeps the store, only processes are lost. A run is at fault
+if it hangs, if a process is missing at the end that did not die, if a launcher has another exit code than it should,
 or if a loss, a norm, an evaluation, a weight or the moving average of one differs. A sample that is lost, or read
 twice, changes the losses. Every checkpoint that is there at the end, or is said to be, is opened; from each the stock
 Trainer goes on to the end, with the same numbers.
@@ -23,7 +25,7 @@ import os
 import statistics
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ class Setting:
         failures (`int`): Nodes that may be lost at once.
         options (`tuple[str, ...]`): Of `chaos_worker.py`.
         joins (`tuple[Join, ...]`): Processes that join.
+        hosts (`int`): Launchers that it starts with.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Setting:
     failures: int = 1
     options: tuple[str, ...] = ()
     joins: tuple[Join, ...] = ()
+    hosts: int = 1
 
     @property
     def adapter(self) -> bool:
@@ -94,6 +98,9 @@ SETTINGS = (
     Setting("copies, NCCL's aborts", "copies", options=("--nccl",)),
     Setting("pipelines, others join", "pipelines", joins=(Join(5), Join(9, 2))),
     Setting("unlike cuts, others join", "unlike cuts", joins=(Join(5, 2),)),
+    Setting("hosts of one, another joins", "own ranks", joins=(Join(7),), hosts=4),
+    Setting("hosts of two nodes", "copies", options=("--workers", "1", "--async_save"), joins=(Join(7, 2),), hosts=2),
+    Setting("hosts are nodes, others join", "tensor parallel", joins=(Join(5, 2), Join(9, 2)), hosts=4),
 )
 """Of the run with each seed, in turn."""
 QUICK = (Setting("copies", "copies"),)
@@ -102,8 +109,8 @@ QUICK = (Setting("copies", "copies"),)
 def run_of(seed: int, settings: tuple[Setting, ...], timeout_s: float, references: dict[Any, Reference]) -> Any:
     """The run of a seed: what it was, and what became of it."""
     setting = settings[seed % len(settings)]
-    layout = LAYOUTS[setting.layout]
-    deaths = random_deaths(layout, seed, setting.failures)
+    layout = replace(LAYOUTS[setting.layout], hosts=setting.hosts)
+    deaths = random_deaths(layout, seed, setting.failures, setting.joins)
     with tempfile.TemporaryDirectory(prefix=f"chaos-{seed}-", ignore_cleanup_errors=True) as folder:
         options = [*setting.options, "--failures", str(setting.failures)]
         run = chaos_run(layout, deaths, Path(folder), timeout_s, options, setting.joins)

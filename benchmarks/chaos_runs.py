@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from transformers import LlavaForConditionalGeneration, TrainerCallback, Trainer
 try:
     from benchmarks.chaos_worker import (
         BEST,
+        HOST_WAYS,
         POINTS,
         MovingAverage,
         Samples,
@@ -32,7 +34,17 @@ try:
         with_adapter,
     )
 except ImportError:  # run as a script
-    from chaos_worker import BEST, POINTS, MovingAverage, Samples, arguments_of, collate, make_model, with_adapter
+    from chaos_worker import (
+        BEST,
+        HOST_WAYS,
+        POINTS,
+        MovingAverage,
+        Samples,
+        arguments_of,
+        collate,
+        make_model,
+        with_adapter,
+    )
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = ROOT / "benchmarks" / "chaos_worker.py"
@@ -40,20 +52,22 @@ CONFIG = ROOT / "examples" / "accelerate_configs" / "one_host_4cpu.yaml"
 TOLERANCE = 2e-5
 STEPS = 12
 RECOVERY = ("copying", "laying_out")
+JOINING = (*RECOVERY, "told")
 
 
 @dataclass(frozen=True)
 class Death:
     """
-    How a process dies.
+    How a process dies, or its whole host.
 
     Args:
         member (`int`): The process.
         step (`int`): The step in which it dies; the next time that it comes to the point.
         point (`str`): One of [`POINTS`].
         way (`str`):
-            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, `"cut"` (it waits for its host
-            to be cut off), `"term"` (SIGTERM, on which it leaves), or `"term_launcher"` (SIGTERM to its launcher).
+            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"` or `"term"` (SIGTERM, on which
+            it leaves); of all processes of its host `"cut"` (it waits for the host to be cut off), `"kill_host"`
+            (SIGKILL to these and their launcher) or `"term_launcher"` (SIGTERM to the launcher).
     """
 
     member: int
@@ -84,15 +98,41 @@ class Join:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of the tiny model, the number of its ranks, and how many are lost together."""
+    """A layout of the tiny model, the number of its ranks, how many are lost together, and their launchers."""
 
     ranks: int
     modules: dict[str, Any]
     ranks_per_node: int = 1
+    hosts: int = 1
 
     def node_of(self, member: int) -> int:
         """The node of a process."""
         return member // self.ranks_per_node
+
+    def members_of_hosts(self, joins: Sequence[Join] = ()) -> list[range]:
+        """The processes of each launcher: those of the start, and then those that join."""
+        size, given = self.ranks // self.hosts, self.ranks
+        members = [range(first, first + size) for first in range(0, self.ranks, size)]
+        for join in joins:  # as `take_place` numbers them
+            first = -(-given // join.processes) * join.processes
+            members.append(range(first, first + join.processes))
+            given += 2 * join.processes
+        return members
+
+    def flags_of_hosts(self) -> list[list[str]]:
+        """The flags of each launcher of the start, all of them on this machine."""
+        flags = ["--num_processes", str(self.ranks), "--num_machines", str(self.hosts)]
+        if self.hosts > 1:
+            flags += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(_free_port())]
+        return [[*flags, "--machine_rank", str(host)] for host in range(self.hosts)]
+
+
+def _free_port() -> int:
+    """A port that nobody listens at, and that the system gives to nobody who asks for any."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _copies(*replicas: Sequence[tuple[int, int, Sequence[int]]]) -> dict[str, Any]:
@@ -138,12 +178,12 @@ class ChaosRun:
     What a run with deaths and joins left.
 
     Args:
-        returncode (`int`): Of the launcher; `None` if it had to be killed.
-        output (`str`): What it printed, and after it the launchers that joined.
+        returncode (`int`): Of the first launcher; `None` if it had to be killed.
+        output (`str`): What all launchers printed, one after the other.
         results (`dict[int, dict]`): By member: what those that lived to the end wrote.
-        strikes (`list[dict]`): The deaths that took place, with their times.
+        strikes (`list[dict]`): The deaths that took place, with their times; one for each process of a lost host.
         seconds (`float`): Duration.
-        joined (`list[int | None]`): The same of the launchers that joined.
+        others (`list[int | None]`): The same as `returncode` of the other hosts, and then of those that joined.
     """
 
     returncode: int | None
@@ -151,19 +191,22 @@ class ChaosRun:
     results: dict[int, dict[str, Any]]
     strikes: list[dict[str, Any]]
     seconds: float
-    joined: list[int | None] = field(default_factory=list)
+    others: list[int | None] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, folder: Path, returncode: int | None, output: str, seconds: float, joined: list[int | None] | None = None
+        cls, folder: Path, returncode: int | None, output: str, seconds: float, others: Sequence[int | None] = ()
     ) -> ChaosRun:
         """What is in the folder of a run, and in what was printed."""
-        strikes = [json.loads(line) for line in output.splitlines() if line.startswith('{"dies"')]
+        told = [json.loads(line) for line in output.splitlines() if line.startswith('{"dies"')]
+        strikes = {}  # a process that has died before is none of those that a lost host takes with it
+        for strike in sorted(told, key=lambda strike: strike["time"]):
+            strikes.setdefault(strike["dies"], strike)
         results = {
             int(path.stem.partition("-")[2]): torch.load(path, weights_only=False)
             for path in folder.glob("result-*.pt")
         }
-        return cls(returncode, output, results, strikes, seconds, joined or [])
+        return cls(returncode, output, results, [*strikes.values()], seconds, [*others])
 
     @property
     def joiners(self) -> set[int]:
@@ -269,7 +312,7 @@ def chaos_run(
     flags: Sequence[str] = (),
 ) -> ChaosRun:
     """
-    Launches a run in which processes die, and others join.
+    Launches a run in which processes and hosts die, and others join.
 
     Args:
         layout ([`Layout`]): The layout.
@@ -278,27 +321,37 @@ def chaos_run(
         timeout_s (`float`, *optional*, defaults to 300): Seconds after which all is killed.
         options (`Sequence[str]`, *optional*): Further options of the worker.
         joins (`Sequence[Join]`, *optional*): Who joins.
-        flags (`Sequence[str]`, *optional*): Further flags of the launcher.
+        flags (`Sequence[str]`, *optional*): Further flags of the launchers.
     """
     worker = worker_command(layout, deaths, folder, options, joins)
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        launcher = stack.enter_context(
-            _Launcher(folder / "output.txt", ["--num_processes", str(layout.ranks), *flags], worker)
-        )
+
+        def launch(name: str, own: Sequence[str]) -> _Launcher:
+            return stack.enter_context(_Launcher(folder / f"{name}.txt", [*own, *flags], worker))
+
+        hosts = [launch(f"host-{host}", own) for host, own in enumerate(layout.flags_of_hosts())]
         later: dict[int, _Launcher] = {}
-        while time.monotonic() - start < timeout_s and any(one.runs for one in (launcher, *later.values())):
+        while time.monotonic() - start < timeout_s and any(one.runs for one in (*hosts, *later.values())):
             time.sleep(0.05)
             for place, join in enumerate(joins):
                 if place in later:
                     if not later[place].runs:
                         (folder / f"join-{place}.ended").touch()
-                elif (address := launcher.address_in(join.step)) is not None:
-                    flags = ["--join", address, "--num_processes", str(join.processes)]
-                    later[place] = stack.enter_context(_Launcher(folder / f"join-{place}.txt", flags, worker))
+                elif (address := _address_in(join.step, hosts)) is not None:
+                    own = ["--join", address, "--num_processes", str(join.processes)]
+                    later[place] = launch(f"join-{place}", own)
         seconds = time.monotonic() - start
-    text = "\n".join(one.output for one in (launcher, *later.values()))
-    return ChaosRun.of(folder, launcher.returncode, text, seconds, [one.returncode for one in later.values()])
+    first, *others = [*hosts, *later.values()]
+    text = "\n".join(one.output for one in (first, *others))
+    return ChaosRun.of(folder, first.returncode, text, seconds, [one.returncode for one in others])
+
+
+def _address_in(step: int, launchers: Sequence[_Launcher]) -> str | None:
+    """The address at which others can join in a step; `None` until the processes wait for them."""
+    output = "\n".join(one.output for one in launchers)
+    found = re.search(r"more nodes join with `--join (\S+)`", output)
+    return found[1] if found is not None and json.dumps({"awaits": step}) in output else None
 
 
 def worker_command(
@@ -357,12 +410,6 @@ class _Launcher:
         """What it and its workers have printed so far."""
         return self._path.read_text(errors="replace")
 
-    def address_in(self, step: int) -> str | None:
-        """The address at which others can join in a step; `None` until its processes wait for them."""
-        output = self.output
-        found = re.search(r"more nodes join with `--join (\S+)`", output)
-        return found[1] if found is not None and json.dumps({"awaits": step}) in output else None
-
 
 def faults(run: ChaosRun, layout: Layout, reference: Reference) -> list[str]:
     """What is wrong with a run: a hang, a process too many or too few, another loss, norm, evaluation or weight."""
@@ -371,7 +418,10 @@ def faults(run: ChaosRun, layout: Layout, reference: Reference) -> list[str]:
     lost = {layout.node_of(strike["dies"]) for strike in run.strikes}
     left = {member for member in {*range(layout.ranks), *run.joiners} if layout.node_of(member) not in lost}
     found = [] if run.returncode == 0 else [f"exit code {run.returncode}"]
-    found += ["a launcher that joined hung" for returncode in run.joined if returncode is None]
+    killed = {strike["node"] for strike in run.strikes if strike["way"] == "kill_host"}
+    for node, code in enumerate(run.others, start=1):
+        if code != (-signal.SIGKILL if node in killed else 0):
+            found.append(f"exit code {code} of launcher {node}" if code is not None else f"launcher {node} hung")
     if set(run.results) != left:
         found.append(f"processes {sorted(run.results)} came to the end, not {sorted(left)}")
     for member, result in run.results.items():
@@ -403,33 +453,60 @@ def _unlike(logs: list[dict[str, float]], reference: Reference, names: Sequence[
     ]
 
 
-def random_deaths(layout: Layout, seed: int, failures: int = 1) -> list[Death]:
+def random_deaths(layout: Layout, seed: int, failures: int = 1, joins: Sequence[Join] = ()) -> list[Death]:
     """
-    Deaths at random points, of as many nodes as leave `failures + 1`. Up to `failures` nodes are lost at about the
-    same time, of which the later ones may die in the recovery from the first (`copying`, `laying_out`); then none for
-    two steps, in which the others recover. A process that does not come to its point lives.
+    Deaths at random points, of as many nodes as leave `failures + 1`. Up to `failures` nodes, or hosts but for the
+    first one, are lost at about the same time, of which the later ones may die in the recovery from the first
+    (`copying`, `laying_out`); then none for two steps, in which the others recover. Those who join may die in it, and
+    after it. A process that does not come to its point lives.
     """
     draw = random.Random(seed)
-    num_nodes = layout.ranks // layout.ranks_per_node
-    nodes = draw.sample(range(num_nodes), num_nodes - failures - 1)
+    hosts = layout.members_of_hosts(joins)
+    begins = [0] * layout.hosts + [join.step for join in joins]  # step after which the processes of each host train
+    nodes = {layout.node_of(member): begin for begin, host in zip(begins, hosts, strict=True) for member in host}
+    singles = [[member for host in hosts for member in host if layout.node_of(member) == node] for node in nodes]
     deaths: list[Death] = []
     step = draw.randint(1, 3)
-    while nodes and step <= STEPS:
+    while step <= STEPS:
         in_recovery = False
-        for node in [nodes.pop() for _ in range(min(draw.randint(1, failures), len(nodes)))]:
-            points = RECOVERY if in_recovery else [point for point in POINTS if point not in RECOVERY]
-            point = draw.choice([point for point in points if _is_reached(point, step)])
-            # the second exception in a step would be one that no rank can help
-            may_raise = not any(death.step == step and death.way == "raise" for death in deaths)
-            way = draw.choices(("kill", "stop", "raise", "exit"), (6, 1, 2 * may_raise, 2))[0]
-            member = node * layout.ranks_per_node + draw.randrange(layout.ranks_per_node)
-            deaths.append(Death(member, step, point, way))
+        for _ in range(draw.randint(1, failures)):
+            is_host = len(hosts) > 1 and draw.random() < 0.5
+            spare = sum(begin < step for begin in nodes.values()) - failures - 1
+            alive = [[m for m in group if layout.node_of(m) in nodes] for group in (hosts[1:] if is_host else singles)]
+            groups = [group for group in alive if _is_spared(group, layout, nodes, step, spare)]
+            if not groups:
+                continue
+            group = draw.choice(groups)
+            joins_now = nodes[layout.node_of(group[0])] == step
+            points = JOINING if joins_now else RECOVERY if in_recovery else _points_in(step)
+            point = draw.choice(points)
+            if is_host:
+                # a drained host leaves at once while it joins, and not at all if the signal comes after the last step
+                may_drain = point not in JOINING and step < STEPS - 2
+                way = draw.choices(HOST_WAYS, (3, 2 * may_drain))[0]
+            else:
+                # the second exception in a step would be one that no rank can help
+                may_raise = not any(death.step == step and death.way == "raise" for death in deaths)
+                way = draw.choices(("kill", "stop", "raise", "exit"), (6, 1, 2 * may_raise, 2))[0]
+            deaths.append(Death(draw.choice(group), 1 if joins_now else step, point, way))
+            for member in group:
+                nodes.pop(layout.node_of(member), None)
             in_recovery = draw.random() < 0.5
         step += draw.randint(2, 3)
     return deaths
 
 
-def _is_reached(point: str, step: int) -> bool:
-    """Whether the run comes to a point in a step: it evaluates after each third, and saves after each fourth."""
-    every = {"evaluation": 3, "checkpoint": 4, "save_end": 4}.get(point, 1)
-    return step % every == 0
+def _is_spared(group: Sequence[int], layout: Layout, nodes: dict[int, int], step: int, spare: int) -> bool:
+    """Whether processes that have not been lost can be lost in a step, in which as many nodes can be."""
+    begins = {node: nodes[node] for node in map(layout.node_of, group)}
+    return (
+        bool(begins)
+        and all(begin <= step for begin in begins.values())
+        and (sum(begin < step for begin in begins.values()) <= spare)
+    )
+
+
+def _points_in(step: int) -> list[str]:
+    """The points that a run comes to in a step: it evaluates after each third, and saves after each fourth."""
+    every = {"evaluation": 3, "checkpoint": 4, "save_end": 4}
+    return [point for point in POINTS if point not in (*JOINING, "waiting") and step % every.get(point, 1) == 0]

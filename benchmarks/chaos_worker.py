@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
 
@@ -61,7 +62,8 @@ POINTS = (
     "waiting",
     "told",
 )
-WAYS = ("kill", "stop", "raise", "exit")
+HOST_WAYS = ("kill_host", "term_launcher")
+"""Ways in which all processes of a launcher are lost."""
 
 
 def make_model(num_layers: int = 4, hidden_size: int = 64, dropout: float = 0.0) -> LlavaForConditionalGeneration:
@@ -162,8 +164,7 @@ class Deaths:
             mark = self.folder / f"{self.member}-{step}-{where}.struck"  # it does not strike again in a new start
             if step == self.step and where == point and not mark.exists():
                 mark.touch()
-                strike = {"dies": self.member, "way": way, "at": point, "step": step, "time": time.time()}
-                print(json.dumps(strike) + "\n", end="", flush=True)  # whole, also where others print
+                self._tell({"way": way, "at": point, "step": step, "time": time.time()})
                 if way == "raise":
                     self.planned = []
                     raise ArithmeticError("made up to end this process")
@@ -172,11 +173,23 @@ class Deaths:
                 if way == "cut":
                     (self.folder / "cut").touch()
                     time.sleep(1000)
+                if way == "kill_host":
+                    _kill_host()
                 if way.startswith("term"):
                     self.planned = []
                     os.kill(os.getppid() if way == "term_launcher" else os.getpid(), signal.SIGTERM)
                     return
                 os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
+
+    def _tell(self, strike: dict[str, Any]) -> None:
+        """Prints who dies: this process, or all of its host."""
+        first, count = self.member, 1
+        if strike["way"] in (*HOST_WAYS, "cut"):
+            first, count = self.member - int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        settings = launch_settings()
+        assert settings is not None
+        lines = [json.dumps({"dies": id, "node": settings["node"], **strike}) for id in range(first, first + count)]
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)  # whole, also where others print
 
     def before(self, owner: Any, name: str, point: str, after: bool = False) -> None:
         """Lets this process die before a function is called, or after it."""
@@ -208,6 +221,15 @@ class Deaths:
         if joins_job():
             self.before(Membership, "register", "waiting", after=True)
             self.before(recovery_module.Recovery, "wait_to_join", "told", after=True)
+
+
+def _kill_host() -> None:
+    """Kills the launcher of this process with all that it has started, this process last."""
+    launcher = psutil.Process(os.getppid())
+    own = psutil.Process()
+    for process in [launcher, *(child for child in launcher.children(recursive=True) if child != own), own]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 class Joins:

@@ -17,7 +17,7 @@ from torch.distributed.launcher import api
 
 from .. import _environment
 from .coordinator import End
-from .running_job import forget_groups, take_place
+from .running_job import take_place
 from .supervisor import Limits, Supervisor, announce
 
 _POLL_S = 0.05
@@ -48,8 +48,7 @@ class SurvivingAgent(LocalElasticAgent):
             announce("TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set: a process that dies ends all.")
             return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         self._supervisor = self._new_supervisor(worker_group)
-        if self._before is not None and worker_group.group_rank == 0:
-            forget_groups((worker_group.master_addr, worker_group.master_port))
+        self._supervisor.meet_launchers()
         self._since = self._since or time.time()
         _environment.set_launch_settings({**self._supervisor.settings(), "since": self._since})
         joining = self._supervisor.joining

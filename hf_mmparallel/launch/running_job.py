@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed import DistError
 from ..world import generations as keys
 
 _REACH_TIMEOUT = timedelta(seconds=30)
+_MEETING_S = 60.0  # in which all launchers end their workers, which they kill after less than half of it
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,27 @@ def publish_job(store: Any, prefix: str, num_nodes: int, num_members: int) -> No
     store.underlying_store.set(keys.JOB, json.dumps(job))
 
 
-def forget_groups(address: tuple[str, int]) -> None:
-    """Removes what workers of an earlier start have left in the store, such as addresses of their process groups."""
-    store = TCPStore(*address, is_master=False, wait_for_workers=False)
-    for key in store.list_keys():
-        if "torchelastic" not in key and "hf_mmparallel/" not in key:
-            store.delete_key(key)
+def start_together(address: tuple[str, int], prefix: str, num_launchers: int) -> None:
+    """
+    Waits until no workers of an earlier start run on any host, and removes what they have left in the store, such as
+    addresses of their process groups; raises `TimeoutError` if a launcher does not come.
+    """
+    store = keys.connect(address, prefix)
+    if store.add(keys.NUM_READY, 1) == num_launchers:
+        everything = store.underlying_store
+        for key in everything.list_keys():
+            if "torchelastic" not in key and "hf_mmparallel/" not in key:
+                everything.delete_key(key)
+        store.set(keys.READY, "")
+    end = time.monotonic() + _MEETING_S
+    while not store.check([keys.READY]):  # a signal gets through meanwhile
+        if time.monotonic() > end:
+            num_ready = store.add(keys.NUM_READY, 0)
+            raise TimeoutError(
+                f"Only {num_ready} of {num_launchers} launchers were there to start the job again after "
+                f"{_MEETING_S:g} s. Start it again on all hosts."
+            )
+        time.sleep(_POLL_S)
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from ..world import generations as keys
 from ..world.generations import LEFT, Generation
 from .coordinator import Coordinator, End, join_sentence, loss_sentence
 from .lifelines import Lifeline, Lifelines
-from .running_job import Joining, publish_job
+from .running_job import Joining, publish_job, start_together
 
 _POLL_S = 0.01  # interval at which workers are looked at
 _SIGNS_S = 0.25  # interval at which their signs of life are read, and launchers give signs
@@ -137,6 +137,11 @@ class Supervisor:
         """What the workers are told."""
         told = {"node": self.node, "prefix": self._prefix, "folder": self._folder.name}
         return told if self.joining is None else told | self.joining.settings()
+
+    def meet_launchers(self) -> None:
+        """Waits for the other launchers if the job is started again, see [`start_together`]."""
+        if self._before is not None:
+            start_together(self._address, self._prefix, self._num_nodes)
 
     def start(self, processes: Mapping[int, tuple[int, Process]]) -> None:
         """Starts to watch local rank -> (id, process)."""

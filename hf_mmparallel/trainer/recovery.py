@@ -30,7 +30,7 @@ from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
 from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
 from ..world.generations import LEFT, Loss, put, take
-from ..world.membership import FinishedRunError
+from ..world.membership import FinishedRunError, NoLossError
 
 T = TypeVar("T")
 Held = dict[str, HeldParameter]
@@ -43,7 +43,10 @@ class RepeatedFailureError(Exception):
 
 
 def place_of(error: BaseException) -> str:
-    """The kind of an exception and the line that raised it, by which ranks know it again."""
+    """The kind of an exception and the line that raised it, by which ranks know it again; none of connections."""
+    # two ranks whose connections end or are silent have not failed in the same work, but on the same network
+    if isinstance(error, NoLossError | dist.DistError) or is_lost_connection(error):
+        return ""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__} in {frames[-1].filename}:{frames[-1].lineno}" if frames else type(error).__name__
 
@@ -303,7 +306,8 @@ class Recovery:
         on_first = {member.id for member in generation.members if member.node == 0}.intersection(self.layout.members)
         if on_first and on_first.issubset(leaving):
             raise TooFewNodesError("Machine 0 is taken away, whose launcher keeps the job together.")
-        return leaving
+        # those who are gone already: this rank heard of it before it knew that all agreed, and has met the others then
+        return set(leaving).intersection(generation.ids)
 
     def take_in(self) -> None:
         """Lets in the processes that wait, between two steps. Called by all ranks; some may be lost meanwhile."""

@@ -145,6 +145,6 @@ def _reason(watcher: Watcher, error: BaseException) -> str | None:
     return None
 
 
-def is_lost_connection(error: Exception) -> bool:
+def is_lost_connection(error: BaseException) -> bool:
     """Whether an error of a collective says that another rank is gone."""
     return isinstance(error, RuntimeError) and _LOST_PEER.search(f"{type(error).__name__}: {error}") is not None

@@ -86,6 +86,7 @@ def connect(address: tuple[str, int], prefix: str, timeout: timedelta = FOREVER)
 
 EVENTS, END = "events", "end"
 NUM_NODES, NUM_MEMBERS, NUM_INFORMED = "num_nodes", "num_members", "num_informed"
+NUM_READY, READY = "num_ready", "ready"  # of launchers that start a job again
 MET, ABANDONED = "met", "abandoned"
 
 

@@ -69,6 +69,10 @@ class LostMemberError(RuntimeError):
     """This process has been declared lost; it may not train any longer."""
 
 
+class NoLossError(TimeoutError):
+    """No member has been lost, although a connection was."""
+
+
 class FinishedRunError(RuntimeError):
     """Another process has trained to the end, and meets this one no more: what all had to do is done."""
 
@@ -241,7 +245,7 @@ class Membership:
         Raises:
             [`LostMemberError`]: If this process is not among its members.
             [`FinishedRunError`]: If a member has finished.
-            `TimeoutError`: If there is none: no member has been lost.
+            [`NoLossError`]: If there is none: no member has been lost.
             `RuntimeError`: If the launcher of node 0 is gone.
         """
         with self._news:
@@ -251,7 +255,7 @@ class Membership:
             if self._is_over:
                 raise FinishedRunError("Another process has finished, and meets no more.")
             if not self._is_decided():
-                raise TimeoutError(
+                raise NoLossError(
                     f"The launcher has reported no lost process within {timeout_s:g} s: all "
                     f"{len(self.newest.members)} processes are alive. A connection that is lost although nobody died "
                     "points to the network."

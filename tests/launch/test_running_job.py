@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from hf_mmparallel.launch import running_job
-from hf_mmparallel.launch.running_job import forget_groups, parse_address, publish_job, take_place
+from hf_mmparallel.launch.running_job import parse_address, publish_job, start_together, take_place
 from hf_mmparallel.launch.supervisor import Limits, Supervisor, how_to_join
 from hf_mmparallel.world import Membership
 from hf_mmparallel.world import generations as keys
@@ -79,14 +80,27 @@ def test_data_of_any_size_goes_through_the_store(store, monkeypatch):
         assert keys.take(store, "data") == data
 
 
-def test_process_groups_of_an_earlier_start_are_forgotten(store):
-    ours = keys.connect(address := _publish(store, 1, 2), "hf_mmparallel/launch/none/1")
+def test_process_groups_of_an_earlier_start_are_forgotten_when_no_process_of_it_runs_on_any_host(store):
+    place = _publish(store, 2, 2), "hf_mmparallel/launch/none/1", 2
+    ours = keys.connect(*place[:2])
     ours.set("generation/0", "{}")
-    store.set("default_pg/0//cpu//0/0", "an address of a process that is dead")
     store.set("none/torchelastic/role_info/0", "of the agents")
-    forget_groups(address)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(start_together, *place)
+        while not ours.check([keys.NUM_READY]):
+            time.sleep(0.01)
+        store.set("default_pg/0//cpu//0/0", "an address, by a process of the second launcher that still runs")
+        assert not first.done()
+        start_together(*place)
+        first.result()
     assert not store.check(["default_pg/0//cpu//0/0"]) and ours.check(["generation/0"])
     assert store.check(["none/torchelastic/role_info/0", keys.JOB])
+
+
+def test_a_launcher_that_does_not_come_to_a_new_start_is_not_waited_for(store, monkeypatch):
+    monkeypatch.setattr(running_job, "_MEETING_S", 0.1)
+    with pytest.raises(TimeoutError, match="1 of 2"):
+        start_together(_publish(store, 2, 2), "hf_mmparallel/launch/none/1", 2)
 
 
 @pytest.fixture

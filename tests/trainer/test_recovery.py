@@ -16,9 +16,9 @@ import torch.distributed as dist
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.runtime.held_state import HeldParameter
 from hf_mmparallel.trainer import recovery as module
-from hf_mmparallel.trainer.recovery import Recovery, RepeatedFailureError
+from hf_mmparallel.trainer.recovery import Recovery, RepeatedFailureError, place_of
 from hf_mmparallel.world.generations import Generation, Loss, Member
-from hf_mmparallel.world.membership import FinishedRunError
+from hf_mmparallel.world.membership import FinishedRunError, NoLossError
 
 
 @dataclass
@@ -318,6 +318,23 @@ def test_an_exception_that_repeats_in_the_same_work_ends_the_run(case):
     assert case.recovery.run(lambda: "saved") == "saved"
 
 
+def _raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as raised:
+        return raised
+
+
+def test_connections_that_fail_again_are_no_failure_of_the_work(case):
+    """A rank that has lost a connection ends when the launcher knows of no loss, and later another one does."""
+    network = (NoLossError("all are alive"), dist.DistStoreError("wait timeout"), RuntimeError("Connection reset"))
+    assert {place_of(_raised(error)) for error in network} == {""}
+    assert place_of(_raised(TimeoutError("the disk"))).startswith("TimeoutError in "), "that of a dataset may repeat"
+    case.launcher.place = place_of(_raised(NoLossError("all are alive")))
+    case.recovery.run(lambda: case.world.size > 1 and case.lose(0, 0, 0.0))
+    assert case.laid_out == [(0, 1), (0,)]
+
+
 def test_exceptions_in_other_work_or_of_another_kind_are_those_of_nodes(case):
     case.launcher.generation = case.launcher.newest = _generation(0, 4)
     case.launcher.place = "ValueError in dataset.py:3"
@@ -352,6 +369,20 @@ def test_a_member_that_is_asked_to_leave_is_left_out_between_two_steps(case):
     case.recovery.let_leave(False)
     assert case.recovery.run(lambda: case.world.size) == 2
     assert case.laid_out == [(0, 1)] and not case.launcher.reasons
+
+
+def test_a_rank_that_hears_that_a_member_has_left_before_it_knows_that_all_agreed_meets_the_others_once(case):
+    def next_generation(timeout_s: float) -> Generation:
+        if not case.launcher.is_stale:
+            raise NoLossError("all are alive")
+        return case.launcher.newest
+
+    case.launcher.next_generation = next_generation
+    case.world.asked = [None, 2]
+    case.lose_at_barrier(0, 1, 0.0)
+    case.recovery.let_leave(False)
+    assert case.recovery.run(lambda: case.world.size) == 2
+    assert case.laid_out == [(0, 1)]
 
 
 def test_a_member_leaves_when_all_know(case):

@@ -98,9 +98,9 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
         [((), (2,)), ((1,), ()), ((), (4,))],
         SAVED_BESIDE,
     ),
-    "one that dies as it joins, another in its place, then rank 0": (
+    "one whose host is lost as it joins, another in its place, then rank 0": (
         "two copies",
-        ["2:1:copying:kill", "0:8:forward:kill"],
+        ["2:1:copying:kill_host", "0:8:forward:kill"],
         [Join(3), Join(5)],
         [((2,), ()), ((), (4,)), ((0,), ())],
         ["--log_predictions"],
@@ -155,17 +155,18 @@ def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
 
 @live
 def test_a_job_that_could_not_go_on_is_started_again_from_its_last_checkpoint(tmp_path: Path):
-    """One of two ranks dies, the other saves step 6; then both die before the next checkpoint is due."""
+    """One of two ranks, each on a host, dies, the other saves step 6; then both die before the next one is due."""
     deaths = _deaths("1:7:forward:kill", "0:11:step_end:kill", "1:11:step_end:kill")
-    run = chaos.chaos_run(LAYOUTS["two copies"], deaths, tmp_path, TIMEOUT_S, flags=["--restart", "2"])
+    layout = replace(LAYOUTS["two copies"], hosts=2)
+    run = chaos.chaos_run(layout, deaths, tmp_path, TIMEOUT_S, flags=["--restart", "2"])
     print(run.output[-8000:])
     assert run.returncode == 0 and {*run.results} == {0, 1}
-    assert run.output.count("hf-mmparallel launch: starting again") == 2
+    assert run.output.count("hf-mmparallel launch: starting again") == 2 * layout.hosts
     for result in run.results.values():
         assert result["num_tries"] == 4, "it went on from step 8"
         logs = [row for row in result["logs"] if "loss" in row]
         assert [row["step"] for row in logs] == [*range(1, 13)]
-    assert not faults(replace(run, strikes=[]), LAYOUTS["two copies"], reference())
+    assert not faults(replace(run, strikes=[]), layout, reference())
 
 
 two_hosts = pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
@@ -178,16 +179,14 @@ two_hosts = pytest.mark.skipif((reason := available()) is not None, reason=reaso
 def test_a_host_whose_launcher_gets_a_signal_leaves(tmp_path: Path, host: int):
     deaths = _deaths(f"{2 * host}:5:forward:term_launcher")
     first, second = _on_two_hosts("copies", deaths, tmp_path)
-    run = ChaosRun.of(tmp_path, first.returncode, first.output + second.output, 0.0)
+    run = ChaosRun.of(tmp_path, first.returncode, first.output + second.output, 0.0, [second.returncode])
     print(run.output[-8000:])
     if host == 0:  # its launcher keeps the others together
         assert (first.returncode, second.returncode) == (128 + 15, 1) and not run.results
         assert any((tmp_path / "run").glob("checkpoint-[56]/trainer_state.json"))
         return
-    assert second.returncode == 0 and {*run.results} == {0, 1}
     assert {member for event in run.events for member in event["lost"]} == {2, 3}
-    both = [{**run.strikes[0], "dies": member} for member in (2, 3)]
-    assert not faults(replace(run, strikes=both), LAYOUTS["copies"], reference())
+    assert not faults(run, LAYOUTS["copies"], reference())
 
 
 def _on_two_hosts(layout: str, deaths: Sequence[Death], folder: Path, meanwhile: Any = None) -> list[Finished]:
@@ -212,16 +211,14 @@ def test_a_host_that_is_cut_off_changes_no_number(tmp_path: Path, point: str):
             time.sleep(0.05)
         hosts.cut()
 
-    deaths = _deaths(f"2:4:{point}:cut", f"3:4:{point}:cut")
+    deaths = _deaths(f"2:4:{point}:cut")
     first, second = _on_two_hosts("copies", deaths, tmp_path, pull_the_cable)
     run = ChaosRun.of(tmp_path, first.returncode, first.output + second.output, 0.0)
     print(run.output[-8000:])
-    assert len(run.strikes) >= 1, "one process may wait for the other when the cable is pulled"
     assert {*run.results} == {0, 1} and second.returncode == 1
     (event,) = run.events
     assert event["lost"] == (2, 3) and all("no sign of life of the host" in reason for reason in event["reasons"])
-    both = [{**run.strikes[0], "dies": member} for member in (2, 3)]
-    assert not faults(replace(run, strikes=both), LAYOUTS["copies"], reference())
+    assert not faults(run, LAYOUTS["copies"], reference())
 
 
 @live
