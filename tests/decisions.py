@@ -30,7 +30,6 @@ from hf_mmparallel.resilience.pipelines import PipelinePlans
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.arrange.tokens.rows import packed_row
 from tests.cost.models import h100, model, module
@@ -94,8 +93,8 @@ def schedules() -> Iterator[Any]:
             planner = StepPlanner(h100(SPEC), plan, groups, 4, "hierarchical", sizes.take, memory_bytes=60 * 2**30)
             planned = planner(GlobalBatch(tuple(range(48)), 0))
             yield planned.step.microbatches, planned.program.checksum
-            prediction = predict_batch(planner, sizes)
-            yield prediction.simulation.iteration_ms, [memory.total_gib for memory in prediction.memory.values()]
+            prediction = planner.predict_batch(sizes)
+            yield prediction.timeline.iteration_ms, [memory.total_gib for memory in prediction.memory.values()]
 
 
 def searches() -> Iterator[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from ..drawing.timeline import chrome_trace, gantt_png
+from ..drawing.gantt import chrome_trace, gantt_png
 from ..plan import save_layout
 from ..plan.methods import published_method
 from ..planner.answer import Answer, Inputs, check_memory, solve
@@ -139,7 +139,7 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
         "samples/s a GPU": [f"{a.samples_per_second / a.plan.world_size:,.4g}" for a in answers],
         "tokens/s": [f"{a.tokens_per_second:,.0f}" for a in answers],
         "MFU": [f"{a.flops_utilisation:.1%}" for a in answers],
-        "bubble": [f"{a.prediction.simulation.bubble_fraction:.1%}" for a in answers],
+        "bubble": [f"{a.prediction.timeline.bubble_fraction:.1%}" for a in answers],
         "GiB, fullest rank": [f"{a.peak_gib:.3g}" for a in answers],
         "GPUs": [f"{a.plan.world_size:,}" for a in answers],
     }
@@ -163,7 +163,7 @@ def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:
     for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
         right = column != "method"
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
-    bubble = answer.prediction.simulation.bubble_fraction
+    bubble = answer.prediction.timeline.bubble_fraction
     numbers = [f"{bubble:.1%}", f"{answer.peak_gib:.3g}", f"{answer.flops_utilisation:.1%}"]
     layouts = plan_line(answer.plan).replace("; ", "\n")
     table.add_row(f"this plan\n{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=True)

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from ..arrange import contiguous_step, plan_for_batch
-from ..drawing.timeline import chrome_trace, gantt_png
+from ..drawing.gantt import chrome_trace, gantt_png
 from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
 from ..planner.answer import Inputs, batch_to_fill, predict_plan
 from ..planner.inputs import read_model
@@ -21,7 +21,7 @@ from ..planner.text import (
     print_labelled,
     report,
 )
-from ..schedule import build_program, simulate
+from ..schedule import find_representatives, simulate
 from .plan_command import warn_of_memory, write_files
 
 
@@ -65,7 +65,7 @@ def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: Paral
     batch = settings.global_batch_size or batch_to_fill(plan, size, plan.num_microbatches)
     plan = replace(plan_for_batch(plan, batch, size), schedule=settings.schedule or plan.schedule)
     step = contiguous_step(plan, range(batch), size)
-    simulation = simulate(plan, build_program(plan, step, []))
+    simulation = simulate(find_representatives(plan, []), step)
     counts = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
     console = new_console()
     console.print(plan_table(plan, None, simulation, None))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
-from ..schedule import Span, Task, build_graph
+from ..schedule import Task, build_graph
 from .activations import grouped_copies
 from .layers import CostModel
 from .row_sizes import ChunkKey, chunk_sizes
@@ -80,7 +80,7 @@ def memory_per_rank(
 ) -> dict[int, RankMemory]:
     """
     Upper bound of the peak memory of every rank: all microbatches in flight (such as `peak_in_flight` of a
-    [`Simulation`]) count as the largest one, all gradients are allocated, and the running task is that with the
+    [`Timeline`]) count as the largest one, all gradients are allocated, and the running task is that with the
     largest transient memory.
     """
     memories = stage_memories(costs, plan)
@@ -153,7 +153,7 @@ def memory_timeline(
     plan: ParallelPlan,
     step: StepPlan,
     sizes: SampleSizes,
-    spans: Iterable[Span],
+    times: Mapping[Task, tuple[float, float]],
 ) -> dict[int, tuple[NDArray, NDArray]]:
     """
     Bytes of the tensors on each rank over a step, with optimizer state already allocated.
@@ -165,7 +165,7 @@ def memory_timeline(
         `dict[int, tuple[np.ndarray, np.ndarray]]`: Rank -> times in ms `[changes]`, in order, and the bytes
         `[changes]` from each of them until the next one.
     """
-    timeline = _MemoryEvents(costs, plan, step, sizes, spans)
+    timeline = _MemoryEvents(costs, plan, step, sizes, times)
     timeline.add_activations(with_gradients=True)
     timeline.add_state()
     return {rank: _levels(events) for rank, events in timeline.events.items()}
@@ -176,10 +176,10 @@ def activation_peaks(
     plan: ParallelPlan,
     step: StepPlan,
     sizes: SampleSizes,
-    spans: Iterable[Span],
+    times: Mapping[Task, tuple[float, float]],
 ) -> dict[int, float]:
     """Peak bytes of each rank besides weights, gradients and optimizer state, see [`memory_timeline`]."""
-    timeline = _MemoryEvents(costs, plan, step, sizes, spans)
+    timeline = _MemoryEvents(costs, plan, step, sizes, times)
     timeline.add_activations(with_gradients=False)
     return {rank: float(_levels(events)[1].max()) for rank, events in timeline.events.items()}
 
@@ -188,10 +188,15 @@ class _MemoryEvents:
     """Allocations and frees on each rank, with their times."""
 
     def __init__(
-        self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes, spans: Iterable[Span]
+        self,
+        costs: CostModel,
+        plan: ParallelPlan,
+        step: StepPlan,
+        sizes: SampleSizes,
+        times: Mapping[Task, tuple[float, float]],  # start and end
     ):
         self.costs, self.plan, self.step, self.sizes = costs, plan, step, sizes
-        self.times = {span.task: (span.start_ms, span.end_ms) for span in spans}
+        self.times = times
         self.end_ms = max((end for _, end in self.times.values()), default=0.0)
         self.memories = stage_memories(costs, plan)
         self.activations = activation_sizes(costs, plan, step, sizes)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrange.balance import Balance, Times
-from .timeline import COLORS, tint
+from .gantt import COLORS, tint
 
 MAX_REPLICAS = 8
 BEFORE, MEASURED = "before, contiguous", "measured"

@@ -48,13 +48,13 @@ def render_page(page: PlanPage) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     script = "".join(_source(environment, name) for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
-    rows = rank_rows(page.simulation)
+    rows = rank_rows(page.timeline)
     return environment.get_template("page.html.jinja").render(
         page=page,
         script=script,
         script_hash=_hash(script),
         style=_source(environment, "page.css"),
-        data=timeline_data(page.plan, page.simulation, rows, page.memory),
+        data=timeline_data(page.plan, page.timeline, rows, page.memory),
         ranks=_ranks_table(page, rows),
         strips=_strips(page.workloads, module_colors(page.plan)),
         evenness=_evenness_table(page.workloads),
@@ -86,7 +86,7 @@ def _ms(value: float) -> str:
 
 def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
     """The timeline chart in numbers."""
-    length_us = 1e3 * page.simulation.iteration_ms
+    length_us = 1e3 * page.timeline.iteration_ms
     memory: MemoryCurves | None = page.memory
     has_sums = any(row.sums for row in rows)
     columns = ["ranks", "stages", "tasks", "busy", *(["gradient sums", "idle beside sums"] if has_sums else ["idle"])]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..arrange.balance import Balance
-from ..drawing.timeline import COLORS, KINDS, rank_ranges
+from ..drawing.gantt import COLORS, KINDS, rank_ranges
 from ..plan import ModulePlugin, ParallelPlan, PlannedFor, StageKey
-from ..schedule import Simulation, Task
+from ..schedule import Task, Timeline
 
 # Content of a plan's page, as plain data.
 
@@ -75,7 +75,7 @@ class PlanPage:
 
     title: str
     plan: ParallelPlan  # the page has it as YAML
-    simulation: Simulation  # one step of it
+    timeline: Timeline  # one step of it
     subtitle: str = ""  # below the heading: dataset, devices, batch
     summary: Sequence[tuple[str, str]] = ()  # labels and values: predicted step, tokens/s, MFU, bubble
     bound: str = ""  # a sentence about what bounds the step
@@ -85,7 +85,7 @@ class PlanPage:
     workloads: Mapping[str, Balance] = field(default_factory=dict)
     runners_up: Sequence[PlanChoice] = ()  # the next best plans
     comparison: Sequence[PlanChoice] = ()  # plans of other methods
-    step_ms: float | None = None  # predicted step that others are compared with; that of the simulation when left out
+    step_ms: float | None = None  # predicted step that others are compared with; that of the timeline when left out
     command: str = ""  # the command line that made the plan
     versions: Mapping[str, str] = field(default_factory=dict)  # of libraries
     modules: Mapping[str, ModulePlugin] = field(default_factory=dict)  # settings of modules, such as frozen parameters
@@ -94,7 +94,7 @@ class PlanPage:
     @property
     def compared_ms(self) -> float:
         """The predicted step that others are compared with."""
-        return self.simulation.iteration_ms if self.step_ms is None else self.step_ms
+        return self.timeline.iteration_ms if self.step_ms is None else self.step_ms
 
 
 # Memory is quantized to this share of the highest value.
@@ -145,28 +145,28 @@ class RankRow:
         return sum(end - start for lane in chosen for start, end in lane)
 
 
-def rank_rows(simulation: Simulation) -> list[RankRow]:
+def rank_rows(timeline: Timeline) -> list[RankRow]:
     """Returns the rows of a timeline, by their lowest ranks. The last ones of a large page have no lanes."""
-    by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(simulation.num_ranks)}
-    for span in simulation.spans:
+    by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(timeline.num_ranks)}
+    for span in timeline.spans:
         by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.busy_end_ms)))
     sums: dict[int, list[tuple[int, int]]] = {rank: [] for rank in by_rank}
-    for span in simulation.sums:
+    for span in timeline.sums:
         sums[span.rank].append((_us(span.start_ms), _us(span.end_ms)))
     merged: dict[tuple[TaskTimes, SumTimes], list[int]] = {}
     for rank in sorted(by_rank):
         merged.setdefault((tuple(by_rank[rank]), tuple(sums[rank])), []).append(rank)
     rows, left = [], MAX_TRANSFERS
     for times, ranks in merged.items():
-        lanes = _lanes(simulation, ranks[0]) if left > 0 else ()
+        lanes = _lanes(timeline, ranks[0]) if left > 0 else ()
         left -= sum(map(len, lanes))
         rows.append(RankRow(tuple(ranks), *times, lanes))
     return rows
 
 
-def _lanes(simulation: Simulation, rank: int) -> tuple[SumTimes, ...]:
+def _lanes(timeline: Timeline, rank: int) -> tuple[SumTimes, ...]:
     """The communication of a rank by kind, see [`RankRow`]."""
-    spans = [] if simulation.transfers is None else simulation.transfers(rank)
+    spans = [] if timeline.transfers is None else timeline.transfers(rank)
     lanes: dict[tuple[str, bool], list[tuple[int, int]]] = {kind: [] for kind in KINDS}
     for span in spans:
         lanes[span.op, span.is_exposed].append((_us(span.start_ms), _us(span.end_ms)))
@@ -179,7 +179,7 @@ def module_colors(plan: ParallelPlan) -> dict[str, str]:
 
 
 def timeline_data(
-    plan: ParallelPlan, simulation: Simulation, rows: Sequence[RankRow], memory: MemoryCurves | None
+    plan: ParallelPlan, timeline: Timeline, rows: Sequence[RankRow], memory: MemoryCurves | None
 ) -> dict[str, Any]:
     """
     Returns the data of the page's script, for JSON; raises `ValueError` for a stage that the plan does not have.
@@ -193,14 +193,14 @@ def timeline_data(
     unknown = {key for row in rows for key in row.stages if key not in stages}
     if unknown:
         raise ValueError(
-            f"the simulation has stage {min(unknown)}, which is not in the plan. Simulate the plan of the page."
+            f"the timeline has stage {min(unknown)}, which is not in the plan. Simulate the plan of the page."
         )
     names = list(plan.modules)
     has_lanes = any(row.lanes for row in rows)
     num_chunks = 1 + max((task.chunk for row in rows for task, _, _ in row.tasks), default=0)
     unit = _memory_unit(memory) if memory is not None else 1
     return {
-        "end": max([_us(simulation.iteration_ms), *map(_end_us, rows)]),
+        "end": max([_us(timeline.iteration_ms), *map(_end_us, rows)]),
         "modules": [{"name": name, "color": color} for name, color in module_colors(plan).items()],
         "lanes": [{"color": color, "name": name} for color, name in KINDS.values()] if has_lanes else [],
         "stages": [[names.index(name), replica, index] for name, replica, index in stages],

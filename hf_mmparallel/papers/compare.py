@@ -16,7 +16,6 @@ from ..search.explain import least_memory_bytes
 from ..search.options import ModuleOptions, ParallelConfig
 from ..search.problem import Candidate, ComparedPlan, Layout, PlanningProblem, RankedPlan, SearchResult
 from ..search.simulations import step_planner
-from ..steps.representatives import on_all_ranks, predict_batch
 from .allocation import Allocation, allocate
 from .baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
 from .encoders_replicated import ReplicatedEncoders
@@ -270,7 +269,7 @@ class _BaselineEvaluator:
         """A candidate on the first `count` batches; on all by default."""
         problem = replace(problem or self.problem, memory_bytes=None)
         planner = step_planner(problem, replace(candidate, arrangement=arrangement))
-        predictions = tuple(predict_batch(planner, batch) for batch in self.batches[:count])
+        predictions = tuple(map(planner.predict_batch, self.batches[:count]))
         return RankedPlan(replace(candidate, arrangement=arrangement), planner.plan, predictions, 0.0)
 
     def _best(
@@ -310,7 +309,7 @@ class _BaselineEvaluator:
         """A plan with its figures, relative to all ranks of the problem."""
         share = ranked.plan.world_size / self.problem.num_ranks
         peak = ranked.peak_memory_bytes
-        busy = _mean(1 - on_all_ranks(prediction).simulation.bubble_fraction for prediction in ranked.predictions)
+        busy = _mean(1 - prediction.timeline.bubble_fraction for prediction in ranked.predictions)
         utilisation = _mean(prediction.flops_utilisation for prediction in ranked.predictions)
         words = "; ".join(text for text in (note, self._excess(peak)) if text)
         figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
-from ..schedule import Task, find_representatives, program_of_parts, simulate
+from ..schedule import Task, find_representatives, simulate
 from ..search.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
 from ..search.problem import Candidate, Layout, PlanningProblem
 from .baseline_layouts import even_layers
@@ -128,17 +128,16 @@ class ReplicatedEncoders:
         tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
         batch_indices = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, batch_indices, batch)
-        program = program_of_parts(representatives.parts(step), cost, check=False)
-        simulation = simulate(representatives.plan, program, cost, stages.message_ms, stages.sync_ms)
+        timeline = simulate(representatives, step, cost, stages.messages_ms, stages.sync_ms)
         sums_ms = [
             self.options[name].sync_ms(kind, self.problem.num_ranks // kind.tp_size, 1)
             for name, kind in encoders.items()
         ]
-        step_ms = simulation.iteration_ms + sum(sums_ms)
-        busy_ms = simulation.iteration_ms * (1 - simulation.bubble_fraction)
-        memory = memory_per_rank(costs, plan, step, batch, simulation.peak_in_flight)
+        step_ms = timeline.iteration_ms + sum(sums_ms)
+        busy_ms = timeline.iteration_ms * (1 - timeline.bubble_fraction)
+        memory = memory_per_rank(costs, plan, step, batch, timeline.peak_in_flight)
         peak = max(rank.total for rank in memory.values()) + self._encoder_bytes(
-            encoders, tables, batch_indices, batch, max(simulation.peak_in_flight.values())
+            encoders, tables, batch_indices, batch, max(timeline.peak_in_flight.values())
         )
         return (step_ms, 1 - busy_ms / step_ms), peak
 

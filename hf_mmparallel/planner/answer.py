@@ -12,7 +12,7 @@ from pathlib import Path
 from ..arrange import plan_for_batch
 from ..cost import CostModel, RankMemory, fitting_tokens
 from ..cost.calibration import costs_from, read_costs
-from ..drawing.timeline import rank_ranges
+from ..drawing.gantt import rank_ranges
 from ..plan import (
     LANGUAGE_MODEL,
     ParallelPlan,
@@ -24,11 +24,11 @@ from ..plan import (
     typical_batches,
 )
 from ..plan.methods import arrangement_name
-from ..schedule import Simulation, simulate
+from ..schedule import Timeline
 from ..search.explain import bound_of
 from ..search.problem import PlanningProblem, SearchResult
+from ..steps.arrangement_choice import choose_arrangement
 from ..steps.communication import with_communication
-from ..steps.representatives import choose_arrangement, on_all_ranks, predict_batch
 from ..steps.step_planner import Prediction, StepPlanner, most_memory
 from .inputs import ModelSource, Samples, read_samples
 from .settings import Settings, check_searchable, has_all_sizes
@@ -107,7 +107,7 @@ class Answer:
         return sync_groups(self.costs.spec, self.plan)
 
     @cached_property
-    def drawn(self) -> Simulation:
+    def drawn(self) -> Timeline:
         """The simulated step for pictures, with its communication."""
         return with_communication(self.prediction, self.costs, self.sync_groups)
 
@@ -219,8 +219,8 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
         arrangement = "contiguous" if alike else choose_arrangement(planner, batches).arrangement
     planner = replace(planner, plan=replace(plan, microbatch_assignment=arrangement), arrangement=arrangement)
     checked = planner.arrange(range(batch), batches[0])
-    simulate(plan, planner.program(checked.step, checked.sizes))  # raises for a program that deadlocks
-    predictions = tuple(on_all_ranks(predict_batch(planner, sizes)) for sizes in batches)
+    planner.program(checked.step, checked.sizes)  # raises for a program that deadlocks
+    predictions = tuple(map(planner.predict_batch, batches))
     return Answer(settings, inputs, costs, predictions, batch, size, arrangement)
 
 

@@ -169,7 +169,7 @@ def _figures(answer: Answer) -> dict[str, Any]:
         "samples_per_second": answer.samples_per_second,
         "tokens_per_second": answer.tokens_per_second,
         "flops_utilisation": answer.flops_utilisation,
-        "bubble_fraction": prediction.simulation.bubble_fraction,
+        "bubble_fraction": prediction.timeline.bubble_fraction,
         "peak_memory_gib": answer.peak_gib,
     }
 
@@ -190,8 +190,8 @@ def page_of(
 
     prediction, result = answer.prediction, answer.result
     planned, sizes = prediction.planned, prediction.sizes
-    cells = plan_cells(answer.plan, answer.costs.spec, prediction.simulation, answer.memory)
-    curves = memory_timeline(answer.costs, answer.plan, planned.step, sizes, prediction.simulation.spans)
+    cells = plan_cells(answer.plan, answer.costs.spec, prediction.timeline, answer.memory)
+    curves = memory_timeline(answer.costs, answer.plan, planned.step, sizes, prediction.timeline.task_times)
     limit = answer.settings.memory_gib
     if answer.arrangement == "contiguous":
         workloads = {"contiguous": step_balance(planned.step, planned.workloads)}
@@ -207,7 +207,7 @@ def page_of(
         plan=answer.plan,
         modules=answer.settings.plugin.modules,
         planned_for=answer.planned_for,
-        simulation=answer.drawn,
+        timeline=answer.drawn,
         summary=[(label, text) for label, text in [*summary(answer), *origins(answer)] if label != "Bound"],
         bound=answer.bound,
         table=TextTable(cells.columns, cells.rows, cells.right),

@@ -15,10 +15,10 @@ from rich.table import Table
 from ..cost import LayerCosts, RankMemory
 from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
-from ..drawing.timeline import gantt_text, rank_ranges
+from ..drawing.gantt import gantt_text, rank_ranges
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, SyncGroup, stage_parameters
 from ..runtime.groups import channels_of_step, collective_groups
-from ..schedule import GradientFlow, Simulation
+from ..schedule import GradientFlow, Timeline
 from ..search.problem import RankedPlan, SearchResult
 from .answer import Answer
 from .settings import Settings
@@ -57,15 +57,15 @@ def range_text(counts: Sequence[int]) -> str:
 def plan_table(
     plan: ParallelPlan,
     spec: ModelSpec | None,
-    simulation: Simulation,
+    timeline: Timeline,
     memory: Mapping[int, RankMemory] | None,
     is_narrow: bool = False,
 ) -> Table:
     """
     Returns a row for each stage of each module; replicas and equal neighbors are merged. The model gives numbers of
-    parameters, the simulation microbatches in flight, and memory is that of the fullest rank.
+    parameters, the timeline microbatches in flight, and memory is that of the fullest rank.
     """
-    cells = plan_cells(plan, spec, simulation, memory)
+    cells = plan_cells(plan, spec, timeline, memory)
     table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
     # no lines between columns
     if is_narrow:
@@ -98,7 +98,7 @@ def layout_text(plan: ParallelPlan, name: str) -> str:
 def plan_cells(
     plan: ParallelPlan,
     spec: ModelSpec | None,
-    simulation: Simulation,
+    timeline: Timeline,
     memory: Mapping[int, RankMemory] | None,
 ) -> Cells:
     """The cells of [`plan_table`]; the first cell is empty in all rows of a module but the first."""
@@ -112,7 +112,7 @@ def plan_cells(
         tp_size = "-".join(map(str, module.tp_sizes))
         inner = f"{module.cp_size}/{tp_size}" if cut else tp_size
         sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{inner}"
-        for number, row in enumerate(_merge(_stage_rows(plan, name, spec, simulation, memory))):
+        for number, row in enumerate(_merge(_stage_rows(plan, name, spec, timeline, memory))):
             stage = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
             layers = f"{row.layers[0]}-{row.layers[1] - 1}"
             head = (name, sizes) if number == 0 else ("", "")
@@ -125,7 +125,7 @@ def _stage_rows(
     plan: ParallelPlan,
     name: str,
     spec: ModelSpec | None,
-    simulation: Simulation,
+    timeline: Timeline,
     memory: Mapping[int, RankMemory] | None,
 ) -> list[_Row]:
     """A row for each (stage, layers); numbers are those of the fullest replica."""
@@ -142,7 +142,7 @@ def _stage_rows(
             rows[key] = _Row(index, index, stage.layers, cells)
         row = rows[key]
         row.ranks.extend(stage.all_ranks)
-        row.in_flight = max(row.in_flight, simulation.peak_in_flight.get((name, replica, index), 0.0))
+        row.in_flight = max(row.in_flight, timeline.peak_in_flight.get((name, replica, index), 0.0))
         if memory is not None:
             row.gib = max(row.gib, *(memory[rank].total_gib for rank in stage.all_ranks))
     return [rows[key] for key in sorted(rows)]
@@ -186,7 +186,7 @@ def report(console: Console, answer: Answer, more: Sequence[tuple[str, str]] = (
     """Prints a plan with its prediction, and `more` labels and texts."""
     prediction = answer.prediction
     narrow = console.width < NARROW
-    console.print(plan_table(answer.plan, answer.costs.spec, prediction.simulation, answer.memory, narrow))
+    console.print(plan_table(answer.plan, answer.costs.spec, prediction.timeline, answer.memory, narrow))
     print_labelled(console, [*summary(answer), *origins(answer), *more])
 
 
@@ -213,7 +213,7 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
             f"{_count(answer.samples_per_second)} samples/s, {_count(answer.tokens_per_second)} tokens/s of the "
             f"language model, MFU {answer.flops_utilisation:.1%}",
         ),
-        ("Bubble", f"{prediction.simulation.bubble_fraction:.1%} of the ranks' time"),
+        ("Bubble", f"{prediction.timeline.bubble_fraction:.1%} of the ranks' time"),
         ("Memory", memory_text(answer)),
     ]
     if answer.settings.allocator_text:
@@ -387,10 +387,10 @@ def print_explanation(console: Console, result: SearchResult) -> None:
     print_labelled(console, lines)
 
 
-def print_gantt(console: Console, simulation) -> None:
+def print_gantt(console: Console, timeline: Timeline) -> None:
     """Draws a step as text."""
     width = max(40, min(120, console.width - 36))
-    text = gantt_text(simulation, width, GANTT_ROWS)
+    text = gantt_text(timeline, width, GANTT_ROWS)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..cost import Hardware, StepCost
 from ..cost.gradient_sums import optimizer_ms
 from ..plan import Stage, sync_groups
-from ..schedule import Task, simulate_parts
+from ..schedule import Task, simulate
 from ..steps.step_planner import StepPlanner
 from .model_chain import mean_pass_ms
 from .pipelines import ClusterPlan, Pipeline, PipelinePlans
@@ -62,8 +62,8 @@ class StepTimes:
         def task_ms(task: Task) -> float:
             return passes_ms[task.stage_key][task.kind == "bwd"]
 
-        replay = simulate_parts(planner.representatives, step, task_ms, sends.messages_ms, sends.sync_ms)
-        step_ms = replay.iteration_ms + optimizer_ms(chain.costs, layout, planner.sync_groups)
+        timeline = simulate(planner.representatives, step, task_ms, sends.messages_ms, sends.sync_ms)
+        step_ms = timeline.iteration_ms + optimizer_ms(chain.costs, layout, planner.sync_groups)
         # Processors round sums differently, and all ranks have to make the same plans.
         return float(np.float32(step_ms))
 

@@ -68,8 +68,7 @@ class MemoryAccount:
         if self.planner is None or self.sizes is None or self.workloads is None:
             return None
         with contextlib.suppress(ValueError):  # an estimate that fails must not hide the error that it is about
-            program = self.planner.program(self.step, self.sizes)
-            planned = PlannedStep(self.step, program, self.sizes, self.workloads)
+            planned = PlannedStep(self.step, self.sizes, self.workloads)
             return self.planner.predict(planned).memory[self.rank]
         return None
 

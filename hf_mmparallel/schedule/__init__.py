@@ -8,26 +8,25 @@ from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
 from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
 from .lowering import build_program, lower, program_of_parts
-from .parts import Part, Representatives, find_representatives, representative_ranks
+from .parts import Part, Representatives, find_representatives
 from .passes import REST, PassAction, SumBucket, in_buckets, pass_actions, step_passes, sum_buckets
 from .program_checks import check_program
-from .replay import Replay, simulate_parts
-from .scheduler import Timeline, default_cost, order_tasks, schedule_tasks
-from .simulator import Simulation, Span, SumSpan, TransferSpan, microbatch_forward_ms, simulate
+from .scheduler import Order, default_cost, order_tasks, schedule_tasks
+from .timeline import Durations, Span, SumSpan, Timeline, TransferSpan, microbatch_forward_ms, retime, simulate
 
 __all__ = [
     "REST",
     "Action",
     "DeadlockError",
+    "Durations",
     "GradientFlow",
     "Message",
+    "Order",
     "Part",
     "PassAction",
     "Program",
     "ProgramError",
-    "Replay",
     "Representatives",
-    "Simulation",
     "Span",
     "SumBucket",
     "SumSpan",
@@ -49,10 +48,9 @@ __all__ = [
     "order_tasks",
     "pass_actions",
     "program_of_parts",
-    "representative_ranks",
+    "retime",
     "schedule_tasks",
     "simulate",
-    "simulate_parts",
     "stage_depths",
     "step_passes",
     "sum_buckets",

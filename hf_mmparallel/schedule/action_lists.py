@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,40 +138,6 @@ class ProgramActions(Mapping[int, tuple[Action, ...]]):
         return frozenset(result)
 
 
-class TaskTimes(Mapping[Task, tuple[float, float]]):
-    """Task -> its start and end, for the tasks of graphs that are given with the starts and ends of their tasks."""
-
-    def __init__(self, parts: Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]):
-        self.parts = tuple(parts)
-
-    @cached_property
-    def _all(self) -> dict[Task, tuple[float, float]]:
-        return {
-            task: times
-            for graph, starts, ends in self.parts
-            for task, times in zip(graph.tasks, zip(starts, ends, strict=True), strict=True)
-        }
-
-    def __getitem__(self, task: Task) -> tuple[float, float]:
-        return self._all[task]
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return sum(graph.num_tasks for graph, _, _ in self.parts)
-
-    def of_tasks(self, tasks: Iterable[Task]) -> dict[Task, tuple[float, float]]:
-        """The times of a few tasks, without building those of all tasks."""
-        result = {}
-        for task in tasks:
-            for graph, starts, ends in self.parts:
-                index = graph.index_of(task)
-                if index is not None:
-                    result[task] = (starts[index], ends[index])
-        return result
-
-
 _EMPTY = np.zeros(0, np.int64)
 
 
@@ -225,15 +190,12 @@ def _mixed(values: NDArray) -> NDArray:
 
 # `Program`: the ordered actions of all ranks, with a text form.
 
-_TIMES = re.compile(r"(.*) \[(\S+), (\S+)\]")
-
 
 @dataclass(frozen=True)
 class Program:
     """The ordered actions of every rank for one global batch."""
 
     actions: Mapping[int, tuple[Action, ...]]
-    times_ms: Mapping[Task, tuple[float, float]] = field(default_factory=dict)  # predicted start and end
 
     @cached_property
     def backward_keys(self) -> frozenset[TaskKey]:
@@ -247,7 +209,7 @@ class Program:
 
     @cached_property
     def checksum(self) -> int:
-        """Checksum of the ordered actions of all ranks, without times; the same in every process."""
+        """Checksum of the ordered actions of all ranks; the same in every process."""
         return checksum(self.actions)
 
     def replicas(self, module: str) -> frozenset[int]:
@@ -263,41 +225,26 @@ class Program:
         return task.key in self.backward_keys
 
     def of_rank(self, rank: int) -> Program:
-        """The program of a single rank: its actions, with their times."""
-        actions = self.actions.get(rank, ())
-        tasks = [action.task for action in actions if action.task is not None]
-        if isinstance(self.times_ms, TaskTimes):
-            return Program({rank: actions}, self.times_ms.of_tasks(tasks))
-        return Program({rank: actions}, {task: self.times_ms[task] for task in tasks if task in self.times_ms})
+        """The program of a single rank."""
+        return Program({rank: self.actions.get(rank, ())})
 
     def dump(self) -> str:
         """The program as text: a line `rank n` for each rank, followed by one line per action."""
         lines = []
         for rank in sorted(self.actions):
-            lines.append(f"rank {rank}")
-            for action in self.actions[rank]:
-                times = self.times_ms.get(action.task) if action.task is not None else None
-                lines.append(f"  {action}" if times is None else f"  {action} [{times[0]!r}, {times[1]!r}]")
+            lines += [f"rank {rank}", *(f"  {action}" for action in self.actions[rank])]
         return "\n".join(lines) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Program:
         """Parses the output of [`~Program.dump`]. Raises `ValueError` for anything else."""
         actions: dict[int, list[Action]] = {}
-        times: dict[Task, tuple[float, float]] = {}
         current: list[Action] | None = None
-        for line in text.splitlines():
-            stripped = line.strip()
-            if not stripped:
-                continue
-            if stripped.startswith("rank "):
-                current = actions.setdefault(int(stripped.removeprefix("rank ")), [])
-                continue
-            if current is None:
-                raise ValueError(f"`{stripped}` stands before the first rank. Start the text with a line `rank 0`.")
-            match = _TIMES.fullmatch(stripped)
-            action = Action.parse(match[1] if match else stripped)
-            if match and action.task is not None:
-                times[action.task] = (float(match[2]), float(match[3]))
-            current.append(action)
-        return cls({rank: tuple(rank_actions) for rank, rank_actions in actions.items()}, times)
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("rank "):
+                current = actions.setdefault(int(line.removeprefix("rank ")), [])
+            elif line and current is None:
+                raise ValueError(f"`{line}` stands before the first rank. Start the text with a line `rank 0`.")
+            elif line and current is not None:
+                current.append(Action.parse(line))
+        return cls({rank: tuple(own) for rank, own in actions.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,9 +98,9 @@ class JointTasks:
         np.maximum.at(result, self._position, np.asarray(times_ms))
         return result.tolist()
 
-    def spread(self, values: Sequence[Any]) -> list[Any]:
+    def spread(self, values: NDArray) -> NDArray:
         """Gives the value of each task of `graph` to all tasks that it stands for."""
-        return np.asarray(values)[self._position].tolist()
+        return values[self._position]
 
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +11,12 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
-from .action_lists import PartActions, Program, ProgramActions, TaskTimes
+from .action_lists import PartActions, Program, ProgramActions
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
 from .parts import Part, find_representatives
 from .program_checks import verify
-from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
+from .scheduler import Cost, Order, default_cost, order_tasks, task_times
 
 # Position of a task at its start event. There, before it, message `i` in the order of all sends is received at `i`;
 # after it, the message is sent at `_RUN + 2 i + 1` and received at `_RUN + 2 i + 2`. Fewer than 2**31 messages fit.
@@ -37,7 +37,7 @@ def build_program(
     representatives = find_representatives(plan, sync_groups)
     parts = representatives.parts(step)
     program = representatives.expand(program_of_parts(parts, cost, training, fitting_in_flight, check))
-    return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)}, program.times_ms)
+    return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)})
 
 
 def program_of_parts(
@@ -48,11 +48,11 @@ def program_of_parts(
     check: bool = True,
 ) -> Program:
     """Does [`build_program`] for parts, on representatives; the program of a part does not depend on the others."""
-    rows, times = [], []
+    rows = []
     for part in parts:
         sync_groups = part.sync_groups if training else ()
-        graph, _, timeline = order_part(part, cost or default_cost, training, fitting_in_flight)
-        program = lower(part.plan, graph, timeline, sync_groups)
+        graph, order = order_part(part, cost or default_cost, training, fitting_in_flight)
+        program = lower(part.plan, graph, order, sync_groups)
         if check:
             verify(
                 part.plan,
@@ -60,25 +60,23 @@ def program_of_parts(
                 sync_groups,
                 program,
                 is_part=True,
-                order=blocking_order(graph, timeline, sync_groups),
+                order=blocking_order(graph, order, sync_groups),
             )
         rows.append(part.renumber(program))
-        times.append((graph, timeline.start_ms, timeline.end_ms))
-    return Program(ProgramActions(rows), TaskTimes(times))
+    return Program(ProgramActions(rows))
 
 
 def order_part(
     part: Part, cost: Cost, training: bool, fitting_in_flight: Mapping[StageKey, float] | None
-) -> tuple[TaskGraph, list[float], Timeline]:
-    """Returns the tasks of a part, their durations in milliseconds, and their order."""
+) -> tuple[TaskGraph, Order]:
+    """Returns the tasks of a part and their order."""
     graph = build_graph(part.plan, part.step, training)
-    times_ms = task_times(cost, graph)
     max_in_flight = in_flight_limits(part.plan, part.step, fitting_in_flight)
     alternate = training and may_alternate(part.plan)
-    return graph, times_ms, order_tasks(part.plan, graph, times_ms, max_in_flight, alternate)
+    return graph, order_tasks(part.plan, graph, task_times(cost, graph), max_in_flight, alternate)
 
 
-def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> Program:
+def lower(plan: ParallelPlan, graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup]) -> Program:
     """
     Writes the action list of every rank.
 
@@ -88,27 +86,26 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups:
     same instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums,
     is done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
     """
-    lists = _lists(plan, graph, timeline, sync_groups)
-    return Program(ProgramActions([lists]), TaskTimes([(graph, timeline.start_ms, timeline.end_ms)]))
+    return Program(ProgramActions([_lists(plan, graph, order, sync_groups)]))
 
 
-def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> PartActions:
+def _lists(plan: ParallelPlan, graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup]) -> PartActions:
     """[`lower`] in arrays: the list of a rank is sorted by the event of each action and its position at the event."""
-    started, finished = np.array(timeline.started, np.int64), np.array(timeline.finished, np.int64)
+    started, finished = order.started, order.finished
     num_tasks, num_messages, source = graph.num_tasks, graph.num_messages, graph.links[0]
     ranks = StageRanks(plan)
     task, rank = ranks.of(graph.columns[0])
-    order = np.empty(num_messages, np.int64)  # of the messages, by the time of their sends
-    order[np.lexsort((started[graph.links[1]], finished[source]))] = np.arange(num_messages)
+    sent = np.empty(num_messages, np.int64)  # place of each message in the order of all sends
+    sent[np.lexsort((started[graph.links[1]], finished[source]))] = np.arange(num_messages)
     sends, receives = (ranks.of(graph.columns[0, ends]) for ends in graph.links)
-    places = _receive_places(graph, started, ranks, order, (sends, receives))
-    received = order[receives[0]]
+    places = _receive_places(graph, started, ranks, sent, (sends, receives))
+    received = sent[receives[0]]
     number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
-    instants = np.array(sync_instants(graph, timeline, sync_groups), np.int64)
+    instants = _sum_events(graph, order, sync_groups)
     members = np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number))
     actions = [  # tuples of rank, event, position at the event (see `_RUN`), code
         (rank, started[task], np.full(len(task), _RUN), task),
-        (sends[1], started[source[sends[0]]], _RUN + 2 * order[sends[0]] + 1, num_tasks + sends[0]),
+        (sends[1], started[source[sends[0]]], _RUN + 2 * sent[sends[0]] + 1, num_tasks + sends[0]),
         (
             receives[1],
             places // 2,
@@ -173,29 +170,55 @@ def _queues(ranks: StageRanks, graph: TaskGraph, ends: Sequence[tuple[NDArray, N
     ]
 
 
-def sync_instants(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> list[int]:
-    """Returns the event after which each gradient sum comes; groups without backwards come with the next one."""
-    last = last_backwards(graph, timeline.finished)
-    of_stage = dict(zip(graph.stages, last.tolist(), strict=True))
-    instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in sync_groups]
-    next_instant = 2 * graph.num_tasks
-    for number in reversed(range(len(sync_groups))):
-        next_instant = instants[number] = next_instant if instants[number] < 0 else instants[number]
-    return list(accumulate(instants, max))
+def sum_instants(
+    graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup], parts: NDArray | None = None
+) -> tuple[NDArray, NDArray, NDArray]:
+    """
+    Returns the event after which each gradient sum comes in each part that has ranks of it: index of the sum, part and
+    event, int64 `[pairs]` each, ordered by part and index. `parts`, `[stages]`, is one part when left out.
+
+    That is when the last backwards of its stages in the part, and of those of earlier sums, are done. A sum without
+    backwards comes with the next one.
+    """
+    count, width = len(sync_groups), 2 * graph.num_tasks + 1
+    parts = np.zeros(len(graph.stages), np.int64) if parts is None else parts
+    numbers = {key: number for number, key in enumerate(graph.stages)}
+    pairs = [
+        (index, numbers[key]) for index, group in enumerate(sync_groups) for key in group.stages if key in numbers
+    ]
+    index, stage = np.array(pairs, np.int64).reshape(-1, 2).T
+    keys, place = np.unique(parts[stage] * max(count, 1) + index, return_inverse=True)
+    part, number = np.divmod(keys, max(count, 1))
+    last = np.full(len(keys), -1)
+    np.maximum.at(last, place, last_backwards(graph, order.finished)[stage])
+    known = np.where(last >= 0, np.arange(len(keys)), len(keys))
+    following = np.append(np.minimum.accumulate(known[::-1])[::-1], len(keys))[: len(keys)]
+    is_known = np.append(part, -1)[following] == part
+    instant = np.where(is_known, np.append(last, 0)[following], width - 1)
+    shift = part * width
+    return number, part, np.maximum.accumulate(instant + shift) - shift
 
 
-def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
+def last_backwards(graph: TaskGraph, finished: NDArray) -> NDArray:
     """Event at which the last backward of each stage ends, int64 `[stages]`; -1 without backwards."""
     last, first = np.full(len(graph.stages), -1), graph.num_forwards
-    np.maximum.at(last, graph.columns[0, first:], np.array(finished[first:], np.int64))
+    np.maximum.at(last, graph.columns[0, first:], finished[first:])
     return last
 
 
-def blocking_order(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> NDArray:
-    """Returns each task's and sum's position in a timeline, int64 `[tasks + groups]`; joint tasks share one."""
-    events = np.array([*timeline.started, *sync_instants(graph, timeline, sync_groups)], np.int64)
-    order = np.empty(len(events), np.int64)
-    order[np.argsort(events, kind="stable")] = np.arange(len(events))
+def _sum_events(graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup]) -> NDArray:
+    """The event after which each gradient sum of a part comes, int64 `[groups]`, see [`sum_instants`]."""
+    result = np.full(len(sync_groups), 2 * graph.num_tasks)
+    index, _, instant = sum_instants(graph, order, sync_groups)
+    result[index] = instant
+    return result
+
+
+def blocking_order(graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup]) -> NDArray:
+    """Returns each task's and sum's position in an order, int64 `[tasks + groups]`; joint tasks share one."""
+    events = np.concatenate([order.started, _sum_events(graph, order, sync_groups)])
+    position = np.empty(len(events), np.int64)
+    position[np.argsort(events, kind="stable")] = np.arange(len(events))
     if graph.joint is not None:
-        order[: graph.num_tasks] = order[graph.joint]
-    return order
+        position[: graph.num_tasks] = position[graph.joint]
+    return position

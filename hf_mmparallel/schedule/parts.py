@@ -61,6 +61,10 @@ class Representatives:
         """For each of `sync_groups`, the first gradient sum of the whole plan that it stands for."""
         return tuple(self.whole_sync_groups[indices[0]] for indices in self.represented)
 
+    def number_of_sum(self, index: int) -> int:
+        """The index in `sync_groups` of what stands for a gradient sum of the whole plan."""
+        return next(number for number, indices in enumerate(self.represented) if index in indices)
+
     @cached_property
     def _ranks(self) -> list[list[int]]:
         """The ranks of the whole plan that each representative stands for."""
@@ -208,16 +212,24 @@ class Representatives:
             )
             for part in program.actions.parts
         ]
-        return Program(ProgramActions(parts), program.times_ms)
+        return Program(ProgramActions(parts))
 
 
 def find_representatives(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> Representatives:
     """Puts a plan on representatives, which does not change the predicted time of a step."""
-    numbers = representative_ranks(plan)
+    numbers, count = representative_ranks(plan), 0
+    # Ranks of the same stages may be in sums with ranks that differ, as where modules of unlike sizes share ranks.
+    while count != (count := len(set(numbers.values()))):
+        alike: dict[tuple, list[int]] = {}
+        sums_of: dict[int, list[int]] = {rank: [numbers[rank]] for rank in sorted(numbers)}
+        for index, group in enumerate(sync_groups):
+            same = alike.setdefault((_renumber(group.ranks, numbers), group.stages, group.parameters), [])
+            same.append(index)
+            for rank in group.ranks:
+                sums_of[rank].append(same[0])
+        known: dict[tuple, int] = {}
+        numbers = {rank: known.setdefault(tuple(own), len(known)) for rank, own in sums_of.items()}
     modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
-    alike: dict[tuple, list[int]] = {}
-    for index, group in enumerate(sync_groups):
-        alike.setdefault((_renumber(group.ranks, numbers), group.stages, group.parameters), []).append(index)
     # in the order in which ranks run the sums
     own_groups = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
     represented = tuple(map(tuple, alike.values()))

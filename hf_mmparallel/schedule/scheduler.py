@@ -179,15 +179,17 @@ def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
     return [cost(task) for task in graph.tasks] if of_graph is None else of_graph(graph).tolist()
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """Simulated times of the tasks of a graph, in its order."""
+@dataclass(frozen=True, eq=False)
+class Order:
+    """
+    The tasks of a graph in the order in which they run.
 
-    start_ms: tuple[float, ...]
-    end_ms: tuple[float, ...]
-    # Events are numbered as they happen, also at equal times; tasks that run jointly share theirs.
-    started: tuple[int, ...]
-    finished: tuple[int, ...]
+    Events are numbered as they happen, also at equal times, those of each part from 0; tasks that run jointly share
+    theirs.
+    """
+
+    started: NDArray  # [tasks], event at which it starts
+    finished: NDArray  # [tasks], event at which it ends
 
 
 def default_cost(task: Task) -> float:
@@ -464,7 +466,7 @@ def schedule_tasks(
     cost: Cost | None = None,
     max_in_flight: Mapping[StageKey, float] | None = None,
     alternate: bool = False,
-) -> Timeline:
+) -> Order:
     """
     Orders the tasks of a graph.
 
@@ -488,19 +490,18 @@ def order_tasks(
     max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
     parts: NDArray | None = None,  # int64 [stages], the `Part` of each stage; one when left out
-) -> Timeline:
+) -> Order:
     """Does [`schedule_tasks`] with the durations of the tasks in milliseconds."""
     if graph.joint is not None:
         joint = JointTasks(plan, graph, graph.joint)
         parts = None if parts is None else parts[joint.stages]
         times_ms = joint.longest(times_ms)
         order = order_tasks(joint.plan, joint.graph, times_ms, max_in_flight, alternate, parts)
-        columns = (order.start_ms, order.end_ms, order.started, order.finished)
-        return Timeline(*(tuple(joint.spread(values)) for values in columns))
-    if parts is None and graph.num_tasks >= _MANY_TASKS:
-        timeline = _in_windows(plan, graph, times_ms, max_in_flight, alternate)
-        if timeline is not None:
-            return timeline
+        return Order(joint.spread(order.started), joint.spread(order.finished))
+    if graph.num_tasks >= _MANY_TASKS:
+        order = _in_windows(plan, graph, times_ms, max_in_flight, alternate, parts)
+        if order is not None:
+            return order
     tables = _Tables(plan, graph, times_ms, max_in_flight, parts)
     best, waiting = _Simulation(tables), None
     # parts are ordered one by one, and the events of each are numbered from 0
@@ -511,7 +512,7 @@ def order_tasks(
             waiting = waiting or _Simulation(tables, True)
             if waiting.run(part, end_ms) is not None:
                 best = waiting if parts is None else best.adopt(waiting, part)
-    return Timeline(tuple(best.start_ms), tuple(best.end_ms), tuple(best.started), tuple(best.finished))
+    return Order(np.array(best.started, np.int64), np.array(best.finished, np.int64))
 
 
 def _in_windows(
@@ -520,8 +521,9 @@ def _in_windows(
     times_ms: Sequence[float],
     max_in_flight: Mapping[StageKey, float],
     alternate: bool,
-) -> Timeline | None:
-    """The vectorised simulation; `None` if [`Windows`] does not support the case."""
+    parts: NDArray | None = None,
+) -> Order | None:
+    """The vectorised simulation of all parts at once; `None` if [`Windows`] does not support the case."""
     ranks = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
     if sum(map(len, ranks)) > len(set().union(*ranks)) or any(task_phases(plan).values()):
         return None
@@ -531,10 +533,15 @@ def _in_windows(
     if not best.run():
         return None
     assert best.is_done, "limits below those of `in_flight_1f1b` deadlock"
+    started, finished = best.events()
     if alternate and best.could_wait:
         waiting = Windows(graph, counts, times_ms, of_stages, True)
         if not waiting.run():
             return None
-        if waiting.is_done and waiting.end_ms.max() < best.end_ms.max():
-            best = waiting
-    return Timeline(*(tuple(values.tolist()) for values in (best.start_ms, best.end_ms, *best.events())))
+        part = np.zeros(graph.num_tasks, np.int64) if parts is None else parts[graph.columns[0]]
+        ends = np.zeros((2, int(part.max(initial=0)) + 1))
+        np.maximum.at(ends[0], part, best.end_ms)
+        np.maximum.at(ends[1], part, waiting.end_ms)  # not a number for a part that deadlocks
+        is_faster = (ends[1] < ends[0])[part]
+        started, finished = np.where(is_faster, waiting.events(), (started, finished))
+    return Order(started, finished)

@@ -17,7 +17,7 @@ from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup
 from ..cost.stage_times import StageCost, stage_costs
 from ..drawing.workload_chart import number_text
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, Workloads
-from ..schedule import Task, simulate
+from ..schedule import Task
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 
 _GROUPS = 4  # groups of the tasks of one kind of stage, by size
@@ -51,9 +51,10 @@ def times_on_a_rank(plan: ParallelPlan, steps: Sequence[MeasuredStep]) -> dict[s
     sums = {f"{module}/{kind}": np.zeros(2) for module in sorted(plan.modules) for kind in KINDS}
     counts = {name: len(steps) * sum(1 for _ in module.stages()) for name, module in plan.modules.items()}
     for step in steps:
-        predicted = {span.task: span.end_ms - span.start_ms for span in step.prediction.simulation.spans}
+        predicted = step.prediction.timeline.task_times
         for task, duration_ms in step.durations.items():
-            sums[name_of(task)] += np.array([predicted[task], duration_ms]) / counts[task.module]
+            start_ms, end_ms = predicted[task]
+            sums[name_of(task)] += np.array([end_ms - start_ms, duration_ms]) / counts[task.module]
     return {name: (float(pair[0]), float(pair[1])) for name, pair in sums.items() if pair.any()}
 
 
@@ -65,8 +66,7 @@ class StepComparer:
 
     def predict(self, step: StepPlan, sizes: SampleSizes, workloads: Workloads) -> Prediction:
         """Predicts a step with a given arrangement, and the workloads that it was arranged by."""
-        planned = PlannedStep(step, self.planner.program(step, sizes), sizes, workloads)
-        return self.planner.predict(planned)
+        return self.planner.predict(PlannedStep(step, sizes, workloads))
 
     def task_groups(self, steps: Sequence[MeasuredStep]) -> tuple[TaskGroup, ...]:
         """Sums over the tasks of steps by module, kind and size."""
@@ -109,34 +109,27 @@ class StepComparer:
         `"<module>/backward"` -> milliseconds, negative if faster. Kinds are replaced one after the other, largest
         difference first, in replays of the program; the values add up to the effect of all.
         """
-        planner, prediction = self.planner, step.prediction
-        program = prediction.planned.program
-        cost = StepCost(planner.costs, planner.plan, prediction.planned.step, prediction.sizes, planner.sync_groups)
-        off: dict[str, float] = defaultdict(float)
-        for task, duration_ms in step.durations.items():
-            off[name_of(task)] += abs(duration_ms - cost(task))
-        measured: set[str] = set()
-
-        def time(task: Task) -> float:
-            return step.durations[task] if name_of(task) in measured else cost(task)
-
-        causes, before = {}, prediction.simulation.iteration_ms
+        timeline = step.prediction.timeline
+        names = np.array([name_of(task) for task in timeline.graph.tasks])
+        times_ms = timeline.durations.tasks
+        measured_ms = np.array([step.durations[task] for task in timeline.graph.tasks])
+        off = {name: float(np.abs(measured_ms - times_ms)[names == name].sum()) for name in np.unique(names).tolist()}
+        causes, before = {}, timeline.iteration_ms
         for name in sorted(off, key=lambda name: (-off[name], name)):
-            measured.add(name)
-            after = simulate(planner.plan, program, time, cost.message_ms, cost.sync_ms).iteration_ms
+            times_ms = np.where(names == name, measured_ms, times_ms)
+            after = timeline.with_durations(replace(timeline.durations, tasks=times_ms)).iteration_ms
             causes[name], before = after - before, after
         return causes
 
 
 def rank_durations(prediction: Prediction, ranks: Sequence[np.ndarray]) -> dict[Task, float]:
     """
-    Task -> milliseconds, from the times `[tasks]` of each rank in the order of its program; raises `ValueError` if a
-    rank has run other tasks than predicted.
+    Task -> milliseconds, from the times `[tasks]` of each rank in the order in which it runs them; raises `ValueError`
+    if a rank has run other tasks than predicted.
     """
     durations: dict[Task, float] = {}
     for rank, times in enumerate(ranks):
-        actions = prediction.planned.program.actions.get(rank, ())
-        tasks = [action.task for action in actions if action.task is not None and action.message is None]
+        tasks = prediction.timeline.tasks_of_rank[rank]
         if len(tasks) != len(times):
             raise ValueError(f"rank {rank} ran {len(times)} tasks where {len(tasks)} were predicted")
         for task, duration_ms in zip(tasks, times.tolist(), strict=True):

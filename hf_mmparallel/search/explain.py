@@ -22,7 +22,7 @@ def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> s
     prediction = Prediction.typical(predictions)
     busy, rank = busiest(prediction)
     names = ", ".join(f"`{name}` stage {index}" for name, _, index in prediction.plan.stages_of_rank(rank))
-    idle, unlike = prediction.simulation.bubble_fraction, prediction.simulation.unlike_fraction
+    idle, unlike = prediction.timeline.bubble_fraction, prediction.timeline.unlike_fraction
     text = (
         f"The busiest rank, {rank} ({names}), computes {busy:.0%} of the step; ranks wait {idle:.0%} of it on average"
     )
@@ -54,9 +54,9 @@ def _large_samples_text(predictions: Sequence[Prediction]) -> str:
 
 def busiest(prediction: Prediction) -> tuple[float, int]:
     """The share of the step that the busiest rank computes, and the rank."""
-    simulation = prediction.simulation
-    rank = max(simulation.busy_ms, key=lambda rank: (simulation.busy_ms[rank], -rank))
-    return simulation.busy_ms[rank] / simulation.iteration_ms, rank
+    timeline = prediction.timeline
+    rank = max(timeline.busy_ms, key=lambda rank: (timeline.busy_ms[rank], -rank))
+    return timeline.busy_ms[rank] / timeline.iteration_ms, rank
 
 
 def fullest_rank(predictions: Sequence[Prediction]) -> tuple[int, RankMemory]:
@@ -104,8 +104,8 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
 
 def _mean_busy_and_idle_ms(plan: RankedPlan) -> tuple[float, float]:
     """Compute and idle time of a rank in a step, averaged over ranks and batches."""
-    simulations = [prediction.simulation for prediction in plan.predictions]
-    busy = [sum(simulation.busy_ms.values()) / simulation.num_ranks for simulation in simulations]
+    timelines = [prediction.timeline for prediction in plan.predictions]
+    busy = [sum(timeline.busy_ms.values()) / timeline.num_ranks for timeline in timelines]
     mean = sum(busy) / len(busy)
     return mean, plan.step_ms - mean
 

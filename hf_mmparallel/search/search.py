@@ -15,7 +15,6 @@ from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES
 from ..plan import ModuleSpec
 from ..plan.methods import Schedule
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
-from ..steps.representatives import on_all_ranks
 from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace, diversify
 from .explain import bound_of, no_plan_error, reason_for
@@ -349,10 +348,7 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     ranked = in_order(found.values()) or with_large_samples(simulator, 1 + _NUM_RUNNERS_UP)
     if not ranked:
         raise no_plan_error(problem)
-    best, *others = (
-        replace(plan, predictions=tuple(map(on_all_ranks, plan.predictions)))
-        for plan in distinct_sizes(ranked)[: 1 + _NUM_RUNNERS_UP]
-    )
+    best, *others = distinct_sizes(ranked)[: 1 + _NUM_RUNNERS_UP]
     return SearchResult(
         problem,
         replace(best, bound=bound_of(best.predictions, problem.memory_bytes)),

@@ -15,8 +15,6 @@ from ..cost.sharded_passes import REDUCES_IN_PASSES
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan, sync_groups
 from ..plan.parallel_plan import ShardingSettings
-from ..schedule import Program
-from ..steps.representatives import predict_arranged
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 from .candidates import CandidateSpace, EstimatedCandidate
 from .problem import Candidate, PlanningProblem, RankedPlan
@@ -391,12 +389,12 @@ class Simulations:
             self._steps[key] = step
             if len(self._steps) > _MAX_STEPS:
                 self._steps.pop(next(iter(self._steps)))
-        return predict_arranged(planner, PlannedStep(step, Program({}), batch, workloads))
+        return planner.predict(PlannedStep(step, batch, workloads))
 
 
 def _busy_ms(prediction: Prediction) -> float:
     """Time in which the busiest rank computes."""
-    return max(prediction.simulation.busy_ms.values())
+    return max(prediction.timeline.busy_ms.values())
 
 
 def key_of(candidate: Candidate) -> str:

@@ -10,24 +10,24 @@ from functools import cached_property
 from ..cost import CostModel, StepCost
 from ..cost.gradient_sums import optimizer_times
 from ..plan import StageKey, SyncGroup
-from ..schedule import Simulation, Span, SumSpan, TransferSpan
+from ..schedule import Span, Timeline, TransferSpan
 from .step_planner import Prediction
 
 _ROUNDING = 1e-9  # relative to the step
 
 
-def with_communication(prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]) -> Simulation:
-    """Adds to a training step's simulation on all ranks the communication beside and between its tasks."""
+def with_communication(prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]) -> Timeline:
+    """Adds to a training step's timeline the communication beside and between its tasks."""
     # computed when a picture asks for that of a rank
-    return replace(prediction.simulation, transfers=_Communication(prediction, costs, sync_groups).of_rank)
+    return replace(prediction.timeline, transfers=_Communication(prediction, costs, sync_groups).of_rank)
 
 
 class _Communication:
-    """What [`with_communication`] adds, from the costs that made the simulation."""
+    """What [`with_communication`] adds, from the costs that made the timeline."""
 
     def __init__(self, prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]):
         plan, planned = prediction.plan, prediction.planned
-        self.simulation = prediction.simulation
+        self.timeline = prediction.timeline
         self.cost = StepCost(costs, plan, planned.step, prediction.sizes, sync_groups)
         self.sync_groups = sync_groups
 
@@ -54,13 +54,13 @@ class _Communication:
 
     @property
     def _rounding_ms(self) -> float:
-        return _ROUNDING * self.simulation.iteration_ms
+        return _ROUNDING * self.timeline.iteration_ms
 
     @cached_property
     def _spans(self) -> dict[int, list[Span]]:
         """Rank -> its tasks."""
         result: dict[int, list[Span]] = defaultdict(list)
-        for span in self.simulation.spans:
+        for span in self.timeline.spans:
             result[span.rank].append(span)
         return result
 
@@ -68,16 +68,8 @@ class _Communication:
     def _last_end_ms(self) -> dict[StageKey, float]:
         """Stage -> end of its last task."""
         result: dict[StageKey, float] = {}
-        for span in self.simulation.spans:
+        for span in self.timeline.spans:
             result[span.task.stage_key] = max(result.get(span.task.stage_key, 0.0), span.end_ms)
-        return result
-
-    @cached_property
-    def _sum_spans(self) -> dict[int, list[SumSpan]]:
-        """Rank -> what its gradient sums add, in order."""
-        result: dict[int, list[SumSpan]] = defaultdict(list)
-        for span in self.simulation.sums:
-            result[span.rank].append(span)
         return result
 
     def _in_passes(self, rank: int) -> Iterator[TransferSpan]:
@@ -111,25 +103,18 @@ class _Communication:
             drawn.update(members)
 
     def _sum_starts(self, rank: int) -> dict[int, float]:
-        """Index of each sum of a rank -> the time from which it adds to the step, found in the simulation."""
-        left = [(span.start_ms, span.end_ms) for span in self._sum_spans.get(rank, ())][::-1]
-        result = {}
-        for index, group in enumerate(self.sync_groups):
-            if rank not in group.ranks:
-                continue
-            added_ms = self.cost.sync_ms(index)
-            if not added_ms or not left:
-                result[index] = max(self._last_end_ms.get(key, 0.0) for key in group.stages)
-                continue
-            start_ms, end_ms = left.pop()
-            result[index] = start_ms
-            if end_ms - start_ms - added_ms > self._rounding_ms:
-                left.append((start_ms + added_ms, end_ms))
-        return result
+        """Index of each sum of a rank -> the time from which it adds to the step."""
+        return {
+            index: self.timeline.sum_start_of(index)
+            if self.cost.sync_ms(index)
+            else max(self._last_end_ms.get(key, 0.0) for key in group.stages)
+            for index, group in enumerate(self.sync_groups)
+            if rank in group.ranks
+        }
 
     def _optimizer(self, rank: int) -> Iterator[TransferSpan]:
         """The optimizer's update and the gathering of the updated weights."""
-        now = self.simulation.iteration_ms
+        now = self.timeline.iteration_ms
         update_ms, gather_ms = self._optimizer_times[rank]
         yield TransferSpan(rank, now, now + update_ms, "update", True)
         yield TransferSpan(rank, now + update_ms, now + update_ms + gather_ms, "gather", True)

@@ -17,7 +17,16 @@ from ..cost.gradient_sums import GradientSumCosts, optimizer_ms
 from ..cost.stage_times import StageCost, stage_costs
 from ..plan import ModelSpec, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads, resolve_plan
 from ..plan.step_plan import BatchIndices
-from ..schedule import Program, Representatives, Simulation, find_representatives, program_of_parts, simulate
+from ..schedule import (
+    Program,
+    Representatives,
+    Timeline,
+    default_cost,
+    find_representatives,
+    program_of_parts,
+    simulate,
+)
+from ..schedule.scheduler import Cost
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
@@ -43,11 +52,11 @@ class PlannedStep:
     """A step before any of its samples is read."""
 
     step: StepPlan
-    # the actions of all ranks, or of those in the part of the rank that it was planned for; empty if it is arranged
-    # only
-    program: Program
     sizes: SampleSizes | None  # if they are known
     workloads: Workloads  # those that the samples were arranged by
+    # the actions of all ranks, or of those in the part of the rank that it was planned for; empty if it is arranged
+    # only
+    program: Program = Program({})
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ class StepPlanner:
         workloads = (
             Workloads.alike(self.plan.modules, len(samples)) if sizes is None else self.workloads(sizes, token_limits)
         )
-        return PlannedStep(self.assign_samples(samples, workloads, epoch), Program({}), sizes, workloads)
+        return PlannedStep(self.assign_samples(samples, workloads, epoch), sizes, workloads)
 
     def workloads(self, sizes: SampleSizes, token_limits: Mapping[str, int] | None = None) -> Workloads:
         """The workloads that samples are arranged by, see [`~StepPlanner.arrange`]."""
@@ -151,21 +160,56 @@ class StepPlanner:
         plan, own_step = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
             cost = StepCost(self.costs, plan, own_step, sizes, self.sync_groups, self.stage_costs)
-            if plan.policy.fills_memory and self.training:
-                fitting = fitting_in_flight(self.costs, plan, own_step, sizes, self.memory_bytes)
+            fitting = self._fitting(plan, own_step, sizes)
         program = program_of_parts(parts, cost, self.training, fitting)
         return self.representatives.expand(program)
 
+    def timeline(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Timeline:
+        """
+        The tasks of a step over time. `sizes` is for a step that was arranged without them: its order is that of tasks
+        which count the same. Without any sizes a forward takes 1 ms, a backward 2 ms.
+        """
+        known, sizes = planned.sizes, planned.sizes if sizes is None else sizes
+        step = planned.step
+        if sizes is None:
+            return simulate(self.representatives, step, training=self.training)
+        cost = StepCost(self.costs, self.plan, step, sizes, self.sum_costs, self.stage_costs)
+        order_cost: Cost = cost
+        if known is None:
+            order_cost = default_cost
+        elif known is not sizes:
+            order_cost = StepCost(self.costs, self.plan, step, known, (), self.stage_costs)
+        fitting = None if known is None else self._fitting(self.plan, step, known)
+        return simulate(
+            self.representatives,
+            step,
+            cost,
+            cost.messages_ms,
+            cost.sync_ms,
+            order_cost=order_cost,
+            training=self.training,
+            fitting_in_flight=fitting,
+        )
+
+    def _fitting(self, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> Mapping[StageKey, float] | None:
+        """The microbatches of each stage that fit into memory, where the schedule fills it."""
+        if not plan.policy.fills_memory or not self.training:
+            return None
+        return fitting_in_flight(self.costs, plan, step, sizes, self.memory_bytes)
+
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """Predicts the time and memory of a step; `sizes` is for one that was planned without them."""
+        timeline = self.timeline(planned, sizes)
         sizes = planned.sizes if sizes is None else sizes
         assert sizes is not None
-        cost = StepCost(self.costs, self.plan, planned.step, sizes, self.sync_groups)
-        simulation = simulate(self.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
-        memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, simulation.peak_in_flight)
+        memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, timeline.peak_in_flight)
         update_ms = optimizer_ms(self.costs, self.plan, self.sync_groups) if self.training else 0.0
-        utilisation = self.utilisation(sizes, simulation.iteration_ms + update_ms)
-        return Prediction(self.plan, planned, sizes, simulation, memory, utilisation, update_ms)
+        utilisation = self.utilisation(sizes, timeline.iteration_ms + update_ms)
+        return Prediction(self.plan, planned, sizes, timeline, memory, utilisation, update_ms)
+
+    def predict_batch(self, sizes: SampleSizes) -> Prediction:
+        """Arranges and predicts a batch."""
+        return self.predict(self.arrange(range(sizes.num_samples), sizes))
 
     def utilisation(self, sizes: SampleSizes, step_ms: float) -> float:
         """Model FLOPs of the samples over the peak FLOPs of all ranks in the same time (MFU)."""
@@ -180,14 +224,14 @@ class Prediction:
     plan: ParallelPlan
     planned: PlannedStep
     sizes: SampleSizes
-    simulation: Simulation
+    timeline: Timeline
     memory: dict[int, RankMemory]  # of each rank
     flops_utilisation: float  # model FLOPs per second over the peak of all ranks (MFU)
-    optimizer_ms: float = 0.0  # of clipping and the optimizer step, after the simulation
+    optimizer_ms: float = 0.0  # of clipping and the optimizer step, after the timeline
 
     @property
     def step_ms(self) -> float:
-        return self.simulation.iteration_ms + self.optimizer_ms
+        return self.timeline.iteration_ms + self.optimizer_ms
 
     @property
     def peak_memory_bytes(self) -> float:

@@ -47,7 +47,7 @@ from ..plan.resolve import sharding_without_effect
 from ..resilience.pipelines import module_settings
 from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimizer
 from ..runtime.out_of_memory import mark_steps
-from ..steps.representatives import DEFAULT_ARRANGEMENT
+from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import raise_on_all_ranks
 from . import build, model_card
 from .agreement import SampleAgreement

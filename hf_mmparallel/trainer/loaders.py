@@ -21,7 +21,7 @@ from ..data.step_dataset import StepDataset, as_is
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.engine import ParallelEngine
-from ..steps.representatives import DEFAULT_ARRANGEMENT
+from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..steps.step_planner import SizeFunction, StepPlanner
 from ..world import World
 from .arguments import AUTO, MultimodalTrainingArguments

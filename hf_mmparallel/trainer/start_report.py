@@ -18,7 +18,7 @@ from ..data.bad_samples import BadSample, stored_row
 from ..data.global_batches import GlobalBatch
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
-from ..drawing.timeline import gantt_png
+from ..drawing.gantt import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes, StepPlan, typical_batches
@@ -29,16 +29,9 @@ from ..profiling.device_detection import core_per_rank
 from ..resilience.pipelines import ClusterPlan
 from ..resilience.resilient_planner import ResilientPlanner
 from ..runtime.engine import ParallelEngine
-from ..schedule import Simulation
+from ..schedule import Timeline
+from ..steps.arrangement_choice import ArrangementChoice, choose_arrangement
 from ..steps.communication import with_communication
-from ..steps.representatives import (
-    ArrangementChoice,
-    choose_arrangement,
-    iteration_ms,
-    on_all_ranks,
-    predict_arranged,
-    simulate_arranged,
-)
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner, most_memory
 from .arguments import AUTO, MultimodalTrainingArguments
 from .build import RowChoice
@@ -57,7 +50,7 @@ class StepReport:
     """Prediction for steps with full global batches: the typical one, and the mean time."""
 
     planned: PlannedStep  # the typical step
-    simulation: Simulation  # its tasks over time
+    timeline: Timeline  # its tasks over time
     memory: Mapping[int, RankMemory] | None  # rank -> the maximum over steps; `None` if sizes are unknown
     step_ms: float  # mean duration of the steps, optimizer included
     # of the typical step in the sampler's order and as arranged, where sizes are known
@@ -68,9 +61,9 @@ class StepReport:
 
     @classmethod
     def of(cls, planner: StepPlanner, predictions: Sequence[Prediction]) -> StepReport:
-        """The report of steps that are predicted on representatives."""
+        """The report of predicted steps."""
         typical = Prediction.typical(predictions)
-        drawn = with_communication(on_all_ranks(typical), planner.costs, planner.sync_groups)
+        drawn = with_communication(typical, planner.costs, planner.sync_groups)
         step_ms = sum(prediction.step_ms for prediction in predictions) / len(predictions)
         return cls(typical.planned, drawn, most_memory(predictions), step_ms)
 
@@ -153,11 +146,11 @@ def predict(
     if args.microbatch_assignment is None:
         choice = choose_arrangement(planner, batches)
         planner = planner.with_arrangement(choice.arrangement)
-    predictions = [predict_arranged(planner, _arranged(planner, batch)) for batch in batches]
+    predictions = [planner.predict(_arranged(planner, batch)) for batch in batches]
     report = StepReport.of(planner, predictions)
     in_order = planner.with_arrangement("contiguous")
     before = [_arranged(in_order, batch) for batch in batches]
-    before_ms = [iteration_ms(planner, step) + predictions[0].optimizer_ms for step in before]
+    before_ms = [planner.timeline(step).iteration_ms + predictions[0].optimizer_ms for step in before]
     planned = report.planned
     typical = next(step for step in before if step.sizes is planned.sizes)
     balances = step_balance(typical.step, planned.workloads), step_balance(planned.step, planned.workloads)
@@ -183,10 +176,10 @@ def _without_sizes(
     planned = planner.arrange_batch(global_batch)
     tokens = mean_tokens(context, context.train_dataset)
     if tokens is None:
-        simulation = simulate_arranged(planner, planned)
-        return planner, StepReport(planned, simulation, None, simulation.iteration_ms)
+        timeline = planner.timeline(planned)
+        return planner, StepReport(planned, timeline, None, timeline.iteration_ms)
     uniform = SampleSizes.uniform(tokens, len(global_batch.samples))
-    return planner, StepReport.of(planner, [predict_arranged(planner, planned, uniform)])
+    return planner, StepReport.of(planner, [planner.predict(planned, uniform)])
 
 
 logger = get_logger(__name__)
@@ -283,7 +276,7 @@ class PlanReport:
         with seeded(args.seed):  # only this rank reads samples here
             planner, prediction = predict(engine, self.sizes, self.global_batch_size, request, self.searched)
         console = stderr_console()
-        console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
+        console.print(plan_table(engine.plan, engine.spec, prediction.timeline, prediction.memory))
         for line in self.lines(planner, prediction):
             console.print(line, highlight=False)
         warn_of_few_microbatches(planner, prediction.planned.step)
@@ -321,7 +314,7 @@ class PlanReport:
                 'into one row, and its attention function is "bitfield".'
             )
         measured = "" if core_per_rank(context.world) else " It is not measured here: the ranks share cores."
-        bubble, unlike = prediction.simulation.bubble_fraction, prediction.simulation.unlike_fraction
+        bubble, unlike = prediction.timeline.bubble_fraction, prediction.timeline.unlike_fraction
         within = f", of it {unlike:.1%} within tasks, for the largest of unlike replicas" if unlike else ""
         lines.append(f"Predicted bubble: {bubble:.1%}{within}.{measured}")
         return lines
@@ -341,7 +334,7 @@ def report_survival(
 def draw_prediction(folder: Path, arrangement: str, prediction: StepReport) -> None:
     """Draws the predicted step into a folder, and where sizes are known its balance."""
     folder.mkdir(parents=True, exist_ok=True)
-    gantt_png(prediction.simulation, folder / SCHEDULE, title="Predicted schedule of one step")
+    gantt_png(prediction.timeline, folder / SCHEDULE, title="Predicted schedule of one step")
     if prediction.balances is not None:
         before, after = prediction.balances
         panels = {BEFORE: before, f"after, {arrangement}": after}

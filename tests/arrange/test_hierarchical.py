@@ -23,10 +23,9 @@ from hf_mmparallel.plan import (
     Workloads,
     resolve_plan,
 )
-from hf_mmparallel.schedule import build_program, simulate
 from tests.arrange.builders import batch_indices_of, check_samples, draw, loads, plan_of, workloads_of
 from tests.plan.specs import model_spec
-from tests.schedule.builders import task_times
+from tests.schedule.builders import task_times, timeline_of
 
 
 def make_plan(vision: int, language: int, stages: int = 1) -> ParallelPlan:
@@ -223,7 +222,7 @@ def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_e
         step = arrange_step(plan, range(96), work, 6, arrangement)
         check(plan, work, step)
         cost = task_times(plan, step, work.forward_ms)
-        return simulate(plan, build_program(plan, step, (), cost), cost).iteration_ms
+        return timeline_of(plan, step, (), cost).iteration_ms
 
     assert time_ms("tapered") < time_ms("hierarchical") < time_ms("contiguous")
 

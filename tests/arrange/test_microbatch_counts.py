@@ -20,9 +20,9 @@ from hf_mmparallel.arrange import (
 from hf_mmparallel.arrange.balance import step_balance
 from hf_mmparallel.arrange.microbatch_counts import microbatch_counts
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
-from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
+from hf_mmparallel.schedule import in_flight_1f1b
 from tests.arrange.builders import check_samples, draw, workloads_of
-from tests.schedule.builders import make_plan, module_spec, task_times
+from tests.schedule.builders import make_plan, module_spec, task_times, timeline_of
 
 VISION = "vision"
 BY_WORK = ("hierarchical", "tapered", "entrain", "disttrain")  # these balance the work of replicas
@@ -143,7 +143,7 @@ def unlike(num_encoders: int) -> ParallelPlan:
 
 def iteration_ms(plan: ParallelPlan, step: StepPlan, workloads: Workloads) -> float:
     cost = task_times(plan, step, workloads.forward_ms)
-    return simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms
+    return timeline_of(plan, step, [], cost).iteration_ms
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
@@ -168,7 +168,7 @@ def test_every_arrangement_follows_the_counts(arrangement, num_encoders):
         for batch_index, turn in step.consumer_turns("vision", replica, LANGUAGE_MODEL).items():
             assert step.location_of["vision", batch_index][1] // parts <= turn
     cost = task_times(plan, step, workloads.forward_ms)
-    simulation = simulate(plan, build_program(plan, step, [], cost), cost)
+    simulation = timeline_of(plan, step, [], cost)
     max_in_flight = in_flight_1f1b(plan, step)
     assert all(peak < max_in_flight[key] + 1 for key, peak in simulation.peak_in_flight.items())
 

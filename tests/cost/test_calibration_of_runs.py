@@ -112,7 +112,7 @@ def test_memory_of_activations_is_corrected(calibrated):
     assert found.activations == pytest.approx(2.0)
     before, after = counted(), costs_from(SPEC, CPU, 2, replace(found, scales={}))
     step = measured_step(StepComparer(planner(before)), before, 0)
-    planned, sizes, simulation = step.prediction.planned, step.prediction.sizes, step.prediction.simulation
+    planned, sizes, simulation = step.prediction.planned, step.prediction.sizes, step.prediction.timeline
     plain, twice = (
         memory_per_rank(costs, planner(costs).plan, planned.step, sizes, simulation.peak_in_flight)
         for costs in (before, after)

@@ -25,9 +25,9 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.schedule import REST, build_program, pass_actions, simulate
+from hf_mmparallel.schedule import REST, pass_actions
 from tests.cost.models import PLAIN
-from tests.schedule.builders import make_plan, make_step
+from tests.schedule.builders import make_plan, make_step, timeline_of
 
 HIDDEN, LAYERS, VOCABULARY = 2048, 4, 1000
 EFFICIENCY = 0.6
@@ -113,7 +113,7 @@ def test_the_last_chunk_of_a_replica_runs_backwards_last(schedule):
     _, plan = make_plan({"vision": [[(0,)], [(1,)]], LANGUAGE_MODEL: [[(2,), (3,)], [(4,), (5,)]]}, schedule=schedule)
     microbatches = [[[0], [1], [2]], [[3], [4]]]
     step = make_step({"vision": microbatches, LANGUAGE_MODEL: microbatches})
-    spans = simulate(plan, build_program(plan, step, [])).spans
+    spans = timeline_of(plan, step).spans
     last = {span.task.stage_key: span.task for span in spans if span.task.kind == "bwd"}
     assert len(last) == 6
     for (name, replica, _), task in last.items():

@@ -13,8 +13,9 @@ from hf_mmparallel.cost import fitting_in_flight, fitting_tokens, memory_per_ran
 from hf_mmparallel.cost.limits import batch_workloads, steady_in_flight
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Stage, resolve_plan
-from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
+from hf_mmparallel.schedule import in_flight_1f1b
 from tests.cost.models import VOCABULARY, h100, model, with_head
+from tests.schedule.builders import timeline_of
 
 BUDGET = 2e8
 PLANS = {
@@ -39,7 +40,7 @@ def fullest(spec, plan, sizes, step, in_flight) -> float:
 
 
 def simulated(plan, step, **settings):
-    return simulate(plan, build_program(plan, step, [], **settings))
+    return timeline_of(plan, step, **settings)
 
 
 def fullest_of_all(spec, plan, sizes, size: int) -> float:

@@ -11,9 +11,9 @@ from hf_mmparallel.cost.activations import Precision, transient_memory
 from hf_mmparallel.cost.memory import activation_sizes, sample_features
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.schedule import Span, Task, build_program, simulate
+from hf_mmparallel.schedule import Task
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, h100, model, with_head
-from tests.schedule.builders import make_step
+from tests.schedule.builders import make_step, timeline_of
 
 SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
 HEAD = VOCABULARY * HIDDEN
@@ -28,7 +28,7 @@ def memory_of(spec, **plugins):
     """Rank -> its memory in a simulated step of two microbatches."""
     plan = resolve_plan(spec, plugins)
     step = contiguous_step(plan, range(4), 2)
-    in_flight = simulate(plan, build_program(plan, step, sync_groups(spec, plan))).peak_in_flight
+    in_flight = timeline_of(plan, step, sync_groups(spec, plan)).peak_in_flight
     return memory_per_rank(h100(spec), plan, step, SIZES, in_flight)
 
 
@@ -200,9 +200,9 @@ def test_the_bound_is_one(schedule, plugins, frozen):
     )
     step = contiguous_step(plan, range(16), 2)
     cost = StepCost(h100(spec), plan, step, sizes)
-    simulation = simulate(plan, build_program(plan, step, [], cost), cost)
+    simulation = timeline_of(plan, step, [], cost)
     bound = memory_per_rank(h100(spec), plan, step, sizes, simulation.peak_in_flight)
-    for rank, (times, num_bytes) in memory_timeline(h100(spec), plan, step, sizes, simulation.spans).items():
+    for rank, (times, num_bytes) in memory_timeline(h100(spec), plan, step, sizes, simulation.task_times).items():
         assert (np.diff(times) >= 0).all() and num_bytes.max() <= bound[rank].total * (1 + 1e-9)
         assert num_bytes.max() >= bound[rank].weights + bound[rank].optimizer
 
@@ -234,13 +234,13 @@ DEFERRED = make_step({"vision": [[[0, 1]]], LANGUAGE_MODEL: [[[0], [1]]]})
 ONE, PAIR = np.array([0.0, 8.0, 1.0]), np.array([0.0, 10.0, 1.0])
 
 
-def spans_of(rank: int, start: int, module: str, *tasks: str) -> list[Span]:
-    """Tasks of a rank, one ms each, such as `fwd 0.1` for the forward of the second chunk of the first microbatch."""
-    found = []
+def times_of(start: int, module: str, *tasks: str) -> dict[Task, tuple[float, float]]:
+    """Start and end of tasks, one ms each; `fwd 0.1` is the forward of the second chunk of the first microbatch."""
+    found = {}
     for index, text in enumerate(tasks):
         kind, place = text.split()
         task = Task.parse(f"{kind} {module}.r0.s0 mb{place.replace('.', '.c')}")
-        found.append(Span(rank, task, start + index, start + index + 1))
+        found[task] = (start + index, start + index + 1)
     return found
 
 
@@ -255,17 +255,17 @@ def test_chunks_and_features_are_followed_over_a_step():
     plan = resolve_plan(spec, {})
     memories = stage_memories(h100(spec), plan)
     vision, language = memories["vision", 0, 0], memories[LANGUAGE_MODEL, 0, 0]
-    spans = spans_of(0, 0, "vision", "fwd 0.0", "fwd 0.1")
-    spans += spans_of(1, 2, LANGUAGE_MODEL, "fwd 0.0", "bwd 0.0", "fwd 1.0", "bwd 1.0")
-    peaks = activation_peaks(h100(spec), plan, DEFERRED, TWO, spans)
+    times = times_of(0, "vision", "fwd 0.0", "fwd 0.1")
+    times |= times_of(2, LANGUAGE_MODEL, "fwd 0.0", "bwd 0.0", "fwd 1.0", "bwd 1.0")
+    peaks = activation_peaks(h100(spec), plan, DEFERRED, TWO, times)
     inputs, features = TEXT * 20, 8 * FEATURE
-    # One chunk waits while the other is computed; there is no span for their backwards here.
+    # One chunk waits while the other is computed; their backwards are not there yet.
     assert peaks[0] == vision.forward_bytes(ONE)
     assert peaks[1] == language.backward_bytes(PAIR, False) + features + inputs
-    spans += spans_of(0, 6, "vision", "bwd 0.0", "bwd 0.1")
+    times |= times_of(6, "vision", "bwd 0.0", "bwd 0.1")
     holds = max(vision.forward_bytes(ONE), vision.backward_bytes(ONE, False))
-    assert activation_peaks(h100(spec), plan, DEFERRED, TWO, spans)[0] == vision.saved_bytes(ONE) + holds
-    timeline = memory_timeline(h100(spec), plan, DEFERRED, TWO, spans)[1]
+    assert activation_peaks(h100(spec), plan, DEFERRED, TWO, times)[0] == vision.saved_bytes(ONE) + holds
+    timeline = memory_timeline(h100(spec), plan, DEFERRED, TWO, times)[1]
     gradients, idle = language.state.gradients, language.state.weights + language.state.optimizer + inputs
     above = [
         0,
@@ -283,8 +283,8 @@ def test_features_without_a_backward_wait_until_they_are_taken():
     spec = replace(spec, modules={**spec.modules, "vision": spec.modules["vision"].with_frozen(True)})
     plan = resolve_plan(spec, {})
     vision = stage_memories(h100(spec), plan)["vision", 0, 0]
-    spans = spans_of(0, 0, "vision", "fwd 0.0", "fwd 0.1") + spans_of(1, 2, LANGUAGE_MODEL, "fwd 0.0", "fwd 1.0")
-    timeline = memory_timeline(h100(spec), plan, DEFERRED, TWO, spans)[0]
+    times = times_of(0, "vision", "fwd 0.0", "fwd 0.1") | times_of(2, LANGUAGE_MODEL, "fwd 0.0", "fwd 1.0")
+    timeline = memory_timeline(h100(spec), plan, DEFERRED, TWO, times)[0]
     held = [vision.forward_bytes(ONE), vision.forward_bytes(ONE) + 8 * FEATURE, 8 * FEATURE, 0]
     assert levels(timeline, 0.5, 1.5, 2.5, 3.5) == pytest.approx([vision.state.weights + more for more in held])
 
@@ -294,8 +294,8 @@ def test_peaks_grow_with_what_is_in_flight_and_each_rank_of_a_grid_has_them():
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
     step = make_step({name: [[[i] for i in range(6)]] for name in ("vision", LANGUAGE_MODEL)})
     sizes = SampleSizes.uniform({"vision": 8, LANGUAGE_MODEL: 10}, 6)
-    simulation = simulate(plan, build_program(plan, step, []))
-    peaks = activation_peaks(h100(spec), plan, step, sizes, simulation.spans)
+    simulation = timeline_of(plan, step)
+    peaks = activation_peaks(h100(spec), plan, step, sizes, simulation.task_times)
     assert set(peaks) == set(range(5)) and peaks[1] == peaks[2] and peaks[3] == peaks[4]
     memories = stage_memories(h100(spec), plan)
     for key, count in simulation.peak_in_flight.items():

@@ -15,9 +15,10 @@ from hf_mmparallel.cost.stage_times import windowed_squares
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
-from hf_mmparallel.schedule import Task, build_program, simulate
+from hf_mmparallel.schedule import Task
 from tests import tiny
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model, text_model
+from tests.schedule.builders import timeline_of
 
 LAUNCHING = replace(PLAIN, launch_us=10.0)
 LATE = replace(PLAIN, link_latency_us=2.0, node_link_latency_us=20.0)
@@ -40,7 +41,7 @@ def cost_of(costs, microbatch_size: int, num_tokens: int = 64, **plugin):
 
 def step_ms(costs, microbatch_size: int, num_tokens: int = 64, **plugin) -> float:
     cost = cost_of(costs, microbatch_size, num_tokens, **plugin)
-    return simulate(cost.plan, build_program(cost.plan, cost.step, [], cost), cost, cost.message_ms).iteration_ms
+    return timeline_of(cost.plan, cost.step, [], cost, cost.message_ms).iteration_ms
 
 
 def in_float32() -> ModelSpec:

@@ -37,11 +37,9 @@ from hf_mmparallel.schedule import (
     build_program,
     check_program,
     find_representatives,
-    simulate,
-    simulate_parts,
 )
 from hf_mmparallel.search.search import search_plans
-from tests.schedule.builders import Case, cases
+from tests.schedule.builders import Case, cases, timeline_of
 
 FOLDER = Path(__file__).parent
 STEPS, SEARCHES = FOLDER / "steps.json", FOLDER / "searches.json"
@@ -103,25 +101,23 @@ def result_of(case: Case, number: int) -> Row:
     def travel_ms(message: Message) -> float:
         return 0.25 if message.crosses_boundary else 0.125
 
-    representatives = find_representatives(plan, sums)
-    number_of = {index: number for number, indices in enumerate(representatives.represented) for index in indices}
+    layout = find_representatives(plan, sums)
 
     def sum_ms(index: int) -> float:
-        return 0.5 + number_of[index] / 8
+        return 0.5 + layout.number_of_sum(index) / 8
 
-    replay = simulate_parts(representatives, step, cost, training=False).iteration_ms
-    later = simulate_parts(representatives, step, cost, order_cost=cost_of(number + 1)).iteration_ms
-    alone, simulation = simulate(plan, program, cost), simulate(plan, program, cost, travel_ms, sum_ms)
+    alone = timeline_of(plan, step, sums, cost)
+    simulation = timeline_of(plan, step, sums, cost, travel_ms, sum_ms)
     return {
         "checksum": program.checksum,
         "evaluation_checksum": evaluation.checksum,
-        "ends_ms": _weighted({span.task: (span.start_ms, span.end_ms) for span in alone.spans}),
+        "ends_ms": _weighted(alone.task_times),
         "step_ms": simulation.iteration_ms,
-        "evaluation_ms": replay,
-        "reordered_ms": later,
+        "evaluation_ms": timeline_of(plan, step, sums, cost, training=False).iteration_ms,
+        "reordered_ms": timeline_of(plan, step, sums, cost, order_cost=cost_of(number + 1)).iteration_ms,
         "bubble": simulation.bubble_fraction,
         "unlike": simulation.unlike_fraction,
-        "spans_ms": _weighted({span.task: (span.start_ms, span.end_ms) for span in simulation.spans}),
+        "spans_ms": _weighted(simulation.task_times),
         "sums_ms": sum(span.end_ms + span.rank * span.start_ms for span in simulation.sums),
         "in_flight": sum(
             peak * (1 + index) for index, (_, peak) in enumerate(sorted(simulation.peak_in_flight.items()))
@@ -169,13 +165,13 @@ def search_result(question: Question) -> Row:
     memory = {rank: own.total for rank, own in best.prediction.memory.items()}
     planned, prediction = best.prediction.planned, best.prediction
     curves = memory_timeline(
-        problem.costs, prediction.plan, planned.step, prediction.sizes, prediction.simulation.spans
+        problem.costs, prediction.plan, planned.step, prediction.sizes, prediction.timeline.task_times
     )
     return {
         "question": str(question),
         "plan": str(best.candidate),
         "step_ms": best.step_ms,
-        "bubble": prediction.simulation.bubble_fraction,
+        "bubble": prediction.timeline.bubble_fraction,
         "memory": sum((rank + 1) * total for rank, total in memory.items()),
         "memory_peaks": sum((rank + 1) * float(own.max()) for rank, (_, own) in curves.items()),
         "memory_over_time": sum(float(np.trapezoid(own, times)) for times, own in curves.values()),

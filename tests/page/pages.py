@@ -11,7 +11,8 @@ from hf_mmparallel.arrange.arrangements import arrange_step
 from hf_mmparallel.arrange.balance import compare_with_contiguous
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan
-from hf_mmparallel.schedule import Task, build_program, simulate
+from hf_mmparallel.schedule import Task
+from tests.schedule.builders import timeline_of
 
 GIB = 2**30
 MICROBATCH_SIZE = 4
@@ -30,7 +31,7 @@ def example_page(plugin: ModulePlugin | None = None, num_microbatches: int = 8) 
         batch_indices = step.chunks[task.module, task.replica, task.microbatch][task.chunk]
         return float(workloads.forward_ms[task.module][list(batch_indices)].sum()) * (1 + (task.kind == "bwd"))
 
-    simulation = simulate(plan, build_program(plan, step, [], cost), cost)
+    simulation = timeline_of(plan, step, [], cost)
     before, after = compare_with_contiguous(plan, step, workloads, MICROBATCH_SIZE)
     step_ms = simulation.iteration_ms
     layouts = "vision: dp 4 x pp 1 x tp 2; language_model: dp 2 x pp 2 x tp 2"
@@ -38,7 +39,7 @@ def example_page(plugin: ModulePlugin | None = None, num_microbatches: int = 8) 
         title=f"Qwen2.5-VL's encoder with llama3-1b on {plan.world_size} GPUs",
         subtitle=f"{DATASET}, {num_samples} samples a step, a40",
         plan=plan,
-        simulation=simulation,
+        timeline=simulation,
         summary=[
             ("predicted step", f"{step_ms:,.0f} ms"),
             ("ranks", str(plan.world_size)),

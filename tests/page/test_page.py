@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 
-from hf_mmparallel.drawing.timeline import KINDS
+from hf_mmparallel.drawing.gantt import KINDS
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, render_page, write_page
 from hf_mmparallel.page.script_data import rank_rows, timeline_data
 from hf_mmparallel.plan import (
@@ -22,9 +22,9 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.schedule import Simulation, Span, SumSpan, Task, TransferSpan, build_program, simulate
+from hf_mmparallel.schedule import Span, SumSpan, Task, Timeline, TransferSpan
 from tests.page.pages import example_page
-from tests.schedule.builders import Case, cases, chain, deferred, make_step, module_spec, shared
+from tests.schedule.builders import Case, cases, chain, deferred, make_plan, make_step, module_spec, timeline_of
 
 VOID = {"meta", "br", "path", "link", "img", "input", "hr"}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=\"x\"> {{ 7 * 7 }} & 'quoted' \u2028"
@@ -74,11 +74,15 @@ def html(page) -> str:
     return render_page(page)
 
 
-def run(case: Case, sync_ms: float = 0.0) -> Simulation:
-    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), sync_ms=sync_ms)
+def run(case: Case, sync_ms: float = 0.0) -> Timeline:
+    return timeline_of(case.plan, case.step, case.sync_groups, sync_ms=sync_ms)
 
 
-def read_back(plan: ParallelPlan, simulation: Simulation, memory: MemoryCurves | None = None) -> dict:
+def without_samples(case: Case) -> Timeline:
+    return timeline_of(case.plan, make_step({name: [[]] for name in case.plan.modules}))
+
+
+def read_back(plan: ParallelPlan, simulation: Timeline, memory: MemoryCurves | None = None) -> dict:
     """The data of a timeline as the page has it."""
     return json.loads(json.dumps(timeline_data(plan, simulation, rank_rows(simulation), memory)))
 
@@ -154,10 +158,10 @@ def test_the_communication_of_ranks_is_in_the_rows_and_in_the_table_of_ranks():
 
 
 def test_times_are_kept_to_a_microsecond(page):
-    rows, data = rank_rows(page.simulation), read_back(page.plan, page.simulation)
+    rows, data = rank_rows(page.timeline), read_back(page.plan, page.timeline)
     found = {(s.rank, s.task): s for s in spans_of(data, [row.ranks for row in rows])}
-    assert len(found) == len(page.simulation.spans)
-    for span in page.simulation.spans:
+    assert len(found) == len(page.timeline.spans)
+    for span in page.timeline.spans:
         read = found[span.rank, span.task]
         assert (read.start_ms, read.end_ms) == pytest.approx((span.start_ms, span.end_ms), abs=6e-4)
 
@@ -165,12 +169,12 @@ def test_times_are_kept_to_a_microsecond(page):
 def test_ranks_of_a_grid_share_a_row_and_idle_ranks_have_one(html):
     rows = Reader(html).data["rows"]
     assert [(row["label"], row["ranks"]) for row in rows] == [(f"ranks {2 * i}-{2 * i + 1}", 2) for i in range(8)]
-    case = shared()
-    simulation = replace(run(case), num_ranks=4)
+    _, plan = make_plan({LANGUAGE_MODEL: [[(0,)], [(3,)]]})
+    simulation = timeline_of(plan, make_step({LANGUAGE_MODEL: [[[0]], [[1]]]}))
     found = [(row.label, len(row.stages)) for row in rank_rows(simulation)]
-    assert found == [("rank 0", 2), ("rank 1", 2), ("ranks 2-3", 0)]
-    idle = render_page(PlanPage("t", case.plan, simulation))
-    assert "ranks 2-3" in idle and "100.0%" in idle
+    assert found == [("rank 0", 1), ("ranks 1-2", 0), ("rank 3", 1)]
+    idle = render_page(PlanPage("t", plan, simulation))
+    assert "ranks 1-2" in idle and "100.0%" in idle
 
 
 def test_nothing_outside_is_named_and_only_the_own_script_may_run(html):
@@ -215,7 +219,7 @@ def test_a_bare_page_leaves_sections_out():
     reader = Reader(render_page(PlanPage("bare", case.plan, run(case))))
     assert reader.text_of("h2") == ["One step", "Use it"]
     assert reader.data["memory"] is None and "memory" not in reader.data["rows"][0]
-    without_tasks = Reader(render_page(PlanPage("empty", case.plan, Simulation((), 0.0, 2, {})))).data
+    without_tasks = Reader(render_page(PlanPage("empty", case.plan, without_samples(case)))).data
     assert without_tasks["end"] == 0 and without_tasks["rows"][0]["task"] == []
 
 
@@ -223,13 +227,12 @@ def test_names_are_escaped(page, tmp_path):
     case = chain(2, 2)
     named = {"vision": f"{HOSTILE}vision", LANGUAGE_MODEL: LANGUAGE_MODEL}
     modules = {named[name]: module for name, module in case.plan.modules.items()}
-    simulation = run(case)
-    spans = tuple(replace(s, task=replace(s.task, module=named[s.task.module])) for s in simulation.spans)
     plan = ParallelPlan(modules, (), case.plan.schedule, 2)
+    rows = {named[name]: own for name, own in case.step.microbatches.items()}
     hostile = PlanPage(
         HOSTILE,
         plan,
-        replace(simulation, spans=spans),
+        timeline_of(plan, replace(case.step, microbatches=rows, targets={})),
         **dict.fromkeys(("subtitle", "bound", "command"), HOSTILE),
         summary=[(HOSTILE, HOSTILE)],
         table=TextTable([HOSTILE], [[HOSTILE]]),
@@ -256,7 +259,7 @@ def test_equal_content_gives_equal_bytes_and_a_large_plan_few(html):
 
 def test_memory_reads_back(page):
     assert page.memory is not None
-    rows, data = rank_rows(page.simulation), read_back(page.plan, page.simulation, page.memory)
+    rows, data = rank_rows(page.timeline), read_back(page.plan, page.timeline, page.memory)
     unit = data["memory"]["unit"]
     highest = max(page.memory.peak_bytes(rank) for rank in range(16))
     for row, read in zip(rows, (row["memory"] for row in data["rows"]), strict=True):
@@ -271,8 +274,7 @@ def test_memory_reads_back(page):
 
 def test_of_ranks_in_a_row_the_fullest_is_shown():
     case = chain(2, 1)
-    span = Span(0, Task("fwd", "vision", 0, 0, 0), 0.0, 2.0)
-    simulation = Simulation((span, replace(span, rank=1)), 2.0, 2, {})
+    simulation = without_samples(case)
     curve = np.array([0.0, 1.0])
     memory = MemoryCurves({0: (curve, np.array([10.0, 0.0])), 1: (curve, np.array([90.0, 20.0]))}, {0: 5.0, 1: 6.0})
     (row,) = read_back(case.plan, simulation, memory)["rows"]

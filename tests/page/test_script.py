@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hf_mmparallel.page
-from hf_mmparallel.drawing.timeline import COLORS
+from hf_mmparallel.drawing.gantt import COLORS
 from hf_mmparallel.page.script_data import rank_rows, timeline_data
 from tests.page.pages import example_page
 
@@ -44,8 +44,8 @@ def test_the_script_parses(tmp_path):
 
 def test_rows_are_decoded():
     page = example_page()
-    rows = rank_rows(page.simulation)
-    data = timeline_data(page.plan, page.simulation, rows, page.memory)
+    rows = rank_rows(page.timeline)
+    data = timeline_data(page.plan, page.timeline, rows, page.memory)
     decoded = evaluate(
         "data.rows.map((row, i) => decodeRow(data, row, i))"
         ".map((row) => Array.from(row.code, (_, i) => taskOf(data, row, i)))",

@@ -28,7 +28,6 @@ from hf_mmparallel.resilience.plan_choice import (
 )
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import Slice, StateCopies, StateCopy, state_copies
-from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.resilience.models import MODELS, costs_of
 from tests.resilience.test_resilient_planner import CLUSTERS, planner_of
@@ -147,7 +146,7 @@ def test_a_simulated_step_is_the_predicted_one(family: str) -> None:
     planner = ResilientPlanner(PipelinePlans(chain, 1, 24), 7, 1)
     for plan in (planner.first(), planner.fastest(2), planner.without(planner.first(), [0])):
         steps = StepPlanner(costs, plan.plan, sync_groups(costs.spec, plan.plan), 2)
-        predicted = predict_batch(steps, chain.microbatches.sizes.take(np.zeros(48, int)))
+        predicted = steps.predict_batch(chain.microbatches.sizes.take(np.zeros(48, int)))
         assert planner.step_ms(plan) == pytest.approx(predicted.step_ms, rel=1e-3)
 
 

@@ -1,8 +1,9 @@
 """Small plans and steps, fixed and random, for the tests of schedules."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -24,7 +25,9 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.plan.methods import SCHEDULES
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.parallel_plan import Schedule
-from hf_mmparallel.schedule import Task
+from hf_mmparallel.schedule import Message, Order, Task, TaskGraph, Timeline, find_representatives, simulate
+from hf_mmparallel.schedule.scheduler import Cost
+from hf_mmparallel.schedule.timeline import Durations, retime
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,33 @@ def deferred(num_encoder_stages: int, num_stages: int, num_microbatches: int, sc
     for index in range(0, num_microbatches - 1, 2):
         taken[index + 1].append(taken[index].pop())
     return replace(case, step=make_step({"vision": [encoded], LANGUAGE_MODEL: [taken]}))
+
+
+def timeline_of(
+    plan: ParallelPlan,
+    step: StepPlan,
+    sync_groups: Sequence[SyncGroup] = (),
+    cost: Cost | None = None,
+    comm_ms: float | Callable[[Message], float] = 0.0,
+    sync_ms: float | Callable[[int], float] = 0.0,
+    **more: Any,
+) -> Timeline:
+    """A step over time. `sync_ms` takes the index in `sync_groups`."""
+    layout = find_representatives(plan, sync_groups)
+
+    def messages_ms(graph: TaskGraph) -> list[float]:
+        return [comm_ms(message) if callable(comm_ms) else comm_ms for message in graph.messages]
+
+    def sum_ms(number: int) -> float:
+        return sync_ms(layout.represented[number][0]) if callable(sync_ms) else sync_ms
+
+    return simulate(layout, step, cost, messages_ms, sum_ms, **more)
+
+
+def timed(plan: ParallelPlan, graph: TaskGraph, order: Order, times_ms: Sequence[float]) -> Timeline:
+    """An order of a plan's tasks over time, without messages and sums."""
+    durations = Durations(np.array(times_ms, float), np.zeros(graph.num_messages), np.zeros(0))
+    return retime(find_representatives(plan, ()), graph, order, np.zeros(len(graph.stages), np.int64), durations)
 
 
 def uneven(task: Task) -> float:

@@ -12,7 +12,6 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StageKey, StepPlan,
 from hf_mmparallel.plan.step_plan import turn_of
 from hf_mmparallel.schedule import Action, Message, Program, Task
 from hf_mmparallel.schedule.in_flight import task_phases
-from hf_mmparallel.schedule.scheduler import Timeline
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,20 @@ class PlainGraph:
     predecessors: tuple[tuple[int, ...], ...]
     messages: tuple[Message, ...]
     ends: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class PlainOrder:
+    """Times and numbers of the events of all tasks."""
+
+    start_ms: tuple[float, ...]
+    end_ms: tuple[float, ...]
+    started: tuple[int, ...]
+    finished: tuple[int, ...]
+
+    @property
+    def events(self) -> list[list[int]]:
+        return [list(self.started), list(self.finished)]
 
 
 def consumer_turns(step: StepPlan, module: str, replica: int, target: str) -> dict[int, int]:
@@ -143,7 +156,7 @@ class _Simulation:
         self.started: dict[int, int] = {}
         self.finished: dict[int, int] = {}
 
-    def run(self, limit_ms: float = math.inf) -> Timeline | None:
+    def run(self, limit_ms: float = math.inf) -> PlainOrder | None:
         """
         Simulates until every task is done; `None` if stages that alternate wait for each other in a circle, or if it
         takes no less than the limit.
@@ -155,7 +168,7 @@ class _Simulation:
             running = sorted((self.end_ms[index], index) for index in self.started if index not in self.finished)
             if len(self.finished) == count:
                 columns = (self.start_ms, self.end_ms, self.started, self.finished)
-                return Timeline(*(tuple(column[index] for index in range(count)) for column in columns))
+                return PlainOrder(*(tuple(column[index] for index in range(count)) for column in columns))
             if (self.alternate and not running) or (running and running[0][0] >= limit_ms):
                 return None
             assert running, "limits below those of `in_flight_1f1b` leave nothing to run"
@@ -224,7 +237,7 @@ def order_tasks(
     times_ms: Sequence[float],
     max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
-) -> Timeline:
+) -> PlainOrder:
     """Orders the tasks of a graph."""
     simulation = _Simulation(plan, graph, times_ms, max_in_flight)
     timeline = simulation.run()
@@ -235,7 +248,7 @@ def order_tasks(
     return timeline
 
 
-def lower(plan: ParallelPlan, graph: PlainGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> Program:
+def lower(plan: ParallelPlan, graph: PlainGraph, timeline: PlainOrder, groups: Sequence[SyncGroup]) -> Program:
     """The list of every rank."""
     of_stages, started = ranks_of_stages(plan), timeline.started
     ranks = [of_stages[task.stage_key] for task in graph.tasks]
@@ -278,11 +291,10 @@ def lower(plan: ParallelPlan, graph: PlainGraph, timeline: Timeline, groups: Seq
             if rank in group.ranks:
                 events.append((instants[number], [Action("sync", index=number)]))
         actions[rank] = tuple(chain.from_iterable(own for _, own in sorted(events, key=lambda event: event[0])))
-    times = {task: (timeline.start_ms[i], timeline.end_ms[i]) for i, task in enumerate(graph.tasks)}
-    return Program(actions, times)
+    return Program(actions)
 
 
-def sync_instants(graph: PlainGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> list[int]:
+def sync_instants(graph: PlainGraph, timeline: PlainOrder, groups: Sequence[SyncGroup]) -> list[int]:
     """For each gradient sum, the event behind which it comes."""
     back = [
         (task.stage_key, end) for task, end in zip(graph.tasks, timeline.finished, strict=True) if task.kind == "bwd"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.schedule import (
+    Order,
     Part,
     Program,
     ProgramError,
@@ -32,7 +33,7 @@ from hf_mmparallel.schedule.lowering import blocking_order
 from hf_mmparallel.schedule.program_checks import Proof, verify
 from tests.plan.specs import model_spec
 from tests.schedule import plain
-from tests.schedule.builders import Case, cases, chain, make_plan, make_step, uneven
+from tests.schedule.builders import Case, cases, chain, make_plan, make_step, timed, uneven
 
 SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)))
@@ -44,6 +45,10 @@ def times_of(tasks, kind: str, seed: int) -> list[float]:
     generator = random.Random(seed)
     draw = {"even": lambda: 1.0, "thirds": lambda: generator.randrange(3) / 3, "uneven": generator.random}[kind]
     return [draw() for _ in tasks]
+
+
+def events_of(order: Order) -> list[list[int]]:
+    return [order.started.tolist(), order.finished.tolist()]
 
 
 KINDS = st.sampled_from(["even", "thirds", "uneven"])
@@ -71,10 +76,13 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
     max_in_flight = in_flight_1f1b(case.plan, case.step)
     assert max_in_flight == plain.in_flight_1f1b(case.plan, case.step)
     times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
-    timeline = order_tasks(case.plan, graph, times_ms, max_in_flight, alternate)
-    assert timeline == plain.order_tasks(case.plan, expected, times_ms, max_in_flight, alternate)
+    order = order_tasks(case.plan, graph, times_ms, max_in_flight, alternate)
+    plainly = plain.order_tasks(case.plan, expected, times_ms, max_in_flight, alternate)
+    assert events_of(order) == plainly.events
+    timeline = timed(case.plan, graph, order, times_ms)
+    assert np.allclose(timeline.start_ms, plainly.start_ms) and np.allclose(timeline.end_ms, plainly.end_ms)
     groups = case.sync_groups if training else []
-    program, same = lower(case.plan, graph, timeline, groups), plain.lower(case.plan, expected, timeline, groups)
+    program, same = lower(case.plan, graph, order, groups), plain.lower(case.plan, expected, plainly, groups)
     assert program == same
     assert program.checksum == same.checksum
     assert all(program.of_rank(rank) == same.of_rank(rank) for rank in range(case.plan.world_size))
@@ -97,10 +105,11 @@ def test_encoders_unlike_in_number_share_one_part(arrangement, monkeypatch):
     timeline = plain.order_tasks(part.plan, expected, *order)
     for many in (1, 10**9):  # windows, events
         monkeypatch.setattr(scheduler, "_MANY_TASKS", many)
-        assert order_tasks(part.plan, graph, *order) == timeline
-    program = lower(part.plan, graph, timeline, part.sync_groups)
+        found = order_tasks(part.plan, graph, *order)
+        assert events_of(found) == timeline.events
+    program = lower(part.plan, graph, found, part.sync_groups)
     assert program == plain.lower(part.plan, expected, timeline, part.sync_groups)
-    assert is_proved(part, graph, blocking_order(graph, timeline, part.sync_groups), rows_of(program))
+    assert is_proved(part, graph, blocking_order(graph, found, part.sync_groups), rows_of(program))
 
 
 def are_apart(case: Case) -> bool:
@@ -122,7 +131,23 @@ def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, 
         found = scheduler._in_windows(case.plan, graph, times_ms, max_in_flight, alternate)
     possible = case.plan.schedule in ("1f1b", "eager") and min(times_ms, default=0) > 0
     assert (found is not None) == possible if kind == "even" else True
-    assert found in (None, expected)
+    assert found is None or events_of(found) == events_of(expected)
+
+
+@settings(SETTINGS, max_examples=50)
+@given(CASES.filter(are_apart), KINDS, st.integers(0, 99))
+def test_windows_of_all_parts_give_each_the_order_that_it_has_alone(case, kind, seed):
+    graph = build_graph(case.plan, case.step)
+    parts = find_representatives(case.plan, ()).parts_of_stages(case.step)
+    row = (times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step), True, parts)
+    expected = order_tasks(case.plan, graph, *row)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_MIN_TASKS", 1)
+        found = scheduler._in_windows(case.plan, graph, *row)
+    for part in range(int(parts.max()) + 1 if found is not None else 0):
+        own = parts[graph.columns[0]] == part
+        events = (np.concatenate([order.started[own], order.finished[own]]) for order in (found, expected))
+        assert np.array_equal(*map(np.argsort, events))
 
 
 def test_times_that_count_as_one_instant_are_left_to_the_events_one_by_one():
@@ -132,7 +157,7 @@ def test_times_that_count_as_one_instant_are_left_to_the_events_one_by_one():
     times_ms = [1.0 + 1e-10 * task.replica for task in graph.tasks]
     assert scheduler._in_windows(plan, graph, times_ms, {}, False) is None
     expected = plain.order_tasks(plan, plain.build_graph(plan, step), times_ms, limits)
-    assert order_tasks(plan, graph, times_ms, limits) == expected
+    assert events_of(order_tasks(plan, graph, times_ms, limits)) == expected.events
 
 
 def rows_of(program: Program) -> PartActions:

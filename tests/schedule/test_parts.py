@@ -31,17 +31,15 @@ from hf_mmparallel.schedule import (
     lower,
     program_of_parts,
     schedule_tasks,
-    simulate,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
 from hf_mmparallel.schedule.in_flight import may_alternate
 from hf_mmparallel.schedule.lowering import blocking_order
 from hf_mmparallel.schedule.program_checks import Proof, verify
-from hf_mmparallel.schedule.replay import simulate_parts
-from hf_mmparallel.steps.representatives import on_plan
 from tests.plan.specs import model_spec
-from tests.schedule.builders import Case, cases, make_plan, make_step, uneven
+from tests.schedule.builders import Case, cases, make_plan, make_step, timed, timeline_of, uneven
 from tests.schedule.plain import connected, ranks_of_stages
+from tests.schedule.replayed import replay
 
 SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)))
@@ -75,7 +73,6 @@ def test_a_rank_gets_from_its_part_what_it_gets_from_the_program_of_all_ranks(ca
         part = representatives.expand(program_of_parts(representatives.parts(case.step, rank), uneven, training))
         assert set(part.actions) == together[rank]
         assert part.of_rank(rank) == whole.of_rank(rank)
-        assert part.times_ms.items() <= whole.times_ms.items()
 
 
 @SETTINGS
@@ -87,9 +84,9 @@ def test_parts_are_what_one_simulation_gives_each_with_the_better_of_two_orders(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering_module, "may_alternate", lambda plan: False)
         assert build_program(case.plan, case.step, (), uneven) == lower(case.plan, graph, timeline, ())
-    timeline = schedule_tasks(case.plan, graph, uneven, limits, may_alternate(case.plan))
-    found = build_program(case.plan, case.step, (), uneven)
-    assert max((end for _, end in found.times_ms.values()), default=0.0) <= max(timeline.end_ms, default=0.0) + 1e-9
+    order = schedule_tasks(case.plan, graph, uneven, limits, may_alternate(case.plan))
+    as_one = timed(case.plan, graph, order, [uneven(task) for task in graph.tasks])
+    assert timeline_of(case.plan, case.step, (), uneven).iteration_ms <= as_one.iteration_ms + 1e-9
 
 
 @SETTINGS
@@ -126,8 +123,8 @@ def test_the_work_of_a_rank_does_not_grow_with_the_number_of_replicas():
 
         program = representatives.expand(program_of_parts([part], cost))
         assert set(asked) <= set(build_graph(part.plan, part.step).tasks)
-        work.append((len(asked), len(program.times_ms), len(program.actions)))
-    assert work[0] == work[1] and work[0][2] == 2 + 2 * 2
+        work.append((len(asked), len(program.actions)))
+    assert work[0] == work[1] and work[0][1] == 2 + 2 * 2
 
 
 def test_a_part_whose_ranks_could_not_come_to_the_sums_in_order_is_refused():
@@ -177,13 +174,14 @@ def test_replicas_of_a_group_have_the_same_tasks_which_run_at_the_same_time(case
     program = build_program(case.plan, case.step, case.sync_groups, uneven, training)
     check_program(case.plan, case.step, case.sync_groups, program, training)
     together: dict[Task, list[Task]] = {}
-    for task in program.times_ms:
+    times = timeline_of(case.plan, case.step, case.sync_groups, uneven, training=training).task_times
+    for task in times:
         together.setdefault(first_of(case, task), []).append(task)
     for first, tasks in together.items():
         size = case.plan.modules[first.module].joint_replicas
         assert sorted(task.replica for task in tasks) == list(range(first.replica, first.replica + size))
-        assert len({program.times_ms[task] for task in tasks}) == 1
-        start_ms, end_ms = program.times_ms[first]
+        assert len({times[task] for task in tasks}) == 1
+        start_ms, end_ms = times[first]
         assert end_ms - start_ms == pytest.approx(max(map(uneven, tasks)))
     # Ranks with tasks of the same groups run them in one order.
     orders = {
@@ -229,19 +227,20 @@ def test_the_proof_holds_for_joint_tasks_and_needs_them_at_one_position(case, tr
 
 @JOINT_SETTINGS
 @given(JOINT_CASES, st.booleans())
-def test_a_replay_of_all_parts_takes_what_their_program_takes(case, training):
-    representatives = find_representatives(case.plan, case.sync_groups)
-    program = program_of_parts(representatives.parts(case.step), uneven, training)
-    messages_ms, sums_ms = (lambda message: uneven(message.source) / 9), (lambda index: float(index % 3))
-    expected = simulate(representatives.plan, program, uneven, messages_ms, sums_ms)
-    found = simulate_parts(
-        representatives,
-        case.step,
-        uneven,
-        lambda graph: list(map(messages_ms, graph.messages)),
-        sums_ms,
-        training=training,
-    ).simulation()
+def test_a_timeline_is_what_a_replay_of_the_program_of_all_ranks_gives(case, training):
+    program = build_program(case.plan, case.step, case.sync_groups, uneven, training)
+    numbers = {
+        i: n for n, own in enumerate(find_representatives(case.plan, case.sync_groups).represented) for i in own
+    }
+    messages_ms, sums_ms = (lambda message: uneven(message.source) / 9), (lambda index: float(numbers[index] % 3))
+    expected = replay(case.plan, program, uneven, messages_ms, sums_ms)
+    found = timeline_of(case.plan, case.step, case.sync_groups, uneven, messages_ms, sums_ms, training=training)
+    assert sorted(found.sums) == [
+        replace(span, start_ms=pytest.approx(span.start_ms), end_ms=pytest.approx(span.end_ms))
+        for span in sorted(expected.sums)
+    ]
+    for rank, actions in program.actions.items():
+        assert found.tasks_of_rank[rank] == [action.task for action in actions if action.task is not None]
     assert found.iteration_ms == pytest.approx(expected.iteration_ms)
     assert found.peak_in_flight == pytest.approx(expected.peak_in_flight)
     for mine, other in zip(sorted(found.spans), sorted(expected.spans), strict=True):
@@ -272,13 +271,10 @@ def test_ranks_that_run_joint_tasks_in_different_orders_are_a_deadlock():
 def test_a_rank_that_waits_for_a_larger_replica_does_not_work():
     """The second replica's tasks take twice as long as those of the first, which waits in the same tasks."""
     case = two_replicas([[[0], [1]], [[2], [3]]])
-    representatives = find_representatives(case.plan, case.sync_groups)
 
     def cost(task: Task) -> float:
         return 1.0 + task.replica
 
-    program = build_program(case.plan, case.step, case.sync_groups, cost)
-    replayed = simulate_parts(representatives, case.step, cost).simulation()
-    for found in (simulate(case.plan, program, cost), on_plan(replayed, case.plan)):
-        assert found.iteration_ms == 8.0 and found.busy_ms == {0: 4.0, 1: 8.0}
-        assert found.bubble_fraction == found.unlike_fraction == 0.25 and found.idle_fraction == 0.0
+    found = timeline_of(case.plan, case.step, case.sync_groups, cost)
+    assert found.iteration_ms == 8.0 and found.busy_ms == {0: 4.0, 1: 8.0}
+    assert found.bubble_fraction == found.unlike_fraction == 0.25 and found.idle_fraction == 0.0

@@ -23,27 +23,36 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import (
     GradientFlow,
-    Simulation,
     Task,
+    Timeline,
     build_graph,
     build_program,
     in_flight_1f1b,
     in_flight_eager,
     in_flight_limits,
-    lower,
     microbatch_forward_ms,
     schedule_tasks,
-    simulate,
     stage_depths,
 )
 from hf_mmparallel.schedule.scheduler import Cost, default_cost
-from tests.schedule.builders import Case, chain, deferred, make_plan, make_step, module_spec, straight, task_times
+from tests.schedule.builders import (
+    Case,
+    chain,
+    deferred,
+    make_plan,
+    make_step,
+    module_spec,
+    straight,
+    task_times,
+    timed,
+    timeline_of,
+)
 
 IMAGE, AUDIO = "image_generator", "audio_generator"
 
 
-def run(case: Case, cost=None, **more: float) -> Simulation:
-    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups, cost), cost, **more)
+def run(case: Case, cost=None, **more: float) -> Timeline:
+    return timeline_of(case.plan, case.step, case.sync_groups, cost, **more)
 
 
 def planned(modules: dict, microbatches: dict, specs: dict | None = None, **more) -> Case:
@@ -171,8 +180,8 @@ def order_of(case: Case, rank: int) -> list[str]:
 def first_order_ms(plan: ParallelPlan, step: StepPlan, cost: Cost) -> float:
     """What a step takes by the order in which no stage waits for a forward."""
     graph = build_graph(plan, step)
-    timeline = schedule_tasks(plan, graph, cost, in_flight_limits(plan, step))
-    return simulate(plan, lower(plan, graph, timeline, []), cost).iteration_ms
+    order = schedule_tasks(plan, graph, cost, in_flight_limits(plan, step))
+    return timed(plan, graph, order, list(map(cost, graph.tasks))).iteration_ms
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -198,7 +207,7 @@ def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(enc
     scale = np.random.default_rng(seed).uniform(0.5, 2, 2)
     times = {name: np.full(count, own) for name, own in zip(case.plan.modules, scale, strict=True)}
     cost = task_times(case.plan, case.step, times)
-    found = simulate(case.plan, build_program(case.plan, case.step, [], cost), cost)
+    found = timeline_of(case.plan, case.step, [], cost)
     assert found.iteration_ms <= first_order_ms(case.plan, case.step, cost) * (1 + 1e-9)
     max_in_flight = in_flight_1f1b(case.plan, case.step)
     assert all(peak <= max_in_flight[key] for key, peak in found.peak_in_flight.items())
@@ -217,7 +226,7 @@ def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(datase
     step = arrange_step(plan, range(128), work, 4, arrangement)
     cost = task_times(plan, step, work.forward_ms)
     before = first_order_ms(plan, step, cost)
-    after = simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms
+    after = timeline_of(plan, step, [], cost).iteration_ms
     assert after < 0.999 * before if schedule == "1f1b" else after <= before
 
 
@@ -233,7 +242,9 @@ def balanced(case: Case):
 
 
 def last_end(case: Case, max_in_flight) -> float:
-    return max(schedule_tasks(case.plan, build_graph(case.plan, case.step), balanced(case), max_in_flight).end_ms)
+    graph, cost = build_graph(case.plan, case.step), balanced(case)
+    order = schedule_tasks(case.plan, graph, cost, max_in_flight)
+    return timed(case.plan, graph, order, list(map(cost, graph.tasks))).iteration_ms
 
 
 def iteration_ms(case: Case, schedule: Schedule) -> float:
@@ -269,8 +280,7 @@ def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
     least = in_flight_1f1b(case.plan, case.step)
     given = {("vision", 0, 0): 9.0, ("vision", 0, 1): 1.0, (LANGUAGE_MODEL, 0, 0): 2.0}
     assert in_flight_limits(case.plan, case.step, given) == {**least, ("vision", 0, 0): 9.0}
-    program = build_program(case.plan, case.step, case.sync_groups, fitting_in_flight=given)
-    peaks = simulate(case.plan, program).peak_in_flight
+    peaks = timeline_of(case.plan, case.step, case.sync_groups, fitting_in_flight=given).peak_in_flight
     assert least["vision", 0, 0] < peaks["vision", 0, 0] < 10  # chunks of an admitted microbatch are not held back
     assert in_flight_limits(case.plan, case.step) == in_flight_eager(case.plan, case.step)
     assert list(in_flight_eager(case.plan, case.step).values()) == [2, 1, 7, 6]  # the language model, then the encoder
@@ -289,7 +299,8 @@ def test_an_encoder_never_waits_for_what_it_sent_to_be_taken(frozen):
     forwards = [index for index, action in enumerate(actions) if action.op == "fwd"]
     assert all(actions[index + 1].op == "send" for index in forwards)
     assert forwards == list(range(0, 2 * len(forwards), 2))
-    spans = [s for s in simulate(plan, program, cost, comm_ms=3.0).spans if s.rank == 0 and s.task.kind == "fwd"]
+    timeline = timeline_of(plan, step, [], cost, 3.0, fitting_in_flight={("vision", 0, 0): math.inf})
+    spans = [s for s in timeline.spans if s.rank == 0 and s.task.kind == "fwd"]
     assert [span.start_ms for span in spans] == list(range(12))
     # What is taken later is never asked for before what is taken earlier.
     received = [a.message for a in program.actions[1] if a.op == "recv" and a.message is not None]
@@ -303,14 +314,13 @@ def test_a_rank_needs_its_own_part_only():
         own = pickle.loads(pickle.dumps(program.of_rank(rank)))
         assert own.actions == {rank: actions}
         tasks = [action.task for action in actions if action.task is not None]
-        assert own.times_ms == {task: program.times_ms[task] for task in tasks}
         assert all(own.has_backward(task) == program.has_backward(task) for task in tasks)
     assert program.of_rank(99).actions == {99: ()}
 
 
 def test_forward_times_of_microbatches():
     case = deferred(2, 2, 4)
-    spans = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), balanced(case)).spans
+    spans = timeline_of(case.plan, case.step, case.sync_groups, balanced(case)).spans
     found = microbatch_forward_ms(spans)
     assert list(found) == [(LANGUAGE_MODEL, 0), ("vision", 0)]
     assert all(np.allclose(times, [2.0] * 4) for times in found.values())  # two stages of one millisecond

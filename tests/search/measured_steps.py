@@ -64,7 +64,7 @@ def measured_step(comparer: StepComparer, truth: CostModel, index: int, samples:
     assert planned.sizes is not None
     prediction = comparer.predict(planned.step, planned.sizes, planned.workloads)
     cost = StepCost(truth, comparer.planner.plan, planned.step, planned.sizes)
-    tasks = {span.task for span in prediction.simulation.spans}
+    tasks = {span.task for span in prediction.timeline.spans}
     return MeasuredStep(prediction, {task: cost(task) for task in tasks})
 
 
@@ -72,7 +72,7 @@ def window(comparer: StepComparer, truth: CostModel, index: int, **changes: Any)
     """A window of one step, outside of whose tasks nothing took longer than predicted."""
     step = measured_step(comparer, truth, index)
     causes = comparer.causes(step)
-    predicted = step.prediction.simulation.iteration_ms
+    predicted = step.prediction.timeline.iteration_ms
     measured = predicted + sum(causes.values())
     found = LoggedWindow(
         step=index + 1,
@@ -82,7 +82,7 @@ def window(comparer: StepComparer, truth: CostModel, index: int, **changes: Any)
         predicted_step_ms=predicted,
         wall_ms=measured,
         data_ms=0.0,
-        predicted_bubble=step.prediction.simulation.bubble_fraction,
+        predicted_bubble=step.prediction.timeline.bubble_fraction,
         bubble=None,
         task_times=times_on_a_rank(comparer.planner.plan, [step]),
         causes=causes,

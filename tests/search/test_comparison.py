@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.calibration import TimeScale
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
 from hf_mmparallel.search.comparison import (
@@ -16,6 +17,7 @@ from hf_mmparallel.search.comparison import (
     rank_durations,
     times_on_a_rank,
 )
+from tests.schedule.replayed import replay
 
 from .measured_steps import SCALES, corrected, counted, measured_step, planner, window
 
@@ -33,9 +35,11 @@ def test_causes_add_up_to_a_step_with_tasks_as_measured():
     step = measured_step(COMPARER, truth, 3)
     causes = COMPARER.causes(step)
     assert set(causes) == {f"{name}/{kind}" for name in ("vision", LANGUAGE_MODEL) for kind in KINDS}
-    replayed = planner(truth).predict(step.prediction.planned, step.prediction.sizes)
-    before, after = (found.simulation.iteration_ms for found in (step.prediction, replayed))
-    assert after == pytest.approx(before + sum(causes.values()))
+    (prediction, own), real = (step.prediction, COMPARER.planner), planner(truth)
+    planned, sizes = prediction.planned.step, prediction.sizes
+    cost, sends = (StepCost(costs, own.plan, planned, sizes, own.sync_groups) for costs in (real.costs, own.costs))
+    after = replay(own.plan, own.program(planned, sizes), cost, sends.message_ms, sends.sync_ms).iteration_ms
+    assert after == pytest.approx(prediction.timeline.iteration_ms + sum(causes.values()))
     assert all(abs(ms) < 1e-9 for ms in COMPARER.causes(measured_step(COMPARER, counted(), 3)).values())
 
 
@@ -87,7 +91,7 @@ def test_rows_are_times_on_one_of_the_ranks_that_share_them():
     steps = [measured_step(COMPARER, corrected(counted(), slow), index) for index in range(2)]
     times = times_on_a_rank(plan, steps)
     assert times["vision/forward"] == pytest.approx((predicted, measured))
-    busy = [step.prediction.simulation.busy_ms for step in steps]
+    busy = [step.prediction.timeline.busy_ms for step in steps]
     vision = [rank for _, _, stage in plan.modules["vision"].stages() for rank in stage.all_ranks]
     both = predicted + times["vision/backward"][0]
     assert both == pytest.approx(np.mean([own[rank] for own in busy for rank in vision]))
@@ -97,7 +101,8 @@ def test_of_a_task_on_several_ranks_the_slowest_counts():
     own = StepComparer(planner(counted(), {LANGUAGE_MODEL: ModulePlugin(tp_size=2)}))
     step = measured_step(own, counted(), 0)
     ranks = []
-    for rank, actions in sorted(step.prediction.planned.program.actions.items()):
+    program = own.planner.program(step.prediction.planned.step, step.prediction.sizes)
+    for rank, actions in sorted(program.actions.items()):
         tasks = [action.task for action in actions if action.task is not None and action.message is None]
         ranks.append(np.array([rank + step.durations[task] for task in tasks]))
     found = rank_durations(step.prediction, ranks)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hf_mmparallel.cost import StepCost, analytic_costs, fitting_in_flight, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
-from hf_mmparallel.drawing.timeline import gantt_text
+from hf_mmparallel.drawing.gantt import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, StepPlan, check_plan
 from hf_mmparallel.planner.text import plan_table
 from hf_mmparallel.schedule import Message, Task, in_flight_1f1b
@@ -17,7 +17,6 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.representatives import predict_batch
 from tests.cost.models import HIDDEN, PLAIN
 from tests.search.test_search import IMAGE, answers, model_with, problem_of
 
@@ -36,7 +35,7 @@ def test_answers_hold_generators_and_show_them():
         assert ranked.plan.world_size == 3
         for own in ranked.predictions:
             assert own.peak_memory_bytes <= 2e9
-            simulation, step = own.simulation, own.planned.step
+            simulation, step = own.timeline, own.planned.step
             assert {span.task.module for span in simulation.spans} == set(problem.spec.modules)
             generated = sorted(
                 batch_index
@@ -51,9 +50,9 @@ def test_answers_hold_generators_and_show_them():
     ranked = result.best
     prediction = ranked.predictions[0]
     console = Console(file=io.StringIO(), width=200)
-    console.print(plan_table(ranked.plan, problem.spec, prediction.simulation, prediction.memory))
+    console.print(plan_table(ranked.plan, problem.spec, prediction.timeline, prediction.memory))
     assert IMAGE in console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"{IMAGE} s0" in gantt_text(prediction.simulation)
+    assert f"{IMAGE} s0" in gantt_text(prediction.timeline)
     assert IMAGE in str(ranked.candidate)
 
 
@@ -77,9 +76,9 @@ def test_the_language_model_keeps_more_in_flight_in_front_of_a_generator():
     for generator in (False, True):
         problem, candidate = in_flight_case(generator)
         planner, batch = step_planner(problem, candidate), problem.batches[0]
-        found = predict_batch(planner, batch)
+        found = planner.predict_batch(batch)
         count = 2 + 3 * generator
-        assert steady_in_flight(planner.plan)[first] == found.simulation.peak_in_flight[first] == count
+        assert steady_in_flight(planner.plan)[first] == found.timeline.peak_in_flight[first] == count
         memory = memory_per_rank(problem.costs, planner.plan, found.planned.step, batch, {first: count})
         kept.append(memory[planner.plan.stage(*first).all_ranks[0]].activations)
     assert kept[1] > kept[0]
@@ -88,7 +87,7 @@ def test_the_language_model_keeps_more_in_flight_in_front_of_a_generator():
 def test_room_goes_to_modules_in_front_first():
     problem, candidate = in_flight_case(True)
     planner, batch = step_planner(problem, replace(candidate, schedule="eager")), problem.batches[0]
-    step = predict_batch(planner, batch).planned.step
+    step = planner.predict_batch(batch).planned.step
     least = in_flight_1f1b(planner.plan, step)
     max_in_flight = fitting_in_flight(problem.costs, planner.plan, step, batch, 1e12)
     assert max_in_flight["vision", 0, 0] == 8 and all(max_in_flight[key] >= limit for key, limit in least.items())
@@ -119,5 +118,5 @@ def test_modules_on_their_own_ranks_take_the_closed_form(names, encoders):
     apart = sorted((own for own in space if not own.colocated_with), key=lambda own: own.step_ms)
     assert apart
     for own in apart[:4]:
-        found = predict_batch(step_planner(problem, space.candidate(own)), problem.batches[0])
+        found = step_planner(problem, space.candidate(own)).predict_batch(problem.batches[0])
         assert found.step_ms == pytest.approx(own.step_ms, rel=0.1)

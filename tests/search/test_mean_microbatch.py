@@ -13,7 +13,6 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.options import MeanMicrobatches, ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.representatives import predict_batch
 from tests.search.test_search import problem_of
 
 BATCH, DP, COUNT = 64, 2, 8
@@ -32,7 +31,7 @@ def arranged(problem: PlanningProblem, cp_size: int = 1) -> np.ndarray:
     layouts = {"vision": Layout((4,), DP), LANGUAGE_MODEL: Layout((4,), DP, cp_size)}
     candidate = Candidate(layouts, {}, COUNT, "1f1b", problem.first_arrangement)
     planner, batch = step_planner(problem, candidate), problem.batches[0]
-    step = predict_batch(planner, batch).planned.step
+    step = planner.predict_batch(batch).planned.step
     sizes = chunk_sizes(problem.costs, planner.plan, step, batch)
     return np.sum([own for key, own in sizes.items() if key[0] == LANGUAGE_MODEL], axis=0) / (DP * COUNT)
 
@@ -90,7 +89,7 @@ def test_the_closed_form_ranks_as_steps_do(arrangement):
         sizes = {name: (c.dp_size, c.pp_size, c.kind.tp_size) for name, c in own.estimates.items()}
         if set(sizes.values()) == {(2, 1, 1)} and not any(c.kind.checkpointing for c in own.estimates.values()):
             planner = step_planner(problem, space.candidate(own))
-            simulated.append(predict_batch(planner, problem.batches[0]).step_ms)
+            simulated.append(planner.predict_batch(problem.batches[0]).step_ms)
             closed.append(own.step_ms)
     assert len(closed) == 5  # 1 to 16 microbatches
     assert np.array(closed) == pytest.approx(np.array(simulated), rel=0.15)

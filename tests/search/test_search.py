@@ -23,7 +23,6 @@ from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import AS_FAST, in_order, step_planner
-from hf_mmparallel.steps.representatives import predict_batch
 from tests.cost.models import LAYERS, PLAIN, model, module
 from tests.deep_cases import deep
 
@@ -212,7 +211,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     }
     plan = replace(planner.plan, modules=modules)
     other = replace(planner, plan=plan, sync_groups=sync_groups(problem.spec, plan))
-    found = [predict_batch(own, problem.batches[1]) for own in (planner, other)]
+    found = [own.predict_batch(problem.batches[1]) for own in (planner, other)]
     assert found[1].step_ms == pytest.approx(found[0].step_ms)
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
 
@@ -237,8 +236,8 @@ def test_figures_of_answers_are_those_of_all_ranks():
     problem = problem_of(6, 12, fixed={LANGUAGE_MODEL: {"tp_size": 4}, "vision": {"tp_size": 1}}, effort=4)
     best = search_plans(problem).best
     planner = replace(step_planner(problem, best.candidate), sizes=lambda _: best.typical.sizes)
-    whole = planner.predict(planner(GlobalBatch(tuple(range(12))))).simulation
-    found = best.typical.simulation
+    whole = planner.predict(planner(GlobalBatch(tuple(range(12))))).timeline
+    found = best.typical.timeline
     assert found.busy_ms == pytest.approx(whole.busy_ms)
     assert found.bubble_fraction == pytest.approx(whole.bubble_fraction)
     busiest = max(whole.busy_ms.values())

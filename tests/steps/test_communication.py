@@ -9,9 +9,8 @@ import pytest
 from hf_mmparallel.cost import StepCost, analytic_costs
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.schedule import Simulation, Task, TransferSpan
+from hf_mmparallel.schedule import Task, Timeline, TransferSpan
 from hf_mmparallel.steps.communication import with_communication
-from hf_mmparallel.steps.representatives import on_all_ranks, predict_arranged
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 from tests.cost.models import PLAIN
 from tests.cost.test_gradient_sums import LAYERS, text_model
@@ -19,7 +18,7 @@ from tests.cost.test_gradient_sums import LAYERS, text_model
 
 def predicted(
     zero_stage: int, efficiency: float = 0.6, tied: bool = False, **sizes
-) -> tuple[Prediction, Simulation, StepCost]:
+) -> tuple[Prediction, Timeline, StepCost]:
     """Four samples of unequal sizes in two replicas; `tied` embeddings have a gradient sum of their own under pp."""
     spec = replace(text_model(), tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
     costs = analytic_costs(spec, replace(PLAIN, overlap_efficiency=efficiency, link_gb_per_s=100.0))
@@ -27,12 +26,12 @@ def predicted(
     lengths = SampleSizes.of_sequences({LANGUAGE_MODEL: [[4096], [1024], [2048], [3072]]})
     groups = sync_groups(spec, plan)
     planner = StepPlanner(costs, plan, groups, 1, "contiguous", lengths.take)
-    prediction = on_all_ranks(predict_arranged(planner, planner.arrange_batch(GlobalBatch((0, 1, 2, 3)))))
+    prediction = planner.predict(planner.arrange_batch(GlobalBatch((0, 1, 2, 3))))
     cost = StepCost(costs, plan, prediction.planned.step, prediction.sizes, groups)
     return prediction, with_communication(prediction, costs, groups), cost
 
 
-def of_rank(simulation: Simulation, rank: int) -> list[TransferSpan]:
+def of_rank(simulation: Timeline, rank: int) -> list[TransferSpan]:
     return list(simulation.transfers(rank))  # type: ignore[misc]
 
 
@@ -60,7 +59,7 @@ def test_gathers_and_sums_are_in_the_passes(zero_stage):
     (transfers,) = {id(stage.transfers): stage.transfers for stage in cost.stages.values()}.values()
     for rank, own in tasks.items():
         for transfer in of_rank(simulation, rank):
-            if transfer.start_ms < prediction.simulation.iteration_ms - 1e-9:
+            if transfer.start_ms < prediction.timeline.iteration_ms - 1e-9:
                 assert any(t.start_ms - 1e-9 <= transfer.start_ms <= transfer.end_ms <= t.end_ms + 1e-9 for t in own)
                 inside[rank, transfer.op] += transfer.end_ms - transfer.start_ms
         backwards = sum(span.task.kind == "bwd" for span in own)

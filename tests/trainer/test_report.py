@@ -24,8 +24,7 @@ from hf_mmparallel.plan import ModulePlugin, PlannedFor, SampleSizes, Workloads,
 from hf_mmparallel.planner.answer import Inputs, predict_plan
 from hf_mmparallel.planner.inputs import ModelSource, Samples
 from hf_mmparallel.planner.settings import Settings
-from hf_mmparallel.schedule import Simulation
-from hf_mmparallel.steps.representatives import ArrangementChoice
+from hf_mmparallel.steps.arrangement_choice import ArrangementChoice
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.build import RowChoice
@@ -33,9 +32,11 @@ from hf_mmparallel.trainer.model_card import RunSummary, plan_section
 from hf_mmparallel.trainer.start_report import StepReport, arrangement_lines, settings_without_effect
 from hf_mmparallel.trainer.training_sizes import StartSizes, TrainingSizes, representative_batch
 from tests.plan.specs import model_spec
+from tests.schedule.builders import chain, timeline_of
 from tests.trainer.contexts import arguments, context
 
 LM = "language_model"
+NO_TASKS = timeline_of(chain(1, 0).plan, chain(1, 0).step)
 BEFORE = Balance({"vision": (np.array([1.0, 3.0]),), LM: (np.array([2.0, 8.0]),)}, {})
 AFTER = Balance({"vision": (np.array([2.0, 2.0]),), LM: (np.array([4.5, 5.5]),)}, {}, deferred_fraction=0.25)
 
@@ -43,7 +44,7 @@ AFTER = Balance({"vision": (np.array([2.0, 2.0]),), LM: (np.array([4.5, 5.5]),)}
 def prediction(before: Balance, after: Balance) -> StepReport:
     """Only what the sentences tell of."""
     planned: Any = None
-    return StepReport(planned, Simulation((), 12.5, 2, {}), None, 12.5, (before, after), before_ms=20.25)
+    return StepReport(planned, NO_TASKS, None, 12.5, (before, after), before_ms=20.25)
 
 
 def test_the_report_says_what_the_arrangement_evens_out():
@@ -61,7 +62,7 @@ def test_the_report_says_what_the_arrangement_evens_out():
 
 
 def test_unknown_sizes_are_said_with_what_would_help():
-    unknown = StepReport(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None, 12.5)
+    unknown = StepReport(prediction(BEFORE, AFTER).planned, NO_TASKS, None, 12.5)
     (line,) = arrangement_lines("disttrain", "the dataset's metadata", unknown)
     assert "unknown, all count the same" in line and "`token_columns`" in line
     assert "unknown" in arrangement_lines("contiguous", "the dataset's metadata", unknown)[0]
@@ -88,8 +89,8 @@ def test_the_report_of_a_plan_has_the_step_that_the_planner_predicts(named: str 
     planner, told = report.predict(engine, sizes, 32, request, measured if is_searched else None)
     assert planner.arrangement == answer.arrangement
     assert told.step_ms == pytest.approx(answer.step_ms, rel=1e-9)
-    assert told.simulation.bubble_fraction == pytest.approx(answer.drawn.bubble_fraction, rel=1e-9)
-    assert told.memory == answer.memory and told.step_ms > told.simulation.iteration_ms
+    assert told.timeline.bubble_fraction == pytest.approx(answer.drawn.bubble_fraction, rel=1e-9)
+    assert told.memory == answer.memory and told.step_ms > told.timeline.iteration_ms
     if named is None:
         assert told.choice is not None
         assert told.choice.step_ms[planner.arrangement] == pytest.approx(told.step_ms, rel=1e-9)

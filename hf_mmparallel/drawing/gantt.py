@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..schedule import Simulation, Span, SumSpan, TransferSpan
+from ..schedule import Span, SumSpan, Timeline, TransferSpan
 from ..schedule.actions import Task
 
 # Lanes below the tasks of a rank: communication of weights and gradients over time, as shares of columns.
@@ -67,7 +67,7 @@ COLORS = ("#2F6DB5", "#E0762B", "#2E9B6B", "#8A5BB8", "#C2476B", "#7A6A53")
 SUM_COLOR = "#8C929B"
 MAX_ROWS = 64
 TICK_MS = 0.125e-3  # resolution of a trace; readers convert times to whole nanoseconds
-Timeline = Simulation | Sequence[Span]
+AnyTimeline = Timeline | Sequence[Span]  # predicted, or measured
 
 
 @dataclass(frozen=True)
@@ -99,36 +99,36 @@ def rank_ranges(ranks: Sequence[int]) -> str:
     return ", ".join(texts)
 
 
-def _spans(timeline: Timeline) -> Sequence[Span]:
-    return timeline.spans if isinstance(timeline, Simulation) else timeline
+def _spans(timeline: AnyTimeline) -> Sequence[Span]:
+    return timeline.spans if isinstance(timeline, Timeline) else timeline
 
 
-def _sums(timeline: Timeline) -> Sequence[SumSpan]:
-    return timeline.sums if isinstance(timeline, Simulation) else ()
+def _sums(timeline: AnyTimeline) -> Sequence[SumSpan]:
+    return timeline.sums if isinstance(timeline, Timeline) else ()
 
 
-def _end_ms(timeline: Timeline) -> float:
+def _end_ms(timeline: AnyTimeline) -> float:
     """The end of the last task or gradient sum."""
     return max((span.end_ms for span in (*_spans(timeline), *_sums(timeline))), default=0.0)
 
 
-def _latest_ms(timeline: Timeline, lanes: Sequence[Sequence[TransferSpan]]) -> float:
+def _latest_ms(timeline: AnyTimeline, lanes: Sequence[Sequence[TransferSpan]]) -> float:
     """The end of the last task, gradient sum, or communication in a lane."""
     return max([_end_ms(timeline), *(span.end_ms for lane in lanes for span in lane)])
 
 
-def _lanes(timeline: Timeline, rows: Sequence[_Row]) -> list[Sequence[TransferSpan]]:
+def _lanes(timeline: AnyTimeline, rows: Sequence[_Row]) -> list[Sequence[TransferSpan]]:
     """The communication of the first rank of each row, with its update, if there is any and it is known."""
     empty: list[Sequence[TransferSpan]] = [()] * len(rows)
-    if not isinstance(timeline, Simulation) or timeline.transfers is None:
+    if not isinstance(timeline, Timeline) or timeline.transfers is None:
         return empty
     lanes = [timeline.transfers(row.ranks[0]) for row in rows]
     return lanes if any(span.op != "update" for lane in lanes for span in lane) else empty
 
 
-def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
+def _rows(timeline: AnyTimeline, merge_above: int) -> list[_Row]:
     """A row per rank; ranks with equal rows are merged if there are more than `merge_above`."""
-    count = timeline.num_ranks if isinstance(timeline, Simulation) else 0
+    count = timeline.num_ranks if isinstance(timeline, Timeline) else 0
     by_rank: dict[int, list[Span]] = {rank: [] for rank in range(count)}
     for span in _spans(timeline):
         by_rank.setdefault(span.rank, []).append(span)
@@ -155,10 +155,10 @@ def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
     return [_Row(tuple(ranks), tuple(by_rank[ranks[0]]), tuple(sums[ranks[0]])) for ranks in merged.values()]
 
 
-def _summary(timeline: Timeline) -> str:
+def _summary(timeline: AnyTimeline) -> str:
     """Duration and bubble of a timeline, as text."""
     spans = _spans(timeline)
-    if isinstance(timeline, Simulation):
+    if isinstance(timeline, Timeline):
         return f"{_ms(timeline.iteration_ms)} without the optimizer's step, bubble {timeline.bubble_fraction:.1%}"
     if not spans:
         return "no tasks"
@@ -172,7 +172,7 @@ def _ms(value: float) -> str:
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
 
 
-def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows: int = 32) -> str:
+def gantt_text(timeline: AnyTimeline, width: int = 100, max_rows: int = 32) -> str:
     """
     Draws a timeline as text: a digit is a microbatch's forward, a letter its backward (`a` for 0), `=` a gradient sum.
     Where it is known, a line below has the communication of weights and gradients: `-` beside tasks, `=` beside none.
@@ -214,16 +214,16 @@ def tint(color: str, share: float) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _colors(*timelines: Timeline) -> dict[str, str]:
+def _colors(*timelines: AnyTimeline) -> dict[str, str]:
     """Module -> color, in the order of first appearance."""
     modules = dict.fromkeys(span.task.module for timeline in timelines for span in _spans(timeline))
     return {module: COLORS[i % len(COLORS)] for i, module in enumerate(modules)}
 
 
 def gantt_png(
-    simulation: Simulation | Sequence[Span],
+    timeline: AnyTimeline,
     path: str | Path,
-    measured: Simulation | Sequence[Span] | None = None,  # below the first, on the same scale
+    measured: AnyTimeline | None = None,  # below the first, on the same scale
     title: str = "Schedule of one step",  # duration and bubble follow
 ) -> None:
     """
@@ -235,7 +235,7 @@ def gantt_png(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels: list[tuple[str, Timeline]] = [("predicted", simulation)]
+    panels: list[tuple[str, AnyTimeline]] = [("predicted", timeline)]
     if measured is not None:
         panels.append(("measured", measured))
     colors = _colors(*(timeline for _, timeline in panels))
@@ -340,9 +340,9 @@ def _draw_legend(figure: Any, colors: Mapping[str, str], has_sums: bool, kinds: 
 
 
 def chrome_trace(
-    simulation: Simulation | Sequence[Span],
+    timeline: AnyTimeline,
     path: str | Path,
-    measured: Simulation | Sequence[Span] | None = None,
+    measured: AnyTimeline | None = None,
 ) -> None:
     """
     Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process each for prediction and measurement.
@@ -351,7 +351,7 @@ def chrome_trace(
     communication of weights and gradients, with a thread for one of the ranks with equal tasks, of 64 at most.
     """
     events: list[dict[str, Any]] = []
-    panels: list[tuple[str, Timeline]] = [("predicted", simulation)]
+    panels: list[tuple[str, AnyTimeline]] = [("predicted", timeline)]
     if measured is not None:
         panels.append(("measured", measured))
     for process, (name, timeline) in enumerate(panels):
@@ -387,7 +387,7 @@ def chrome_trace(
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def _lane_events(timeline: Timeline, name: str, process: int) -> Iterator[dict[str, Any]]:
+def _lane_events(timeline: AnyTimeline, name: str, process: int) -> Iterator[dict[str, Any]]:
     """The communication in a timeline as events of a process of its own."""
     rows = _rows(timeline, 0)[:MAX_ROWS]
     lanes = _lanes(timeline, rows)

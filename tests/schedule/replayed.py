@@ -1,135 +1,42 @@
-"""Simulates a program: its duration, idle times and microbatches in flight."""
+"""
+A plain simulation of action lists, rank by rank: what timelines are tested against. It reads nothing but the lists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
 
-import numpy as np
-
-from ..plan import ParallelPlan, StageKey
-from .action_lists import Program
-from .actions import Action, DeadlockError, Message, Task
-from .program_checks import waiting_table
-from .scheduler import Cost, default_cost
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class Span:
-    """A task on a rank, predicted or measured."""
-
-    rank: int
-    task: Task
-    start_ms: float
-    end_ms: float
-    # Time in which the rank waits for ranks with more work: those of replicas that run the task jointly. Drawn at its
-    # end, though it is spread over the layers. A measured task has it within.
-    wait_ms: float = 0.0
-
-    @property
-    def busy_end_ms(self) -> float:
-        """End of the rank's own work."""
-        return self.end_ms - self.wait_ms
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class SumSpan:
-    """Consecutive gradient sums on a rank, from the start of the first to the end of the last."""
-
-    rank: int
-    start_ms: float
-    end_ms: float
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class TransferSpan:
-    """Communication of weights or gradients on a rank, or the optimizer's update between both."""
-
-    rank: int
-    start_ms: float
-    end_ms: float
-    op: Literal["gather", "sum", "update"]  # of weights, of gradients, of the optimizer
-    is_exposed: bool  # whether the rank computes nothing beside it
+from hf_mmparallel.plan import ParallelPlan, StageKey
+from hf_mmparallel.schedule import Action, DeadlockError, Message, Program, Span, SumSpan, Task, default_cost
+from hf_mmparallel.schedule.program_checks import waiting_table
+from hf_mmparallel.schedule.scheduler import Cost
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """The result of a simulation."""
+class Replayed:
+    """What a replay finds; spans are ordered by their starts."""
 
-    spans: tuple[Span, ...]  # every task on every rank, by start time
-    iteration_ms: float  # from the first start to the end of the last action
-    num_ranks: int  # with idle ones
-    # (module, replica, stage) -> most microbatches whose forward has started and whose backward has not ended; a chunk
-    # counts as its fraction of the microbatch
+    spans: tuple[Span, ...]
+    iteration_ms: float
     peak_in_flight: dict[StageKey, float]
-    sums: tuple[SumSpan, ...] = ()  # the time that gradient sums add, by start time
-    # for pictures: rank -> its communication beside and between its tasks, by start time; `None` if unknown
-    transfers: Callable[[int], Sequence[TransferSpan]] | None = field(default=None, repr=False, compare=False)
-
-    @cached_property
-    def busy_ms(self) -> dict[int, float]:
-        """Rank -> total time of its own work."""
-        busy = dict.fromkeys(range(self.num_ranks), 0.0)
-        for span in self.spans:
-            busy[span.rank] += span.busy_end_ms - span.start_ms
-        return busy
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Fraction of the time of all ranks in which they do not work."""
-        total = self.iteration_ms * self.num_ranks
-        return 1 - sum(self.busy_ms.values()) / total if total else 0.0
-
-    @property
-    def unlike_fraction(self) -> float:
-        """Part of `bubble_fraction` within tasks: waits for the largest of replicas that run jointly."""
-        total = self.iteration_ms * self.num_ranks
-        return sum(span.wait_ms for span in self.spans) / total if total else 0.0
-
-    @property
-    def idle_fraction(self) -> float:
-        """Part of `bubble_fraction` outside of tasks, which is what a run measures."""
-        return self.bubble_fraction - self.unlike_fraction
+    sums: tuple[SumSpan, ...]
 
 
-def simulate(
+def replay(
     plan: ParallelPlan,
     program: Program,
-    cost: Cost | None = None,  # task -> milliseconds; `default_cost` when left out
-    comm_ms: float | Callable[[Message], float] = 0.0,  # transfer time of a message
-    sync_ms: float | Callable[[int], float] = 0.0,  # of the gradient sum of a group, by its index
-) -> Simulation:
-    """
-    Simulates the action lists of a program; raises `DeadlockError`, with where each rank waits, if ranks wait forever.
-
-    A task starts when all ranks of its stage have reached it and all of its messages have arrived, a gradient sum when
-    all of its ranks have reached it. Sends and receives take no time on a rank.
-    """
-    return _Replay(plan, program, cost or default_cost, _function(comm_ms), _function(sync_ms)).run()
+    cost: Cost | None = None,
+    comm_ms: float | Callable[[Message], float] = 0.0,
+    sync_ms: float | Callable[[int], float] = 0.0,
+) -> Replayed:
+    """Replays the lists of a program; raises `DeadlockError` where ranks wait forever."""
+    return _Replay(plan, program, cost or default_cost, function(comm_ms), function(sync_ms)).run()
 
 
-def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.ndarray]:
-    """Returns (module, replica) -> forward milliseconds, float64 `[num_microbatches]`, 0 for those without samples."""
-    times: dict[Task, float] = {}
-    for span in spans:
-        if span.task.kind == "fwd":
-            # of several ranks the slowest counts
-            times[span.task] = max(times.get(span.task, 0.0), span.end_ms - span.start_ms)
-    counts: dict[tuple[str, int], int] = {}
-    for task in times:
-        key = (task.module, task.replica)
-        counts[key] = max(counts.get(key, 0), task.microbatch + 1)
-    result = {key: np.zeros(count) for key, count in sorted(counts.items())}
-    for task in sorted(times):
-        # over the stages and chunks of a microbatch
-        result[task.module, task.replica][task.microbatch] += times[task]
-    return result
-
-
-def _function(value: float | Callable) -> Callable:
+def function(value: float | Callable) -> Callable:
+    """A constant as a function."""
     return value if callable(value) else lambda _: value
 
 
@@ -204,7 +111,7 @@ class _Replay:
     def _ranks(self, task: Task) -> tuple[int, ...]:
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks
 
-    def run(self) -> Simulation:
+    def run(self) -> Replayed:
         """Simulates to the end."""
         ready = list(self.program.actions)
         while ready:
@@ -224,7 +131,7 @@ class _Replay:
         self.spans.sort(key=lambda span: (span.start_ms, span.rank))
         end = max(self.time_ms.values(), default=0.0)
         sums = sorted(chain.from_iterable(self.sums.values()), key=lambda span: (span.start_ms, span.rank))
-        return Simulation(tuple(self.spans), end, self.plan.world_size, _peak_in_flight(self.spans), tuple(sums))
+        return Replayed(tuple(self.spans), end, _peak_in_flight(self.spans), tuple(sums))
 
     def _advance(self, rank: int, ready: list[int]) -> _Barrier | None:
         """Runs non-blocking actions; returns the barrier at which the rank blocks."""

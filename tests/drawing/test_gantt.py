@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from PIL import Image, ImageColor
 
-from hf_mmparallel.drawing.timeline import (
+from hf_mmparallel.drawing.gantt import (
     KINDS,
     SUM_COLOR,
     chrome_trace,
@@ -24,38 +24,38 @@ from hf_mmparallel.drawing.timeline import (
     rank_ranges,
 )
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
-from hf_mmparallel.schedule import Simulation, Span, Task, TransferSpan, build_program, simulate
-from tests.schedule.builders import cases, chain, make_step, module_spec
+from hf_mmparallel.schedule import Span, Task, Timeline, TransferSpan
+from tests.schedule.builders import cases, chain, make_step, module_spec, timeline_of
 
 
-def simulated(num_replicas: int, **more: float) -> Simulation:
+def simulated(num_replicas: int, **more: float) -> Timeline:
     """Replicas of a language model of two stages, with two microbatches each."""
     spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=num_replicas, pp_size=2)})
     step = make_step({LANGUAGE_MODEL: [[[2 * d], [2 * d + 1]] for d in range(num_replicas)]})
-    return simulate(plan, build_program(plan, step, sync_groups(spec, plan)), **more)
+    return timeline_of(plan, step, sync_groups(spec, plan), **more)
 
 
 @pytest.fixture(scope="module")
-def simulation() -> Simulation:
+def simulation() -> Timeline:
     case = chain(3, 4)
-    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups))
+    return timeline_of(case.plan, case.step, case.sync_groups)
 
 
 @pytest.fixture(scope="module")
-def with_sums() -> Simulation:
+def with_sums() -> Timeline:
     """Sums of 4 ms at the ends of two stages of two replicas, those of the first stage last."""
     return simulated(2, sync_ms=4.0)
 
 
-def trace_of(simulation: Simulation, *more) -> list[dict]:
+def trace_of(simulation: Timeline, *more) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         chrome_trace(simulation, Path(folder) / "trace.json", *more)
         events = json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
     return [event for event in events if event["ph"] == "X"]
 
 
-def pixels_of(simulation: Simulation, folder: Path) -> dict:
+def pixels_of(simulation: Timeline, folder: Path) -> dict:
     """Color -> how many pixels of the picture have it."""
     gantt_png(simulation, folder / "picture.png")
     with Image.open(folder / "picture.png") as picture:
@@ -105,7 +105,7 @@ def test_events_of_a_track_never_overlap(case, seed, sync_ms):
     def cost(task):
         return costs.setdefault(task, float(rng.uniform(0, 3)))
 
-    simulation = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), cost, 0.1, sync_ms)
+    simulation = timeline_of(case.plan, case.step, case.sync_groups, cost, 0.1, sync_ms)
     events = trace_of(simulation)
     assert len(events) == len(simulation.spans) + len(simulation.sums)
     # As Chrome reads them, in microseconds, and as Perfetto does, cut to whole nanoseconds.
@@ -129,11 +129,11 @@ def test_a_picture_ends_where_its_title_says(with_sums, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Axes, "set_xlim", lambda self, *args, **more: limits.append(args) or set_xlim(self, *args, **more)
     )
-    pixels = pixels_of(with_sums, tmp_path)
+    pixels, without = pixels_of(with_sums, tmp_path), simulated(2)
     assert (0, 13) in limits
     assert max(event["ts"] + event["dur"] for event in trace_of(with_sums)) == 13_000
     grey = ImageColor.getrgb(SUM_COLOR)
-    assert pixels[grey] > 2000 > 10 * pixels_of(replace(with_sums, sums=()), tmp_path).get(grey, 0)
+    assert pixels[grey] > 2000 > 10 * pixels_of(without, tmp_path).get(grey, 0)
 
 
 def test_rank_ranges():
