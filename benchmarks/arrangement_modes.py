@@ -21,7 +21,7 @@ from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES
-from hf_mmparallel.steps.representatives import choose_arrangement, predict_batch
+from hf_mmparallel.steps.arrangement_choice import choose_arrangement
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")
@@ -89,7 +89,7 @@ def compare_modes(dataset: str, model: str, batch: int, replicas: int, num_batch
 def _mean(planner: StepPlanner, method: str, batches: Sequence[SampleSizes]) -> dict[str, float]:
     """A step of an arrangement, and its tokens over real ones, the mean over batches."""
     planner = replace(planner, arrangement=method)
-    found = [predict_batch(planner, batch) for batch in batches]
+    found = [planner.predict_batch(batch) for batch in batches]
     return {
         "step_ms": statistics.fmean(prediction.step_ms for prediction in found),
         "padding": statistics.fmean(_padding(planner, prediction) for prediction in found),

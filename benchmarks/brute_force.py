@@ -19,7 +19,6 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction
 
 MOST_MICROBATCHES = 256
@@ -209,7 +208,7 @@ def simulated(problem: PlanningProblem, candidate: Candidate, number: int) -> Pr
     """
     planner = step_planner(problem, candidate)
     try:
-        found = predict_batch(planner, problem.batches[number])
+        found = planner.predict_batch(problem.batches[number])
     except ValueError:  # the state alone is larger than the memory
         return None
     fits = problem.memory_bytes is None or found.peak_memory_bytes <= problem.memory_bytes

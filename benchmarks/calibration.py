@@ -221,9 +221,9 @@ def train(
 def step_of(window: LoggedWindow, before: Prediction) -> Step:
     """A logged step, with what the costs without a calibration say of it."""
     plain: dict[str, float] = {}
-    for task, span in {span.task: span for span in before.simulation.spans}.items():
+    for task, (start_ms, end_ms) in before.timeline.task_times.items():
         name = f"{task.module}/{kind_of(task)}"
-        plain[name] = plain.get(name, 0.0) + span.end_ms - span.start_ms
+        plain[name] = plain.get(name, 0.0) + end_ms - start_ms
     tasks = {
         f"{module}/{kind}": (
             window.task_ms("measured_ms", module, kind),
@@ -232,7 +232,7 @@ def step_of(window: LoggedWindow, before: Prediction) -> Step:
         )
         for module, kind in tasks_of([window])
     }
-    return Step(window.step_ms, before.simulation.iteration_ms, window.predicted_step_ms, tasks, window.replayed_ms)
+    return Step(window.step_ms, before.timeline.iteration_ms, window.predicted_step_ms, tasks, window.replayed_ms)
 
 
 def measure_links(repeats: int = 5) -> dict[str, float]:

@@ -43,7 +43,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.cost import CostModel, StepCost, analytic_costs, memory_per_rank, memory_timeline
-from hf_mmparallel.schedule import simulate
+from hf_mmparallel.schedule import find_representatives, simulate
 from hf_mmparallel.trainer import start_report as report
 
 GOAL = 0.15
@@ -202,9 +202,9 @@ def predict(trainer: Any, costs: CostModel) -> tuple[dict[int, float], dict[int,
     """For each rank, the peak of its timeline and the bound, of the step that ran last."""
     engine = trainer.engine
     plan, step, sizes = engine.plan, engine.current_step, engine.current_sizes
-    program = engine.planner.program(step, sizes)
-    simulation = simulate(plan, program, StepCost(costs, plan, step, sizes))
-    timeline = memory_timeline(costs, plan, step, sizes, simulation.spans)
+    layout, order_cost = find_representatives(plan, ()), StepCost(engine.costs, plan, step, sizes)
+    simulation = simulate(layout, step, StepCost(costs, plan, step, sizes), order_cost=order_cost)
+    timeline = memory_timeline(costs, plan, step, sizes, simulation.task_times)
     bound = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
     peaks = {rank: float(num_bytes.max()) for rank, (_, num_bytes) in timeline.items()}
     return peaks, {rank: memory.total for rank, memory in bound.items()}

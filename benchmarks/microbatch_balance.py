@@ -64,13 +64,15 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import (
+    Durations,
     Span,
     Task,
     build_graph,
     build_program,
+    find_representatives,
     in_flight_limits,
-    lower,
     microbatch_forward_ms,
+    retime,
     schedule_tasks,
     simulate,
 )
@@ -202,10 +204,12 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
     graph = build_graph(plan, step)
     waits = may_alternate(plan) and not variant.one_order
-    program = lower(plan, graph, schedule_tasks(plan, graph, cost, in_flight_limits(plan, step), waits), [])
-    simulation = simulate(plan, program, cost)
+    order = schedule_tasks(plan, graph, cost, in_flight_limits(plan, step), waits)
+    durations = Durations(np.array(list(map(cost, graph.tasks)), float), np.zeros(graph.num_messages), np.zeros(0))
+    layout = find_representatives(plan, ())
+    simulation = retime(layout, graph, order, layout.parts_of_stages(step), durations)
     forwards = microbatch_forward_ms(simulation.spans)
-    peaks = activation_peaks(analytic_costs(spec, find_device("a40")), plan, step, sizes, simulation.spans)
+    peaks = activation_peaks(analytic_costs(spec, find_device("a40")), plan, step, sizes, simulation.task_times)
     return {
         "iteration_ms": simulation.iteration_ms,
         "bubble_fraction": simulation.bubble_fraction,
@@ -274,7 +278,7 @@ def unlike_replicas() -> dict[str, Any]:
         result[name] = {}
         for way, own in rows.items():
             cost = TaskTimes(plan, own, workloads)
-            found = simulate(plan, build_program(plan, own, [], cost), cost)
+            found = simulate(find_representatives(plan, ()), own, cost)
             counts = [len(microbatches) for microbatches in own.microbatches[LANGUAGE_MODEL]]
             result[name][way] = {"iteration_ms": found.iteration_ms, "microbatches": counts}
     return result
@@ -333,7 +337,7 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
         spans = [Span(rank, task, t.start_ms, t.end_ms) for (rank, task), t in own.items()]
         forwards = microbatch_forward_ms(spans)
         deviations.append({name: spread_of(forwards, name) for name in plan.modules})
-    predicted = simulate(plan, program, costs.__getitem__, message_ms(16))
+    predicted = simulate(find_representatives(plan, ()), step, costs.__getitem__, message_ms(16))
     return {
         "arrangement": variant.name,
         "predicted_ms": predicted.iteration_ms,

@@ -19,7 +19,6 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.representatives import predict_batch
 
 DEVICE = find_device("a40")
 MICROBATCH = SECOND_RUN.microbatch_samples
@@ -135,7 +134,7 @@ def problem_of(costs: CostModel) -> PlanningProblem:
 def iteration(problem: PlanningProblem, candidate: Candidate) -> tuple[float, float]:
     """Simulated time of a step in s, and GiB of its fullest rank."""
     planner = step_planner(replace(problem, memory_bytes=None), candidate)
-    found = predict_batch(planner, problem.sizes)
+    found = planner.predict_batch(problem.sizes)
     return found.step_ms / 1000, found.peak_memory_bytes / 2**30
 
 

@@ -325,7 +325,7 @@ def slept_plans(sizes: Sizes) -> dict[str, Any]:
         cost = StepCost(costs, planner.plan, step.step, known, planner.sync_groups)
         tasks = {a.task for actions in step.program.actions.values() for a in actions if a.task is not None}
         sleep_instead(own.engine, {task: cost(task) for task in tasks})
-        own.predicted_ms = simulate(planner.plan, step.program, cost, travel_ms).iteration_ms
+        own.predicted_ms = simulate(planner.representatives, step.step, cost, travel_ms).iteration_ms
     return {"message_ms": travel_ms, **figures(measured(prepared, sizes.repeats, lambda: 1.0))}
 
 

@@ -23,7 +23,6 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 FOLDER = Path(__file__).parent / "published"
@@ -255,7 +254,7 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
     plan = stages_outermost(plan) if run.pp > 1 else plan
     groups = sync_groups(costs.spec, plan)
     planner = StepPlanner(costs, plan, groups, run.microbatch)
-    return predict_batch(planner, sizes_of(run, run.batch))
+    return planner.predict_batch(sizes_of(run, run.batch))
 
 
 def stages_outermost(plan: ParallelPlan) -> ParallelPlan:

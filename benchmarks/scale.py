@@ -45,13 +45,13 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import Program
-from hf_mmparallel.steps.step_planner import StepPlanner
+from hf_mmparallel.steps.step_planner import PlannedStep, StepPlanner
 
 DATASET, MODEL, METHOD = "synthchartnet", "llama3-3b", "hierarchical"
 REPLICA, DEEP = ModulePlugin(pp_size=2, tp_size=4), ModulePlugin(pp_size=8, tp_size=8)
 SAMPLES, MICROBATCH = 16, 2  # of a replica of the language model
 RANK = 5
-GOAL_MS = {"step": 300.0, "sync_groups": 1000.0}
+GOAL_MS = {"step": 300.0, "sync_groups": 1000.0, "timeline": 300.0}
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,21 @@ def measure(
 
     first_ms = once(program)
     found = program()
-    parts = {"arrange": arranged, "program": program, "rest": lambda: rest(replace(step), found), "step": whole}
+    planned = PlannedStep(step, sizes, planner.workloads(sizes))
+    parts = {
+        "arrange": arranged,
+        "program": program,
+        "rest": lambda: rest(replace(step), found),
+        "step": whole,
+        "timeline": lambda: planner.timeline(replace(planned, step=replace(step))),
+    }
     return {
         "kind": kind,
         "ranks": plan.world_size,
         "samples": batch,
         "microbatches": plan.num_microbatches,
         "planned_ranks": len(found.actions),
-        "planned_tasks": len(found.times_ms),
+        "planned_tasks": len({action.task for actions in found.actions.values() for action in actions if action.task}),
         "sync_groups_ms": common.measured(lambda: sync_groups(spec, plan), repeats),
         "first_ms": first_ms,
         **{f"{name}_ms": common.measured(function, repeats) for name, function in parts.items()},
@@ -160,7 +167,7 @@ def divided(replicas: int) -> tuple[ModulePlugin, ModulePlugin]:
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
     """The printed table and notes."""
-    times = ("arrange", "program", "rest", "step", "sync_groups")
+    times = ("arrange", "program", "rest", "step", "sync_groups", "timeline")
     table = Table("", "ranks", "samples", "microbatches", "ranks planned", "tasks", *times, "first")
     for row in rows:
         counts = [f"{row[key]:,}" for key in ("ranks", "samples", "microbatches", "planned_ranks", "planned_tasks")]
@@ -179,7 +186,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = list(measurements(sizes))
     result = {"goals_ms": GOAL_MS, "rows": rows, **common.machine(common.QUICK, load), "shapes": asdict(sizes)}
-    notes = ["Medians of processor time in ms on one rank; `step` is all that a rank plans for a step."]
+    notes = ["Medians of processor time in ms; `step` is what a rank plans for a step, `timeline` predicts all ranks."]
     common.report("scale", tables(rows), notes, result, options.out)
 
 

@@ -55,7 +55,7 @@ from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, SampleSizes, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.schedule import Task, build_program, simulate
+from hf_mmparallel.schedule import Task, build_program, find_representatives, simulate
 from hf_mmparallel.world import World
 
 GOAL = 0.10
@@ -274,7 +274,8 @@ def run_case(case: Case, sizes: Sizes, num_steps: int) -> dict[str, Any]:
     SleepingLayers(engine, cost)
     with ModelledLink(device) as link:
         times = [timed_step(engine, batch, index) for index in range(1 + num_steps)]
-    predicted = simulate(plan, program, cost, travel_ms, cost.sync_ms)
+    layout = find_representatives(plan, engine.sync_groups)
+    predicted = simulate(layout, step, cost, travel_ms, lambda number: cost.sync_ms(layout.represented[number][0]))
     without = replace(
         plan.modules[LANGUAGE_MODEL], sharding=replace(plan.modules[LANGUAGE_MODEL].sharding, zero_stage=1)
     )
@@ -286,7 +287,7 @@ def run_case(case: Case, sizes: Sizes, num_steps: int) -> dict[str, Any]:
         "world_size": case.world_size,
         "message_ms": travel_ms,
         "predicted_ms": predicted.iteration_ms,
-        "without_transfers_ms": simulate(plan, program, compute, travel_ms).iteration_ms,
+        "without_transfers_ms": simulate(layout, step, compute, travel_ms, order_cost=cost).iteration_ms,
         "steps_ms": times[1:],
         "transfers_a_step": link.num_transfers / len(times),
     }

@@ -37,7 +37,7 @@ from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.schedule import Task, build_program, simulate
+from hf_mmparallel.schedule import Task, build_program, default_cost, find_representatives, simulate
 from hf_mmparallel.world import World
 
 REAL, MODELLED = "real", "modelled"
@@ -155,10 +155,15 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
     for index in range(2 + num_calibration, count):
         batch, items, measured_ms, again_ms = steps[index]
         cost = fit([item for _, before, _, _ in steps[index - num_calibration : index] for item in before])
-        program = build_program(plan, batch.step, engine.sync_groups)
         by_task = {item.task: item for item in items}
-        predicted = simulate(plan, program, lambda t, c=cost, known=by_task: c(t, known[t].rows), travel_ms)
-        from_own = simulate(plan, program, lambda t, known=by_task: known[t].time_ms, travel_ms)
+        layout = find_representatives(plan, engine.sync_groups)
+        predicted, from_own = (
+            simulate(layout, batch.step, own, travel_ms, order_cost=default_cost)
+            for own in (
+                lambda t, c=cost, known=by_task: c(t, known[t].rows),
+                lambda t, known=by_task: known[t].time_ms,
+            )
+        )
         rows.append(
             {
                 "predicted_ms": predicted.iteration_ms,
@@ -192,14 +197,15 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale * cost_ms for task, cost_ms in case.costs(tasks).items()}
     sleep_instead(engine, costs)
-    travel_ms = message_ms(16)
+    travel_ms, layout = message_ms(16), find_representatives(plan, engine.sync_groups)
     times, own_times = [], []
     for index in range(2 + num_steps):
         times.append(timed_step(engine, batch, index))
         assert engine.last_result is not None
         own = gathered({t.task: t.end_ms - t.start_ms for t in engine.last_result.record.timeline})
-        own_times.append(simulate(plan, program, own.__getitem__, travel_ms).iteration_ms)
-    predicted = simulate(plan, program, costs.__getitem__, travel_ms)
+        timeline = simulate(layout, step, own.__getitem__, travel_ms, order_cost=default_cost)
+        own_times.append(timeline.iteration_ms)
+    predicted = simulate(layout, step, costs.__getitem__, travel_ms, order_cost=default_cost)
     return {
         "case": case.name,
         "message_ms": travel_ms,
