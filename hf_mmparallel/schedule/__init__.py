@@ -4,20 +4,18 @@ Pure functions of `plan` and numbers; may be imported by all code that plans, ru
 """
 
 from .action_lists import Program
-from .actions import Action, DeadlockError, Message, ProgramError, Task
+from .actions import Action, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
 from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
 from .lowering import build_program, lower, program_of_parts
 from .parts import Part, Representatives, find_representatives
 from .passes import REST, PassAction, SumBucket, in_buckets, pass_actions, step_passes, sum_buckets
-from .program_checks import check_program
 from .scheduler import Order, default_cost, order_tasks, schedule_tasks
 from .timeline import Durations, Span, SumSpan, Timeline, TransferSpan, microbatch_forward_ms, retime, simulate
 
 __all__ = [
     "REST",
     "Action",
-    "DeadlockError",
     "Durations",
     "GradientFlow",
     "Message",
@@ -36,7 +34,6 @@ __all__ = [
     "TransferSpan",
     "build_graph",
     "build_program",
-    "check_program",
     "default_cost",
     "find_representatives",
     "in_buckets",

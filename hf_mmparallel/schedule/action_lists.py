@@ -53,10 +53,11 @@ class PartActions:
     def _action(self, code: int) -> Action:
         """The action of a code; all ranks share the object."""
         if code not in self._known:
-            self._known[code] = self._decode(code)
+            self._known[code] = self.decode(code)
         return self._known[code]
 
-    def _decode(self, code: int) -> Action:
+    def decode(self, code: int) -> Action:
+        """The action of a code, a new object."""
         graph = self.graph
         if code < graph.num_tasks:
             return Action.run(graph.task(code))

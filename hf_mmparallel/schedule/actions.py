@@ -19,10 +19,6 @@ class ProgramError(ValueError):
     """A program that does not perform each action of its step exactly once, in a valid order."""
 
 
-class DeadlockError(ProgramError):
-    """A program whose ranks wait for each other in a cycle."""
-
-
 @dataclass(frozen=True, order=True, slots=True)
 class Task:
     """The forward or backward of a chunk on all ranks of a stage at once; as text `fwd vision.r0.s1 mb3.c0`."""

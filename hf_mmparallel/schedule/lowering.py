@@ -15,7 +15,7 @@ from .action_lists import PartActions, Program, ProgramActions
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
 from .parts import Part, find_representatives
-from .program_checks import verify
+from .proof import prove
 from .scheduler import Cost, Order, default_cost, order_tasks, task_times
 
 # Position of a task at its start event. There, before it, message `i` in the order of all sends is received at `i`;
@@ -52,17 +52,10 @@ def program_of_parts(
     for part in parts:
         sync_groups = part.sync_groups if training else ()
         graph, order = order_part(part, cost or default_cost, training, fitting_in_flight)
-        program = lower(part.plan, graph, order, sync_groups)
+        lists = lower(part.plan, graph, order, sync_groups)
         if check:
-            verify(
-                part.plan,
-                graph,
-                sync_groups,
-                program,
-                is_part=True,
-                order=blocking_order(graph, order, sync_groups),
-            )
-        rows.append(part.renumber(program))
+            prove(part.plan, graph, sync_groups, lists, blocking_order(graph, order, sync_groups))
+        rows.append(part.renumber(lists))
     return Program(ProgramActions(rows))
 
 
@@ -76,7 +69,7 @@ def order_part(
     return graph, order_tasks(part.plan, graph, task_times(cost, graph), max_in_flight, alternate)
 
 
-def lower(plan: ParallelPlan, graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup]) -> Program:
+def lower(plan: ParallelPlan, graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup]) -> PartActions:
     """
     Writes the action list of every rank.
 
@@ -85,12 +78,9 @@ def lower(plan: ParallelPlan, graph: TaskGraph, order: Order, sync_groups: Seque
     of the sends in the simulation. Gradient sums come in the order of `sync_groups` on every rank, each at the
     same instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums,
     is done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
+
+    In arrays: the list of a rank is sorted by the event of each action and its position at the event.
     """
-    return Program(ProgramActions([_lists(plan, graph, order, sync_groups)]))
-
-
-def _lists(plan: ParallelPlan, graph: TaskGraph, order: Order, sync_groups: Sequence[SyncGroup]) -> PartActions:
-    """[`lower`] in arrays: the list of a rank is sorted by the event of each action and its position at the event."""
     started, finished = order.started, order.finished
     num_tasks, num_messages, source = graph.num_tasks, graph.num_messages, graph.links[0]
     ranks = StageRanks(plan)

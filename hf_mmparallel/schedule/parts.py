@@ -33,10 +33,8 @@ class Part:
     representatives: tuple[int, ...]  # the number of each rank of `plan` in `Representatives`
     sync_indices: tuple[int, ...]  # the index of each of `sync_groups` in `Representatives`
 
-    def renumber(self, program: Program) -> PartActions:
-        """The lists of a program of this part, with ranks and gradient sums numbered as in [`Representatives`]."""
-        assert isinstance(program.actions, ProgramActions)
-        (lists,) = program.actions.parts
+    def renumber(self, lists: PartActions) -> PartActions:
+        """The lists of this part with ranks and gradient sums numbered as in [`Representatives`]."""
         codes = lists.codes.copy()
         is_sum = codes >= lists.first_sum
         codes[is_sum] = lists.first_sum + np.array(self.sync_indices, np.int64)[codes[is_sum] - lists.first_sum]

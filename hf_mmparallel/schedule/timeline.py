@@ -180,7 +180,7 @@ class Timeline:
         """Part of `bubble_fraction` within tasks: waits for the largest of replicas that run jointly."""
         total = self.iteration_ms * self.num_ranks
         counts = np.array(list(map(len, self._ranks)))[self.graph.columns[0]]
-        return float(self.waits_ms @ counts) / total if total else 0.0
+        return float((self.waits_ms * counts).sum()) / total if total else 0.0
 
     @property
     def idle_fraction(self) -> float:

@@ -29,17 +29,16 @@ from benchmarks.search_quality import multimodal_cases, text_cases
 from hf_mmparallel.cost import memory_timeline
 from hf_mmparallel.plan import ParallelPlan, StepPlan, SyncGroup
 from hf_mmparallel.schedule import (
-    DeadlockError,
     Message,
     Program,
     ProgramError,
     Task,
     build_program,
-    check_program,
     find_representatives,
 )
 from hf_mmparallel.search.search import search_plans
 from tests.schedule.builders import Case, cases, timeline_of
+from tests.schedule.checker import DeadlockError, check_program
 
 FOLDER = Path(__file__).parent
 STEPS, SEARCHES = FOLDER / "steps.json", FOLDER / "searches.json"

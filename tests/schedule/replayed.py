@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from hf_mmparallel.plan import ParallelPlan, StageKey
-from hf_mmparallel.schedule import Action, DeadlockError, Message, Program, Span, SumSpan, Task, default_cost
-from hf_mmparallel.schedule.program_checks import waiting_table
+from hf_mmparallel.schedule import Action, Message, Program, Span, SumSpan, Task, default_cost
 from hf_mmparallel.schedule.scheduler import Cost
+from tests.schedule.checker import DeadlockError, waiting_table
 
 
 @dataclass(frozen=True)

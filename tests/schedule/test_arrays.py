@@ -30,9 +30,9 @@ from hf_mmparallel.schedule import (
 )
 from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.program_checks import Proof, verify
+from hf_mmparallel.schedule.proof import Proof, prove
 from tests.plan.specs import model_spec
-from tests.schedule import plain
+from tests.schedule import checker, plain
 from tests.schedule.builders import Case, cases, chain, make_plan, make_step, timed, uneven
 
 SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck))
@@ -82,7 +82,8 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
     timeline = timed(case.plan, graph, order, times_ms)
     assert np.allclose(timeline.start_ms, plainly.start_ms) and np.allclose(timeline.end_ms, plainly.end_ms)
     groups = case.sync_groups if training else []
-    program, same = lower(case.plan, graph, order, groups), plain.lower(case.plan, expected, plainly, groups)
+    program = Program(ProgramActions([lower(case.plan, graph, order, groups)]))
+    same = plain.lower(case.plan, expected, plainly, groups)
     assert program == same
     assert program.checksum == same.checksum
     assert all(program.of_rank(rank) == same.of_rank(rank) for rank in range(case.plan.world_size))
@@ -107,9 +108,9 @@ def test_encoders_unlike_in_number_share_one_part(arrangement, monkeypatch):
         monkeypatch.setattr(scheduler, "_MANY_TASKS", many)
         found = order_tasks(part.plan, graph, *order)
         assert events_of(found) == timeline.events
-    program = lower(part.plan, graph, found, part.sync_groups)
-    assert program == plain.lower(part.plan, expected, timeline, part.sync_groups)
-    assert is_proved(part, graph, blocking_order(graph, found, part.sync_groups), rows_of(program))
+    rows = lower(part.plan, graph, found, part.sync_groups)
+    assert Program(ProgramActions([rows])) == plain.lower(part.plan, expected, timeline, part.sync_groups)
+    assert is_proved(part, graph, blocking_order(graph, found, part.sync_groups), rows)
 
 
 def are_apart(case: Case) -> bool:
@@ -160,19 +161,13 @@ def test_times_that_count_as_one_instant_are_left_to_the_events_one_by_one():
     assert events_of(order_tasks(plan, graph, times_ms, limits)) == expected.events
 
 
-def rows_of(program: Program) -> PartActions:
-    assert isinstance(program.actions, ProgramActions)
-    (rows,) = program.actions.parts
-    return rows
-
-
 def is_proved(part: Part, graph: TaskGraph, order: np.ndarray, rows: PartActions) -> bool:
-    return Proof(part.plan, graph, part.sync_groups, rows).holds(order, in_order=True)
+    return Proof(part.plan, graph, part.sync_groups, rows).breach(order) is None
 
 
 def check(part: Part, graph: TaskGraph, rows: PartActions) -> None:
     """Walks the lists."""
-    verify(part.plan, graph, part.sync_groups, Program(dict(ProgramActions([rows]))), is_part=True)
+    checker.check(part.plan, graph, part.sync_groups, Program(dict(ProgramActions([rows]))), is_part=True)
 
 
 def written(case: Case, seed: int):
@@ -181,7 +176,7 @@ def written(case: Case, seed: int):
     graph = build_graph(part.plan, part.step)
     times_ms = times_of(graph.tasks, "uneven", seed)
     timeline = order_tasks(part.plan, graph, times_ms, in_flight_limits(part.plan, part.step))
-    rows = rows_of(lower(part.plan, graph, timeline, part.sync_groups))
+    rows = lower(part.plan, graph, timeline, part.sync_groups)
     return part, graph, blocking_order(graph, timeline, part.sync_groups), rows
 
 
@@ -196,7 +191,7 @@ def test_what_is_proved_passes_the_checker(case, data):
     if len(rows.codes) > 1:
         shorter = replace(rows, codes=rows.codes[:-1], starts=np.minimum(rows.starts, len(rows.codes) - 1))
         with pytest.raises(ProgramError, match="never runs"):
-            verify(part.plan, graph, part.sync_groups, Program(ProgramActions([shorter])), is_part=True, order=order)
+            prove(part.plan, graph, part.sync_groups, shorter, order)
     for _ in range(8):
         codes, starts = rows.codes.copy(), rows.starts.copy()
         places = st.integers(0, len(codes) - 1)

@@ -20,12 +20,10 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.schedule import (
     Action,
-    DeadlockError,
     Program,
     Task,
     build_graph,
     build_program,
-    check_program,
     find_representatives,
     in_flight_limits,
     lower,
@@ -33,11 +31,13 @@ from hf_mmparallel.schedule import (
     schedule_tasks,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
+from hf_mmparallel.schedule.action_lists import ProgramActions
 from hf_mmparallel.schedule.in_flight import may_alternate
 from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.program_checks import Proof, verify
+from hf_mmparallel.schedule.proof import Proof
 from tests.plan.specs import model_spec
 from tests.schedule.builders import Case, cases, make_plan, make_step, timed, timeline_of, uneven
+from tests.schedule.checker import DeadlockError, check, check_program
 from tests.schedule.plain import connected, ranks_of_stages
 from tests.schedule.replayed import replay
 
@@ -83,7 +83,8 @@ def test_parts_are_what_one_simulation_gives_each_with_the_better_of_two_orders(
     timeline = schedule_tasks(case.plan, graph, uneven, limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering_module, "may_alternate", lambda plan: False)
-        assert build_program(case.plan, case.step, (), uneven) == lower(case.plan, graph, timeline, ())
+        lists = Program(ProgramActions([lower(case.plan, graph, timeline, ())]))
+        assert build_program(case.plan, case.step, (), uneven) == lists
     order = schedule_tasks(case.plan, graph, uneven, limits, may_alternate(case.plan))
     as_one = timed(case.plan, graph, order, [uneven(task) for task in graph.tasks])
     assert timeline_of(case.plan, case.step, (), uneven).iteration_ms <= as_one.iteration_ms + 1e-9
@@ -140,9 +141,9 @@ def test_a_part_whose_ranks_could_not_come_to_the_sums_in_order_is_refused():
     graph = build_graph(part.plan, part.step)
     tasks = [action for action in program.actions[0] if action.index is None]
     swapped = Program({0: (*tasks, Action("sync", index=1), Action("sync", index=0))})
-    verify(part.plan, graph, part.sync_groups, swapped)  # alone it ends
+    check(part.plan, graph, part.sync_groups, swapped)  # alone it ends
     with pytest.raises(DeadlockError, match="waits at `sync"):
-        verify(part.plan, graph, part.sync_groups, swapped, is_part=True)
+        check(part.plan, graph, part.sync_groups, swapped, is_part=True)
 
 
 def test_the_checksum_of_a_part_tells_of_its_order_and_its_replicas():
@@ -215,14 +216,14 @@ def test_the_proof_holds_for_joint_tasks_and_needs_them_at_one_position(case, tr
     graph = build_graph(case.plan, case.step, training)
     groups = case.sync_groups if training else []
     timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step))
-    (lists,) = lower(case.plan, graph, timeline, groups).actions.parts
+    lists = lower(case.plan, graph, timeline, groups)
     order = blocking_order(graph, timeline, groups)
-    assert Proof(case.plan, graph, groups, lists).holds(order, in_order=True)
+    assert Proof(case.plan, graph, groups, lists).breach(order) is None
     apart = np.flatnonzero(np.arange(graph.num_tasks) != graph.joint) if graph.joint is not None else []
     if len(apart):
         order = 2 * order
         order[apart[0]] += 1
-        assert not Proof(case.plan, graph, groups, lists).holds(order, in_order=True)
+        assert "jointly" in (Proof(case.plan, graph, groups, lists).breach(order) or "")
 
 
 @JOINT_SETTINGS

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from hf_mmparallel.plan import LANGUAGE_MODEL, sync_groups
 from hf_mmparallel.schedule import (
     Action,
-    DeadlockError,
     Message,
     Program,
     ProgramError,
     Task,
     build_graph,
     build_program,
-    check_program,
     in_flight_limits,
 )
 from tests.schedule.builders import Case, cases, chain, make_plan, make_step, shared, uneven
+from tests.schedule.checker import DeadlockError, check_program
 from tests.schedule.replayed import replay
 
 SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))

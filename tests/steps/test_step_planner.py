@@ -8,10 +8,10 @@ import pytest
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.methods import SCHEDULES
-from hf_mmparallel.schedule import check_program
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import h100, module
 from tests.deep_cases import deep
+from tests.schedule.checker import check_program
 
 LM = LANGUAGE_MODEL
 SPEC = ModelSpec({name: module(name) for name in ("vision", "audio", LM)})

@@ -1,153 +1,19 @@
-"""Validates a program against the task graph of its step, independently of how the program was made."""
+"""
+Walks every list of a program and names what is wrong with it: what the proof of the package is tested against. It
+knows the graph of a step and nothing of an order or a schedule.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
-from .action_lists import PartActions, Program, ProgramActions
-from .actions import Action, DeadlockError, Message, ProgramError, Task
-from .graph import StageRanks, TaskGraph, build_graph
-
-# Verification of a program with numpy: yes or no; on a no the checker in `program_checks` names the error.
+from hf_mmparallel.plan import ParallelPlan, StageKey, StepPlan, SyncGroup
+from hf_mmparallel.schedule import Action, Message, Program, ProgramError, Task, TaskGraph, build_graph
 
 
-class Proof:
-    """The checks of `program_checks` on the action lists of a part, which must be of the same `graph` object."""
-
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], lists: PartActions):
-        self.graph, self.lists, self.sync_groups, self.num_ranks = graph, lists, sync_groups, plan.world_size
-        self.ranks = StageRanks(plan)
-        self.num_codes = lists.first_sum + len(sync_groups)
-        # Index of the task, message or sum, and the rank, of each expected action.
-        self.tasks = self.ranks.of(graph.columns[0])
-        self.sends, self.receives = (self.ranks.of(graph.columns[0, ends]) for ends in graph.links)
-        number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
-        self.sums = (
-            number,
-            np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number)),
-        )
-
-    def holds(self, order: NDArray, in_order: bool) -> bool:
-        """
-        Checks everything; `in_order`: gradient sums have to come in the order of their indices.
-
-        `order`, `[tasks + groups]`, has the position of each task, then of each gradient sum, in a valid order of the
-        blocking actions, of which joint tasks are one. A deadlock passes for no order, since there is no order for a
-        cycle.
-        """
-        return self._is_complete() and self._is_ordered() and self._keeps_channels() and self._follows(order, in_order)
-
-    def _is_complete(self) -> bool:
-        """Whether each rank has each of its actions once, and no others; records their positions."""
-        first, lists = self.graph.num_tasks, self.lists
-        expected = [
-            (self.tasks[1], self.tasks[0]),
-            (self.sends[1], first + self.sends[0]),
-            (self.receives[1], first + self.graph.num_messages + self.receives[0]),
-            (self.sums[1], lists.first_sum + self.sums[0]),
-        ]
-        wanted = np.sort(np.concatenate([self._key(rank, code) for rank, code in expected]))
-        lengths, codes = np.diff(lists.starts), lists.codes
-        is_whole = lists.starts[0] == 0 and lists.starts[-1] == len(codes) == len(wanted) and (lengths >= 0).all()
-        one_each = lists.sums is None and list(lists.list_of.items()) == [
-            (rank, rank) for rank in range(self.num_ranks)
-        ]
-        if not is_whole or not one_each or len(lengths) != self.num_ranks:
-            return False
-        if len(codes) and not 0 <= codes.min() <= codes.max() < self.num_codes:
-            return False
-        self.rank_of = np.repeat(np.arange(self.num_ranks), lengths)
-        keys = self._key(self.rank_of, codes)
-        self.by_key = np.argsort(keys, kind="stable")
-        self.keys = keys[self.by_key]
-        return np.array_equal(self.keys, wanted) and bool((np.diff(wanted) > 0).all())
-
-    def _key(self, rank: NDArray, code: NDArray) -> NDArray:
-        return rank * self.num_codes + code
-
-    def _at(self, rank: NDArray, code: NDArray) -> NDArray:
-        """Position of each action in `codes`, -1 if the rank does not have it."""
-        if not len(self.keys):
-            return np.full(len(rank), -1)
-        key = self._key(rank, code)
-        position = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
-        return np.where(self.keys[position] == key, self.by_key[position], -1)
-
-    def _is_ordered(self) -> bool:
-        """Whether each list by itself is in a valid order; records the positions of tasks and sends."""
-        graph, first = self.graph, self.graph.num_tasks
-        (task, rank), (sent, sender), (received, receiver) = self.tasks, self.sends, self.receives
-        self.task_at, self.send_at = self._at(rank, task), self._at(sender, first + sent)
-        receive_at = self._at(receiver, first + graph.num_messages + received)
-        source, target = graph.links
-        forward, needed = graph.forward[task], graph.forward[target[received]]
-        back, sized = forward >= 0, needed >= 0
-        own_send = self._at(receiver, first + received)  # -1 unless the rank is also in the source
-        return bool(
-            (self._at(rank[back], forward[back]) < self.task_at[back]).all()
-            and (self._at(sender, source[sent]) < self.send_at).all()
-            and (receive_at < self._at(receiver, target[received])).all()
-            and (self._at(receiver[sized], needed[sized]) < receive_at[sized]).all()
-            and (own_send < receive_at).all()
-            and self._sums_are_late(task[back], rank[back], self.task_at[back])
-        )
-
-    def _sums_are_late(self, task: NDArray, rank: NDArray, at: NDArray) -> bool:
-        """Whether every backward comes before the gradient sums of its stage."""
-        numbers = {key: number for number, key in enumerate(self.graph.stages)}
-        pairs = [
-            (n, numbers[key]) for n, group in enumerate(self.sync_groups) for key in group.stages if key in numbers
-        ]
-        number, stage = np.array(pairs, np.int64).reshape(-1, 2).T
-        owner, holder = self.ranks.of(stage)
-        sum_at = self._at(holder, self.lists.first_sum + number[owner])
-        on_rank = sum_at >= 0
-        key = (stage[owner] * self.num_ranks + holder)[on_rank]
-        order = np.lexsort((sum_at[on_rank], key))
-        key, sum_at = key[order], sum_at[on_rank][order]
-        if not len(key):
-            return True
-        wanted = self.graph.columns[0, task] * self.num_ranks + rank
-        position = np.minimum(np.searchsorted(key, wanted), len(key) - 1)  # the first sum of the stage on the rank
-        return bool(((key[position] != wanted) | (at < sum_at[position])).all())
-
-    def _keeps_channels(self) -> bool:
-        """Whether what two ranks send each other is in one order on both."""
-        graph, (sent, sender), count = self.graph, self.sends, self.num_ranks
-        owner, receiver = self.ranks.of(graph.columns[0, graph.links[1, sent]])
-        owner, receiver = owner[sender[owner] != receiver], receiver[sender[owner] != receiver]
-        send_at = self.send_at[owner]
-        receive_at = self._at(receiver, graph.num_tasks + graph.num_messages + sent[owner])
-        own_send = self._at(receiver, graph.num_tasks + sent[owner])
-        receive_at = np.where(own_send < 0, receive_at, own_send)  # of a message of both to both
-        upwards = sender[owner] < receiver
-        pair = np.where(upwards, sender[owner] * count + receiver, receiver * count + sender[owner])
-        low_at, high_at = np.where(upwards, (send_at, receive_at), (receive_at, send_at))
-        order = np.lexsort((low_at, pair))
-        same = np.diff(pair[order]) == 0
-        return bool((np.diff(high_at[order])[same] >= 0).all())
-
-    def _follows(self, order: NDArray, in_order: bool) -> bool:
-        """Whether the blocking actions come in the given order, so that ranks can't deadlock."""
-        codes, first = self.lists.codes, self.graph.num_tasks
-        is_sum = codes >= self.lists.first_sum
-        positions = np.flatnonzero((codes < first) | is_sum)
-        nodes = order[np.where(is_sum, codes - self.lists.first_sum + first, codes)[positions]]
-        same = np.diff(self.rank_of[positions]) == 0
-        # A send comes after the preceding blocking action of its rank.
-        before = nodes[np.searchsorted(positions, self.send_at) - 1] if len(positions) else nodes
-        sums, joint = order[first:], self.graph.joint
-        return bool(
-            (joint is None or np.array_equal(order[:first], order[joint]))
-            and (np.diff(nodes)[same] > 0).all()
-            and (before < order[self.graph.links[1, self.sends[0]]]).all()
-            and (not in_order or (np.diff(sums) > 0).all())
-        )
+class DeadlockError(ProgramError):
+    """A program whose ranks wait for each other in a cycle."""
 
 
 def check_program(
@@ -159,16 +25,11 @@ def check_program(
     Raises `ProgramError` if an action is missing, duplicated or misplaced, or if sends and receives are in different
     orders, and `DeadlockError`, with the action that each rank waits at, if ranks wait for each other.
     """
-    verify(plan, build_graph(plan, step, training), sync_groups if training else (), program)
+    check(plan, build_graph(plan, step, training), sync_groups if training else (), program)
 
 
-def verify(
-    plan: ParallelPlan,
-    graph: TaskGraph,
-    sync_groups: Sequence[SyncGroup],
-    program: Program,
-    is_part: bool = False,
-    order: NDArray | None = None,  # a valid order of the blocking actions, see `Proof`
+def check(
+    plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], program: Program, is_part: bool = False
 ) -> None:
     """
     Does [`check_program`] for an existing graph.
@@ -177,21 +38,12 @@ def verify(
     order of `sync_groups`. Then no program composed of such parts can deadlock: between two sums each part proceeds
     independently of the others, and all parts reach the same sums in the same order.
     """
-    parts = program.actions.parts if isinstance(program.actions, ProgramActions) else ()
-    if order is not None and len(parts) == 1 and parts[0].graph is graph:
-        # With numpy; a program that does not pass is checked list by list, for an exact error message.
-        proof = Proof(plan, graph, sync_groups, parts[0])
-        if proof.holds(order, in_order=is_part):
-            return
     _Checker(plan, graph, sync_groups, program).check(in_order=is_part)
 
 
-def waiting_table(waiting: Mapping[int, Action], limit: int = 32) -> str:
-    """Lists the action that each rank waits at, one line per rank."""
-    lines = [f"rank {rank} waits at `{waiting[rank]}`" for rank in sorted(waiting)[:limit]]
-    if len(waiting) > limit:
-        lines.append(f"and {len(waiting) - limit} more ranks")
-    return "\n".join(lines)
+def waiting_table(waiting: Mapping[int, Action]) -> str:
+    """The action that each rank waits at, one line per rank."""
+    return "\n".join(f"rank {rank} waits at `{waiting[rank]}`" for rank in sorted(waiting))
 
 
 class _Checker:
