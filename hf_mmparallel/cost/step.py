@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
-from ..schedule.actions import Message
 from .gradient_sums import GradientSumCosts, SumTimes
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
@@ -43,8 +42,6 @@ class StepCost:
         self.sums = sync_groups if is_known else GradientSumCosts(costs, plan, sync_groups)
         self.sync_groups = self.sums.sync_groups
         self.stages = stage_costs(costs, plan) if stages is None else stages
-        self._links: dict[tuple[StageKey, StageKey], tuple[float, float]] = {}
-        self._crossing: dict[tuple, int] = {}
         self._transfers: dict[Task, list[TimedTransfer]] = {}  # by the first of joint tasks
 
     @cached_property
@@ -105,25 +102,8 @@ class StepCost:
         time_ms = cost.forward_ms if task.kind == "fwd" else cost.backward_ms
         return time_ms(chunk.tokens, chunk.squares)
 
-    def message_ms(self, message: Message) -> float:
-        """Time of a message, with one link for each rank of the smaller mesh."""
-        before, after = message.source, message.target
-        if self.costs.engine.blocking_messages and not message.crosses_boundary:
-            return 0.0  # part of the stages' times, see [`StageCost`]
-        if message.kind == "grad":
-            before, after = after, before
-        num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
-        if message.crosses_boundary:
-            num_tokens = self._crossing_tokens(before, after)
-        num_bytes = self.costs.value_bytes * num_tokens * self.costs.spec.edge_width(before.module, after.module)
-        ends = before.stage_key, after.stage_key
-        if ends not in self._links:
-            self._links[ends] = self._link(*ends)
-        latency_ms, rate = self._links[ends]
-        return latency_ms + num_bytes / rate
-
     def messages_ms(self, graph: TaskGraph) -> list[float]:
-        """[`~StepCost.message_ms`] of all messages of the step's graph."""
+        """Times of all messages of the step's graph, with one link for each rank of the smaller mesh."""
         first = graph.num_forwards
         is_grad = graph.links[0] >= first
         before, after = np.where(is_grad, graph.forward[graph.links[::-1]], graph.links)
@@ -141,7 +121,11 @@ class StepCost:
         return times_ms.tolist()
 
     def _all_crossing(self, graph: TaskGraph, before: NDArray, after: NDArray) -> NDArray:
-        """[`message_tokens`] for many pairs of forwards."""
+        """
+        Most tokens, of [`ModelSpec.edge_width`] values each, that are sent from forwards of one module to those of
+        another, for many pairs: from an encoder one feature token per token of its layers (merging may leave fewer),
+        at most the language model tokens of the samples; to a generator the hidden states of all of these.
+        """
         modules = np.array([key[0] for key in graph.stages])[graph.columns[0]]
         chunk = self._chunk_of_forwards(graph)
         result = np.zeros(len(before))
@@ -170,14 +154,6 @@ class StepCost:
         ranks = list(chain(*grids))
         rate = self.costs.engine.message_bytes_per_ms(self.costs.device, ranks)
         return self.costs.device.latency_us(ranks) / 1e3, rate * min(map(len, grids))
-
-    def _crossing_tokens(self, before: Task, after: Task) -> int:
-        """Returns [`message_tokens`], cached: they are the same for all stages of the consumer and for gradients."""
-        key = (before.module, before.replica, before.microbatch, before.chunk)
-        key += (after.module, after.replica, after.microbatch, after.chunk)
-        if key not in self._crossing:
-            self._crossing[key] = message_tokens(self.step, self.sizes, before, after)
-        return self._crossing[key]
 
     def sync_ms(self, index: int) -> float:
         """Time that a gradient sum adds to the step, of which a part runs beside the last backward."""
@@ -221,14 +197,3 @@ def last_chunks(table: ChunkTable, replicas: NDArray) -> NDArray:
     # in some layouts with deferred samples or replicas of unequal speed another chunk's backward comes last
     last = np.searchsorted(table.replica, replicas, side="right") - 1
     return last[(last >= 0) & (table.replica[last] == replicas)]
-
-
-def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
-    """Maximum tokens, of [`ModelSpec.edge_width`] values each, sent from the chunk of `before` to that of `after`."""
-    batch_indices = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
-    received = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
-    shared = sorted(set(batch_indices) & set(received))
-    produced, language = (sizes.tokens[name][shared] for name in (before.module, LANGUAGE_MODEL))
-    # from an encoder one feature token per token of its layers (merging may leave fewer), at most the language model
-    # tokens of the samples; to a generator the hidden states of all of these
-    return int(np.minimum(produced, language).sum())

@@ -71,19 +71,6 @@ class TaskGraph:
     def num_messages(self) -> int:
         return self.links.shape[1]
 
-    def index_of(self, task: Task) -> int | None:
-        """The index of a task; `None` if it is not in the graph."""
-        stage = self._stage_indices.get(task.stage_key)
-        if stage is None:
-            return None
-        same = (self.columns == np.array([[stage], [task.microbatch], [task.chunk]])).all(axis=0)
-        matches = np.flatnonzero(same & ((self.forward >= 0) == (task.kind == "bwd")))
-        return int(matches[0]) if len(matches) else None
-
-    @cached_property
-    def _stage_indices(self) -> dict[StageKey, int]:
-        return {key: index for index, key in enumerate(self.stages)}
-
     def task(self, index: int) -> Task:
         """The task with an index."""
         stage, microbatch, chunk = self.columns[:, index].tolist()

@@ -31,12 +31,11 @@ def build_program(
     training: bool = True,  # if not, no backwards and no gradient sums
     # microbatches that fit into memory, see `in_flight_limits`
     fitting_in_flight: Mapping[StageKey, float] | None = None,
-    check: bool = True,  # required if the program is to run
 ) -> Program:
-    """Plans and verifies the actions of every rank; steps of equal `structure` and equal costs have equal programs."""
+    """Plans and proves the actions of every rank; steps of equal `structure` and equal costs have equal programs."""
     representatives = find_representatives(plan, sync_groups)
     parts = representatives.parts(step)
-    program = representatives.expand(program_of_parts(parts, cost, training, fitting_in_flight, check))
+    program = representatives.expand(program_of_parts(parts, cost, training, fitting_in_flight))
     return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)})
 
 
@@ -45,7 +44,6 @@ def program_of_parts(
     cost: Cost | None = None,
     training: bool = True,
     fitting_in_flight: Mapping[StageKey, float] | None = None,
-    check: bool = True,
 ) -> Program:
     """Does [`build_program`] for parts, on representatives; the program of a part does not depend on the others."""
     rows = []
@@ -53,8 +51,7 @@ def program_of_parts(
         sync_groups = part.sync_groups if training else ()
         graph, order = order_part(part, cost or default_cost, training, fitting_in_flight)
         lists = lower(part.plan, graph, order, sync_groups)
-        if check:
-            prove(part.plan, graph, sync_groups, lists, blocking_order(graph, order, sync_groups))
+        prove(part.plan, graph, sync_groups, lists, blocking_order(graph, order, sync_groups))
         rows.append(part.renumber(lists))
     return Program(ProgramActions(rows))
 

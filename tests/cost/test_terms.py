@@ -1,6 +1,7 @@
 """Each term of the counted costs: what is slower because of it, and by how much."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
 from tests import tiny
+from tests.cost.messages import message_ms
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model, text_model
 from tests.schedule.builders import timeline_of
 
@@ -41,7 +43,7 @@ def cost_of(costs, microbatch_size: int, num_tokens: int = 64, **plugin):
 
 def step_ms(costs, microbatch_size: int, num_tokens: int = 64, **plugin) -> float:
     cost = cost_of(costs, microbatch_size, num_tokens, **plugin)
-    return timeline_of(cost.plan, cost.step, [], cost, cost.message_ms).iteration_ms
+    return timeline_of(cost.plan, cost.step, [], cost, partial(message_ms, cost)).iteration_ms
 
 
 def in_float32() -> ModelSpec:

@@ -16,7 +16,6 @@ from hf_mmparallel.schedule import (
     Part,
     Program,
     ProgramError,
-    Task,
     TaskGraph,
     build_graph,
     build_program,
@@ -33,7 +32,7 @@ from hf_mmparallel.schedule.lowering import blocking_order
 from hf_mmparallel.schedule.proof import Proof, prove
 from tests.plan.specs import model_spec
 from tests.schedule import checker, plain
-from tests.schedule.builders import Case, cases, chain, make_plan, make_step, timed, uneven
+from tests.schedule.builders import Case, cases, make_plan, make_step, timed, uneven
 
 SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)))
@@ -72,7 +71,6 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
     assert graph.tasks == expected.tasks
     assert sorted(graph.messages) == sorted(expected.messages)
     assert list(map(sorted, graph.predecessors)) == list(map(sorted, expected.predecessors))
-    assert all(graph.index_of(task) == index for index, task in enumerate(graph.tasks))
     max_in_flight = in_flight_1f1b(case.plan, case.step)
     assert max_in_flight == plain.in_flight_1f1b(case.plan, case.step)
     times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
@@ -248,9 +246,3 @@ def test_checksums_tell_lists_apart_however_they_are_stored(case, training):
             assert Program({**lists, rank: swapped}).checksum != program.checksum
         if row:
             assert Program({**lists, rank: row[:-1]}).checksum != program.checksum
-
-
-def test_a_task_of_another_step_has_no_place():
-    case = chain(2, 4)
-    graph = build_graph(case.plan, case.step)
-    assert graph.index_of(Task("fwd", LM, 0, 0, 7)) is None and graph.index_of(Task("fwd", "audio", 0, 0, 0)) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from hf_mmparallel.search.comparison import (
     rank_durations,
     times_on_a_rank,
 )
+from tests.cost.messages import message_ms
 from tests.schedule.replayed import replay
 
 from .measured_steps import SCALES, corrected, counted, measured_step, planner, window
@@ -38,7 +41,7 @@ def test_causes_add_up_to_a_step_with_tasks_as_measured():
     (prediction, own), real = (step.prediction, COMPARER.planner), planner(truth)
     planned, sizes = prediction.planned.step, prediction.sizes
     cost, sends = (StepCost(costs, own.plan, planned, sizes, own.sync_groups) for costs in (real.costs, own.costs))
-    after = replay(own.plan, own.program(planned, sizes), cost, sends.message_ms, sends.sync_ms).iteration_ms
+    after = replay(own.plan, own.program(planned, sizes), cost, partial(message_ms, sends), sends.sync_ms).iteration_ms
     assert after == pytest.approx(prediction.timeline.iteration_ms + sum(causes.values()))
     assert all(abs(ms) < 1e-9 for ms in COMPARER.causes(measured_step(COMPARER, counted(), 3)).values())
 

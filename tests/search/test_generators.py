@@ -17,6 +17,7 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
+from tests.cost.messages import message_ms
 from tests.cost.models import HIDDEN, PLAIN
 from tests.search.test_search import IMAGE, answers, model_with, problem_of
 
@@ -105,8 +106,8 @@ def test_a_generator_gets_the_hidden_states_of_all_tokens_of_its_samples():
     link = PLAIN.link_bytes_per_ms([0, 1])
     forwards, backwards = ({name: Task(kind, name, 0, 0, 0) for name in plan.modules} for kind in ("fwd", "bwd"))
     for source, target, rows in (("vision", LANGUAGE_MODEL, 4 + 20), (LANGUAGE_MODEL, IMAGE, 10 + 400)):
-        there = cost.message_ms(Message("act", forwards[source], forwards[target]))
-        back = cost.message_ms(Message("grad", backwards[target], backwards[source]))
+        there = message_ms(cost, Message("act", forwards[source], forwards[target]))
+        back = message_ms(cost, Message("grad", backwards[target], backwards[source]))
         assert there == back == pytest.approx(2 * HIDDEN * rows / link)
 
 

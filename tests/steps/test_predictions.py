@@ -1,6 +1,7 @@
 """A prediction, made with one rank for all that run the same list, is that of all; it chooses the arrangement."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES, ARRANGEMENTS
 from hf_mmparallel.schedule import Timeline
 from hf_mmparallel.steps.arrangement_choice import ArrangementChoice, choose_arrangement
 from hf_mmparallel.steps.step_planner import StepPlanner
+from tests.cost.messages import message_ms
 from tests.cost.models import h100, model
 from tests.schedule.replayed import Replayed, replay
 from tests.search.test_search import sizes_of
@@ -58,7 +60,7 @@ def test_a_prediction_is_what_the_lists_of_all_ranks_take(layout: str, schedule:
     found = planner.predict(planned, None if is_known else sizes)
     assert found.planned.step.epoch == 2 and found.step_ms > found.timeline.iteration_ms
     cost = StepCost(planner.costs, planner.plan, planned.step, sizes, planner.sync_groups)
-    assert_same(found.timeline, replay(planner.plan, planned.program, cost, cost.message_ms, cost.sync_ms))
+    assert_same(found.timeline, replay(planner.plan, planned.program, cost, partial(message_ms, cost), cost.sync_ms))
     if not is_known:
         assert_same(planner.timeline(planned), replay(planner.plan, planned.program))
 
