@@ -186,9 +186,8 @@ class Deaths:
         first, count = self.member, 1
         if strike["way"] in (*HOST_WAYS, "cut"):
             first, count = self.member - int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        settings = launch_settings()
-        assert settings is not None
-        lines = [json.dumps({"dies": id, "node": settings["node"], **strike}) for id in range(first, first + count)]
+        node = (launch_settings() or {"node": 0})["node"]  # none under another launcher
+        lines = [json.dumps({"dies": id, "node": node, **strike}) for id in range(first, first + count)]
         print("".join(f"{line}\n" for line in lines), end="", flush=True)  # whole, also where others print
 
     def before(self, owner: Any, name: str, point: str, after: bool = False) -> None:
