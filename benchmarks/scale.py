@@ -45,7 +45,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import Program
-from hf_mmparallel.steps.step_planner import PlannedStep, StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 
 DATASET, MODEL, METHOD = "synthchartnet", "llama3-3b", "hierarchical"
 REPLICA, DEEP = ModulePlugin(pp_size=2, tp_size=4), ModulePlugin(pp_size=8, tp_size=8)
@@ -124,13 +124,12 @@ def measure(
 
     first_ms = once(program)
     found = program()
-    planned = PlannedStep(step, sizes, planner.workloads(sizes))
     parts = {
         "arrange": arranged,
         "program": program,
         "rest": lambda: rest(replace(step), found),
         "step": whole,
-        "timeline": lambda: planner.timeline(replace(planned, step=replace(step))),
+        "timeline": lambda: planner.timeline(replace(step), sizes),
     }
     return {
         "kind": kind,

@@ -15,7 +15,6 @@ from ..drawing.gantt import chrome_trace, gantt_png
 from ..drawing.workload_chart import BEFORE, MEASURED, balance_png
 from ..plan.methods import arrangement_name
 from ..schedule import Durations, Span, Task, Timeline
-from ..steps.step_planner import PlannedStep
 from .base import EngineCallback, not_worth_a_run
 from .metrics import last_balances
 
@@ -61,10 +60,9 @@ class TimelineCallback(EngineCallback):
         """The order of the last step with the durations of its stages as measured."""
         engine = self.engine
         assert engine is not None and engine.current_step is not None and engine.planner is not None
-        step, sizes, workloads = engine.current_step, engine.current_sizes, engine.current_workloads
-        assert workloads is not None
+        step, sizes = engine.current_step, engine.current_sizes
         estimate = StepCost(engine.costs, engine.plan, step, sizes) if sizes is not None else None
-        timeline, cost = engine.planner.timeline(PlannedStep(step, sizes, workloads)), cost_from(measured, estimate)
+        timeline, cost = engine.planner.timeline(step, sizes), cost_from(measured, estimate)
         own_ms, planned = np.array([cost(task) for task in timeline.graph.tasks]), timeline.durations
         # measured tasks have the waits for messages within, and sums are not measured
         return timeline.with_durations(Durations(own_ms, np.zeros_like(planned.messages), np.zeros_like(planned.sums)))

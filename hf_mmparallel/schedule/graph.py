@@ -99,14 +99,6 @@ class TaskGraph:
         """Source and target of each message, as indices of tasks."""
         return tuple(zip(*self.links.tolist(), strict=True))
 
-    @cached_property
-    def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Dependencies of each task, as indices of tasks; for a backward its forward comes first."""
-        result = [[] if forward < 0 else [forward] for forward in self.forward.tolist()]
-        for source, target in self.ends:
-            result[target].append(source)
-        return tuple(map(tuple, result))
-
 
 @dataclass(frozen=True)
 class TaskCounts:

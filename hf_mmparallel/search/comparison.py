@@ -107,7 +107,7 @@ class StepComparer:
         """
         Additional step time with measured instead of predicted task times: `"<module>/forward"` and
         `"<module>/backward"` -> milliseconds, negative if faster. Kinds are replaced one after the other, largest
-        difference first, in replays of the program; the values add up to the effect of all.
+        difference first, in the order of the predicted step; the values add up to the effect of all.
         """
         timeline = step.prediction.timeline
         names = np.array([name_of(task) for task in timeline.graph.tasks])

@@ -46,7 +46,7 @@ def choose_arrangement(planner: StepPlanner, batches: Sequence[SampleSizes]) -> 
         # the planner's own arrangement does not matter
         tried = planner.with_arrangement(arrangement)
         arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)
-        times = [tried.timeline(step).iteration_ms + update_ms for step in arranged]
+        times = [tried.timeline(step.step, step.sizes).iteration_ms + update_ms for step in arranged]
         step_ms[arrangement] = sum(times) / len(times)
     # among equally fast ones the first candidate
     return ArrangementChoice(min(step_ms, key=lambda arrangement: round(step_ms[arrangement], 6)), step_ms)

@@ -164,13 +164,13 @@ class StepPlanner:
         program = program_of_parts(parts, cost, self.training, fitting)
         return self.representatives.expand(program)
 
-    def timeline(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Timeline:
+    def timeline(self, step: StepPlan, known: SampleSizes | None, sizes: SampleSizes | None = None) -> Timeline:
         """
-        The tasks of a step over time. `sizes` is for a step that was arranged without them: its order is that of tasks
-        which count the same. Without any sizes a forward takes 1 ms, a backward 2 ms.
+        The tasks of a step over time. `known` are the sizes by which it was planned, `sizes` those that it has, if
+        they differ. Without `known` its order is that of tasks which count the same; without both a forward takes
+        1 ms, a backward 2 ms.
         """
-        known, sizes = planned.sizes, planned.sizes if sizes is None else sizes
-        step = planned.step
+        sizes = known if sizes is None else sizes
         if sizes is None:
             return simulate(self.representatives, step, training=self.training)
         cost = StepCost(self.costs, self.plan, step, sizes, self.sum_costs, self.stage_costs)
@@ -199,7 +199,7 @@ class StepPlanner:
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """Predicts the time and memory of a step; `sizes` is for one that was planned without them."""
-        timeline = self.timeline(planned, sizes)
+        timeline = self.timeline(planned.step, planned.sizes, sizes)
         sizes = planned.sizes if sizes is None else sizes
         assert sizes is not None
         memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, timeline.peak_in_flight)

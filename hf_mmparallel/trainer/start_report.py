@@ -150,7 +150,7 @@ def predict(
     report = StepReport.of(planner, predictions)
     in_order = planner.with_arrangement("contiguous")
     before = [_arranged(in_order, batch) for batch in batches]
-    before_ms = [planner.timeline(step).iteration_ms + predictions[0].optimizer_ms for step in before]
+    before_ms = [planner.timeline(step.step, step.sizes).iteration_ms + predictions[0].optimizer_ms for step in before]
     planned = report.planned
     typical = next(step for step in before if step.sizes is planned.sizes)
     balances = step_balance(typical.step, planned.workloads), step_balance(planned.step, planned.workloads)
@@ -176,7 +176,7 @@ def _without_sizes(
     planned = planner.arrange_batch(global_batch)
     tokens = mean_tokens(context, context.train_dataset)
     if tokens is None:
-        timeline = planner.timeline(planned)
+        timeline = planner.timeline(planned.step, planned.sizes)
         return planner, StepReport(planned, timeline, None, timeline.iteration_ms)
     uniform = SampleSizes.uniform(tokens, len(global_batch.samples))
     return planner, StepReport.of(planner, [planner.predict(planned, uniform)])

@@ -6,37 +6,17 @@ import json
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from hf_mmparallel.schedule import Program, build_graph, find_representatives, in_flight_limits, lower, order_tasks
-from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
+from hf_mmparallel.schedule.action_lists import ProgramActions
 from hf_mmparallel.schedule.lowering import blocking_order
 from hf_mmparallel.schedule.proof import Proof
 from tests.golden.recorded import STEPS, case_of, cost_of
 from tests.schedule.checker import check
+from tests.schedule.mutations import CHANGES, changed
 
-CHANGES = ("swap", "move", "double", "drop", "other", "to another rank")
 EACH = 15  # of a step
-
-
-def changed(rows: PartActions, change: str, num_codes: int, generator: random.Random) -> PartActions:
-    """The lists with one change."""
-    codes, starts = rows.codes.copy(), rows.starts.copy()
-    i, j = sorted(generator.sample(range(len(codes)), 2))
-    if change == "swap":
-        codes[[i, j]] = codes[[j, i]]
-    elif change == "move":
-        codes[i : j + 1] = np.roll(codes[i : j + 1], 1)
-    elif change == "double":
-        codes[i] = codes[j]
-    elif change == "drop":
-        codes, starts = np.delete(codes, i), starts - (starts > i)
-    elif change == "to another rank":
-        codes, starts = np.insert(np.delete(codes, i), j - 1, codes[i]), starts - ((starts > i) & (starts <= j))
-    else:
-        codes[i] = generator.randrange(num_codes)
-    return PartActions(rows.graph, starts, codes, rows.list_of)
 
 
 @pytest.mark.deep

@@ -10,7 +10,7 @@ from itertools import accumulate, chain
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StageKey, StepPlan, SyncGroup
 from hf_mmparallel.plan.step_plan import turn_of
-from hf_mmparallel.schedule import Action, Message, Program, Task
+from hf_mmparallel.schedule import Action, Message, Program, Task, TaskGraph
 from hf_mmparallel.schedule.in_flight import task_phases
 
 
@@ -108,6 +108,14 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Pl
         predecessors[target].append(source)
     messages = (Message("act" if s < num_forwards else "grad", tasks[s], tasks[t]) for s, t in ends)
     return PlainGraph(tuple(tasks), tuple(map(tuple, predecessors)), tuple(messages), tuple(ends))
+
+
+def predecessors(graph: TaskGraph) -> list[list[int]]:
+    """What each task of a graph waits for; for a backward its forward comes first."""
+    result: list[list[int]] = [[] if forward < 0 else [forward] for forward in graph.forward.tolist()]
+    for source, target in graph.ends:
+        result[target].append(source)
+    return result
 
 
 def ranks_of_stages(plan: ParallelPlan) -> dict[StageKey, frozenset[int]]:

@@ -22,6 +22,7 @@ from hf_mmparallel.schedule import (
 )
 from tests.schedule.builders import Case, cases, chain, make_plan, make_step, shared, uneven
 from tests.schedule.checker import DeadlockError, check_program
+from tests.schedule.plain import predecessors
 from tests.schedule.replayed import replay
 
 SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
@@ -47,7 +48,7 @@ def least_ms(case: Case, training: bool) -> float:
     graph = build_graph(case.plan, case.step, training)
     busy: Counter[int] = Counter()
     end: list[float] = []
-    for task, sources in zip(graph.tasks, graph.predecessors, strict=True):
+    for task, sources in zip(graph.tasks, predecessors(graph), strict=True):
         for rank in case.plan.stage(*task.stage_key).all_ranks:
             busy[rank] += uneven(task)
         end.append(uneven(task) + max((end[source] for source in sources), default=0.0))

@@ -62,7 +62,7 @@ def test_a_prediction_is_what_the_lists_of_all_ranks_take(layout: str, schedule:
     cost = StepCost(planner.costs, planner.plan, planned.step, sizes, planner.sync_groups)
     assert_same(found.timeline, replay(planner.plan, planned.program, cost, partial(message_ms, cost), cost.sync_ms))
     if not is_known:
-        assert_same(planner.timeline(planned), replay(planner.plan, planned.program))
+        assert_same(planner.timeline(planned.step, planned.sizes), replay(planner.plan, planned.program))
 
 
 def test_limits_of_a_run_count_when_a_draw_is_arranged():
