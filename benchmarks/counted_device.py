@@ -46,6 +46,7 @@ _SIZED_BY_VALUES = {
     _ATEN._unique,
     _ATEN._unique2,
     _ATEN.bincount,
+    _ATEN.masked_scatter_backward,
 }
 """Make a tensor whose size depends on values."""
 _LIBRARY = torch.library.Library("aten", "IMPL", "PrivateUse1")
@@ -143,6 +144,11 @@ class CountedTensor(torch.Tensor):
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"CountedTensor({self.on_host!r})"
+
+    def __format__(self, spec: str) -> str:
+        if torch.overrides.has_torch_function_unary(self):
+            return torch.overrides.handle_torch_function(torch.Tensor.__format__, (self,), self, spec)
+        return format(self.item() if self.dim() == 0 else repr(self), spec)
 
     def tolist(self) -> Any:
         if torch.overrides.has_torch_function_unary(self):  # a mode may know the values

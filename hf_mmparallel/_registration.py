@@ -1,7 +1,7 @@
 """
-Makes `"bitfield"` and the tested `peft` known to transformers when transformers is there, and imports nothing before.
-A model that is built later must still find the name: until transformers is imported, a finder waits for the module
-that holds the table of attention functions.
+Makes our attention functions and the tested `peft` known to transformers when transformers is there, and imports
+nothing before. A model that is built later must still find the names: until transformers is imported, a finder waits
+for the module that holds the table of attention functions.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def _run_after(spec: ModuleSpec) -> None:
 
 
 def _register() -> None:
-    """Registers both; the table must be complete."""
-    import_module(".kernels.bitfield_attention.hf", __package__).register()
+    """Registers all; the table must be complete."""
+    for name in (".kernels.bitfield_attention.hf", ".kernels.varlen_attention"):
+        # a module whose own import of transformers led here has none yet, and registers at its end
+        getattr(import_module(name, __package__), "register", lambda: None)()
     import_module("._versions", __package__).accept_tested_peft()
 
 

@@ -17,11 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._device import to_device
+from ..kernels.known_values import keep_values, known_values
 
-_VALUES = "_values_on_host"  # attribute of a tensor on the device: the tensor in host memory
-_VERSION = "_version_on_host"  # of the tensor that is no view: the version of its memory that the host knows
 _MOST_ELEMENTS = 2**18  # of a result that is computed on the host, too
-_READS = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "equal", "is_nonzero", "numpy", "cpu"}
+_READS = {
+    *("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "__format__", "__repr__"),
+    *("equal", "is_nonzero", "numpy", "cpu"),
+}
 # What would read values on the device, for the size of a result or a number that fills it.
 _SIZED_BY_VALUES = {
     *("bincount", "masked_select", "new_full", "nonzero", "one_hot", "repeat_interleave"),
@@ -40,31 +42,8 @@ def send_known(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any
     if device.type != "cpu":
         for name, value in inputs.items():
             # a forward that changes its input changes both sides, and not the batch
-            _keep(sent[name], value.clone() if isinstance(value, Tensor) else value)
+            keep_values(sent[name], value.clone() if isinstance(value, Tensor) else value)
     return sent
-
-
-def _keep(on_device: Any, on_host: Any, exact: bool = False) -> None:
-    """Keeps the values of whole numbers and masks, of others if they are `exact`, of one tensor or of several."""
-    if isinstance(on_device, Tensor) and isinstance(on_host, Tensor):
-        is_rounded = on_host.is_floating_point() or on_host.is_complex()
-        if on_device.shape == on_host.shape and on_device.dtype == on_host.dtype and (exact or not is_rounded):
-            setattr(on_device, _VALUES, on_host)
-            setattr(_memory_of(on_device), _VERSION, on_device._version)
-    elif isinstance(on_device, (tuple, list)) and isinstance(on_host, (tuple, list)):
-        for pair in zip(on_device, on_host, strict=True):
-            _keep(*pair, exact)
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    """The tensor of which this is a view, which is changed with it."""
-    return tensor if tensor._base is None else tensor._base
-
-
-def _known(tensor: Tensor) -> Tensor | None:
-    """Returns the values of a tensor that are known, and that nothing has changed on the device alone since."""
-    on_host = getattr(tensor, _VALUES, None)
-    return on_host if on_host is None or getattr(_memory_of(tensor), _VERSION, -1) == tensor._version else None
 
 
 class KnownOnHost(TorchFunctionMode):
@@ -77,13 +56,20 @@ class KnownOnHost(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        tensors = list(_tensors((*args, *kwargs.values())))
-        is_known = all(_known(tensor) is not None for tensor in tensors)
-        if not tensors:
+        if name == "__get__":  # nearly half of all calls: shapes, dtypes, devices
+            return func(*args, **kwargs)
+        has_tensors, is_known = False, True
+        for tensor in _tensors((*args, *kwargs.values())):
+            has_tensors, is_known = True, known_values(tensor) is not None
+            if not is_known:
+                break
+        if not has_tensors:
             is_known = name in _FACTORIES and self._is_made(kwargs)
         if not is_known and name in _INDEXED and args[0].device.type == self.device.type:
             return func(args[0], self._sent(args[1]), *args[2:])
-        if not is_known or name == "__get__" or any(part in name for part in _WITHOUT_VALUES):
+        if not is_known and name == "masked_scatter" and not kwargs and _selects_rows(args[0], args[1], args[2]):
+            return self._scatter_rows(*args)
+        if not is_known or any(part in name for part in _WITHOUT_VALUES):
             return func(*args, **kwargs)
         if name in _READS or (name == "to" and any(map(_is_cpu, (*args, *kwargs.values())))):
             return self._run_on_host(func, args, kwargs)
@@ -91,7 +77,7 @@ class KnownOnHost(TorchFunctionMode):
             return iter(self.__torch_function__(Tensor.unbind, types, args))
         if name in _FACTORIES and not self._is_made(kwargs):  # a tensor of the CPU
             return self._run_on_host(func, args, kwargs)
-        if name in _FACTORIES and (tensors or name == "tensor"):
+        if name in _FACTORIES and (has_tensors or name == "tensor"):
             return self._send(func, args, kwargs)
         if name in _SIZED_BY_VALUES or (name == "__getitem__" and _has_mask(args[1])):
             return self._send(func, args, kwargs)
@@ -100,11 +86,11 @@ class KnownOnHost(TorchFunctionMode):
         if name == "__setitem__":
             func(args[0], self._sent(args[1]), args[2])
             func(*on_host[0])
-            _keep(args[0], on_host[0][0])
+            keep_values(args[0], on_host[0][0])
             return None
         result = func(*args, **kwargs)
         if _num_elements(result) <= _MOST_ELEMENTS:
-            _keep(result, func(*on_host[0], **on_host[1]), exact=name in _EXACT)
+            keep_values(result, func(*on_host[0], **on_host[1]), exact=name in _EXACT)
         return result
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -112,7 +98,7 @@ class KnownOnHost(TorchFunctionMode):
 
         def on_host(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return _known(value)
+                return known_values(value)
             is_device = isinstance(value, (str, torch.device)) and str(value).split(":")[0] == self.device.type
             return torch.device("cpu") if is_device else value
 
@@ -122,8 +108,17 @@ class KnownOnHost(TorchFunctionMode):
         """Sends what an operation returns on the host."""
         on_host = self._run_on_host(func, args, kwargs)
         result = to_device(on_host, self.device)
-        _keep(result, on_host)
+        keep_values(result, on_host)
         return result
+
+    def _scatter_rows(self, target: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        """`masked_scatter` of whole rows by their positions: its own backward asks the device how many there are."""
+        on_host = known_values(mask)
+        assert on_host is not None
+        positions = on_host.expand(*target.shape[:-1], 1)[..., 0].nonzero(as_tuple=True)
+        num_rows, width = len(positions[0]), target.shape[-1]
+        rows = source.reshape(-1)[: num_rows * width].view(num_rows, width)
+        return target.index_put(to_device(positions, self.device), rows)
 
     def _is_made(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether an operation makes a tensor on the device."""
@@ -140,7 +135,7 @@ class KnownOnHost(TorchFunctionMode):
         """
         parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
-            on_host = part if not isinstance(part, Tensor) or part.device.type == "cpu" else _known(part)
+            on_host = part if not isinstance(part, Tensor) or part.device.type == "cpu" else known_values(part)
             if isinstance(on_host, Tensor) and on_host.dtype == torch.bool:
                 parts += to_device(on_host.nonzero(as_tuple=True), self.device)
             elif isinstance(part, Tensor):
@@ -161,6 +156,15 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _is_cpu(value: Any) -> bool:
     return isinstance(value, (str, torch.device)) and str(value) == "cpu"
+
+
+def _selects_rows(target: Tensor, mask: Tensor, source: Tensor) -> bool:
+    """Whether the host knows a mask that selects whole rows of a tensor of the device, for which there are values."""
+    on_host = known_values(mask)
+    if on_host is None or target.device.type == "cpu" or on_host.dim() != target.dim() or on_host.shape[-1] != 1:
+        return False
+    num_rows = int(on_host.expand(*target.shape[:-1], 1).sum())
+    return target.dtype == source.dtype and num_rows * target.shape[-1] <= source.numel()
 
 
 def _has_mask(index: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._device import Clock, clock_of
 from ..kernels.bitfield_attention import encode_words
 from ..kernels.bitfield_attention.hf import NAME as BITFIELD
+from ..kernels.varlen_attention import use_varlen_attention
 from ..modeling.features import flat_features
 from ..modeling.loading import build_on_meta, initialize_rest
 from ..modeling.loss import token_loss
@@ -178,6 +179,9 @@ class Skeleton:
         if attention is not None:
             _set_attention(model, attention)
         spec = build_model_spec(model)
+        for module in spec.modules.values():
+            if module.is_encoder and attention in (None, BITFIELD):
+                use_varlen_attention(model.get_submodule(module.tower))
         drop_unowned_parameters(model, lambda name: False, device)
         initialize_rest(model, set(), device, str(source))
         layers = {}

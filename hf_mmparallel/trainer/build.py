@@ -27,6 +27,7 @@ from ..cost.profile import LayerProfile
 from ..data.mask_rules import MaskRule, PositionRule
 from ..data.packing import ATTENTION, PackingCollator
 from ..data.randomness import seeded
+from ..kernels.varlen_attention import use_varlen_attention
 from ..modeling import build_model_spec
 from ..modeling.checkpoint_reader import checkpoint_files
 from ..modeling.compiled_layers import Compilation
@@ -85,6 +86,9 @@ def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlug
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
     is_changed = any(module.attn_implementation is not None for module in plugin.modules.values())
+    for name, module in spec.modules.items():
+        if module.is_encoder and plugin.modules.get(name, ModulePlugin()).attn_implementation is None:
+            use_varlen_attention(model.get_submodule(module.tower))
     parameters = dict(model.named_parameters())
     adapters = adapter_names(parameters)
     for name, module in spec.modules.items():

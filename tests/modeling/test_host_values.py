@@ -36,6 +36,17 @@ def placeholders(ids: Tensor, grid: Tensor, features: Tensor) -> Tensor:
     return embedded
 
 
+def scattered(ids: Tensor, grid: Tensor, features: Tensor) -> Tensor:
+    """The gradients of features that are scattered to the rows of placeholders."""
+    values = features.clone().requires_grad_()
+    embedded = ids[..., None].float().expand(*ids.shape, 2).clone().requires_grad_()
+    message = f"{(ids == 1).sum()} rows"
+    result = embedded.masked_scatter((ids == 1).unsqueeze(-1).to(embedded.device), values)
+    (result * torch.arange(2.0, 14.0, device=ids.device).view(6, 2)).sum().backward()
+    assert message == f"{len(features)} rows" and values.grad is not None and embedded.grad is not None
+    return torch.cat([result.flatten(0, 1).detach(), values.grad, embedded.grad.flatten(0, 1)])
+
+
 def changed(ids: Tensor, grid: Tensor, features: Tensor) -> Tensor:
     """Inputs that are changed in place, by what the host knows, and then by what it does not."""
     ids[0] += 1
@@ -65,7 +76,10 @@ def padded(ids: Tensor, grid: Tensor, features: Tensor) -> Tensor:
     raise AssertionError("the branch of another input")
 
 
-FORWARDS: dict[Callable, int] = {positions: 0, placeholders: 0, changed: 0, changed_unseen: 2, padded: 0}
+FORWARDS: dict[Callable, int] = {
+    **dict.fromkeys((positions, placeholders, scattered, changed, padded), 0),
+    changed_unseen: 2,
+}
 """Forward -> its waits when the host knows its inputs."""
 
 

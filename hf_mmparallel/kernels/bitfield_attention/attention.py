@@ -68,6 +68,14 @@ def bitfield_attention(
     return (out, lse) if return_lse else out
 
 
+def cast_like_autocast(*tensors: Tensor) -> list[Tensor]:
+    """Casts inputs as autocast does for PyTorch's attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+
+
 def _mask_of(words: Tensor, *others: Tensor | None) -> BitfieldMask:
     """The mask of an operator's tensors; without positions and keys, that of whole rows in their original order."""
     return whole_rows(words) if others[0] is None else BitfieldMask(words, *others)  # type: ignore[arg-type]

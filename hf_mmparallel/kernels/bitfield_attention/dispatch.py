@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..known_values import keep_values, known_values
 from . import cpu
 from .reference import reference_attention, reference_backward
 from .words import BitfieldMask
 
 BACKENDS = ("triton", "cpu", "reference")
 # All layers of a microbatch find the mask that the first layer compiled, by the storage of the words.
+_MOST_TOKENS = 2**15  # of a mask that the host compiles; with more it would take longer than the device
 _RESULTS_KEPT = 64  # compiled masks, enough for all microbatches in flight
 
 _results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
@@ -106,23 +108,37 @@ def lse_dtype(query: Tensor) -> torch.dtype:
 
 def whole_rows(words: Tensor) -> BitfieldMask:
     """The mask of whole rows in their original order; the same tensors are returned for the same words."""
-    return _once(("rows",), (words,), lambda: BitfieldMask.from_words(words))
+    return _once(("rows",), (words,), lambda: _rows_of(words))
+
+
+def _rows_of(words: Tensor) -> BitfieldMask:
+    """The mask of whole rows, whose values are known if those of the words are."""
+    mask, on_host = BitfieldMask.from_words(words), known_values(words)
+    if on_host is not None:
+        keep_values(mask.tensors, BitfieldMask.from_words(on_host).tensors)
+    return mask
 
 
 def _plan(backend: str, query: Tensor, mask: BitfieldMask, window: int) -> Any:
     """The mask, compiled for a backend."""
     if backend == "cpu":
         return _once(("cpu", window), mask.tensors, lambda: cpu.compile_mask(mask, window))
-    from .mask_plan import compile_mask
+    from .mask_plan import compile_mask, programs_at_once
     from .tuning import plan_blocks
 
     blocks = plan_blocks(_capability(query.device), query.shape[-1], wide=query.element_size() > 2)
     num_heads = query.shape[1]
-    return _once(
-        ("triton", window, *blocks, num_heads),
-        mask.tensors,
-        lambda: compile_mask(mask, window, *blocks, num_heads=num_heads),
-    )
+
+    def compile_known() -> Any:
+        on_host = [known_values(tensor) for tensor in mask.tensors]
+        if mask.key_words.numel() > _MOST_TOKENS or any(values is None for values in on_host):
+            return compile_mask(mask, window, *blocks, num_heads=num_heads)
+        # On the device this waits several times, for sizes that follow from values.
+        programs = programs_at_once(query.device)
+        plan = compile_mask(BitfieldMask(*on_host), window, *blocks, num_heads=num_heads, num_programs=programs)
+        return plan.to(query.device)
+
+    return _once(("triton", window, *blocks, num_heads), mask.tensors, compile_known)
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .attention import bitfield_attention
+from .attention import bitfield_attention, cast_like_autocast
 from .words import BitfieldMask
 
 NAME = "bitfield"
@@ -165,7 +165,7 @@ def bitfield_attention_forward(
     window = _window_of_layer(module, sliding_window, attention_mask)
     value_dim = value.shape[-1]
     value = nn.functional.pad(value, (0, key.shape[-1] - value_dim)) if value_dim < key.shape[-1] else value
-    query, key, value = _cast_like_autocast(query, key, value)
+    query, key, value = cast_like_autocast(query, key, value)
     settings: dict[str, Any] = {"scale": scaling, "softcap": softcap, "window": window, "sinks": s_aux}
     if isinstance(words, Tensor):
         seen = attention_mask.num_seen if isinstance(attention_mask, DeferredMask) else None
@@ -282,14 +282,6 @@ def _mask_of_words(
     return BitfieldMask(words[:, of_queries], positions[:, of_queries], words[:, of_keys], positions[:, of_keys])
 
 
-def _cast_like_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Casts inputs as autocast does for PyTorch's attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-
-
 def _attend_by_mask(
     module: nn.Module,
     query: Tensor,
@@ -347,3 +339,6 @@ def _softmax_attention(
         scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     return (weights[..., : value.shape[2]] @ value).transpose(1, 2).contiguous()
+
+
+register()

@@ -8,7 +8,8 @@ Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -266,6 +267,18 @@ class MaskPlan:
     by_key: BlockLists  # for the gradients of keys and values
     split: SplitTiles | None = None  # the forward tiles, if the keys of some queries are split over several programs
 
+    def to(self, device: torch.device) -> MaskPlan:
+        """The plan on a device, which receives it while the host goes on."""
+
+        def send(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
+            if not is_dataclass(part):
+                return part
+            return replace(part, **{field.name: send(getattr(part, field.name)) for field in fields(part)})
+
+        return send(self)
+
     @property
     def batch_size(self) -> int:
         """Returns the batch size."""
@@ -303,7 +316,7 @@ def compile_mask(
         work = _Work.of(states)
         sizes = torch.stack(work.sizes()).tolist()
     by_query, by_key = work.lists(states, sizes)
-    programs = num_programs or _programs(mask.query_words.device)
+    programs = num_programs or programs_at_once(mask.query_words.device)
     return MaskPlan(
         interval=not general,
         block_q=block_q,
@@ -359,6 +372,6 @@ def _lists(states_BMN: Tensor, visits: Tensor, costs: Tensor, width: int) -> Blo
     return BlockLists(tiles=torch.stack(columns, dim=1), blocks=blocks)
 
 
-def _programs(device: torch.device) -> int:
+def programs_at_once(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 elsewhere, where the interpreter runs one program at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -4,6 +4,7 @@ lost, full blocks are full, splits never end later.
 """
 
 import heapq
+from dataclasses import asdict
 from random import Random
 
 import pytest
@@ -12,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, intervals
+from hf_mmparallel.kernels.bitfield_attention import (
+    BitfieldMask,
+    dense_mask,
+    dispatch,
+    encode_words,
+    intervals,
+    mask_plan,
+)
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import (
     COMBINE_COST,
     EMPTY,
@@ -25,6 +33,7 @@ from hf_mmparallel.kernels.bitfield_attention.mask_plan import (
     compile_mask,
     step_costs,
 )
+from hf_mmparallel.kernels.known_values import keep_values
 
 from .mask_families import FAMILIES, HOLES, masks, permuted
 
@@ -250,3 +259,17 @@ def test_tiles_of_training_are_not_split(length, num_heads):
     for segment in (torch.arange(length)[None] // 2048 + 1, torch.ones(1, length, dtype=torch.int64)):
         mask = BitfieldMask.from_words(encode_words(segment))
         assert compile_mask(mask, num_heads=num_heads, num_programs=132).split is None
+
+
+def test_the_host_compiles_a_mask_whose_words_it_knows(monkeypatch):
+    words = encode_words(torch.arange(300)[None] // 70 + 1)
+    query = torch.zeros(1, 2, 300, 64)
+    want = dispatch._plan("triton", query, dispatch.whole_rows(words), 0)
+    known, given = words.clone(), []
+    keep_values(known, words)
+    monkeypatch.setattr(
+        mask_plan, "compile_mask", lambda mask, *a, **k: given.append(mask) or compile_mask(mask, *a, **k)
+    )
+    found = dispatch._plan("triton", query, dispatch.whole_rows(known), 0)
+    assert given[0].query_words is words
+    assert str(asdict(found)) == str(asdict(want))
