@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from ..modeling.dtensors import from_shard, local
 from ..plan import StageKey, SyncGroup
@@ -275,11 +274,11 @@ def gradient_square(counted: Sequence[nn.Parameter], device: torch.device) -> to
     Returns the square of the 2-norm of the gradients of `counted`, a float64 scalar on the device. Over all ranks each
     element is counted once, so that the sum over them is the square of the norm of the whole model's gradient.
     """
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    gradients = [local(p.grad).to(_norm_dtype(counted)) for p in counted if p.grad is not None]
-    if gradients:
-        square += get_total_norm(gradients).double().square().to(device)
-    return square
+    gradients = [local(p.grad) for p in counted if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(gradients, 2, _norm_dtype(counted))  # type: ignore[attr-defined]
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms])).double().square()
 
 
 def norm_of_square(square: torch.Tensor, counted: Sequence[nn.Parameter]) -> torch.Tensor:
