@@ -32,7 +32,7 @@ export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # packages are compiled as they are first imported
 
-.PHONY: help venv demo charts test tests test-deep test-newest releases update-constraints quick lint format bench pages clean
+.PHONY: help venv demo charts test tests test-deep test-newest releases update-constraints quick gpu lint format bench pages clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -82,6 +82,12 @@ update-constraints: ## constraints/*.txt anew, from the newest releases within t
 
 quick: $(INSTALLED) ## the tests that start no ranks
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --deep none -m "not distributed and not slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
+
+gpu: ## what needs a GPU, with the environment that is active: tests, checks against the stock Trainer, times
+	TRITON_INTERPRET=0 python -m pytest -m "gpu or multi_gpu" --deep all $(PYTEST_ARGS)
+	python benchmarks/gpu_check.py
+	python benchmarks/gpu_step.py
+	python benchmarks/attention_gpu.py --lengths 8192
 
 lint: $(INSTALLED) ## ruff, codespell, pyright
 	$(BIN)/ruff check .
