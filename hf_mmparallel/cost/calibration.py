@@ -20,7 +20,7 @@ from .analytic import analytic_costs
 from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts
 from .profile import LayerProfile, MeasuredLayers, measured_costs, read_cost_file
-from .run_log import KINDS, Kind, LoggedWindow, MemoryPeak, RunHeader, module_digests, read_run_log, tasks_of
+from .run_log import KINDS, LoggedWindow, MemoryPeak, RunHeader, module_digests, read_run_log, tasks_of
 
 MIN_WINDOWS = 4  # minimum number of windows of a log: two for the fit, two for its evaluation
 _MIN_ACTIVATION_FACTOR = 0.05
@@ -61,7 +61,7 @@ class Calibration:
     """Corrections of the costs of a model on a device, fitted to the windows of runs."""
 
     run: RunHeader  # of the first log: the model, the device and the dtype of all of them
-    scales: Mapping[str, Mapping[Kind, TimeScale]]  # by module
+    scales: Mapping[str, Mapping[str, TimeScale]]  # by module
     activations: float | None = None  # factor of activation bytes; `None` if no memory was measured
     # quantity (`"step"`, `"memory"`, `"vision/forward"`, ...) -> errors in windows that were left out of the fit
     errors: Mapping[str, Accuracy] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Calibration:
     @classmethod
     def fit(cls, run: RunHeader, windows: Sequence[LoggedWindow], profile: LayerProfile | None) -> Calibration:
         """Fits the factors to windows."""
-        scales: dict[str, dict[Kind, TimeScale]] = {}
+        scales: dict[str, dict[str, TimeScale]] = {}
         for module, kind in tasks_of(windows):  # forwards first, which backwards recompute
             own = scales.setdefault(module, {})
             scale = _fit_times(_task_rows(windows, module, kind, own.get("forward", TimeScale())))
@@ -94,11 +94,11 @@ class Calibration:
         """Number of windows, the last ones, that `errors` are of."""
         return self.windows // 2
 
-    def scale(self, module: str, kind: Kind) -> TimeScale:
+    def scale(self, module: str, kind: str) -> TimeScale:
         """The factors of one kind of task, 1 for tasks without any."""
         return self.scales.get(module, {}).get(kind, TimeScale())
 
-    def task_ms(self, window: LoggedWindow, module: str, kind: Kind) -> float:
+    def task_ms(self, window: LoggedWindow, module: str, kind: str) -> float:
         """Corrected time of all tasks of one kind in a window."""
         rows = _task_rows([window], module, kind, self.scale(module, "forward"))
         return float(_corrected_ms(self.scale(module, kind), rows).sum())
@@ -150,7 +150,7 @@ class Calibration:
         profile = None if data.get("profile") is None else LayerProfile.from_file(data, path)
         try:
             values = dict(data["calibration"])
-            scales: dict[str, dict[Kind, TimeScale]] = {
+            scales: dict[str, dict[str, TimeScale]] = {
                 module: {kind: TimeScale(**kinds[kind]) for kind in KINDS if kind in kinds}
                 for module, kinds in values.pop("scales").items()
             }
@@ -252,7 +252,7 @@ def _check_profile(header: RunHeader, profile: LayerProfile | None) -> None:
     raise ValueError(f"`--profile` is not the profile of the run, which planned with {used}. Pass that one, or none.")
 
 
-def _task_rows(windows: Sequence[LoggedWindow], module: str, kind: Kind, forward: TimeScale) -> NDArray:
+def _task_rows(windows: Sequence[LoggedWindow], module: str, kind: str, forward: TimeScale) -> NDArray:
     """
     Task groups of one kind `[groups, 5]`: measured time, and as predicted those of compute, of recomputed forwards,
     which are corrected by `forward`, of all-reduces and of launches.

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
 from ..schedule import Task, build_graph
+from ..schedule.kinds import KINDS
 from .activations import grouped_copies
 from .layers import CostModel
 from .row_sizes import ChunkKey, chunk_sizes
@@ -209,14 +210,15 @@ class _MemoryEvents:
                 self.events[rank] += [(start_ms, num_bytes), (end_ms, -num_bytes)]
 
     def released_ms(self, task: Task) -> float:
-        """Time when the saved activations of a forward are freed."""
-        return self.times.get(Task("bwd", *task.key), self.times[task])[1]
+        """Time when the saved activations of a task are freed."""
+        closing = (self.times.get(Task(kind.word, *task.key)) for kind in KINDS.values() if kind.closes)
+        return next((times[1] for times in closing if times is not None), self.times[task][1])
 
     def add_activations(self, with_gradients: bool) -> None:
         """Adds activations of tasks, features, and the inputs of the step."""
         first: dict[StageKey, Task] = {}
         for task in sorted(self.times, key=lambda task: self.times[task]):
-            if task.kind == "bwd":
+            if task.row.adds_gradients:
                 first.setdefault(task.stage_key, task)
         for task, (start_ms, end_ms) in self.times.items():
             if not self._batch_indices(task):  # only takes part in collectives
@@ -224,7 +226,7 @@ class _MemoryEvents:
             memory = self.memories[task.stage_key]
             size = self.activations[task.key[0], task.key[1], *task.key[3:]]
             saved = memory.saved_bytes(size)
-            if task.kind == "fwd":
+            if task.row.opens:
                 self.allocate(task.stage_key, start_ms, end_ms, memory.forward_bytes(size) - saved)
                 self.allocate(task.stage_key, start_ms, self.released_ms(task), saved)
             else:
@@ -263,7 +265,7 @@ class _MemoryEvents:
         """Adds weights, optimizer state, and the buckets and slices of gradient sums."""
         for key, memory in self.memories.items():
             self.allocate(key, 0.0, np.inf, memory.state.weights + memory.state.optimizer)
-            ends = [end for task, (_, end) in self.times.items() if task.kind == "bwd" and _is_copy(task, key)]
+            ends = [end for task, (_, end) in self.times.items() if task.row.adds_gradients and _is_copy(task, key)]
             self.allocate(key, max(ends, default=self.end_ms), np.inf, memory.bucket_bytes + memory.slice_bytes)
 
 

@@ -7,14 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..plan import ModelSpec
+from ..schedule.kinds import KINDS as TASK_KINDS
 from .profile import shape_digest
 
 RUN_LOG = "trainer_log.jsonl"  # name of the file in the output folder of a run
-Kind = Literal["forward", "backward"]
-KINDS: tuple[Kind, ...] = ("forward", "backward")
+KINDS = tuple(kind.label for kind in TASK_KINDS.values())
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TaskGroup:
     """
 
     module: str
-    kind: Kind
+    kind: str
     tasks: int
     tokens: float
     measured_ms: float  # of a task on several ranks, the slowest one
@@ -91,7 +91,7 @@ class LoggedWindow:
         """Time of a step with measured tasks, and predicted messages and all-reduces."""
         return self.predicted_step_ms + sum(self.causes.values())
 
-    def task_ms(self, field: str, module: str, kind: Kind) -> float:
+    def task_ms(self, field: str, module: str, kind: str) -> float:
         """Sum of a field of [`TaskGroup`] over the tasks of one kind."""
         return sum(getattr(group, field) for group in self.groups if (group.module, group.kind) == (module, kind))
 
@@ -104,7 +104,7 @@ class RunLog:
     windows: tuple[LoggedWindow, ...]
 
 
-def tasks_of(windows: Sequence[LoggedWindow]) -> list[tuple[str, Kind]]:
+def tasks_of(windows: Sequence[LoggedWindow]) -> list[tuple[str, str]]:
     """(module, kind) of all tasks in windows."""
     present = {(group.module, group.kind): None for window in windows for group in window.groups}
     modules = dict.fromkeys(module for module, _ in present)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..plan import ModulePlan, ParallelPlan, ShardingSettings, stage_holds
 from ..schedule import REST, PassAction, pass_actions
-from ..schedule.actions import Kind
+from ..schedule.kinds import BACKWARD, FORWARD, Direction
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_gather
 from .layers import CostModel, first_backward
@@ -67,10 +67,15 @@ class PassTransfers:
             now += slot_ms
         return result, now
 
-    def _slots_of(self, is_backward: bool) -> tuple[Kind, int, tuple[int, int], bool, int]:
+    def _slots_of(self, is_backward: bool) -> tuple[Direction, int, tuple[int, int], bool, int]:
         """The arguments of [`pass_slots`]."""
-        kind: Kind = "bwd" if is_backward else "fwd"
-        return kind, len(self.gather_ms), self.outer_rows, self.alternates, self.first_backward
+        return (
+            (BACKWARD if is_backward else FORWARD),
+            len(self.gather_ms),
+            self.outer_rows,
+            self.alternates,
+            self.first_backward,
+        )
 
     def _action_ms(self, action: PassAction) -> float:
         """Time of a transfer of a pass, but for the gathering of what stays gathered."""
@@ -103,15 +108,15 @@ class PassSlot:
 
 @lru_cache(maxsize=4096)
 def pass_slots(
-    kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int = 0
+    direction: Direction, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int = 0
 ) -> tuple[PassSlot, ...]:
     """The actions of a pass by the computation beside which they run: what was issued since the one before."""
-    other: Kind = "fwd" if (kind == "bwd") == alternates else "bwd"
-    every = pass_actions(kind, num_layers, first_backward=first_backward, previous=other, following=other)
+    other: Direction = FORWARD if (direction == BACKWARD) == alternates else BACKWARD
+    every = pass_actions(direction, num_layers, first_backward=first_backward, previous=other, following=other)
     actions = [action for action in every if action.op != "free"]
     before, _ = outer_rows
     row_before, row_after = 0 if before else None, before + num_layers if outer_rows[1] else None
-    first, last = (row_before, row_after) if kind == "fwd" else (row_after, row_before)
+    first, last = (row_before, row_after) if direction == FORWARD else (row_after, row_before)
     result, issued = [], []
     for action in actions:
         if action.op != "compute":
@@ -132,7 +137,7 @@ def pass_slots(
 
 @lru_cache(maxsize=4096)
 def _placed(
-    kind: Kind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int
+    direction: Direction, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int
 ) -> tuple[NDArray, NDArray]:
     """For each transfer of a pass, its index and the row beside which it runs, or one past the last row."""
     num_rows = num_layers + sum(outer_rows)
@@ -142,7 +147,7 @@ def _placed(
             (action.op == "sum") * (num_layers + 1) + (num_layers if action.layer == REST else action.layer),
             num_rows if slot.row is None else slot.row,
         )
-        for slot in pass_slots(kind, num_layers, outer_rows, alternates, first_backward)
+        for slot in pass_slots(direction, num_layers, outer_rows, alternates, first_backward)
         for action in slot.beside
     ]
     transfer, row = np.array(pairs, np.int64).reshape(-1, 2).T

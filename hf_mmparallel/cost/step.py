@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
+from ..schedule.kinds import BACKWARD, DIRECTION
 from .gradient_sums import GradientSumCosts, SumTimes
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
@@ -66,31 +67,33 @@ class StepCost:
         numbers = {key: number for number, key in enumerate(kinds)}
         kind = np.array([numbers[id(self.stages[key])] for key in graph.stages])[graph.columns[0]]
         result = np.empty(graph.num_tasks)
-        is_backward = graph.forward >= 0
-        tokens, squares = self._forward_sizes(graph)[
-            :, np.where(is_backward, graph.forward, np.arange(graph.num_tasks))
-        ]
+        is_backward = DIRECTION[graph.kind] == BACKWARD
+        tokens, squares = self._chunk_sizes(graph)[:, graph.first]
         for number, cost in enumerate(kinds.values()):
             for back in (False, True):
                 wanted = np.flatnonzero((kind == number) & (is_backward == back))
                 result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], back)
         return result
 
-    def _chunk_of_forwards(self, graph: TaskGraph) -> NDArray:
-        """int64 `[forwards]`: the index of each forward's chunk among the chunks of its module, -1 for empty tasks."""
-        stage, microbatch, chunk = graph.columns[:, : graph.num_forwards]
+    def _chunks_of(self, graph: TaskGraph) -> NDArray:
+        """
+        int64 `[tasks]`: the index of the chunk of each task that is the first of its chunk and stage among the chunks
+        of its module, -1 for empty tasks and for others.
+        """
+        first = np.flatnonzero(graph.after < 0)
+        stage, microbatch, chunk = graph.columns[:, first]
         modules, replicas = (np.array([key[i] for key in graph.stages])[stage] for i in range(2))
-        result = np.zeros(graph.num_forwards, np.int64)
+        result = np.full(graph.num_tasks, -1)
         for name, (table, _) in self._module_chunks.items():
             wanted = np.flatnonzero(modules == name)
-            result[wanted] = table.find(replicas[wanted], microbatch[wanted], chunk[wanted])
+            result[first[wanted]] = table.find(replicas[wanted], microbatch[wanted], chunk[wanted])
         return result
 
-    def _forward_sizes(self, graph: TaskGraph) -> NDArray:
-        """float64 `[2, forwards]`: tokens and squared sequence lengths of the chunk of each forward."""
-        modules = np.array([key[0] for key in graph.stages])[graph.columns[0, : graph.num_forwards]]
-        chunk = self._chunk_of_forwards(graph)
-        result = np.zeros((2, graph.num_forwards))
+    def _chunk_sizes(self, graph: TaskGraph) -> NDArray:
+        """float64 `[2, tasks]`: tokens and squared sequence lengths of the chunks of [`~StepCost._chunks_of`]."""
+        modules = np.array([key[0] for key in graph.stages])[graph.columns[0]]
+        chunk = self._chunks_of(graph)
+        result = np.zeros((2, graph.num_tasks))
         for name, (_, sizes) in self._module_chunks.items():
             wanted = np.flatnonzero((modules == name) & (chunk >= 0))
             result[:, wanted] = sizes[:, chunk[wanted]]
@@ -99,21 +102,19 @@ class StepCost:
     def __call__(self, task: Task) -> float:
         cost = self.stages[task.module, task.replica, task.stage]
         chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
-        time_ms = cost.forward_ms if task.kind == "fwd" else cost.backward_ms
+        time_ms = (cost.forward_ms, cost.backward_ms)[task.row.direction]
         return time_ms(chunk.tokens, chunk.squares)
 
     def messages_ms(self, graph: TaskGraph) -> list[float]:
         """Times of all messages of the step's graph, with one link for each rank of the smaller mesh."""
-        first = graph.num_forwards
-        is_grad = graph.links[0] >= first
-        before, after = np.where(is_grad, graph.forward[graph.links[::-1]], graph.links)
+        before, after = graph.first[np.where(graph.is_gradient, graph.links[::-1], graph.links)]
         ends = graph.columns[0, np.stack([before, after])]
         pairs, kind = np.unique(ends, axis=1, return_inverse=True)
         keys = [(graph.stages[a], graph.stages[b]) for a, b in pairs.T.tolist()]
         latency_ms, rate = np.array([self._link(*key) for key in keys]).reshape(-1, 2)[kind.ravel()].T
         crosses = np.array([a[0] != b[0] for a, b in keys], bool)[kind.ravel()]
         width = np.array([self.costs.spec.edge_width(a[0], b[0]) for a, b in keys], np.int64)[kind.ravel()]
-        num_tokens = self._forward_sizes(graph)[0][before]
+        num_tokens = self._chunk_sizes(graph)[0][before]
         num_tokens[crosses] = self._all_crossing(graph, before[crosses], after[crosses])
         times_ms = latency_ms + self.costs.value_bytes * num_tokens * width / rate
         if self.costs.engine.blocking_messages:
@@ -127,7 +128,7 @@ class StepCost:
         at most the language model tokens of the samples; to a generator the hidden states of all of these.
         """
         modules = np.array([key[0] for key in graph.stages])[graph.columns[0]]
-        chunk = self._chunk_of_forwards(graph)
+        chunk = self._chunks_of(graph)
         result = np.zeros(len(before))
         for edge in self.plan.edges:
             wanted = np.flatnonzero((modules[before] == edge.source) & (modules[after] == edge.target))
@@ -178,7 +179,7 @@ class StepCost:
         if not isinstance(cost, SharedStageCost):
             return []
         chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
-        return cost.timed_transfers(chunk.tokens, chunk.squares, task.kind == "bwd")
+        return cost.timed_transfers(chunk.tokens, chunk.squares, task.row.direction == BACKWARD)
 
     def sum_times(self, index: int) -> SumTimes:
         """Times of the buckets of a gradient sum, and of other ones of its first rank for the same stages."""

@@ -204,7 +204,7 @@ def gantt_text(timeline: AnyTimeline, width: int = 100, max_rows: int = 32) -> s
 
 
 def _letter(task: Task) -> str:
-    return ("0123456789" if task.kind == "fwd" else "abcdefghij")[task.microbatch % 10]
+    return task.row.digits[task.microbatch % 10]
 
 
 def tint(color: str, share: float) -> tuple[float, float, float]:
@@ -279,10 +279,9 @@ def _draw_rows(
             faces.append(SUM_COLOR)
             edges.append(SUM_COLOR)
         for span in row.spans:
-            share = 0.38 if span.task.kind == "fwd" else 1.0
             low, high, last = y - 0.40, bottom, span.busy_end_ms
             boxes.append([(span.start_ms, low), (last, low), (last, high), (span.start_ms, high)])
-            faces.append(tint(colors[span.task.module], share))
+            faces.append(tint(colors[span.task.module], span.task.row.tint))
             inches = 11.5 * (last - span.start_ms) / end
             # A white edge would cover a thin bar.
             edges.append((1.0, 1.0, 1.0) if inches > 0.05 else faces[-1])
@@ -295,7 +294,7 @@ def _draw_rows(
                     ha="center",
                     va="center",
                     fontsize=8 if len(rows) <= 24 else 6.5,
-                    color="#1B1B1B" if span.task.kind == "fwd" else "white",
+                    color=span.task.row.ink,
                 )
     axis.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors=edges, linewidths=0.7, zorder=2))
     axis.set_xlim(0, end)

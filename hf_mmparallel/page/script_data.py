@@ -239,7 +239,7 @@ def _columns(tasks: TaskTimes, stages: Mapping[StageKey, int], num_chunks: int) 
     indices = [stages[task.stage_key] for task, _, _ in tasks]
     return {
         "stage": indices[0] if len(set(indices)) == 1 else indices,
-        "task": [2 * (task.microbatch * num_chunks + task.chunk) + (task.kind == "bwd") for task, _, _ in tasks],
+        "task": [2 * (task.microbatch * num_chunks + task.chunk) + task.row.direction for task, _, _ in tasks],
         **_gaps([(start, end) for _, start, end in tasks]),
     }
 

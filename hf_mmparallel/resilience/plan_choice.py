@@ -60,7 +60,7 @@ class StepTimes:
         passes_ms = mean_pass_ms(chain.costs, layout, chain.microbatches)
 
         def task_ms(task: Task) -> float:
-            return passes_ms[task.stage_key][task.kind == "bwd"]
+            return passes_ms[task.stage_key][task.row.direction]
 
         timeline = simulate(planner.representatives, step, task_ms, sends.messages_ms, sends.sync_ms)
         step_ms = timeline.iteration_ms + optimizer_ms(chain.costs, layout, planner.sync_groups)

@@ -171,10 +171,7 @@ class _Step:
     def compute(self, task: Task) -> None:
         if self.inputs.is_empty(task):
             return
-        if task.kind == "fwd":
-            self.forward(task)
-        else:
-            self.backward(task)
+        _RUN[task.kind](self, task)
 
     def forward(self, task: Task) -> None:
         """Runs a stage's forward on one chunk."""
@@ -288,6 +285,9 @@ class _Step:
             del self.gradients[task.key]
         elif not self.program.has_backward(task):
             del self.running[task.key]
+
+
+_RUN: dict[str, Callable[[_Step, Task], None]] = {"fwd": _Step.forward, "bwd": _Step.backward}
 
 
 def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incoming]]]:

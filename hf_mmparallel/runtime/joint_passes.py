@@ -21,7 +21,7 @@ from ..modeling import ModuleStage
 from ..modeling.dtensors import local
 from ..plan import StageKey
 from ..schedule import REST, Action, PassAction, Task, step_passes
-from ..schedule.actions import Kind
+from ..schedule.kinds import BACKWARD, FORWARD, Direction
 from ..world import ReduceScatter
 from .optimizer_slices import (
     FlatSlice,
@@ -136,8 +136,8 @@ class StagePasses:
             for index in (*range(len(layers)), REST)
         }
         self.gathers = any(group.zero_stage == 3 for unit in self.units.values() for group in unit.groups)
-        self._passes: list[tuple[Kind, tuple[PassAction, ...]]] = []  # of the step, the next one last
-        self._kind: Kind | None = None  # of the pass that runs
+        self._passes: list[tuple[Direction, tuple[PassAction, ...]]] = []  # of the step, the next one last
+        self._direction: Direction | None = None  # of the pass that runs
         self._is_empty = False
         self._runs: Sequence[Run] = ()
         self._actions: tuple[PassAction, ...] = ()
@@ -146,16 +146,16 @@ class StagePasses:
             layer.register_forward_pre_hook(lambda *_, index=index: self._before_forward(index))
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
-    def start_step(self, kinds: Sequence[Kind], runs: Sequence[Run]) -> None:
-        """Prepares the passes of a step: their kinds, and the runs that any rank may have in a pass."""
+    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run]) -> None:
+        """Prepares the passes of a step: their directions, and the runs that any rank may have in a pass."""
         num_layers = len(self.units) - 1
-        passes = step_passes(kinds, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
-        self._passes, self._runs = list(zip(kinds, passes, strict=True))[::-1], runs
+        passes = step_passes(directions, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
+        self._passes, self._runs = list(zip(directions, passes, strict=True))[::-1], runs
 
     def begin(self, is_empty: bool) -> None:
         """Starts to gather what the next pass begins with, which may still wait for its input."""
         self._is_empty = is_empty  # this rank computes nothing in it
-        (self._kind, self._actions), self._done = self._passes.pop(), 0
+        (self._direction, self._actions), self._done = self._passes.pop(), 0
         while self._done < len(self._actions) and self._actions[self._done].op == "gather":
             self._advance()
 
@@ -168,13 +168,13 @@ class StagePasses:
         """Issues what is left of a pass."""
         while self._done < len(self._actions):
             self._advance()
-        self._kind = None
+        self._direction = None
 
     def _before_forward(self, layer: int) -> None:
         """Reaches a layer before its forward, or before its repetition in a backward."""
-        if self._kind == "fwd":
+        if self._direction == FORWARD:
             self._reach(layer, self._runs.index(self.stage.modality))
-        elif self._kind == "bwd":
+        elif self._direction == BACKWARD:
             runs = [
                 action.run
                 for action in self._actions[self._done :]
@@ -185,7 +185,7 @@ class StagePasses:
 
     def _after_forward(self, layer: int, output: Any) -> None:
         """Lets the gradient of a layer's output announce its backward."""
-        if self._kind != "fwd" or not torch.is_grad_enabled():
+        if self._direction != FORWARD or not torch.is_grad_enabled():
             return
         run = self._runs.index(self.stage.modality)
         for tensor in tree_leaves(output):
@@ -248,18 +248,18 @@ class LastBackward:
         # `reach` gets the index in the module of a layer that is about to run backwards; the gradients of all layers
         # after it are complete
         self.stage, self.reach = stage, reach
-        self._kinds: list[Kind] = []  # of the passes that are left, the next one last
+        self._directions: list[Direction] = []  # of the passes that are left, the next one last
         self._is_last = False
         for index, layer in stage.own_layers.items():
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
-    def start_step(self, kinds: Sequence[Kind], runs: Sequence[Run]) -> None:
+    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run]) -> None:
         """See [`StagePasses`]."""
-        self._kinds, self._is_last = list(kinds)[::-1], False
+        self._directions, self._is_last = list(directions)[::-1], False
 
     def begin(self, is_empty: bool) -> None:
         """See [`StagePasses`]."""
-        self._is_last = self._kinds.pop() == "bwd" and "bwd" not in self._kinds
+        self._is_last = self._directions.pop() == BACKWARD and BACKWARD not in self._directions
 
     def compute(self) -> None:
         """Does nothing, see [`StagePasses`]."""
@@ -293,8 +293,8 @@ class TaskHooks:
         """Called before the first of this rank's actions in a step."""
         tasks = [action.task for action in actions if action.task is not None]
         for key, passes in self.by_stage.items():
-            kinds: list[Kind] = [task.kind for task in tasks if task.stage_key == key]
-            passes.start_step(kinds, self.runs.get(key[0], (None,)))
+            directions: list[Direction] = [task.row.direction for task in tasks if task.stage_key == key]
+            passes.start_step(directions, self.runs.get(key[0], (None,)))
 
     def begin(self, task: Task, is_empty: bool) -> None:
         """Called before a task waits for its input."""

@@ -79,9 +79,8 @@ class MemoryAccount:
         module = self.plan.modules[task.module]
         stage = self.plan.stage(task.module, task.replica, task.stage)
         stages = len(module.replicas[task.replica])
-        direction = "forward" if task.kind == "fwd" else "backward"
         return (
-            f"the {direction} of microbatch {task.microbatch} of `{task.module}`, stage {task.stage} of {stages} "
+            f"the {task.row.label} of microbatch {task.microbatch} of `{task.module}`, stage {task.stage} of {stages} "
             f"(layers {stage.layers[0]}-{stage.layers[1] - 1}), with {self._size(task)}"
         )
 

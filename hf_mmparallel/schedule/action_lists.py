@@ -15,8 +15,12 @@ from numpy.typing import NDArray
 
 from .actions import Action, Task, TaskKey
 from .graph import TaskGraph, concatenate_ranges
+from .kinds import KINDS
 
-_OPS = {op: number for number, op in enumerate(("fwd", "bwd", "send", "recv", "sync"))}
+_KIND_NUMBERS = {word: number for number, word in enumerate(KINDS)}
+_OPS = {"send": 2, "recv": 3, "sync": 4}
+# the op that runs a task of each kind: those of the first two precede the others
+_RUNS = np.array([number if number < 2 else number + len(_OPS) for number in range(len(KINDS))])
 _FACTORS = np.random.default_rng(0).integers(1, 2**63, 10, np.uint64) * np.uint64(2) + np.uint64(1)
 
 
@@ -94,11 +98,11 @@ class PartActions:
         names = np.array([zlib.crc32(key[0].encode()) for key in graph.stages], np.int64)
         replica_and_stage = np.array([key[1:] for key in graph.stages], np.int64).reshape(-1, 2)
         stage, microbatch, chunk = graph.columns
-        is_backward = (graph.forward >= 0).astype(np.int64)
-        tasks = _task_hashes(np.stack([is_backward, names[stage], *replica_and_stage[stage].T, microbatch, chunk]))
+        kind = graph.kind.astype(np.int64)
+        tasks = _task_hashes(np.stack([kind, names[stage], *replica_and_stage[stage].T, microbatch, chunk]))
         source, target = tasks[graph.links]
         transfers = [_action_hashes(_OPS[op], -1, source, target) for op in ("send", "recv")]
-        return np.concatenate([_action_hashes(is_backward, -1, tasks), *transfers, [np.uint64(0)]])
+        return np.concatenate([_action_hashes(_RUNS[kind], -1, tasks), *transfers, [np.uint64(0)]])
 
 
 class ProgramActions(Mapping[int, tuple[Action, ...]]):
@@ -150,7 +154,8 @@ def checksum(actions: Mapping[int, Sequence[Action]]) -> int:
     flat = [action for rank in ranks for action in actions[rank]]
     ends = [(a.task, None) if a.message is None else (a.message.source, a.message.target) for a in flat]
     first, second = (_hashes_of([pair[i] for pair in ends]) for i in range(2))
-    ops = np.array([_OPS[action.op] for action in flat], np.int64)
+    numbers_of_ops = _OPS | {word: int(_RUNS[number]) for word, number in _KIND_NUMBERS.items()}
+    ops = np.array([numbers_of_ops[action.op] for action in flat], np.int64)
     numbers = np.array([-1 if action.index is None else action.index for action in flat], np.int64)
     lengths = np.array([len(actions[rank]) for rank in ranks], np.int64)
     return _digest(np.array(ranks, np.int64), lengths, _action_hashes(ops, numbers, first, second))
@@ -165,7 +170,7 @@ def _digest(ranks: NDArray, lengths: NDArray, hashes: NDArray) -> int:
 def _hashes_of(tasks: Sequence[Task | None]) -> NDArray:
     """The hashes of tasks, 0 for `None`."""
     rows = [
-        (0,) * 6 if task is None else (_OPS[task.kind], zlib.crc32(task.module.encode()), *task.key[1:])
+        (0,) * 6 if task is None else (_KIND_NUMBERS[task.kind], zlib.crc32(task.module.encode()), *task.key[1:])
         for task in tasks
     ]
     hashes = _task_hashes(np.array(rows, np.int64).reshape(-1, 6).T)
@@ -199,13 +204,13 @@ class Program:
     actions: Mapping[int, tuple[Action, ...]]
 
     @cached_property
-    def backward_keys(self) -> frozenset[TaskKey]:
-        """The keys of all tasks that have a backward."""
+    def closed_keys(self) -> frozenset[TaskKey]:
+        """The keys of all tasks whose saved activations another task frees."""
         return frozenset(
             action.task.key
             for actions in self.actions.values()
             for action in actions
-            if action.op == "bwd" and action.task is not None
+            if action.task is not None and action.task.row.closes
         )
 
     @cached_property
@@ -223,7 +228,7 @@ class Program:
 
     def has_backward(self, task: Task) -> bool:
         """Returns whether a chunk has a backward on its stage; if not, its forward needs no autograd graph."""
-        return task.key in self.backward_keys
+        return task.key in self.closed_keys
 
     def of_rank(self, rank: int) -> Program:
         """The program of a single rank."""

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..plan import StageKey
+from .kinds import KINDS, TaskKind
 
-Kind = Literal["fwd", "bwd"]
-Op = Literal["fwd", "bwd", "send", "recv", "sync"]
 TaskKey = tuple[str, int, int, int, int]
 
-_TASK = re.compile(r"(fwd|bwd) (\S+)\.r(\d+)\.s(\d+) mb(\d+)\.c(\d+)")
+_TASK = re.compile(rf"({'|'.join(KINDS)}) (\S+)\.r(\d+)\.s(\d+) mb(\d+)\.c(\d+)")
 
 
 class ProgramError(ValueError):
@@ -21,9 +20,9 @@ class ProgramError(ValueError):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Task:
-    """The forward or backward of a chunk on all ranks of a stage at once; as text `fwd vision.r0.s1 mb3.c0`."""
+    """Work of one kind on a chunk on all ranks of a stage at once; as text `fwd vision.r0.s1 mb3.c0`."""
 
-    kind: Kind
+    kind: str  # the word of a row of `KINDS`
     module: str
     replica: int  # data-parallel replica of the module
     stage: int  # pipeline stage of the replica
@@ -32,12 +31,17 @@ class Task:
 
     @property
     def key(self) -> TaskKey:
-        """Identifier shared by the forward and the backward of a chunk on a stage."""
+        """Identifier shared by all work on a chunk on a stage."""
         return self.module, self.replica, self.stage, self.microbatch, self.chunk
 
     @property
     def stage_key(self) -> StageKey:
         return self.module, self.replica, self.stage
+
+    @property
+    def row(self) -> TaskKind:
+        """The row of its kind."""
+        return KINDS[self.kind]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.module}.r{self.replica}.s{self.stage} mb{self.microbatch}.c{self.chunk}"
@@ -91,13 +95,13 @@ class Action:
     """
     One step of one rank.
 
-    `fwd` and `bwd` wait for the messages to a task and run it. `send` and `recv` never block: `send` passes the tensor
-    to the transport, and `recv` posts the buffer. A rank in both the source and the target of a message has both
-    actions, `send` first. `sync` sums the gradients of a [`SyncGroup`] over its ranks.
+    The word of a kind of task waits for the messages to a task and runs it. `send` and `recv` never block: `send`
+    passes the tensor to the transport, and `recv` posts the buffer. A rank in both the source and the target of a
+    message has both actions, `send` first. `sync` sums the gradients of a [`SyncGroup`] over its ranks.
     """
 
-    op: Op
-    task: Task | None = None  # of `fwd` and `bwd`
+    op: str  # the word of a kind of task, or `send`, `recv`, `sync`
+    task: Task | None = None  # that is run
     message: Message | None = None  # of `send` and `recv`
     index: int | None = None  # of `sync`: the group's index in the list of gradient sums
 
@@ -114,7 +118,7 @@ class Action:
     def parse(cls, text: str) -> Action:
         """Reads the text form. Raises `ValueError` for anything else."""
         op, _, rest = text.partition(" ")
-        if op in ("fwd", "bwd"):
+        if op in KINDS:
             return cls.run(Task.parse(text))
         if op in ("send", "recv"):
             return cls(op, message=Message.parse(rest))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,10 @@ from numpy.typing import NDArray
 from ..plan import Edge, ParallelPlan, StageKey, StepPlan
 from ..plan.step_plan import ChunkTable
 from .actions import Message, Task
+from .kinds import CLOSES, KINDS, OPENS, SENDS_GRADIENTS
+
+_WORDS = tuple(KINDS)
+_MESSAGES: tuple[Literal["act", "grad"], ...] = tuple(kind.message or "act" for kind in KINDS.values())
 
 
 class GradientFlow:
@@ -50,10 +55,11 @@ class TaskGraph:
     """The tasks and messages of a step as arrays, for numpy; `Task` and `Message` objects are made on access only."""
 
     stages: tuple[StageKey, ...]  # (module, replica, stage) of every stage, in the plan's order
-    # [3, tasks]: stage (index in `stages`), microbatch and chunk. Forwards come before backwards, and each task after
-    # its dependencies; the forwards of a stage, and its backwards, are in the order of their chunks.
+    # [3, tasks]: stage (index in `stages`), microbatch and chunk. Each task comes after its dependencies; the tasks of
+    # a stage of one kind are in the order of their chunks.
     columns: NDArray
-    forward: NDArray  # [tasks], for a backward the index of its forward task, -1 for forwards
+    kind: NDArray  # int8 [tasks], place in `KINDS`
+    after: NDArray  # [tasks], the task of the same chunk and stage that comes before it, -1 for its first one
     links: NDArray  # [2, messages], source and target task
     # [tasks], the first of the tasks that run at the same time because their ranks exchange weights or gradients (see
     # `ModulePlan.joint_replicas`), the task itself if it runs alone; `None` if all do
@@ -61,11 +67,15 @@ class TaskGraph:
 
     @property
     def num_tasks(self) -> int:
-        return len(self.forward)
+        return len(self.kind)
 
     @cached_property
-    def num_forwards(self) -> int:
-        return int(np.count_nonzero(self.forward < 0))
+    def first(self) -> NDArray:
+        """The first task of the same chunk and stage, int64 `[tasks]`."""
+        result = np.where(self.after < 0, np.arange(self.num_tasks), self.after)
+        for _ in KINDS:
+            result = result[result]
+        return result
 
     @property
     def num_messages(self) -> int:
@@ -75,13 +85,12 @@ class TaskGraph:
         """The task with an index."""
         stage, microbatch, chunk = self.columns[:, index].tolist()
         module, replica, stage_index = self.stages[stage]
-        kind = "fwd" if index < self.num_forwards else "bwd"
-        return Task(kind, module, replica, stage_index, microbatch, chunk)
+        return Task(_WORDS[self.kind[index]], module, replica, stage_index, microbatch, chunk)
 
     def message(self, index: int) -> Message:
         """The message with an index."""
         source, target = self.links[:, index].tolist()
-        return Message("act" if source < self.num_forwards else "grad", self.task(source), self.task(target))
+        return Message(_MESSAGES[self.kind[source]], self.task(source), self.task(target))
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -91,8 +100,13 @@ class TaskGraph:
     @cached_property
     def messages(self) -> tuple[Message, ...]:
         """Returns all messages."""
-        tasks, first = self.tasks, self.num_forwards
-        return tuple(Message("act" if s < first else "grad", tasks[s], tasks[t]) for s, t in self.ends)
+        tasks, kinds = self.tasks, self.kind.tolist()
+        return tuple(Message(_MESSAGES[kinds[s]], tasks[s], tasks[t]) for s, t in self.ends)
+
+    @property
+    def is_gradient(self) -> NDArray:
+        """Whether each message has gradients, bool `[messages]`."""
+        return SENDS_GRADIENTS[self.kind[self.links[0]]]
 
     @cached_property
     def ends(self) -> tuple[tuple[int, int], ...]:
@@ -108,25 +122,25 @@ class TaskCounts:
     followers: NDArray  # dependents of each task, concatenated over the tasks
     num_followers: NDArray  # [tasks], number of dependents
     cell: NDArray  # [tasks]
-    backwards: NDArray  # [cells], number of backwards
-    opens: NDArray  # [tasks], whether it is the first forward of a cell with a backward
+    closing: NDArray  # [cells], number of tasks that close it
+    opens: NDArray  # [tasks], whether it is the first task of a cell that is closed, too
 
     @classmethod
     def of(cls, graph: TaskGraph) -> TaskCounts:
         """Counts for a graph."""
-        count, first = graph.num_tasks, graph.num_forwards
-        stage, microbatch, chunk = graph.columns
-        sources = np.concatenate([graph.links[0], graph.forward[first:]])
-        targets = np.concatenate([graph.links[1], np.arange(first, count)])
+        count, (stage, microbatch, chunk) = graph.num_tasks, graph.columns
+        later = np.flatnonzero(graph.after >= 0)
+        sources = np.concatenate([graph.links[0], graph.after[later]])
+        targets = np.concatenate([graph.links[1], later])
         cells, cell = np.unique(stage * (microbatch.max(initial=0) + 1) + microbatch, return_inverse=True)
-        backwards = np.bincount(cell[first:], minlength=len(cells))
+        closing = np.bincount(cell[CLOSES[graph.kind]], minlength=len(cells))
         return cls(
             np.bincount(targets, minlength=count),
             targets[np.argsort(sources, kind="stable")],
             np.bincount(sources, minlength=count),
             cell,
-            backwards,
-            (chunk == 0) & (backwards[cell] > 0),
+            closing,
+            OPENS[graph.kind] & (chunk == 0) & (closing[cell] > 0),
         )
 
 
@@ -165,7 +179,7 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
     if any(module.joint_replicas > 1 for module in plan.modules.values()):
         joint = np.concatenate([module.joint for module in modules.values()])
     links, runs_back = _links(plan, modules, columns.shape[1])
-    forward = np.full(columns.shape[1], -1)
+    after = np.full(columns.shape[1], -1)
     if training:
         # Backwards are in reverse order of modules and stages, and so after their dependencies; within a stage the
         # chunks keep their order.
@@ -176,10 +190,10 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
         backward_of = np.full(columns.shape[1], -1)  # index of the backward of each forward
         backward_of[back] = columns.shape[1] + np.arange(len(back))
         grads = backward_of[links[::-1, runs_back[links[0]]]]
-        columns, forward = np.concatenate([columns, columns[:, back]], axis=1), np.concatenate([forward, back])
+        columns, after = np.concatenate([columns, columns[:, back]], axis=1), np.concatenate([after, back])
         links = np.concatenate([links, grads], axis=1)
         joint = None if joint is None else np.concatenate([joint, backward_of[joint[back]]])
-    return TaskGraph(stages, columns, forward, links, joint)
+    return TaskGraph(stages, columns, (after >= 0).astype(np.int8), after, links, joint)
 
 
 @dataclass(frozen=True)

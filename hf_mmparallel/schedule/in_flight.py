@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..plan import ModulePlan, ParallelPlan, Stage, StageKey, StepPlan
 from ..plan.step_plan import SampleLocations
+from .kinds import KINDS
 
 if TYPE_CHECKING:
     from .graph import TaskGraph
@@ -77,11 +78,10 @@ class JointTasks:
         self.tasks, self._position = np.unique(joint, return_inverse=True)
         columns = graph.columns[:, self.tasks].copy()
         columns[0] = np.searchsorted(self.stages, columns[0])
-        forward = graph.forward[self.tasks]
-        forward = np.where(forward < 0, -1, self._position[forward])
-        self.graph = replace(
-            graph, stages=keys, columns=columns, forward=forward, links=self._position[graph.links], joint=None
-        )
+        after = graph.after[self.tasks]
+        after = np.where(after < 0, -1, self._position[after])
+        links, kind = self._position[graph.links], graph.kind[self.tasks]
+        self.graph = replace(graph, stages=keys, columns=columns, kind=kind, after=after, links=links, joint=None)
 
     @property
     def occupied(self) -> list[tuple[int, ...]]:
@@ -104,13 +104,9 @@ class JointTasks:
 
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
-    """Returns (module, `"fwd"` or `"bwd"`) -> the phase of a step in which such tasks run, see [`SchedulePolicy`]."""
-    encoders = plan.encoders
-    return {
-        (name, kind): phase
-        for name in plan.modules
-        for kind, phase in zip(("fwd", "bwd"), plan.policy.phases(name in encoders), strict=True)
-    }
+    """Returns (module, word of a kind) -> the phase of a step in which such tasks run, see [`SchedulePolicy`]."""
+    phases = {name: plan.policy.phases(name in plan.encoders) for name in plan.modules}
+    return {(name, kind.word): phases[name][kind.direction] for name in phases for kind in KINDS.values()}
 
 
 def may_alternate(plan: ParallelPlan) -> bool:

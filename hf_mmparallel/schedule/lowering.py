@@ -14,6 +14,7 @@ from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .action_lists import PartActions, Program, ProgramActions
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
+from .kinds import ADDS_GRADIENTS
 from .parts import Part, find_representatives
 from .proof import prove
 from .scheduler import Cost, Order, default_cost, order_tasks, task_times
@@ -128,8 +129,8 @@ def _receive_places(
     needed = receives[1] * num_places + 2 * started[target]
     before = starts[np.maximum(np.searchsorted(starts, needed) - 1, 0)]
     ahead = np.where(before // num_places == receives[1], before, needed) % num_places
-    forward = graph.forward[target]
-    sized = np.where(forward < 0, 0, 2 * started[forward] + 1)
+    before_it = graph.after[target]
+    sized = np.where(before_it < 0, 0, 2 * started[before_it] + 1)
     sent = 2 * started[graph.links[0, sends[0]]] + 1
     queue, message = _queues(ranks, graph, ends), np.concatenate([sends[0], receives[0]])
     is_receive = np.repeat([False, True], [len(sends[0]), len(receives[0])])
@@ -188,8 +189,8 @@ def sum_instants(
 
 def last_backwards(graph: TaskGraph, finished: NDArray) -> NDArray:
     """Event at which the last backward of each stage ends, int64 `[stages]`; -1 without backwards."""
-    last, first = np.full(len(graph.stages), -1), graph.num_forwards
-    np.maximum.at(last, graph.columns[0, first:], finished[first:])
+    last, adds = np.full(len(graph.stages), -1), np.flatnonzero(ADDS_GRADIENTS[graph.kind])
+    np.maximum.at(last, graph.columns[0, adds], finished[adds])
     return last
 
 

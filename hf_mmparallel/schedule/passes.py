@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Generic, Literal, TypeVar
 
-from .actions import Kind
+from .kinds import BACKWARD, FORWARD, Direction
 
 REST = -1  # parameters that are in no layer: embeddings, the last norm, the head, the projector
 # layers at the end of a pass that stay gathered for one in the other direction; while a layer is computed the next one
@@ -36,15 +36,15 @@ class PassAction:
 
 @lru_cache(maxsize=1024)
 def pass_actions(
-    kind: Kind,
+    direction: Direction,
     num_layers: int,
     num_runs: int = 1,  # forwards through the layers in one task, one for each modality
     *,
     gathers: bool = True,  # whether weights are divided (ZeRO-3); if not, gradients only
     reshards: bool = True,  # whether each pass frees layers; if not, the last one does, and the first gathers
     first_backward: int = 0,  # neither the layers before it nor anything before them is trained
-    previous: Kind | None = None,  # of the stage's previous pass in the step; `None` for the first one
-    following: Kind | None = None,  # of its next pass; `None` for the last one
+    previous: Direction | None = None,  # of the stage's previous pass in the step; `None` for the first one
+    following: Direction | None = None,  # of its next pass; `None` for the last one
 ) -> tuple[PassAction, ...]:
     """
     Returns the actions of one pass, in the order in which every rank issues them.
@@ -60,9 +60,9 @@ def pass_actions(
     """
     walks = _walks(num_layers if num_runs else 0, first_backward)
     staying = partial(_staying, walks, reshards)
-    runs = range(num_runs) if kind == "fwd" else range(num_runs)[::-1]
-    order = [(layer, run) for run in runs for layer in walks[kind]]
-    held = staying(previous, kind)
+    runs = range(num_runs) if direction == FORWARD else range(num_runs)[::-1]
+    order = [(layer, run) for run in runs for layer in walks[direction]]
+    held = staying(previous, direction)
     result = [PassAction("gather", REST)] if previous is None else []
 
     def gather(layer: int, run: int) -> None:
@@ -71,11 +71,11 @@ def pass_actions(
             result.append(PassAction("gather", layer, run))
 
     def free(layer: int, run: int) -> None:
-        if layer not in staying(kind, following if run == runs[-1] else kind):
+        if layer not in staying(direction, following if run == runs[-1] else direction):
             held.remove(layer)
             result.append(PassAction("free", layer, run))
 
-    for layer in sorted(held - set(walks[kind])):
+    for layer in sorted(held - set(walks[direction])):
         free(layer, runs[-1])
     for position, (layer, run) in enumerate(order):
         gather(layer, run)
@@ -92,40 +92,42 @@ def pass_actions(
     result.append(PassAction("sum", REST))
     if following is None:
         result.append(PassAction("free", REST))
-    left_out = {"sum"} if kind == "fwd" else set()
+    left_out = {"sum"} if direction == FORWARD else set()
     left_out |= set() if gathers else {"gather", "free"}
     return tuple(action for action in result if action.op not in left_out)
 
 
-def _walks(num_layers: int, first_backward: int) -> dict[Kind, list[int]]:
+def _walks(num_layers: int, first_backward: int) -> dict[Direction, list[int]]:
     """The layers in the order in which passes reach them."""
-    return {"fwd": list(range(num_layers)), "bwd": list(range(first_backward, num_layers))[::-1]}
+    return {FORWARD: list(range(num_layers)), BACKWARD: list(range(first_backward, num_layers))[::-1]}
 
 
-def _staying(walks: dict[Kind, list[int]], reshards: bool, before: Kind | None, after: Kind | None) -> set[int]:
+def _staying(
+    walks: dict[Direction, list[int]], reshards: bool, before: Direction | None, after: Direction | None
+) -> set[int]:
     """The layers that stay gathered from one walk through the layers to the next."""
     if before is None or after is None:
         return set()
     if not reshards:
-        return set(walks["fwd"])
+        return set(walks[FORWARD])
     if before == after and len(walks[before]) > KEPT_LAYERS:
         return set()
     return set(walks[before][-KEPT_LAYERS:]) & set(walks[after][:KEPT_LAYERS])
 
 
 def step_passes(
-    kinds: Sequence[Kind],
+    directions: Sequence[Direction],
     num_layers: int,
     num_runs: int = 1,
     gathers: bool = True,
     reshards: bool = True,
     first_backward: int = 0,
 ) -> list[tuple[PassAction, ...]]:
-    """Returns the actions of all passes of a stage in one step, given their kinds; see [`pass_actions`]."""
-    neighbours = zip([None, *kinds], kinds, [*kinds[1:], None], strict=False)
+    """Returns the actions of all passes of a stage in one step, given their directions; see [`pass_actions`]."""
+    neighbours = zip([None, *directions], directions, [*directions[1:], None], strict=False)
     return [
         pass_actions(
-            kind,
+            direction,
             num_layers,
             num_runs,
             gathers=gathers,
@@ -134,7 +136,7 @@ def step_passes(
             previous=previous,
             following=following,
         )
-        for previous, kind, following in neighbours
+        for previous, direction, following in neighbours
     ]
 
 

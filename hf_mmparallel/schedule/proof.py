@@ -12,6 +12,7 @@ from ..plan import ParallelPlan, SyncGroup
 from .action_lists import PartActions
 from .actions import Action, ProgramError
 from .graph import StageRanks, TaskGraph
+from .kinds import ADDS_GRADIENTS
 
 # Whether each of some actions holds, their ranks and codes, and what is wrong where one does not.
 Condition = tuple[NDArray, NDArray, NDArray, str]
@@ -122,17 +123,19 @@ class Proof:
         code = first + graph.num_messages + received
         receive_at = self._at(receiver, code)
         source, target = graph.links
-        forward, needed = graph.forward[task], graph.forward[target[received]]
-        back, sized = forward >= 0, needed >= 0
-        yield self._at(rank[back], forward[back]) < task_at[back], rank[back], task[back], "before its forward"
+        before, needed = graph.after[task], graph.after[target[received]]
+        later, sized = before >= 0, needed >= 0
+        in_turn = self._at(rank[later], before[later]) < task_at[later]
+        yield in_turn, rank[later], task[later], "before its forward"
         yield self._at(sender, source[sent]) < self.send_at, sender, first + sent, "before what it sends is computed"
         yield receive_at < self._at(receiver, target[received]), receiver, code, "after the task that needs it"
         is_late = self._at(receiver[sized], needed[sized]) < receive_at[sized]
         yield is_late, receiver[sized], code[sized], "before the forward that gives it its size"
         own_send = self._at(receiver, first + received)  # -1 unless the rank is also in the source
         yield own_send < receive_at, receiver, code, "before its own send of it"
-        in_time = self._before_sums(task[back], rank[back], task_at[back])
-        yield in_time, rank[back], task[back], "after the sum of its gradients"
+        adds = ADDS_GRADIENTS[graph.kind[task]]
+        in_time = self._before_sums(task[adds], rank[adds], task_at[adds])
+        yield in_time, rank[adds], task[adds], "after the sum of its gradients"
 
     def _before_sums(self, task: NDArray, rank: NDArray, at: NDArray) -> NDArray:
         """Whether each backward comes before the gradient sums of its stage."""

@@ -18,6 +18,7 @@ from ..plan import ParallelPlan, StageKey
 from .actions import Task
 from .graph import TaskCounts, TaskGraph, concatenate_ranges
 from .in_flight import JointTasks, task_phases
+from .kinds import CLOSES, IN_ORDER, KINDS
 
 # A vectorised simulation for thousands of stages: tasks that end within a window of time are one numpy operation.
 
@@ -56,17 +57,19 @@ class Windows:
         self.graph, self.alternate, self.max_in_flight = graph, alternate, np.array(max_in_flight, float)
         self.times_ms = np.array(times_ms, float)
         self.could_wait = False
-        count, first, size = graph.num_tasks, graph.num_forwards, len(graph.stages)
+        count, size = graph.num_tasks, len(graph.stages)
         self.stage, self.cell, self.opens = graph.columns[0], counts.cell, counts.opens
+        self.in_order, self.closes = IN_ORDER[graph.kind], CLOSES[graph.kind]
+        queued, self.others = np.flatnonzero(self.in_order), np.flatnonzero(~self.in_order)
         self.missing, self.ready_ms = counts.missing.copy(), np.zeros(count)
         self.followers, self.num_followers = counts.followers, counts.num_followers
         self.first_follower = np.cumsum(self.num_followers) - self.num_followers
-        self.backwards_left = counts.backwards.copy()
-        self.queue = np.append(np.argsort(self.stage[:first], kind="stable"), 0)
-        forwards = np.bincount(self.stage[:first], minlength=size)
+        self.closing_left = counts.closing.copy()
+        self.queue = np.append(queued[np.argsort(self.stage[queued], kind="stable")], 0)
+        forwards = np.bincount(self.stage[queued], minlength=size)
         self.next, self.stop = np.cumsum(forwards) - forwards, np.cumsum(forwards)
-        backwards = np.bincount(self.stage[first:], minlength=size)
-        order = first + np.argsort(self.stage[first:], kind="stable")
+        backwards = np.bincount(self.stage[self.others], minlength=size)
+        order = self.others[np.argsort(self.stage[self.others], kind="stable")]
         self.column = np.zeros(count, np.int64)
         self.column[order] = concatenate_ranges(np.zeros(size, np.int64), backwards)
         self.width = int(backwards.max(initial=0)) + 1
@@ -89,9 +92,7 @@ class Windows:
         # Arrival time and task of each backward that waits for its stage.
         self.came_ms = np.full((size, self.width), math.inf)
         self.waiting = np.zeros((size, self.width), np.int64)
-        self.waiting[self.stage[self.graph.num_forwards :], self.column[self.graph.num_forwards :]] = np.arange(
-            self.graph.num_forwards, count
-        )
+        self.waiting[self.stage[self.others], self.column[self.others]] = self.others
         self._start(np.arange(size))
         for _ in range(1 + count // _MIN_TASKS):
             now = self.end_of_ms.min(initial=math.inf)
@@ -105,16 +106,16 @@ class Windows:
         """Ends the running tasks of some stages; returns the stages that may be able to start a task."""
         tasks, ends = self.runs[stages], self.end_of_ms[stages]
         self.free_ms[stages], self.end_of_ms[stages] = ends, math.inf
-        is_backward = tasks >= self.graph.num_forwards
-        cells = self.cell[tasks[is_backward]]
-        self.backwards_left[cells] -= 1
-        self.in_flight[stages[is_backward]] -= self.backwards_left[cells] == 0
+        closes = self.closes[tasks]
+        cells = self.cell[tasks[closes]]
+        self.closing_left[cells] -= 1
+        self.in_flight[stages[closes]] -= self.closing_left[cells] == 0
         counts = self.num_followers[tasks]
         followers = self.followers[concatenate_ranges(self.first_follower[tasks], counts)]
         np.subtract.at(self.missing, followers, 1)
         np.maximum.at(self.ready_ms, followers, ends.repeat(counts))
         came = followers[self.missing[followers] == 0]
-        backwards = came[came >= self.graph.num_forwards]
+        backwards = came[~self.in_order[came]]
         self.came_ms[self.stage[backwards], self.column[backwards]] = self.ready_ms[backwards]
         touched = np.unique(np.concatenate([stages, self.stage[came]]))
         return touched[self.end_of_ms[touched] == math.inf]
@@ -194,7 +195,7 @@ class Order:
 
 def default_cost(task: Task) -> float:
     """1 ms for a forward, 2 ms for a backward."""
-    return 1.0 if task.kind == "fwd" else 2.0
+    return 1.0 + task.row.direction
 
 
 class _Tables:
@@ -239,17 +240,17 @@ class _Tables:
         # stage -> the stages that share ranks with it and itself, only where a component has others
         self.neighbours = self._neighbours()
         self.phases = _phases(plan, graph)
-        self.num_forwards = graph.num_forwards
+        self.in_order, self.closes = IN_ORDER[graph.kind].tolist(), CLOSES[graph.kind].tolist()
 
-        first, counts = graph.num_forwards, TaskCounts.of(graph)
-        # task -> number of its dependencies; cell -> number of its backwards
-        self.missing, self.backwards_left = counts.missing.tolist(), counts.backwards.tolist()
+        queued, counts = np.flatnonzero(IN_ORDER[graph.kind]), TaskCounts.of(graph)
+        # task -> number of its dependencies; cell -> number of the tasks that close it
+        self.missing, self.closing_left = counts.missing.tolist(), counts.closing.tolist()
         # The dependents of task `i` are `followers[stops[i] : stops[i + 1]]`: one list for all tasks, since many short
         # ones would keep the garbage collector busy.
         self.followers = counts.followers.tolist()
         self.stops = [0, *np.cumsum(counts.num_followers).tolist()]
         # stage -> its forwards, in order
-        self.forwards = _lists(graph.columns[0, :first], np.arange(first), len(graph.stages))
+        self.forwards = _lists(graph.columns[0, queued], queued, len(graph.stages))
         self.cell, self.opens = counts.cell.tolist(), counts.opens.tolist()
         self.stage_of, self.microbatch, self.chunk = graph.columns.tolist()
 
@@ -282,7 +283,7 @@ class _Simulation:
         self.backwards: list[list[int]] = [[] for _ in range(num_stages)]  # heaps of ready backwards
         self.in_flight = [0] * num_stages  # microbatches with an unfinished backward
         self.forward_due = [False] * num_stages  # whether the last task was a backward
-        self.missing, self.backwards_left = list(tables.missing), list(tables.backwards_left)
+        self.missing, self.closing_left = list(tables.missing), list(tables.closing_left)
         self.busy = [False] * tables.num_ranks
         self.phases = None if tables.phases is None else _Phases(tables)
         self.running: list[tuple[float, int]] = []
@@ -295,7 +296,7 @@ class _Simulation:
         self.could_wait, self.events, self.running = False, 0, []
         tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
         stage_of, first_rank, component_of = tables.stage_of, tables.first_rank, tables.component_of
-        followers, stops, num_forwards = tables.followers, tables.stops, tables.num_forwards
+        followers, stops, in_order = tables.followers, tables.stops, tables.in_order
         missing, busy, neighbours = self.missing, self.busy, tables.neighbours
         push, pop, dispatch, finish = heapq.heappush, heapq.heappop, self._dispatch, self._finish
         for component in tables.components_of_part[part]:
@@ -318,7 +319,7 @@ class _Simulation:
                     missing[other] -= 1
                     if not missing[other]:
                         stage = stage_of[other]
-                        if other >= num_forwards:
+                        if not in_order[other]:
                             push(self.backwards[stage], other)
                         if not busy[first_rank[stage]]:  # a busy stage is dispatched when it becomes free
                             dirty.setdefault(component_of[stage], set()).add(stage)
@@ -379,13 +380,13 @@ class _Simulation:
     def _priority(self, index: int) -> tuple[bool, int, int, int, int]:
         """Sort key of tasks of stages that share ranks: backwards, and forwards that are due, come first."""
         tables = self.tables
-        is_late = index < tables.num_forwards and not self.forward_due[tables.stage_of[index]]
+        is_late = tables.in_order[index] and not self.forward_due[tables.stage_of[index]]
         return is_late, tables.microbatch[index], tables.chunk[index], tables.stage_of[index], index
 
     def _start(self, index: int, now: float) -> None:
         tables = self.tables
         stage = tables.stage_of[index]
-        if index < tables.num_forwards:
+        if tables.in_order[index]:
             self.forward_due[stage] = False
             self.next[stage] += 1
             self.in_flight[stage] += tables.opens[index]
@@ -403,10 +404,10 @@ class _Simulation:
     def _finish(self, index: int) -> None:
         tables = self.tables
         stage = tables.stage_of[index]
-        if index >= tables.num_forwards:
+        if tables.closes[index]:
             cell = tables.cell[index]
-            self.backwards_left[cell] -= 1
-            self.in_flight[stage] -= not self.backwards_left[cell]
+            self.closing_left[cell] -= 1
+            self.in_flight[stage] -= not self.closing_left[cell]
         for rank in tables.ranks[stage]:
             self.busy[rank] = False
         if self.phases is not None:
@@ -443,8 +444,8 @@ def _phases(plan: ParallelPlan, graph: TaskGraph) -> list[int] | None:
     phases = task_phases(plan)
     if not any(phases.values()):
         return None
-    by_stage = np.array([[phases[key[0], kind] for kind in ("fwd", "bwd")] for key in graph.stages]).reshape(-1, 2)
-    return by_stage[graph.columns[0], (graph.forward >= 0).astype(int)].tolist()
+    by_stage = np.array([[phases[key[0], kind] for kind in KINDS] for key in graph.stages]).reshape(-1, len(KINDS))
+    return by_stage[graph.columns[0], graph.kind].tolist()
 
 
 def _connected_components(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:

@@ -15,6 +15,7 @@ from ..plan import StageKey, StepPlan
 from .actions import Task
 from .graph import TaskGraph, build_graph
 from .in_flight import JointTasks, in_flight_limits, may_alternate
+from .kinds import CLOSES, OPENS
 from .lowering import sum_instants
 from .parts import Representatives
 from .scheduler import Cost, Order, default_cost, order_tasks, task_times
@@ -193,17 +194,19 @@ class Timeline:
         (module, replica, stage) -> most microbatches whose forward has started and whose backward has not ended; a
         chunk counts as its fraction of the microbatch.
         """
-        graph, first = self.graph, self.graph.num_forwards
-        if not first:
+        graph = self.graph
+        opening = np.flatnonzero(OPENS[graph.kind])
+        if not len(opening):
             return {}
-        stage, microbatch, _ = graph.columns[:, :first]
-        last = np.arange(first)  # the backward of each forward, or the forward itself
-        last[graph.forward[first:]] = np.arange(first, graph.num_tasks)
+        stage, microbatch, _ = graph.columns[:, opening]
+        closing = np.flatnonzero(CLOSES[graph.kind])
+        last = np.arange(graph.num_tasks)  # the task that closes a chunk, or the only one
+        last[graph.first[closing]] = closing
         _, cell, counts = np.unique(
             stage * (microbatch.max() + 1) + microbatch, return_inverse=True, return_counts=True
         )
         share = 1 / counts[cell]
-        times = np.concatenate([self.start_ms[:first], self.end_ms[last]])
+        times = np.concatenate([self.start_ms[opening], self.end_ms[last[opening]]])
         changes, stage = np.concatenate([share, -share]), np.concatenate([stage, stage])
         order = np.lexsort((changes, times, stage))
         in_flight = np.cumsum(changes[order])  # 0 at the end of every stage
@@ -308,7 +311,7 @@ def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.nda
     """Returns (module, replica) -> forward milliseconds, float64 `[num_microbatches]`, 0 for those without samples."""
     times: dict[Task, float] = {}
     for span in spans:
-        if span.task.kind == "fwd":
+        if span.task.row.opens:
             # of several ranks the slowest counts
             times[span.task] = max(times.get(span.task, 0.0), span.end_ms - span.start_ms)
     counts: dict[tuple[str, int], int] = {}

@@ -13,7 +13,7 @@ from ..cost import StepCost
 from ..cost.calibration import without_calibration
 from ..cost.layers import LayersWithoutSums
 from ..cost.row_sizes import NO_TOKENS, ChunkSize
-from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup
+from ..cost.run_log import KINDS, LoggedWindow, TaskGroup
 from ..cost.stage_times import StageCost, stage_costs
 from ..drawing.workload_chart import number_text
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, Workloads
@@ -28,9 +28,9 @@ AS_PREDICTED = 0.05  # a step with a smaller relative error took as long as pred
 IN_STEP, DATA, BETWEEN = "in_step", "data", "between"
 
 
-def kind_of(task: Task) -> Kind:
+def kind_of(task: Task) -> str:
     """The kind of a task in run logs."""
-    return KINDS[task.kind == "bwd"]
+    return task.row.label
 
 
 def name_of(task: Task) -> str:
@@ -70,7 +70,7 @@ class StepComparer:
 
     def task_groups(self, steps: Sequence[MeasuredStep]) -> tuple[TaskGroup, ...]:
         """Sums over the tasks of steps by module, kind and size."""
-        rows: dict[tuple[str, Kind], list[tuple[float, ...]]] = defaultdict(list)
+        rows: dict[tuple[str, str], list[tuple[float, ...]]] = defaultdict(list)
         for step in steps:
             cost = StepCost(self.planner.costs, self.planner.plan, step.prediction.planned.step, step.prediction.sizes)
             for task, duration_ms in step.durations.items():
@@ -101,7 +101,7 @@ class StepComparer:
         launched, *stages = (costs[task.stage_key] for costs in self._stages)
         whole, without_sums, computed = (_pass_ms(stage, task, chunk) for stage in stages)
         recomputed, sums = max(0.0, without_sums - computed), max(0.0, whole - without_sums)
-        return computed, recomputed, launched.launch_ms[task.kind == "bwd"], sums
+        return computed, recomputed, launched.launch_ms[task.row.direction], sums
 
     def causes(self, step: MeasuredStep) -> dict[str, float]:
         """
@@ -139,7 +139,7 @@ def rank_durations(prediction: Prediction, ranks: Sequence[np.ndarray]) -> dict[
 
 def _pass_ms(stage: StageCost, task: Task, chunk: ChunkSize) -> float:
     """Time of a forward or backward of a stage."""
-    return (stage.forward_ms if task.kind == "fwd" else stage.backward_ms)(chunk.tokens, chunk.squares)
+    return (stage.forward_ms, stage.backward_ms)[task.row.direction](chunk.tokens, chunk.squares)
 
 
 def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:

@@ -26,6 +26,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import REST, pass_actions
+from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD
 from tests.cost.models import PLAIN
 from tests.schedule.builders import make_plan, make_step, timeline_of
 
@@ -122,15 +123,15 @@ def test_the_last_chunk_of_a_replica_runs_backwards_last(schedule):
         assert (table.microbatch[index], table.chunk[index]) == (task.microbatch, task.chunk)
 
 
-def replayed(kind, alternates: bool, compute, gather, reduce, outer: float, efficiency: float) -> float:
+def replayed(direction, alternates: bool, compute, gather, reduce, outer: float, efficiency: float) -> float:
     """
     Length of a pass without parts outside of its layers, by the rules of the engine: a layer waits for its weights, a
     sum for the sums before it, and transfers run one after the other.
     """
-    other = {"fwd": "bwd", "bwd": "fwd"}[kind] if alternates else kind
+    other = 1 - direction if alternates else direction
     now = free = 0.0
     gathered, summed = {}, 0.0
-    for action in pass_actions(kind, len(compute), previous=other, following=other):
+    for action in pass_actions(direction, len(compute), previous=other, following=other):
         if action.op == "gather":
             free = gathered[action.layer] = max(now, free) + gather[action.layer]
         elif action.op == "sum":
@@ -144,19 +145,19 @@ def replayed(kind, alternates: bool, compute, gather, reduce, outer: float, effi
     return max(now, free)
 
 
-@given(st.data(), st.integers(1, 6), st.booleans(), st.sampled_from(["fwd", "bwd"]), st.floats(0.1, 1.0))
-def test_a_pass_is_as_long_as_its_actions(data, num_layers, alternates, kind, efficiency):
+@given(st.data(), st.integers(1, 6), st.booleans(), st.sampled_from([FORWARD, BACKWARD]), st.floats(0.1, 1.0))
+def test_a_pass_is_as_long_as_its_actions(data, num_layers, alternates, direction, efficiency):
     times = st.lists(st.floats(0.01, 9), min_size=num_layers, max_size=num_layers)
     compute, gather, reduce = (np.array(data.draw(times)) for _ in range(3))
     transfers = PassTransfers(tuple(gather), tuple(reduce), 0.0, 2.0, (0, 0), alternates, efficiency)
-    timed, length = transfers.time_transfers(compute, kind == "bwd")
-    assert length == pytest.approx(replayed(kind, alternates, compute, gather, reduce, 2.0, efficiency))
-    beside, exposed = transfers.of_pass(num_layers, kind == "bwd")
+    timed, length = transfers.time_transfers(compute, direction == BACKWARD)
+    assert length == pytest.approx(replayed(direction, alternates, compute, gather, reduce, 2.0, efficiency))
+    beside, exposed = transfers.of_pass(num_layers, direction == BACKWARD)
     assert length == pytest.approx(compute.sum() + longer_ms(compute, beside, efficiency).sum() + exposed)
     assert all(0 <= a.start_ms <= a.end_ms <= length + 1e-9 for a in timed)
     assert all(a.end_ms <= b.start_ms + 1e-9 for a, b in zip(timed, timed[1:], strict=False))
-    other = {"fwd": "bwd", "bwd": "fwd"}[kind] if alternates else kind
-    issued = pass_actions(kind, num_layers, previous=other, following=other)
+    other = 1 - direction if alternates else direction
+    issued = pass_actions(direction, num_layers, previous=other, following=other)
     assert [transfer.action for transfer in timed] == [a for a in issued if a.op in ("gather", "sum")]
 
 

@@ -137,7 +137,7 @@ class _Checker:
         assert action.task is not None
         if action.op != "bwd":
             return
-        if ("task", int(self.graph.forward[number])) not in done:
+        if ("task", int(self.graph.after[number])) not in done:
             raise ProgramError(f"Rank {rank} has `{action}` before its forward. Move it after the forward.")
         if action.task.stage_key in summed:
             raise ProgramError(f"Rank {rank} has `{action}` after the sum of its gradients. Move it before the sum.")
@@ -157,7 +157,7 @@ class _Checker:
         source, target = self.graph.ends[number]
         if ("task", target) in done:
             raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before the task.")
-        if self.graph.tasks[target].kind == "bwd" and ("task", int(self.graph.forward[target])) not in done:
+        if self.graph.tasks[target].kind == "bwd" and ("task", int(self.graph.after[target])) not in done:
             raise ProgramError(
                 f"Rank {rank} has `{action}` before the forward that sizes it. Move it after the forward."
             )

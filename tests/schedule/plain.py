@@ -112,7 +112,7 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Pl
 
 def predecessors(graph: TaskGraph) -> list[list[int]]:
     """What each task of a graph waits for; for a backward its forward comes first."""
-    result: list[list[int]] = [[] if forward < 0 else [forward] for forward in graph.forward.tolist()]
+    result: list[list[int]] = [[] if before < 0 else [before] for before in graph.after.tolist()]
     for source, target in graph.ends:
         result[target].append(source)
     return result

@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_mmparallel.schedule import REST, step_passes
+from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD, Direction
 
 
 def test_a_forward_and_a_backward_of_three_layers():
-    forward, backward = step_passes(["fwd", "bwd"], 3)
+    forward, backward = step_passes([FORWARD, BACKWARD], 3)
     assert ", ".join(map(str, forward)) == (
         "gather rest, gather 0, gather 1, compute 0, free 0, gather 2, compute 1, compute 2"
     )
@@ -17,38 +18,38 @@ def test_a_forward_and_a_backward_of_three_layers():
 
 
 def test_layers_without_a_backward_are_not_gathered_for_it():
-    _, backward, forward, last = step_passes(["fwd", "bwd", "fwd", "bwd"], 4, first_backward=2)
+    _, backward, forward, last = step_passes([FORWARD, BACKWARD, FORWARD, BACKWARD], 4, first_backward=2)
     assert ", ".join(map(str, backward)) == "compute 3, free 3, sum 3, compute 2, free 2, sum 2, sum rest"
     assert ", ".join(map(str, forward[:6])) == "gather 0, gather 1, compute 0, free 0, gather 2, compute 1"
-    nothing = step_passes(["fwd", "bwd"], 4, first_backward=4)[1]
+    nothing = step_passes([FORWARD, BACKWARD], 4, first_backward=4)[1]
     assert ", ".join(map(str, nothing)) == "sum rest, free rest"
-    kept = step_passes(["fwd", "bwd"], 4, reshards=False, first_backward=3)[1]
+    kept = step_passes([FORWARD, BACKWARD], 4, reshards=False, first_backward=3)[1]
     assert ", ".join(map(str, kept)) == "free 0, free 1, free 2, compute 3, free 3, sum 3, sum rest, free rest"
 
 
 @st.composite
-def kinds(draw) -> list[str]:
+def directions(draw) -> list[Direction]:
     """The passes of a stage: each backward after its forward."""
     result, in_flight = [], 0
     for _ in range(draw(st.integers(0, 10))):
         back = bool(in_flight) and draw(st.booleans())
         in_flight += -1 if back else 1
-        result.append("bwd" if back else "fwd")
-    return result + in_flight * ["bwd"]
+        result.append(BACKWARD if back else FORWARD)
+    return result + in_flight * [BACKWARD]
 
 
-@given(kinds(), st.integers(1, 5), st.integers(0, 2), st.booleans(), st.booleans(), st.integers(0, 5))
+@given(directions(), st.integers(1, 5), st.integers(0, 2), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_what_is_computed_is_gathered_and_at_most_two_layers_are(
-    kinds, num_layers, num_runs, gathers, reshards, first_backward
+    directions, num_layers, num_runs, gathers, reshards, first_backward
 ):
     gathered: set[int] = set()
     count = 0
-    passes = step_passes(kinds, num_layers, num_runs, gathers, reshards, first_backward)
-    for kind, actions in zip(kinds, passes, strict=True):
+    passes = step_passes(directions, num_layers, num_runs, gathers, reshards, first_backward)
+    for direction, actions in zip(directions, passes, strict=True):
         order = [(run, layer) for run in range(num_runs) for layer in range(num_layers)]
         computed = [(action.run, action.layer) for action in actions if action.op == "compute"]
         backward = [(run, layer) for run, layer in order[::-1] if layer >= first_backward]
-        assert computed == (order if kind == "fwd" else backward)
+        assert computed == (order if direction == FORWARD else backward)
         summed: list[int] = []
         done: list[int] = []
         for action in actions:
@@ -65,14 +66,14 @@ def test_what_is_computed_is_gathered_and_at_most_two_layers_are(
                 assert not gathers or {REST, action.layer} <= gathered
                 done.append(action.layer)
             assert len(gathered - {REST}) <= (2 if reshards else num_layers)
-        assert summed == ([] if kind == "fwd" else [*(layer for _, layer in computed), REST])
+        assert summed == ([] if direction == FORWARD else [*(layer for _, layer in computed), REST])
     assert not gathered
-    assert reshards or not gathers or not kinds or count == num_layers * bool(num_runs) + 1
+    assert reshards or not gathers or not directions or count == num_layers * bool(num_runs) + 1
 
 
-@given(kinds(), st.integers(2, 5))
-def test_the_two_layers_with_which_the_next_pass_begins_are_gathered_once(kinds, num_layers):
-    passes = step_passes(kinds, num_layers)
+@given(directions(), st.integers(2, 5))
+def test_the_two_layers_with_which_the_next_pass_begins_are_gathered_once(directions, num_layers):
+    passes = step_passes(directions, num_layers)
     count = sum(action.op == "gather" and action.layer != REST for actions in passes for action in actions)
-    turns = sum(a != b or num_layers == 2 for a, b in zip(kinds, kinds[1:], strict=False))
-    assert count == num_layers * len(kinds) - 2 * turns
+    turns = sum(a != b or num_layers == 2 for a, b in zip(directions, directions[1:], strict=False))
+    assert count == num_layers * len(directions) - 2 * turns
