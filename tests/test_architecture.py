@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_mmparallel.schedule.kinds import KINDS
+
 PACKAGE = Path(__file__).parent.parent / "hf_mmparallel"
 NAME = "hf_mmparallel"
 
@@ -212,3 +214,14 @@ for name in {names}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
+
+
+def test_only_the_rows_and_the_executor_name_a_kind_of_work():
+    named = {PACKAGE / "schedule" / "kinds.py", PACKAGE / "runtime" / "executor.py"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(set(PACKAGE.rglob("*.py")) - named)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in KINDS
+    ]
+    assert found == []

@@ -10,15 +10,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("encoder_backwards_last", "heaviest_first", "vip_llava")
-"""A word in the name of each test of an example: the schedule, the arrangement, the model family."""
-FILES = ("schedule/test_encoder_backwards_last.py", "arrange/test_heaviest_first.py", "modeling/test_stages.py")
+EXAMPLES = {
+    "a schedule": "tests/schedule/test_encoder_backwards_last.py -k encoder_backwards_last",
+    "a kind of work": "tests/runtime/test_check_kind.py -k check_kind",
+    "an arrangement": "tests/arrange/test_heaviest_first.py -k heaviest_first",
+    "a model family": "tests/modeling/test_stages.py -k vip_llava",
+}
+"""End of a title -> the tests that its example adds or changes."""
 
 
-def _apply(page: str, folder: Path) -> None:
-    """Applies the diffs and writes the files of the examples in a copy of the tree."""
-    examples = page[page.index("## How to add") :]
-    for language, block in re.findall(r"^```(python|diff)\n(.*?)^```", examples, re.M | re.S):
+def _apply(section: str, folder: Path) -> None:
+    """Applies the diffs and writes the files of an example in a copy of the tree."""
+    for language, block in re.findall(r"^```(python|diff)\n(.*?)^```", section, re.M | re.S):
         if language == "python":
             name = re.match(r"# (\S+\.py)\n", block)
             assert name, f"an example names no file: {block}"
@@ -40,11 +43,14 @@ def test_the_examples_pass_their_tests(tmp_path: Path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("pyproject.toml", "setup.cfg"):
         shutil.copy(ROOT / name, tmp_path)
-    _apply((ROOT / "CONTRIBUTING.md").read_text(), tmp_path)
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-k", " or ".join(NAMES)]
-    command += [f"tests/{name}" for name in FILES]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    for name in NAMES:
-        assert re.search(rf"{name}.* PASSED", ran.stdout), f"no test of {name} ran"
+    parts = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M)
+    sections = [
+        part for part in parts if part.startswith("How to add ") and re.search("^```(python|diff)", part, re.M)
+    ]
+    assert [section.partition("\n")[0] for section in sections] == [f"How to add {title}" for title in EXAMPLES]
+    for section, tests in zip(sections, EXAMPLES.values(), strict=True):
+        _apply(section, tmp_path)
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests.split()]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0 and " PASSED" in ran.stdout, ran.stdout + ran.stderr

@@ -229,7 +229,7 @@ class _MemoryEvents:
             if task.row.opens:
                 self.allocate(task.stage_key, start_ms, end_ms, memory.forward_bytes(size) - saved)
                 self.allocate(task.stage_key, start_ms, self.released_ms(task), saved)
-            else:
+            if task.row.closes:
                 is_first = with_gradients and first[task.stage_key] == task
                 self.allocate(task.stage_key, start_ms, end_ms, memory.backward_bytes(size, is_first) - saved)
                 if is_first:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
-from ..schedule.kinds import BACKWARD, DIRECTION
+from ..schedule.kinds import BACKWARD, DIRECTION, RUNS_LAYERS
 from .gradient_sums import GradientSumCosts, SumTimes
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
@@ -66,12 +66,12 @@ class StepCost:
         kinds = {id(cost): cost for cost in (self.stages[key] for key in graph.stages)}
         numbers = {key: number for number, key in enumerate(kinds)}
         kind = np.array([numbers[id(self.stages[key])] for key in graph.stages])[graph.columns[0]]
-        result = np.empty(graph.num_tasks)
+        result, runs_layers = np.zeros(graph.num_tasks), RUNS_LAYERS[graph.kind]
         is_backward = DIRECTION[graph.kind] == BACKWARD
         tokens, squares = self._chunk_sizes(graph)[:, graph.first]
         for number, cost in enumerate(kinds.values()):
             for back in (False, True):
-                wanted = np.flatnonzero((kind == number) & (is_backward == back))
+                wanted = np.flatnonzero((kind == number) & (is_backward == back) & runs_layers)
                 result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], back)
         return result
 
@@ -103,7 +103,7 @@ class StepCost:
         cost = self.stages[task.module, task.replica, task.stage]
         chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
         time_ms = (cost.forward_ms, cost.backward_ms)[task.row.direction]
-        return time_ms(chunk.tokens, chunk.squares)
+        return task.row.runs_layers * time_ms(chunk.tokens, chunk.squares)
 
     def messages_ms(self, graph: TaskGraph) -> list[float]:
         """Times of all messages of the step's graph, with one link for each rank of the smaller mesh."""

@@ -169,7 +169,7 @@ def _with_encoders(
     def encoders_ms(task: Task) -> float:
         key = (task.kind, task.replica, task.microbatch)
         if key not in known:
-            chunk, direction = batch_indices[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
+            chunk, direction = batch_indices[task.module, task.replica, task.microbatch], task.row.direction
             known[key] = math.fsum(
                 float(table.times(batch.tokens[name][chunk].sum(), batch.squares[name][chunk].sum())[direction].sum())
                 for name, table in tables.items()

@@ -293,20 +293,27 @@ class TaskHooks:
         """Called before the first of this rank's actions in a step."""
         tasks = [action.task for action in actions if action.task is not None]
         for key, passes in self.by_stage.items():
-            directions: list[Direction] = [task.row.direction for task in tasks if task.stage_key == key]
+            directions: list[Direction] = [
+                task.row.direction for task in tasks if task.stage_key == key and task.row.runs_layers
+            ]
             passes.start_step(directions, self.runs.get(key[0], (None,)))
 
     def begin(self, task: Task, is_empty: bool) -> None:
         """Called before a task waits for its input."""
-        if task.stage_key in self.by_stage:
-            self.by_stage[task.stage_key].begin(is_empty)
+        for passes in self._of(task):
+            passes.begin(is_empty)
 
     def compute(self, task: Task) -> None:
         """Called before a task computes."""
-        if task.stage_key in self.by_stage:
-            self.by_stage[task.stage_key].compute()
+        for passes in self._of(task):
+            passes.compute()
 
     def end(self, task: Task) -> None:
         """Called after a task has computed."""
-        if task.stage_key in self.by_stage:
-            self.by_stage[task.stage_key].end()
+        for passes in self._of(task):
+            passes.end()
+
+    def _of(self, task: Task) -> list[StagePasses | LastBackward]:
+        """The passes that a task is one of, none or those of its stage."""
+        has_pass = task.row.runs_layers and task.stage_key in self.by_stage
+        return [self.by_stage[task.stage_key]] if has_pass else []

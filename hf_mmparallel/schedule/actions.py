@@ -124,4 +124,6 @@ class Action:
             return cls(op, message=Message.parse(rest))  # type: ignore[arg-type]
         if op == "sync" and rest.isdecimal():
             return cls("sync", index=int(rest))
-        raise ValueError(f"`{text}` is not an action. Actions start with `fwd`, `bwd`, `send`, `recv` or `sync`.")
+        raise ValueError(
+            f"`{text}` is not an action. Actions start with one of: {', '.join([*KINDS, 'send', 'recv', 'sync'])}."
+        )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..plan import Edge, ParallelPlan, StageKey, StepPlan
 from ..plan.step_plan import ChunkTable
 from .actions import Message, Task
-from .kinds import CLOSES, KINDS, OPENS, SENDS_GRADIENTS
+from .kinds import BACKWARD, CLOSES, KINDS, OPENS, SENDS_GRADIENTS
 
 _WORDS = tuple(KINDS)
 _MESSAGES: tuple[Literal["act", "grad"], ...] = tuple(kind.message or "act" for kind in KINDS.values())
@@ -174,26 +174,38 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
     """
     modules = _forwards(plan, step)
     stages = tuple((name, d, index) for name, module in plan.modules.items() for d, index, _ in module.stages())
-    columns = np.concatenate([module.columns for module in modules.values()], axis=1)
-    joint = None
-    if any(module.joint_replicas > 1 for module in plan.modules.values()):
-        joint = np.concatenate([module.joint for module in modules.values()])
-    links, runs_back = _links(plan, modules, columns.shape[1])
-    after = np.full(columns.shape[1], -1)
-    if training:
-        # Backwards are in reverse order of modules and stages, and so after their dependencies; within a stage the
-        # chunks keep their order.
-        back = np.flatnonzero(runs_back)
-        order = np.concatenate([np.repeat(-i, module.columns.shape[1]) for i, module in enumerate(modules.values())])
-        replica, index = np.array([key[1:] for key in stages]).reshape(-1, 2)[columns[0, back]].T
-        back = back[np.lexsort((back, -index, replica, order[back]))]
-        backward_of = np.full(columns.shape[1], -1)  # index of the backward of each forward
-        backward_of[back] = columns.shape[1] + np.arange(len(back))
-        grads = backward_of[links[::-1, runs_back[links[0]]]]
-        columns, after = np.concatenate([columns, columns[:, back]], axis=1), np.concatenate([after, back])
-        links = np.concatenate([links, grads], axis=1)
-        joint = None if joint is None else np.concatenate([joint, backward_of[joint[back]]])
-    return TaskGraph(stages, columns, (after >= 0).astype(np.int8), after, links, joint)
+    forwards = np.concatenate([module.columns for module in modules.values()], axis=1)
+    is_joint = any(module.joint_replicas > 1 for module in plan.modules.values())
+    joint = np.concatenate([module.joint for module in modules.values()]) if is_joint else None
+    order = np.concatenate([np.repeat(-i, module.columns.shape[1]) for i, module in enumerate(modules.values())])
+    messages, runs_back = _links(plan, modules, forwards.shape[1])
+    tasks_of: dict[str | None, NDArray] = {None: np.full(forwards.shape[1], -1)}  # word -> task of each forward, or -1
+    chosen, after, links, joints, num_tasks = [], [], [], [], 0  # one of each kind
+    for row in KINDS.values():
+        is_run = runs_back if row.for_gradients else np.ones(len(runs_back), bool)
+        own = np.flatnonzero(is_run & (training or row.after is None))
+        if row.direction == BACKWARD:
+            # In reverse order of modules and stages, and so after what they wait for; within a stage the chunks keep
+            # their order.
+            replica, index = np.array([key[1:] for key in stages]).reshape(-1, 2)[forwards[0, own]].T
+            own = own[np.lexsort((own, -index, replica, order[own]))]
+        tasks = np.full(forwards.shape[1], -1)
+        tasks[own] = num_tasks + np.arange(len(own))
+        tasks_of[row.word], num_tasks = tasks, num_tasks + len(own)
+        ends = messages[::-1] if row.message == "grad" else messages
+        links.append(tasks[ends[:, (tasks[ends] >= 0).all(axis=0) & (row.message is not None)]])
+        chosen.append(own)
+        after.append(tasks_of[row.after][own])
+        joints += [] if joint is None else [tasks[joint[own]]]
+    kind = np.repeat(np.arange(len(KINDS), dtype=np.int8), list(map(len, chosen)))
+    return TaskGraph(
+        stages,
+        forwards[:, np.concatenate(chosen)],
+        kind,
+        np.concatenate(after),
+        np.concatenate(links, axis=1),
+        np.concatenate(joints) if joints else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """
 The kinds of work that a stage does with a chunk, each a row.
 
-What orders, times, proves, sends, frees, writes down or draws tasks reads these rows. Only the executor has a function
-for each kind, and [`build_graph`] decides which kinds a chunk has on a stage.
+What makes, orders, times, proves, sends, frees, writes down or draws tasks reads these rows. Only the executor has a
+function for each kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class TaskKind:
     word: str  # in programs
     label: str  # in run logs and sentences
     message: Literal["act", "grad"] | None  # what it receives from other stages, and sends to them
-    direction: Direction  # in which it passes through the layers
+    direction: Direction  # in which it passes through the layers, or in which the kind does that it belongs to
+    after: str | None = None  # the word of the kind that it follows; a chunk has one kind that follows none
+    runs_layers: bool = True  # whether it passes through the layers; what does not takes no time
+    for_gradients: bool = False  # only what has a gradient runs it; else every chunk in training
     # whether the tasks of a stage run in the order of its chunks, not in the order in which they become ready; of one
     # kind at most
     in_order: bool = False
@@ -43,13 +46,20 @@ KINDS: Mapping[str, TaskKind] = {
     kind.word: kind
     for kind in (
         TaskKind("F", "fwd", "forward", "act", FORWARD, in_order=True, opens=True, tint=0.38, ink="#1B1B1B"),
-        TaskKind("B", "bwd", "backward", "grad", BACKWARD, closes=True, adds_gradients=True, digits="abcdefghij"),
+        TaskKind(
+            *("B", "bwd", "backward", "grad", BACKWARD),
+            after="fwd",
+            for_gradients=True,
+            closes=True,
+            adds_gradients=True,
+            digits="abcdefghij",
+        ),
     )
 }
 
 # The columns of the table, by the number of a kind.
-IN_ORDER, OPENS, CLOSES, ADDS_GRADIENTS, DIRECTION = (
+IN_ORDER, OPENS, CLOSES, ADDS_GRADIENTS, RUNS_LAYERS, DIRECTION = (
     np.array([getattr(kind, name) for kind in KINDS.values()])
-    for name in ("in_order", "opens", "closes", "adds_gradients", "direction")
+    for name in ("in_order", "opens", "closes", "adds_gradients", "runs_layers", "direction")
 )
 SENDS_GRADIENTS = np.array([kind.message == "grad" for kind in KINDS.values()])
