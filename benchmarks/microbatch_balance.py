@@ -72,8 +72,8 @@ from hf_mmparallel.schedule import (
     find_representatives,
     in_flight_limits,
     microbatch_forward_ms,
+    order_tasks,
     retime,
-    schedule_tasks,
     simulate,
 )
 from hf_mmparallel.schedule.in_flight import may_alternate
@@ -204,7 +204,7 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
     graph = build_graph(plan, step)
     waits = may_alternate(plan) and not variant.one_order
-    order = schedule_tasks(plan, graph, cost, in_flight_limits(plan, step), waits)
+    order = order_tasks(plan, graph, list(map(cost, graph.tasks)), in_flight_limits(plan, step), waits)
     durations = Durations(np.array(list(map(cost, graph.tasks)), float), np.zeros(graph.num_messages), np.zeros(0))
     layout = find_representatives(plan, ())
     simulation = retime(layout, graph, order, layout.parts_of_stages(step), durations)

@@ -10,7 +10,7 @@ from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_
 from .lowering import build_program, lower, program_of_parts
 from .parts import Part, Representatives, find_representatives
 from .passes import REST, PassAction, SumBucket, in_buckets, pass_actions, step_passes, sum_buckets
-from .scheduler import Order, default_cost, order_tasks, schedule_tasks
+from .scheduler import Order, default_cost, order_tasks
 from .timeline import Durations, Span, SumSpan, Timeline, TransferSpan, microbatch_forward_ms, retime, simulate
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
     "pass_actions",
     "program_of_parts",
     "retime",
-    "schedule_tasks",
     "simulate",
     "stage_depths",
     "step_passes",

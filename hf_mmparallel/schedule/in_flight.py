@@ -110,7 +110,7 @@ def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
 
 
 def may_alternate(plan: ParallelPlan) -> bool:
-    """Whether a stage may wait for a forward after each backward, see [`schedule_tasks`]."""
+    """Whether a stage may wait for a forward after each backward, see [`order_tasks`]."""
     return plan.policy.is_one_phase
 
 

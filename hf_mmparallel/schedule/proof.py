@@ -161,16 +161,21 @@ class Proof:
         graph, (sent, sender), count = self.graph, self.sends, self.num_ranks
         owner, receiver = self.ranks.of(graph.columns[0, graph.links[1, sent]])
         owner, receiver = owner[sender[owner] != receiver], receiver[sender[owner] != receiver]
-        send_at = self.send_at[owner]
-        receive_at = self._at(receiver, graph.num_tasks + graph.num_messages + sent[owner])
-        own_send = self._at(receiver, graph.num_tasks + sent[owner])
-        receive_at = np.where(own_send < 0, receive_at, own_send)  # of a message of both to both
-        upwards = sender[owner] < receiver
-        pair = np.where(upwards, sender[owner] * count + receiver, receiver * count + sender[owner])
-        low_at, high_at = np.where(upwards, (send_at, receive_at), (receive_at, send_at))
+        sender, sent = sender[owner], sent[owner]
+        send, receive = graph.num_tasks + sent, graph.num_tasks + graph.num_messages + sent
+        from_at, to_at, own_send = self.send_at[owner], self._at(receiver, receive), self._at(receiver, send)
+        own_receive = self._at(sender, receive)
+        # Of a message of both ranks to both, the sends of both stand side by side, and so do the receives.
+        both = np.flatnonzero((own_send >= 0) & (own_receive >= 0))
+        from_at, to_at = np.append(from_at, own_receive[both]), np.append(to_at, to_at[both])
+        to_at[both] = own_send[both]
+        sender, receiver, sent = (np.append(part, part[both]) for part in (sender, receiver, sent))
+        upwards = sender < receiver
+        pair = np.where(upwards, sender * count + receiver, receiver * count + sender)
+        low_at, high_at = np.where(upwards, (from_at, to_at), (to_at, from_at))
         order = np.lexsort((low_at, pair))
         in_turn = (np.diff(high_at[order]) >= 0) | (np.diff(pair[order]) != 0)
-        at = owner[order][1:]
+        at = order[1:]
         yield in_turn, sender[at], graph.num_tasks + sent[at], "in another order than the rank that receives it"
 
     def _in_order(self, order: NDArray) -> Iterator[Condition]:

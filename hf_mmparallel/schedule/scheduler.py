@@ -461,15 +461,16 @@ def _connected_components(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:
     return list(components.values())
 
 
-def schedule_tasks(
+def order_tasks(
     plan: ParallelPlan,
     graph: TaskGraph,
-    cost: Cost | None = None,
-    max_in_flight: Mapping[StageKey, float] | None = None,
+    times_ms: Sequence[float],
+    max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
+    parts: NDArray | None = None,  # int64 [stages], the `Part` of each stage; one when left out
 ) -> Order:
     """
-    Orders the tasks of a graph.
+    Orders the tasks of a graph, given their durations in milliseconds.
 
     A stage runs a forward after each backward, otherwise backwards first, with at most `max_in_flight` microbatches in
     flight (no limit for stages left out). The phases of the schedule follow one after the other on each rank, see
@@ -481,18 +482,6 @@ def schedule_tasks(
     order is simulated, in which such a stage waits for the forward as in textbook 1F1B, and the faster of the two is
     returned. The order comes from a completed simulation, so it can't deadlock.
     """
-    return order_tasks(plan, graph, task_times(cost or default_cost, graph), max_in_flight or {}, alternate)
-
-
-def order_tasks(
-    plan: ParallelPlan,
-    graph: TaskGraph,
-    times_ms: Sequence[float],
-    max_in_flight: Mapping[StageKey, float],
-    alternate: bool = False,
-    parts: NDArray | None = None,  # int64 [stages], the `Part` of each stage; one when left out
-) -> Order:
-    """Does [`schedule_tasks`] with the durations of the tasks in milliseconds."""
     if graph.joint is not None:
         joint = JointTasks(plan, graph, graph.joint)
         parts = None if parts is None else parts[joint.stages]

@@ -199,9 +199,11 @@ def test_what_is_proved_passes_the_checker(case, data):
             check(part, graph, mutant)
 
 
-def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses():
+@pytest.mark.parametrize("ranks", [((0,), (1,), (2,)), ((0, 1), (0, 1), (1, 2)), ((0, 1), (0, 2), (0, 1))])
+def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses(ranks):
     """All pairs of a row, among them receives that are wanted in another order than they are sent."""
-    spec, plan = make_plan({"vision": [[(0,)]], LM: [[(1,), (2,)]]})
+    first, second, third = ranks
+    spec, plan = make_plan({"vision": [[first]], LM: [[second, third]]})
     step = make_step({"vision": [[[2], [1], [0]]], LM: [[[0], [1], [2]]]})
     part, graph, order, rows = written(Case(plan, step, sync_groups(spec, plan)), 0)
     refusals = []

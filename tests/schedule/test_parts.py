@@ -27,8 +27,8 @@ from hf_mmparallel.schedule import (
     find_representatives,
     in_flight_limits,
     lower,
+    order_tasks,
     program_of_parts,
-    schedule_tasks,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
 from hf_mmparallel.schedule.action_lists import ProgramActions
@@ -80,12 +80,12 @@ def test_a_rank_gets_from_its_part_what_it_gets_from_the_program_of_all_ranks(ca
 def test_parts_are_what_one_simulation_gives_each_with_the_better_of_two_orders(case):
     """The plan as one part, and without gradient sums."""
     graph, limits = build_graph(case.plan, case.step), in_flight_limits(case.plan, case.step)
-    timeline = schedule_tasks(case.plan, graph, uneven, limits)
+    timeline = order_tasks(case.plan, graph, list(map(uneven, graph.tasks)), limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering_module, "may_alternate", lambda plan: False)
         lists = Program(ProgramActions([lower(case.plan, graph, timeline, ())]))
         assert build_program(case.plan, case.step, (), uneven) == lists
-    order = schedule_tasks(case.plan, graph, uneven, limits, may_alternate(case.plan))
+    order = order_tasks(case.plan, graph, list(map(uneven, graph.tasks)), limits, may_alternate(case.plan))
     as_one = timed(case.plan, graph, order, [uneven(task) for task in graph.tasks])
     assert timeline_of(case.plan, case.step, (), uneven).iteration_ms <= as_one.iteration_ms + 1e-9
 
@@ -215,7 +215,7 @@ def test_each_chunk_with_samples_has_its_tasks_and_messages_once(case):
 def test_the_proof_holds_for_joint_tasks_and_needs_them_at_one_position(case, training):
     graph = build_graph(case.plan, case.step, training)
     groups = case.sync_groups if training else []
-    timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step))
+    timeline = order_tasks(case.plan, graph, list(map(uneven, graph.tasks)), in_flight_limits(case.plan, case.step))
     lists = lower(case.plan, graph, timeline, groups)
     order = blocking_order(graph, timeline, groups)
     assert Proof(case.plan, graph, groups, lists).breach(order) is None

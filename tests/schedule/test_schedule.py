@@ -31,7 +31,7 @@ from hf_mmparallel.schedule import (
     in_flight_eager,
     in_flight_limits,
     microbatch_forward_ms,
-    schedule_tasks,
+    order_tasks,
     stage_depths,
 )
 from hf_mmparallel.schedule.scheduler import Cost, default_cost
@@ -180,7 +180,7 @@ def order_of(case: Case, rank: int) -> list[str]:
 def first_order_ms(plan: ParallelPlan, step: StepPlan, cost: Cost) -> float:
     """What a step takes by the order in which no stage waits for a forward."""
     graph = build_graph(plan, step)
-    order = schedule_tasks(plan, graph, cost, in_flight_limits(plan, step))
+    order = order_tasks(plan, graph, list(map(cost, graph.tasks)), in_flight_limits(plan, step))
     return timed(plan, graph, order, list(map(cost, graph.tasks))).iteration_ms
 
 
@@ -243,7 +243,7 @@ def balanced(case: Case):
 
 def last_end(case: Case, max_in_flight) -> float:
     graph, cost = build_graph(case.plan, case.step), balanced(case)
-    order = schedule_tasks(case.plan, graph, cost, max_in_flight)
+    order = order_tasks(case.plan, graph, list(map(cost, graph.tasks)), max_in_flight)
     return timed(case.plan, graph, order, list(map(cost, graph.tasks))).iteration_ms
 
 
