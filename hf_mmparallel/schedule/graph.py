@@ -77,6 +77,16 @@ class TaskGraph:
             result = result[result]
         return result
 
+    def join(self) -> tuple[TaskGraph, NDArray]:
+        """The graph in which the first of joint tasks stands for all of them, and the place in it of each task."""
+        if self.joint is None:
+            return self, np.arange(self.num_tasks)
+        firsts, place = np.unique(self.joint, return_inverse=True)
+        after = self.after[firsts]
+        after = np.where(after < 0, -1, place[after])
+        columns, kind, links = self.columns[:, firsts], self.kind[firsts], place[self.links]
+        return TaskGraph(self.stages, columns, kind, after, links), place
+
     @property
     def num_messages(self) -> int:
         return self.links.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from ..plan.step_plan import SampleLocations
 from .kinds import KINDS
 
 if TYPE_CHECKING:
-    from .graph import TaskGraph
+    pass
 
 
 # Joint tasks: those of several replicas that run at the same time, since their ranks exchange weights or gradients.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 # forward, which holds for joint tasks as well.
 
 
-def is_joint(plan: ParallelPlan) -> bool:
+def _is_joint(plan: ParallelPlan) -> bool:
     """Whether a plan has replicas whose tasks run jointly."""
     return any(module.joint_replicas > 1 for module in plan.modules.values())
 
 
-def joint_plan(plan: ParallelPlan) -> ParallelPlan:
+def _joint_plan(plan: ParallelPlan) -> ParallelPlan:
     """Returns the plan with the first of jointly running replicas on the ranks of all; the others have no stages."""
     return replace(plan, modules={name: _joint_module(module) for name, module in plan.modules.items()})
 
@@ -50,8 +50,8 @@ def _on_all_ranks(stages: tuple[Stage, ...]) -> Stage:
     return replace(stages[0], mesh=(tuple(sorted(chain.from_iterable(stage.all_ranks for stage in stages))),))
 
 
-def joint_step(plan: ParallelPlan, step: StepPlan) -> StepPlan:
-    """Returns the step for [`joint_plan`]: each microbatch of the first replica has the samples of all replicas."""
+def _joint_step(plan: ParallelPlan, step: StepPlan) -> StepPlan:
+    """Returns the step for [`_joint_plan`]: each microbatch of the first replica has the samples of all replicas."""
     microbatches = dict(step.microbatches)
     for name, module in plan.modules.items():
         size, replicas = module.joint_replicas, step.microbatches[name]
@@ -63,44 +63,21 @@ def joint_step(plan: ParallelPlan, step: StepPlan) -> StepPlan:
                 for index in range(max(map(len, members)))
             )
         microbatches[name] = tuple(joint)
-    return replace(step, microbatches=microbatches, whole=None if step.whole is None else joint_step(plan, step.whole))
+    return replace(
+        step, microbatches=microbatches, whole=None if step.whole is None else _joint_step(plan, step.whole)
+    )
 
 
-class JointTasks:
-    """A graph in which the first of joint tasks (`joint`, `[tasks]`) stands for all of them."""
-
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, joint: NDArray):
-        self.plan = joint_plan(plan)
-        keys = tuple((name, d, index) for name, module in self.plan.modules.items() for d, index, _ in module.stages())
-        number = {key: index for index, key in enumerate(graph.stages)}
-        # indices in the whole graph: of each stage and of each task of `self.graph`
-        self.stages = np.array([number[key] for key in keys], np.int64)
-        self.tasks, self._position = np.unique(joint, return_inverse=True)
-        columns = graph.columns[:, self.tasks].copy()
-        columns[0] = np.searchsorted(self.stages, columns[0])
-        after = graph.after[self.tasks]
-        after = np.where(after < 0, -1, self._position[after])
-        links, kind = self._position[graph.links], graph.kind[self.tasks]
-        self.graph = replace(graph, stages=keys, columns=columns, kind=kind, after=after, links=links, joint=None)
-
-    @property
-    def occupied(self) -> list[tuple[int, ...]]:
-        """The ranks that a task of each stage of the whole graph occupies, for the first of joint tasks."""
-        result: list[tuple[int, ...]] = [()] * (int(self.stages.max(initial=-1)) + 1)
-        stages = (stage for module in self.plan.modules.values() for _, _, stage in module.stages())
-        for index, stage in zip(self.stages.tolist(), stages, strict=True):
-            result[index] = stage.all_ranks
-        return result
-
-    def longest(self, times_ms: Sequence[float]) -> list[float]:
-        """The longest time of the tasks that run jointly, in the order of `graph`."""
-        result = np.zeros(len(self.tasks))
-        np.maximum.at(result, self._position, np.asarray(times_ms))
-        return result.tolist()
-
-    def spread(self, values: NDArray) -> NDArray:
-        """Gives the value of each task of `graph` to all tasks that it stands for."""
-        return values[self._position]
+def occupied_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """The ranks that a task of each stage occupies, in the plan's order: those of all stages that run it jointly."""
+    result = []
+    for module in plan.modules.values():
+        size = module.joint_replicas
+        for replica, index, stage in module.stages():
+            members = module.replicas[replica // size * size :][:size]
+            joint = chain.from_iterable(stages[index].all_ranks for stages in members) if size > 1 else ()
+            result.append(tuple(sorted(joint)) or stage.all_ranks)
+    return result
 
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
@@ -138,8 +115,8 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     hold every microbatch whose features or gradients are still in use downstream: the depth without deferral, one more
     with deferral by one microbatch, and more if it has more microbatches than its consumer.
     """
-    if is_joint(plan):
-        limits = in_flight_1f1b(joint_plan(plan), joint_step(plan, step))
+    if _is_joint(plan):
+        limits = in_flight_1f1b(_joint_plan(plan), _joint_step(plan, step))
         return {
             (name, replica, index): limits[name, replica // module.joint_replicas * module.joint_replicas, index]
             for name, module in plan.modules.items()

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 from ..plan import ParallelPlan, StageKey
 from .actions import Task
 from .graph import TaskCounts, TaskGraph, concatenate_ranges
-from .in_flight import JointTasks, task_phases
+from .in_flight import occupied_ranks, task_phases
 from .kinds import CLOSES, IN_ORDER, KINDS
 
 # A vectorised simulation for thousands of stages: tasks that end within a window of time are one numpy operation.
@@ -217,7 +217,7 @@ class _Tables:
     ):
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
         self.max_in_flight = [max_in_flight.get(key, math.inf) for key in graph.stages]
-        ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
+        ranks = occupied_ranks(plan)
         self.components = _connected_components(ranks)  # component -> its stages
         self.component_of = [0] * len(ranks)
         for component, stages in enumerate(self.components):
@@ -483,11 +483,11 @@ def order_tasks(
     returned. The order comes from a completed simulation, so it can't deadlock.
     """
     if graph.joint is not None:
-        joint = JointTasks(plan, graph, graph.joint)
-        parts = None if parts is None else parts[joint.stages]
-        times_ms = joint.longest(times_ms)
-        order = order_tasks(joint.plan, joint.graph, times_ms, max_in_flight, alternate, parts)
-        return Order(joint.spread(order.started), joint.spread(order.finished))
+        firsts, place = graph.join()
+        longest_ms = np.zeros(firsts.num_tasks)
+        np.maximum.at(longest_ms, place, np.asarray(times_ms))
+        order = order_tasks(plan, firsts, longest_ms.tolist(), max_in_flight, alternate, parts)
+        return Order(order.started[place], order.finished[place])
     if graph.num_tasks >= _MANY_TASKS:
         order = _in_windows(plan, graph, times_ms, max_in_flight, alternate, parts)
         if order is not None:
@@ -514,7 +514,8 @@ def _in_windows(
     parts: NDArray | None = None,
 ) -> Order | None:
     """The vectorised simulation of all parts at once; `None` if [`Windows`] does not support the case."""
-    ranks = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
+    occupied = occupied_ranks(plan)
+    ranks = [set(occupied[stage]) for stage in np.unique(graph.columns[0]).tolist()]
     if sum(map(len, ranks)) > len(set().union(*ranks)) or any(task_phases(plan).values()):
         return None
     of_stages = [max_in_flight.get(key, math.inf) for key in graph.stages]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..plan import StageKey, StepPlan
 from .actions import Task
 from .graph import TaskGraph, build_graph
-from .in_flight import JointTasks, in_flight_limits, may_alternate
+from .in_flight import in_flight_limits, may_alternate, occupied_ranks
 from .kinds import CLOSES, OPENS
 from .lowering import sum_instants
 from .parts import Representatives
@@ -248,11 +248,9 @@ def simulate(
 
 def retime(layout: Representatives, graph: TaskGraph, order: Order, parts: NDArray, durations: Durations) -> Timeline:
     """Times an order: the longest path through its messages and what comes before on each rank."""
-    joint = None if graph.joint is None else JointTasks(layout.plan, graph, graph.joint)
-    heads = np.arange(graph.num_tasks) if joint is None else joint.tasks
+    heads = np.arange(graph.num_tasks) if graph.joint is None else np.unique(graph.joint)
     sync_groups = layout.sync_groups[: len(durations.sums)]
-    stages = [stage.all_ranks for module in layout.plan.modules.values() for *_, stage in module.stages()]
-    ranks = [*(stages if joint is None else joint.occupied), *(group.ranks for group in sync_groups)]
+    ranks = [*occupied_ranks(layout.plan), *(group.ranks for group in sync_groups)]
     first_sum = graph.num_tasks
     place = [*graph.columns[0].tolist(), *range(len(ranks) - len(sync_groups), len(ranks))]
     times_ms = [*_longest(graph, durations.tasks).tolist(), *durations.sums.tolist()]
