@@ -23,6 +23,7 @@ Without sizes of modules, or with some of them and --gpus, the best plan is sear
 settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_size` and so on):
   dp, pp, tp          data-parallel replicas, pipeline stages, tensor-parallel size
   cp                  context-parallel size (language_model only)
+  vp                  virtual stages of each pipeline rank (interleaved 1F1B)
   freeze              true, tower, or a regular expression over parameter names
   layers              layers of each stage, such as 10/12/12
   colocate            another module whose ranks this one shares

@@ -26,7 +26,7 @@ from .features import count_feature_tokens, flat_features, merge_output
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, token_loss
 from .spec import ModulePart, layers_of, module_parts
-from .unowned import hidden_of, is_unowned, with_hidden
+from .unowned import hidden_of, identity_layer, is_unowned, with_hidden
 
 # Hooks on the layers of a stack that let a forward of the model start and stop at any layer.
 
@@ -55,8 +55,10 @@ class LayerInterceptor:
     """Hooks on every layer of a stack, by which a forward uses a range of layers only."""
 
     def __init__(self, layers: nn.ModuleList):
+        self.layers = layers
         self.run: StageRun | None = None
         self.checked = False
+        self._passed: dict[int, nn.Module] = {}  # index -> what stands for a layer of this rank that a forward passes
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
             layer.register_forward_hook(self._after(index))
@@ -113,12 +115,21 @@ class LayerInterceptor:
 
     @contextmanager
     def running(self, run: StageRun) -> Iterator[None]:
-        """Forwards in this context use the layers of `run`."""
+        """Forwards in this context use the layers of `run`; those before it, of a virtual stage, do nothing."""
         outer, self.run = self.run, run
+        own = {i: self.layers[i] for i in range(run.first) if not getattr(self.layers[i], "is_identity_layer", False)}
+        for index, layer in own.items():
+            if index not in self._passed:
+                self._passed[index] = passed = identity_layer(layer)
+                # the same hooks: ours, and those by which transformers records hidden states
+                vars(passed).update({name: value for name, value in vars(layer).items() if "hooks" in name})
+            self.layers[index] = self._passed[index]
         try:
             yield
         finally:
             self.run = outer
+            for index, layer in own.items():
+                self.layers[index] = layer
 
 
 def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:

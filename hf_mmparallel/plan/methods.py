@@ -41,7 +41,7 @@ def arrangement_name(arrangement: str | Callable[..., Any]) -> str:
 
 # The schedules as data: other code reads the fields of a `SchedulePolicy` and never compares schedule names.
 
-Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first"]
+Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first", "interleaved"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class SchedulePolicy:
     encoders: tuple[int, int] = (0, 0)  # phases of the encoders' forwards and backwards
     others: tuple[int, int] = (0, 0)  # phases of the forwards and backwards of the language model and of generators
     fills_memory: bool = False  # as many microbatches in flight as fit, not the fewest that keep all stages busy
+    vp_size: int = 1  # virtual stages of a rank of a pipeline, for modules that don't say how many
 
     def phases(self, is_encoder: bool) -> tuple[int, int]:
         """Phases of a module's forwards and of its backwards."""
@@ -73,12 +74,14 @@ class SchedulePolicy:
         return len({*self.encoders, *self.others}) == 1
 
 
-# Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2).
+# Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2), `"interleaved"` that of
+# virtual stages (Narayanan et al. 2021, section 2.2), which any schedule may have.
 POLICIES: Mapping[Schedule, SchedulePolicy] = {
     "1f1b": SchedulePolicy(),
     "gpipe": SchedulePolicy(encoders=(0, 1), others=(0, 1)),
     "eager": SchedulePolicy(fills_memory=True),
     "encoders_first": SchedulePolicy(encoders=(0, 2), others=(1, 1)),
+    "interleaved": SchedulePolicy(vp_size=2),
 }
 
 SCHEDULES = tuple(POLICIES)

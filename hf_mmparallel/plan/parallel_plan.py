@@ -139,6 +139,16 @@ class ModulePlan:
         return len(self.replicas)
 
     @property
+    def pp_size(self) -> int:
+        """Pipeline ranks of the first replica, whatever their number of virtual stages."""
+        return len(self.replicas[self.with_stages[0]]) // self.vp_size
+
+    @property
+    def vp_size(self) -> int:
+        """Virtual stages of each pipeline rank: stages of a replica that are on the same ranks."""
+        return virtual_stages(self.replicas[self.with_stages[0]]) if self.with_stages else 1
+
+    @property
     def cp_size(self) -> int:
         return self._stages[0][2].cp_size if self._stages else 1
 
@@ -170,7 +180,8 @@ class ModulePlan:
         offloaded = ", optimizer on the CPU" if self.storage.offload_optimizer else ""
         offloaded += ", frozen weights in host memory" if self.storage.offload_params else ""
         tp_size = "/".join(map(str, self.tp_sizes))
-        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {tp_size}{zero}{offloaded}"
+        virtual = f" x vp {self.vp_size}" if self.vp_size > 1 else ""
+        return f"dp {self.dp_size} x pp {self.pp_size}{virtual}{context} x tp {tp_size}{zero}{offloaded}"
 
     @property
     def num_layers(self) -> int:
@@ -189,6 +200,13 @@ class ModulePlan:
     def _stages(self) -> list[tuple[int, int, Stage]]:
         """[`~ModulePlan.stages`], cached since parts of a plan skip many replicas without stages."""
         return [(d, index, stage) for d in self.with_stages for index, stage in enumerate(self.replicas[d])]
+
+
+def virtual_stages(stages: Sequence[Stage]) -> int:
+    """Number of stages of a replica on each of its pipeline ranks; 1 unless they come round in turn."""
+    meshes = [stage.all_ranks for stage in stages]
+    count = len(set(meshes))
+    return len(meshes) // count if count and meshes == meshes[:count] * (len(meshes) // count) else 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from .methods import Schedule
+from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
 from .parallel_plan import ModulePlan, ParallelPlan, Stage
@@ -16,21 +16,19 @@ from .reading import reject_unknown_keys
 
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
     """Layer range of each stage, extra layers in the first ones; raises `ValueError` if they don't add up."""
-    pp_size = plugin.pp_size
-    if pp_size > num_layers:
+    count = plugin.pp_size * (plugin.vp_size or 1)
+    if count > num_layers:
+        sizes = f"`pp_size={plugin.pp_size}`" + f" and `vp_size={plugin.vp_size}`" * (count > plugin.pp_size)
         raise ValueError(
-            f"`pp_size={pp_size}` needs at least {pp_size} layers; `{name}` has {num_layers}. "
-            f"Use `pp_size<={num_layers}`."
+            f"{sizes} of `{name}`: {count} stages need as many layers; it has {num_layers}. Use fewer stages."
         )
-    counts = plugin.layers_per_stage or [
-        num_layers // pp_size + (index < num_layers % pp_size) for index in range(pp_size)
-    ]
+    counts = plugin.layers_per_stage or [num_layers // count + (index < num_layers % count) for index in range(count)]
     if sum(counts) != num_layers:
         raise ValueError(
             f"`layers_per_stage={counts}` adds up to {sum(counts)}; `{name}` has {num_layers} layers. "
             f"Make it add up to {num_layers}."
         )
-    stops = [sum(counts[: index + 1]) for index in range(pp_size)]
+    stops = [sum(counts[: index + 1]) for index in range(count)]
     return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
@@ -66,6 +64,11 @@ def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
 
 
 def _check_sharding(name: str, module: ModulePlan) -> None:
+    if module.sharding.zero_stage == 3 and module.vp_size > 1:
+        raise ValueError(
+            f"`zero_stage=3` of `{name}` can't be used with `vp_size={module.vp_size}`: forwards of a later virtual "
+            "stage read embeddings that an earlier one on the rank has freed. Use `zero_stage=2`, or `vp_size=1`."
+        )
     shard_size, copies = module.sharding.shard_size, module.dp_size * module.cp_size
     if shard_size is not None and copies % shard_size:
         fits = ", ".join(str(size) for size in range(2, copies + 1) if copies % size == 0)
@@ -137,7 +140,7 @@ def resolve_plan(
     modules: dict[str, ModulePlan] = {}
     next_rank = 0
     for name, module in spec.modules.items():
-        plugin = plugins.get(name, ModulePlugin())
+        plugin = _with_virtual_stages(plugins.get(name, ModulePlugin()), module, schedule)
         module = module.with_frozen(plugin.freeze)
         host = None
         if plugin.colocate_with is not None:
@@ -156,7 +159,7 @@ def resolve_plan(
                     f"{given}. Leave its sizes out."
                 )
             plugin = ModulePlugin(*sizes, layers_per_stage=plugin.layers_per_stage)
-        _check_uncut(module, plugin.pp_size)
+        _check_uncut(module, plugin.pp_size * (plugin.vp_size or 1))
         check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size)
         ranges = split_layers(module.num_layers, plugin, name)
@@ -169,7 +172,8 @@ def resolve_plan(
                 if host is not None:
                     mesh = host.replicas[replica][index].mesh
                 else:
-                    first = next_rank + (replica * plugin.pp_size + index) * plugin.cp_size * plugin.tp_size
+                    place = replica * plugin.pp_size + index % plugin.pp_size
+                    first = next_rank + place * plugin.cp_size * plugin.tp_size
                     starts = range(first, first + plugin.cp_size * plugin.tp_size, plugin.tp_size)
                     mesh = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
                 stages.append(Stage(layers, mesh, trainable[index], partly[index]))
@@ -186,6 +190,15 @@ def resolve_plan(
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
+
+
+def _with_virtual_stages(plugin: ModulePlugin, module: ModuleSpec, schedule: Schedule) -> ModulePlugin:
+    """The settings with the number of virtual stages that the schedule has by default."""
+    vp_size = POLICIES[schedule].vp_size
+    is_given = plugin.vp_size is not None or plugin.layers_per_stage is not None
+    if is_given or plugin.pp_size == 1 or plugin.pp_size * vp_size > module.num_layers:
+        return plugin
+    return replace(plugin, vp_size=vp_size)
 
 
 def _sizes(module: ModulePlan) -> tuple[int, int, int, int]:

@@ -174,6 +174,11 @@ def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) ->
     check_plan(plan, plans.chain.spec)
     check_world_size(plan, num_nodes * plans.node_size)
     _check_settings(plan, plans)
+    for name, module in plan.modules.items():
+        if module.vp_size > 1:
+            raise ValueError(
+                f"`vp_size={module.vp_size}` of `{name}`: plans after failures have no virtual stages. Leave it out."
+            )
     sizes = {name: module.dp_size for name, module in plan.modules.items()}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"`{name}` {size}" for name, size in sizes.items())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ModulePlan, ParallelPlan, Stage, StageKey, StepPlan
+from ..plan.parallel_plan import virtual_stages
 from ..plan.step_plan import SampleLocations
 from .kinds import KINDS
 
@@ -91,19 +93,48 @@ def may_alternate(plan: ParallelPlan) -> bool:
     return plan.policy.is_one_phase
 
 
+@lru_cache(maxsize=256)
+def pipeline_depths(num_ranks: int, vp_size: int = 1) -> tuple[int, ...]:
+    """
+    Most microbatches in flight on each stage of a pipeline under 1F1B.
+
+    That is the number of stages up to the end (Cornstarch, section 4.4: `N - p`). With `vp_size` virtual stages of
+    each rank it is the peak of interleaved 1F1B (Narayanan et al. 2021, section 2.2): a rank `r` runs groups of
+    `num_ranks` microbatches through one of its stages after the other, `(vp_size - 1) * num_ranks + 2 * (num_ranks - 1
+    - r)` forwards before it alternates. A limit for each rank in place of each stage would deadlock for unlike stages.
+    """
+    result = list(range(num_ranks * vp_size, 0, -1))
+    for rank in range(num_ranks if vp_size > 1 else 0):
+        in_flight, peaks = [0] * vp_size, [0] * vp_size
+        ahead = (vp_size - 1) * num_ranks + 2 * (num_ranks - 1 - rank)
+        for turn in range(4 * vp_size * num_ranks):
+            stage = turn // num_ranks % vp_size
+            in_flight[stage] += 1
+            peaks[stage] = max(peaks[stage], in_flight[stage])
+            if turn >= ahead:
+                in_flight[vp_size - 1 - (turn - ahead) // num_ranks % vp_size] -= 1
+        result[rank::num_ranks] = peaks
+    return tuple(result)
+
+
+def _depths(stages: Sequence[Stage]) -> tuple[int, ...]:
+    """Most microbatches in flight on each stage of a replica by itself."""
+    vp_size = virtual_stages(stages)
+    return pipeline_depths(len(stages) // vp_size, vp_size)
+
+
 def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
     """
-    Returns (module, replica, stage) -> number of stages from it to the end of the longest path through the modules.
-
-    This is the number of microbatches in flight under 1F1B (Cornstarch, section 4.4: `N - p`).
+    Returns (module, replica, stage) -> most microbatches in flight under 1F1B without deferral: those of its pipeline,
+    see [`pipeline_depths`], and of the longest path through the modules behind it.
     """
     depths: dict[StageKey, int] = {}
     for name in reversed(list(plan.modules)):
         targets = [edge.target for edge in plan.edges if edge.source == name]
         behind = max((depths[t, d, 0] for t in targets for d in range(plan.modules[t].dp_size)), default=0)
         for replica, stages in enumerate(plan.modules[name].replicas):
-            for index in range(len(stages)):
-                depths[name, replica, index] = len(stages) - index + behind
+            for index, depth in enumerate(_depths(stages)):
+                depths[name, replica, index] = depth + behind
     return depths
 
 
@@ -111,7 +142,7 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """
     Returns (module, replica, stage) -> maximum microbatches in flight under 1F1B.
 
-    For generators and the language model this is the number of stages to the end of the longest path. An encoder must
+    For generators and the language model this is their depth, see [`stage_depths`]. An encoder must
     hold every microbatch whose features or gradients are still in use downstream: the depth without deferral, one more
     with deferral by one microbatch, and more if it has more microbatches than its consumer.
     """
@@ -130,10 +161,11 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         given = step.batch_indices_of(name, module.with_stages)
         for target in (edge.target for edge in plan.edges if edge.source == name):
             behind = np.maximum(behind, _ahead(step, given, target, first[target], module.dp_size))
-        first[name] = behind + np.array([len(stages) for stages in module.replicas])
-        of_replicas = first[name][list(module.with_stages)].tolist()
-        for replica, limit in zip(module.with_stages, of_replicas, strict=True):
-            limits.update({(name, replica, i): limit - i for i in range(len(module.replicas[replica]))})
+        depths = [_depths(stages) for stages in module.replicas]
+        first[name] = behind + np.array([depth[0] if depth else 0 for depth in depths])
+        for replica in module.with_stages:
+            more = int(behind[replica])
+            limits.update({(name, replica, i): depth + more for i, depth in enumerate(depths[replica])})
     return limits
 
 

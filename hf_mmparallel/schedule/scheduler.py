@@ -15,6 +15,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StageKey
+from ..plan.parallel_plan import virtual_stages
 from .actions import Task
 from .graph import TaskCounts, TaskGraph, concatenate_ranges
 from .in_flight import occupied_ranks, task_phases
@@ -237,6 +238,9 @@ class _Tables:
             for of_stage, component in zip(ranks, self.component_of, strict=True)
         ]
         self.first_rank = [of_stage[0] for of_stage in self.ranks]
+        # stage -> the first virtual stage of its rank, in which the turns of all of them are counted; the number of
+        # the virtual stage, and the microbatches that pass through it in turn
+        self.turns_of, self.round, self.width = _virtual_stages(plan)
         # stage -> the stages that share ranks with it and itself, only where a component has others
         self.neighbours = self._neighbours()
         self.phases = _phases(plan, graph)
@@ -346,7 +350,7 @@ class _Simulation:
         backwards = self.backwards[stage]
         if not backwards:
             return forward
-        due = self.forward_due[stage]
+        due = self.forward_due[tables.turns_of[stage]]
         if due and (fits if self.alternate else forward >= 0):
             return forward
         if phases is None or phases.is_due(backwards[0]):
@@ -377,21 +381,26 @@ class _Simulation:
             if not any(map(busy.__getitem__, tables.ranks[tables.stage_of[index]])):
                 self._start(index, now)
 
-    def _priority(self, index: int) -> tuple[bool, int, int, int, int]:
+    def _priority(self, index: int) -> tuple[int, ...]:
         """Sort key of tasks of stages that share ranks: backwards, and forwards that are due, come first."""
-        tables = self.tables
-        is_late = tables.in_order[index] and not self.forward_due[tables.stage_of[index]]
-        return is_late, tables.microbatch[index], tables.chunk[index], tables.stage_of[index], index
+        tables, stage = self.tables, self.tables.stage_of[index]
+        in_order, due = tables.in_order[index], self.forward_due[tables.turns_of[stage]]
+        width, microbatch = tables.width[stage], tables.microbatch[index]
+        # of virtual stages those that are due come before backwards, and groups of microbatches pass through one stage
+        # after the other
+        rank = in_order and (-int(due and width > 1) if due else 1)
+        turn = tables.round[stage] if in_order else -tables.round[stage]
+        return rank, microbatch // width, turn, microbatch, tables.chunk[index], stage, index
 
     def _start(self, index: int, now: float) -> None:
         tables = self.tables
         stage = tables.stage_of[index]
         if tables.in_order[index]:
-            self.forward_due[stage] = False
+            self.forward_due[tables.turns_of[stage]] = False
             self.next[stage] += 1
             self.in_flight[stage] += tables.opens[index]
         else:
-            self.forward_due[stage] = True
+            self.forward_due[tables.turns_of[stage]] = True
             heapq.heappop(self.backwards[stage])
         for rank in tables.ranks[stage]:
             self.busy[rank] = True
@@ -446,6 +455,19 @@ def _phases(plan: ParallelPlan, graph: TaskGraph) -> list[int] | None:
         return None
     by_stage = np.array([[phases[key[0], kind] for kind in KINDS] for key in graph.stages]).reshape(-1, len(KINDS))
     return by_stage[graph.columns[0], graph.kind].tolist()
+
+
+def _virtual_stages(plan: ParallelPlan) -> tuple[list[int], list[int], list[int]]:
+    """The first virtual stage on the ranks of each stage, the number of the stage there, and its pipeline's ranks."""
+    first, numbers, widths = [], [], []
+    for module in plan.modules.values():
+        for stages in module.replicas:
+            start, vp_size = len(first), virtual_stages(stages)
+            width = len(stages) // vp_size
+            first += [start + index % width for index in range(len(stages))]
+            numbers += [index // width for index in range(len(stages))]
+            widths += [width if vp_size > 1 else 1] * len(stages)
+    return first, numbers, widths
 
 
 def _connected_components(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from ..arrange import Arrangement
 from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
-from ..plan.methods import ARRANGEMENT_CANDIDATES, SCHEDULES, Schedule
+from ..plan.methods import ARRANGEMENT_CANDIDATES, POLICIES, SCHEDULES, Schedule
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE, ZERO_STAGES
@@ -212,8 +212,8 @@ class PlanningProblem:
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """The schedules to try."""
-        return SCHEDULES if self.schedule is None else (self.schedule,)
+        """The schedules to try: those that need no virtual stages, which the search does not lay out."""
+        return (self.schedule,) if self.schedule else tuple(s for s in SCHEDULES if POLICIES[s].vp_size == 1)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.distributed
 
 VISION, AUDIO, LM = "vision", "audio", "language_model"
 PP2 = {LM: {"pp_size": 2}}
+VP2 = {"pp_size": 2, "vp_size": 2}
 AGAIN = {"activation_checkpointing": True}
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4, "lr_scheduler_type": "linear"}
 COUNTED = {"include_num_input_tokens_seen": "non_padding"}
@@ -50,6 +52,28 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "paligemma, tied, copies and stages": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2}}, {}),
     "llava, frozen vision": ("llava", 3, {VISION: {"freeze": True}, **PP2}, {}),
     "llava, rows of ranks in any order": ("llava", 5, ANY_ORDER, {}),
+    "llava, interleaved": ("llava", 3, {"modules": PP2, "schedule": "interleaved"}, {}),
+    "llama, tied, tp 2, virtual stages, recomputed": ("llama_tied", 4, {LM: {"tp_size": 2, **VP2, **AGAIN}}, {}),
+    "qwen3_vl, virtual stages inside DeepStack, recomputed": (
+        "qwen3_vl",
+        3,
+        {VISION: AGAIN, LM: {**VP2, **AGAIN}},
+        {},
+    ),
+    "llava, virtual stages of copies, ZeRO-2": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 2, **VP2}}, {}),
+    "llava, virtual stages, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **VP2}}, {}),
+    "llava, virtual stages of both, frozen weights in host memory": (
+        "llava",
+        4,
+        {VISION: VP2, LM: {"freeze": True, "offload_params": True, **VP2}},
+        {},
+    ),
+    "llava, virtual stages, the first frozen": (
+        "llava",
+        3,
+        {LM: {"freeze": [r"layers\.0\.", "embed_tokens"], **VP2}},
+        {},
+    ),
 }
 CORE = (
     "llava, tp 2 to tp 2 with stages",
@@ -61,6 +85,8 @@ CORE = (
     "llama, tied, tp 2 with stages",
     "llava, frozen LM",
     "llava, AdamW, linear schedule, tokens counted",
+    "llava, interleaved",
+    "llama, tied, tp 2, virtual stages, recomputed",
 )
 # An epoch, whose last batch is smaller; the runs of the other tests go on into the next one
 THREE_STEPS = {"max_steps": 3, "warmup_steps": 0}
@@ -78,8 +104,9 @@ def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
     runs.assert_same_run(run, runs.stock("llava", **accumulated))
 
 
-def test_bf16_equals_the_stock_trainer_at_its_precision():
-    run, *_ = run_distributed(runs.parallel_run, 4, "llava", {VISION: {"dp_size": 2}, **PP2}, bf16=True)
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, deep(VP2)])
+def test_bf16_equals_the_stock_trainer_at_its_precision(sizes):
+    run, *_ = run_distributed(runs.parallel_run, 4, "llava", {VISION: {"dp_size": 2}, LM: sizes}, bf16=True)
     runs.assert_same_run(run, runs.stock("llava", bf16=True), rtol=5e-3, atol=5e-4)
 
 
