@@ -151,6 +151,15 @@ def attention_gpu_times() -> str:
     return table("| mask | pass | bitfield | FlexAttention | faster | cuDNN |", rows)
 
 
+def gpu_step_times() -> str:
+    rows = [
+        f"| {row['variant']} | {row['seconds_per_step']:.2f} | {row['tokens_per_second']:,.0f} "
+        f"| {row['of_stock']:.2f} | {row['peak_gib']:.1f} | {row['waits_per_step']:,.0f} |"
+        for row in result("gpu_step")["rows"]
+    ]
+    return table("| loop | s a step | tokens/s | of stock | GiB | waits a step |", rows)
+
+
 def quotes_of_runs() -> Iterator[str]:
     """Sentences of `docs/benchmarks.md` outside of its tables."""
     rounds = result("trainer_overhead")["one_process"]["ours"]["ratio"]
@@ -161,8 +170,21 @@ def quotes_of_runs() -> Iterator[str]:
     yield f"own durations the simulator was off by {own['median']:.1f} %"
     worst = max(result("simulator_error")["modelled"]["cases"], key=lambda case: case["error"])
     yield f"the error of the worst case falls to {percent(worst['error_with_own_times'])} %"
+    step = result("gpu_step")["rows"]
+    yield f"The largest difference of a loss is {max(row['difference'] for row in step):.1e}"
+    largest = max(row["difference"] for row in result("gpu_check")["rows"])
+    yield f"a Qwen3-VL of both layouts differs by {largest:.1e}"
 
 
-TABLES = (measured, runs, trainer_overhead, simulator_error, memory_error, attention_times, attention_gpu_times)
+TABLES = (
+    measured,
+    runs,
+    trainer_overhead,
+    simulator_error,
+    memory_error,
+    attention_times,
+    attention_gpu_times,
+    gpu_step_times,
+)
 BLOCKS = {function.__name__: function for function in TABLES}
 QUOTES = {"docs/benchmarks.md": quotes_of_runs}
