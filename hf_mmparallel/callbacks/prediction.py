@@ -182,7 +182,7 @@ class PredictionCallback(EngineCallback):
             world_size=plan.world_size,
             plan=plan.fingerprint,
             layout={
-                name: {"dp": own.dp_size, "pp": len(own.replicas[0]), "cp": own.cp_size, "tp": own.tp_size}
+                name: {"dp": own.dp_size, "pp": own.pp_size, "cp": own.cp_size, "tp": own.tp_size}
                 for name, own in plan.modules.items()
             },
             schedule=plan.schedule,

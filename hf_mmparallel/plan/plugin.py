@@ -379,13 +379,15 @@ class MultimodalParallelPlugin:
                 raise ValueError(f"`{name}` is given, but `auto=True` chooses it. Leave one of them out.")
         self.check_searched("leave `auto=True` out and lay out all modules")
 
-    def check_searched(self, remedy: str) -> None:
-        """Raises `ValueError` for a setting that a search can't keep; `remedy` says what to do to keep it."""
+    def check_searched(self, remedy: str, schedule: Schedule | None = None) -> None:
+        """
+        Raises `ValueError` for a setting that a search can't keep, or a schedule given in place of the plugin's;
+        `remedy` says what to do to keep it.
+        """
         default = ModulePlugin()
-        if self.schedule is not None and POLICIES[self.schedule].vp_size > 1:
-            raise ValueError(
-                f"`schedule={self.schedule!r}` is not known to the search yet. Leave it out, or {remedy}."
-            )
+        schedule = schedule or self.schedule
+        if schedule is not None and POLICIES[schedule].vp_size > 1:
+            raise ValueError(f"`schedule={schedule!r}` is not known to the search yet. Leave it out, or {remedy}.")
         for name, module in self.modules.items():
             for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
                 value = getattr(module, key)

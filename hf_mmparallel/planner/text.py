@@ -89,7 +89,13 @@ def layout_text(plan: ParallelPlan, name: str) -> str:
     before = list(plan.modules)[: list(plan.modules).index(name)]
     shared = [other for other in before if ranks[other] & ranks[name]]
     module = plan.modules[name]
-    sizes = {"dp": module.dp_size, "pp": len(module.replicas[0]), "cp": module.cp_size, "tp": module.tp_size}
+    sizes = {
+        "dp": module.dp_size,
+        "pp": module.pp_size,
+        "vp": module.vp_size,
+        "cp": module.cp_size,
+        "tp": module.tp_size,
+    }
     text = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one rank"
     text += ", recomputed" if module.activation_checkpointing else ""
     return text + (f", with {' and '.join(shared)}" if shared else "")
@@ -108,7 +114,7 @@ def plan_cells(
     columns += ["in flight"] + (["GiB a rank"] if memory is not None else [])
     cells = []
     for name, module in plan.modules.items():
-        depths = sorted({len(stages) for stages in module.replicas})
+        depths = sorted({len({stage.all_ranks for stage in stages}) for stages in module.replicas})
         tp_size = "-".join(map(str, module.tp_sizes))
         inner = f"{module.cp_size}/{tp_size}" if cut else tp_size
         sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{inner}"

@@ -43,7 +43,7 @@ def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
             {
                 "module": name,
                 "dp": module.dp_size,
-                "pp": len(stages),
+                "pp": module.pp_size,
                 "cp": module.cp_size,
                 "tp": module.tp_size,
                 "layers": " + ".join(str(stage.num_layers) for stage in stages),
