@@ -16,11 +16,13 @@ from .reading import reject_unknown_keys
 
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
     """Layer range of each stage, extra layers in the first ones; raises `ValueError` if they don't add up."""
-    count = plugin.pp_size * (plugin.vp_size or 1)
+    vp_size = plugin.vp_size or 1
+    count = plugin.pp_size * vp_size
     if count > num_layers:
-        sizes = f"`pp_size={plugin.pp_size}`" + f" and `vp_size={plugin.vp_size}`" * (count > plugin.pp_size)
+        sizes = f"`pp_size={plugin.pp_size}`" + f" with `vp_size={vp_size}`" * (vp_size > 1)
         raise ValueError(
-            f"{sizes} of `{name}`: {count} stages need as many layers; it has {num_layers}. Use fewer stages."
+            f"{sizes} needs at least {count} layers; `{name}` has {num_layers}. "
+            f"Use `pp_size<={num_layers // vp_size}`."
         )
     counts = plugin.layers_per_stage or [num_layers // count + (index < num_layers % count) for index in range(count)]
     if sum(counts) != num_layers:

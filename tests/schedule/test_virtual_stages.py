@@ -140,8 +140,8 @@ def test_stages_come_round_on_the_ranks_of_a_pipeline():
 @pytest.mark.parametrize(
     ("settings_of_module", "message"),
     [
-        ({"pp_size": 2, "vp_size": 3}, "stages need as many layers"),
-        ({"pp_size": 2, "vp_size": 2, "zero_stage": 3, "dp_size": 2}, "have freed|has freed"),
+        ({"pp_size": 2, "vp_size": 3}, "needs at least 6 layers"),
+        ({"pp_size": 2, "vp_size": 2, "zero_stage": 3, "dp_size": 2}, "has freed"),
     ],
 )
 def test_what_virtual_stages_can_not_do_is_refused(settings_of_module, message):
