@@ -96,8 +96,8 @@ def identity_layer(layer: nn.Module) -> nn.Module:
     identity_cls = type(f"Identity{cls.__name__}", (cls,), {"forward": _pass_through})
     result = identity_cls.__new__(identity_cls)
     nn.Module.__init__(result)
-    plain = set(result.__dict__)
-    result.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in plain})
+    left_out = {*result.__dict__, "forward", "_compiled_call_impl"}  # a layer may have been wrapped or compiled
+    result.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in left_out})
     result.__dict__.update(returns_tuple=_returns_tuple(cls), is_identity_layer=True, gradient_checkpointing=False)
     result.train(layer.training)
     return result

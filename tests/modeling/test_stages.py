@@ -1,6 +1,7 @@
 """Stages of every family give the loss and the gradients of the whole model."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
@@ -53,6 +54,31 @@ def assert_same(model: PreTrainedModel, plan: ParallelPlan, batch: dict) -> list
         else:
             assert torch.equal(found.gradients[name], gradient), name
     return found.models
+
+
+def test_virtual_stages_compute_their_own_layers_only():
+    model = tiny.FAMILIES["llava"]().train()
+    spec, calls = build_model_spec(model), Counter()
+
+    def count(name: str, output: tuple[Tensor, ...]) -> None:
+        calls.update([name] * (not output[0].is_meta))  # the spec runs a model without values
+
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_hook(lambda module, args, output, name=name: count(name, output))
+    modules = {
+        name: ModulePlan((tuple(Stage((index, index + 1), ((first + index % 2,),)) for index in range(4)),))
+        for name, first in (("vision", 0), (LANGUAGE_MODEL, 2))
+    }
+    batch = make_batch("llava")
+    expected = reference(model, batch)[2].keys()
+    calls.clear()
+    found = run_stages(model, ParallelPlan(modules, spec.edges), batch)
+    assert found.gradients.keys() == expected
+    assert len(calls) == 8 and set(calls.values()) == {1}
+    wrapped = model.get_submodule(spec.language_model.stack)[0]
+    wrapped.forward = lambda *args, **kwargs: pytest.fail("the wrapped layer runs")
+    identity_layer(wrapped)(torch.ones(1, 2, 8))
 
 
 def make_batch(family: str, text_only: bool = False, size: int = 3) -> dict[str, Tensor]:
