@@ -141,6 +141,11 @@ class ModulePlugin:
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"`{name}={size!r}` must be a whole number of at least 1.")
+        if self.vp_size is not None and self.vp_size > 1 and self.pp_size == 1:
+            raise ValueError(
+                f"`vp_size={self.vp_size}` has no effect with `pp_size=1`, whose rank has all layers. Leave it out, "
+                "or use a `pp_size` above 1."
+            )
         for name, known in (("cp_method", CONTEXT_METHODS), ("cp_mode", CONTEXT_MODES)):
             if getattr(self, name) not in known:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], known)

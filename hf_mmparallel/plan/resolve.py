@@ -66,11 +66,6 @@ def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
 
 
 def _check_sharding(name: str, module: ModulePlan) -> None:
-    if module.sharding.zero_stage == 3 and module.vp_size > 1:
-        raise ValueError(
-            f"`zero_stage=3` of `{name}` can't be used with `vp_size={module.vp_size}`: forwards of a later virtual "
-            "stage read embeddings that an earlier one on the rank has freed. Use `zero_stage=2`, or `vp_size=1`."
-        )
     shard_size, copies = module.sharding.shard_size, module.dp_size * module.cp_size
     if shard_size is not None and copies % shard_size:
         fits = ", ".join(str(size) for size in range(2, copies + 1) if copies % size == 0)

@@ -146,10 +146,15 @@ class StagePasses:
             layer.register_forward_pre_hook(lambda *_, index=index: self._before_forward(index))
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
-    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run]) -> None:
-        """Prepares the passes of a step: their directions, and the runs that any rank may have in a pass."""
+    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run], keeps_rest: bool = False) -> None:
+        """
+        Prepares the passes of a step: their directions, the runs that any rank may have in a pass, and whether what is
+        in no layer stays after the last one, for forwards of later virtual stages, which run through it as well.
+        """
         num_layers = len(self.units) - 1
         passes = step_passes(directions, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
+        if keeps_rest and passes:
+            passes[-1] = tuple(action for action in passes[-1] if action != PassAction("free", REST))
         self._passes, self._runs = list(zip(directions, passes, strict=True))[::-1], runs
 
     def begin(self, is_empty: bool) -> None:
@@ -224,14 +229,23 @@ class StagePasses:
             if not self._is_empty:
                 self._wait(unit)
         elif action.op == "free":
-            for work, *_ in unit.gathering:  # of layers that only others have computed
-                work.wait()
-            unit.gathering.clear()
-            free(member for group in unit.groups for member in group.divided_weights)
+            self._free(unit)
         else:
             self.sums.wait()  # for those of the layer before
             for group in unit.groups:
                 self.sums.add(group)
+
+    def free_rest(self) -> None:
+        """Frees what was kept, see [`~StagePasses.start_step`]."""
+        if self.gathers:
+            self._free(self.units[REST])
+
+    def _free(self, unit: _Unit) -> None:
+        """Takes the memory of the weights of a unit."""
+        for work, *_ in unit.gathering:  # of layers that only others have computed
+            work.wait()
+        unit.gathering.clear()
+        free(member for group in unit.groups for member in group.divided_weights)
 
     def _wait(self, unit: _Unit) -> None:
         """Waits for the weights of a unit, whose memory is allocated only now."""
@@ -253,7 +267,7 @@ class LastBackward:
         for index, layer in stage.own_layers.items():
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
-    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run]) -> None:
+    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run], keeps_rest: bool = False) -> None:
         """See [`StagePasses`]."""
         self._directions, self._is_last = list(directions)[::-1], False
 
@@ -262,6 +276,9 @@ class LastBackward:
         self._is_last = self._directions.pop() == BACKWARD and BACKWARD not in self._directions
 
     def compute(self) -> None:
+        """Does nothing, see [`StagePasses`]."""
+
+    def free_rest(self) -> None:
         """Does nothing, see [`StagePasses`]."""
 
     def end(self) -> None:
@@ -288,15 +305,19 @@ class TaskHooks:
     def __init__(self, by_stage: Mapping[StageKey, StagePasses | LastBackward] | None = None):
         self.by_stage = by_stage or {}
         self.runs: Mapping[str, Sequence[Run]] = {}  # encoder -> modalities that any rank encodes in this step
+        self._last: dict[Task, list[StageKey]] = {}  # last task of a replica on this rank -> its other virtual stages
 
     def start_step(self, actions: Sequence[Action]) -> None:
         """Called before the first of this rank's actions in a step."""
-        tasks = [action.task for action in actions if action.task is not None]
+        tasks = [action.task for action in actions if action.task is not None and action.task.row.runs_layers]
+        last = {task.stage_key[:2]: task for task in tasks}
+        self._last = {task: [] for task in last.values()}
         for key, passes in self.by_stage.items():
-            directions: list[Direction] = [
-                task.row.direction for task in tasks if task.stage_key == key and task.row.runs_layers
-            ]
-            passes.start_step(directions, self.runs.get(key[0], (None,)))
+            directions: list[Direction] = [task.row.direction for task in tasks if task.stage_key == key]
+            keeps_rest = bool(directions) and last[key[:2]].stage_key != key
+            passes.start_step(directions, self.runs.get(key[0], (None,)), keeps_rest)
+            if keeps_rest:
+                self._last[last[key[:2]]].append(key)
 
     def begin(self, task: Task, is_empty: bool) -> None:
         """Called before a task waits for its input."""
@@ -312,6 +333,8 @@ class TaskHooks:
         """Called after a task has computed."""
         for passes in self._of(task):
             passes.end()
+        for key in self._last.pop(task, ()):
+            self.by_stage[key].free_rest()
 
     def _of(self, task: Task) -> list[StagePasses | LastBackward]:
         """The passes that a task is one of, none or those of its stage."""

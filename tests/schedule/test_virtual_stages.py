@@ -137,22 +137,13 @@ def test_stages_come_round_on_the_ranks_of_a_pipeline():
     assert [stage.num_layers for stage in resolve_plan(spec, {LM: given}).modules[LM].replicas[0]] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("settings_of_module", "message"),
-    [
-        ({"pp_size": 2, "vp_size": 3}, "needs at least 6 layers"),
-        ({"pp_size": 2, "vp_size": 2, "zero_stage": 3, "dp_size": 2}, "has freed"),
-    ],
-)
-def test_what_virtual_stages_can_not_do_is_refused(settings_of_module, message):
+def test_what_virtual_stages_can_not_do_is_refused():
     spec, _ = make_plan({VISION: [[(0,)]], LM: [[(1,)]]})
-    with pytest.raises(ValueError, match=message):
-        resolve_plan(spec, {LM: ModulePlugin(**settings_of_module)})
-
-
-def test_virtual_stages_are_refused_where_they_are_not_known():
-    with pytest.raises(ValueError, match="vp_size"):
-        ModulePlugin(pp_size=2, vp_size=2, layers_per_stage=[2, 2])
-    for settings_of_plugin in ({"modules": {LM: {"vp_size": 2}}}, {"schedule": "interleaved"}):
+    with pytest.raises(ValueError, match="needs at least 6 layers"):
+        resolve_plan(spec, {LM: ModulePlugin(pp_size=2, vp_size=3)})
+    for sizes in ({"pp_size": 2, "layers_per_stage": [2, 2]}, {}):
+        with pytest.raises(ValueError, match="vp_size"):
+            ModulePlugin(**sizes, vp_size=2)
+    for settings_of_plugin in ({"modules": {LM: {"pp_size": 2, "vp_size": 2}}}, {"schedule": "interleaved"}):
         with pytest.raises(ValueError, match="not known to the search"):
             MultimodalParallelPlugin(**settings_of_plugin, auto=True)

@@ -61,6 +61,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "llava, virtual stages of copies, ZeRO-2": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 2, **VP2}}, {}),
+    "llava, virtual stages of copies, ZeRO-3": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 3, **VP2}}, {}),
     "llava, virtual stages, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **VP2}}, {}),
     "llava, virtual stages of both, frozen weights in host memory": (
         "llava",
