@@ -206,7 +206,7 @@ def virtual_stages(stages: Sequence[Stage]) -> int:
     """Number of stages of a replica on each of its pipeline ranks; 1 unless they come round in turn."""
     meshes = [stage.all_ranks for stage in stages]
     count = len(set(meshes))
-    return len(meshes) // count if count and meshes == meshes[:count] * (len(meshes) // count) else 1
+    return len(meshes) // count if count > 1 and meshes == meshes[:count] * (len(meshes) // count) else 1
 
 
 @dataclass(frozen=True)
