@@ -307,6 +307,8 @@ class _Job:
                 pauses = [("restarting", self.costs.detect_s + self.costs.regroup_s), self._copying(plan)]
             except TooFewNodesError:
                 last = replace(self.planner, failures=0).without(self.held, lost)
+                # what was about to be taken in starts with the others
+                self.waiting = self.present.difference(self.held.nodes)
                 pauses = [self._copying(last), ("saving", self.costs.save_s)]
         except (LostStateError, TooFewNodesError):
             del self.steps[self.num_saved :]
