@@ -18,9 +18,9 @@ from .graph import TaskGraph, concatenate_ranges
 from .kinds import KINDS
 
 _KIND_NUMBERS = {word: number for number, word in enumerate(KINDS)}
-_OPS = {"send": 2, "recv": 3, "sync": 4}
-# the op that runs a task of each kind: those of the first two precede the others
-_RUNS = np.array([number if number < 2 else number + len(_OPS) for number in range(len(KINDS))])
+_TRANSFERS = {"send": 2, "recv": 3, "sync": 4}  # between the tasks of the first two kinds and those of others
+_OPS = _TRANSFERS | {word: n if n < 2 else n + len(_TRANSFERS) for word, n in _KIND_NUMBERS.items()}
+_RUNS = np.array([_OPS[word] for word in KINDS])  # the op that runs a task of each kind
 _FACTORS = np.random.default_rng(0).integers(1, 2**63, 10, np.uint64) * np.uint64(2) + np.uint64(1)
 
 
@@ -154,8 +154,7 @@ def checksum(actions: Mapping[int, Sequence[Action]]) -> int:
     flat = [action for rank in ranks for action in actions[rank]]
     ends = [(a.task, None) if a.message is None else (a.message.source, a.message.target) for a in flat]
     first, second = (_hashes_of([pair[i] for pair in ends]) for i in range(2))
-    numbers_of_ops = _OPS | {word: int(_RUNS[number]) for word, number in _KIND_NUMBERS.items()}
-    ops = np.array([numbers_of_ops[action.op] for action in flat], np.int64)
+    ops = np.array([_OPS[action.op] for action in flat], np.int64)
     numbers = np.array([-1 if action.index is None else action.index for action in flat], np.int64)
     lengths = np.array([len(actions[rank]) for rank in ranks], np.int64)
     return _digest(np.array(ranks, np.int64), lengths, _action_hashes(ops, numbers, first, second))

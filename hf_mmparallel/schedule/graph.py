@@ -87,6 +87,14 @@ class TaskGraph:
         columns, kind, links = self.columns[:, firsts], self.kind[firsts], place[self.links]
         return TaskGraph(self.stages, columns, kind, after, links), place
 
+    def longest(self, times: NDArray) -> NDArray:
+        """The longest time of the tasks that run jointly with each task, `[tasks]`."""
+        if self.joint is None:
+            return times
+        result = np.zeros(self.num_tasks)
+        np.maximum.at(result, self.joint, times)
+        return result[self.joint]
+
     @property
     def num_messages(self) -> int:
         return self.links.shape[1]

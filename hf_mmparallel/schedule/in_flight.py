@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +14,6 @@ from ..plan import ModulePlan, ParallelPlan, Stage, StageKey, StepPlan
 from ..plan.parallel_plan import virtual_stages
 from ..plan.step_plan import SampleLocations
 from .kinds import KINDS
-
-if TYPE_CHECKING:
-    pass
-
 
 # Joint tasks: those of several replicas that run at the same time, since their ranks exchange weights or gradients.
 #

@@ -386,10 +386,12 @@ class _Simulation:
         tables, stage = self.tables, self.tables.stage_of[index]
         in_order, due = tables.in_order[index], self.forward_due[tables.turns_of[stage]]
         width, microbatch = tables.width[stage], tables.microbatch[index]
-        # of virtual stages those that are due come before backwards, and groups of microbatches pass through one stage
-        # after the other
-        rank = in_order and (-int(due and width > 1) if due else 1)
-        turn = tables.round[stage] if in_order else -tables.round[stage]
+        # Forwards of virtual stages that are due come before backwards of others, and groups of microbatches pass
+        # through one stage of the rank after the other.
+        if in_order:
+            rank, turn = (-(width > 1) if due else 1), tables.round[stage]
+        else:
+            rank, turn = 0, -tables.round[stage]
         return rank, microbatch // width, turn, microbatch, tables.chunk[index], stage, index
 
     def _start(self, index: int, now: float) -> None:
@@ -506,8 +508,8 @@ def order_tasks(
     """
     if graph.joint is not None:
         firsts, place = graph.join()
-        longest_ms = np.zeros(firsts.num_tasks)
-        np.maximum.at(longest_ms, place, np.asarray(times_ms))
+        longest_ms = np.empty(firsts.num_tasks)
+        longest_ms[place] = graph.longest(np.asarray(times_ms))
         order = order_tasks(plan, firsts, longest_ms.tolist(), max_in_flight, alternate, parts)
         return Order(order.started[place], order.finished[place])
     if graph.num_tasks >= _MANY_TASKS:

@@ -106,9 +106,7 @@ class Timeline:
     @cached_property
     def waits_ms(self) -> NDArray:
         """Part of each task in which its ranks wait for a larger one that runs jointly `[tasks]`."""
-        if self.graph.joint is None:
-            return np.zeros(self.graph.num_tasks)
-        return _longest(self.graph, self.durations.tasks) - self.durations.tasks
+        return self.graph.longest(self.durations.tasks) - self.durations.tasks
 
     @cached_property
     def _ranks(self) -> list[tuple[int, ...]]:
@@ -253,7 +251,7 @@ def retime(layout: Representatives, graph: TaskGraph, order: Order, parts: NDArr
     ranks = [*occupied_ranks(layout.plan), *(group.ranks for group in sync_groups)]
     first_sum = graph.num_tasks
     place = [*graph.columns[0].tolist(), *range(len(ranks) - len(sync_groups), len(ranks))]
-    times_ms = [*_longest(graph, durations.tasks).tolist(), *durations.sums.tolist()]
+    times_ms = [*graph.longest(durations.tasks).tolist(), *durations.sums.tolist()]
     # The messages to task `i` are numbers `stops[i]` to `stops[i + 1]`: one list for all, since many short ones would
     # keep the garbage collector busy.
     links = graph.links if graph.joint is None else graph.joint[graph.links]
@@ -294,15 +292,6 @@ def _run_order(
         np.concatenate([before, np.arange(num_sums)]),
     )
     return nodes[np.lexsort(keys)].tolist()
-
-
-def _longest(graph: TaskGraph, times_ms: NDArray) -> NDArray:
-    """The longest time of the tasks that run jointly with each task."""
-    if graph.joint is None:
-        return times_ms
-    result = np.zeros(graph.num_tasks)
-    np.maximum.at(result, graph.joint, times_ms)
-    return result[graph.joint]
 
 
 def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.ndarray]:

@@ -22,7 +22,7 @@ from ..data.streams import StreamWindow, is_stream
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
 from ..plan.methods import arrangement_name
-from ..plan.plugin import ZERO_STAGES
+from ..plan.plugin import SIZES, ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..planner.answer import Answer, Inputs
 from ..planner.files import page_of, save_plan
@@ -182,8 +182,8 @@ def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
     for given in (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage):
         for name, settings in given.items():
             module = plan.modules[name]
-            sizes = {key: getattr(module, key) for key in ("dp_size", "cp_size", "tp_size")}
-            has = {**sizes, "pp_size": len(module.replicas[0]), **asdict(module.sharding), **asdict(module.storage)}
+            sizes = {key: getattr(module, key) for key in SIZES}
+            has = {**sizes, **asdict(module.sharding), **asdict(module.storage)}
             for key, value in settings.items():
                 if has[key] != value:
                     raise ValueError(f"`{key}={value}` is set for `{name}`, and it has {has[key]}.")

@@ -137,6 +137,36 @@ def connected(sets: Sequence[frozenset[int]]) -> list[list[int]]:
     return sorted(map(sorted, groups))
 
 
+def virtual_stages(plan: ParallelPlan) -> dict[StageKey, tuple[StageKey, int, int]]:
+    """Each stage -> the first one of its replica on the same ranks, its number there, and how many take turns."""
+    result: dict[StageKey, tuple[StageKey, int, int]] = {}
+    for name, module in plan.modules.items():
+        for replica in module.with_stages:
+            ranks = [stage.all_ranks for stage in module.replicas[replica]]
+            widths = [n for n in range(2, len(ranks)) if ranks == (ranks[:n] * len(ranks))[: len(ranks)]]
+            width = next((n for n in widths if len(ranks) % n == 0 and len(set(ranks[:n])) == n), len(ranks))
+            for index in range(len(ranks)):
+                result[name, replica, index] = (name, replica, index % width), index // width, width
+    return result
+
+
+def depths(width: int, rounds: int) -> list[int]:
+    """The most microbatches on each stage of a pipeline in the order of (interleaved) 1F1B, which is written out."""
+    result = [0] * (width * rounds)
+    for rank in range(width):
+        forwards = [(turn, group * width + m) for group in range(4) for turn in range(rounds) for m in range(width)]
+        backwards = [(rounds - 1 - turn, microbatch) for turn, microbatch in forwards]
+        ahead = 2 * (width - 1 - rank) + (rounds - 1) * width if rounds > 1 else width - 1 - rank
+        open_: set[tuple[int, int]] = set()
+        for number, forward in enumerate(forwards):
+            open_.add(forward)
+            stage = forward[0] * width + rank
+            result[stage] = max(result[stage], sum(turn == forward[0] for turn, _ in open_))
+            if number >= ahead:
+                open_.remove(backwards[number - ahead])
+    return result
+
+
 class _Simulation:
     """Ranks run the best task that they can, tasks end, others become possible."""
 
@@ -154,6 +184,7 @@ class _Simulation:
         self.tasks_of: dict[StageKey, list[int]] = {key: [] for key in self.ranks}
         for index, task in enumerate(graph.tasks):
             self.tasks_of[task.stage_key].append(index)
+        self.virtual = virtual_stages(plan)
         phases = task_phases(plan)
         self.phases = [phases[task.module, task.kind] for task in graph.tasks]
         self.could_wait = False  # whether a stage took another backward, for which it would wait where it alternates
@@ -194,15 +225,22 @@ class _Simulation:
             if index is None:
                 return
             key = self.graph.tasks[index].stage_key
-            self.is_due[key] = self.graph.tasks[index].kind == "bwd"
+            self.is_due[self.virtual[key][0]] = self.graph.tasks[index].kind == "bwd"
             self.busy |= self.ranks[key]
             self.started[index] = len(self.started) + len(self.finished)
             self.start_ms[index], self.end_ms[index] = now, now + self.times_ms[index]
 
     def _priority(self, index: int) -> tuple:
         task = self.graph.tasks[index]
-        is_late = task.kind == "fwd" and not self.is_due[task.stage_key]
-        return is_late, task.microbatch, task.chunk, list(self.ranks).index(task.stage_key), index
+        first, number, width = self.virtual[task.stage_key]
+        rank = 0 if task.kind == "bwd" else 1
+        others = task.microbatch, task.chunk, list(self.ranks).index(task.stage_key), index
+        has_turns = any(own == first and other != task.stage_key for other, (own, _, _) in self.virtual.items())
+        if rank and self.is_due[first]:
+            rank = -1 if has_turns else 0
+        if not has_turns:
+            return rank, task.microbatch, 0, *others
+        return rank, task.microbatch // width, number if task.kind == "fwd" else -number, *others
 
     def _candidate(self, key: StageKey) -> int | None:
         """The task that the stage would run next."""
@@ -212,9 +250,10 @@ class _Simulation:
         backward = next((index for index in left if tasks[index].kind == "bwd" and self._is_ready(index)), None)
         fits = forward is not None and self._fits(key, forward)
         can_go = fits and self._is_ready(forward) and self._in_phase(forward)
-        waits = self.is_due[key] and (fits if self.alternate else can_go)
+        due = self.is_due[self.virtual[key][0]]
+        waits = due and (fits if self.alternate else can_go)
         if backward is not None and not waits and self._in_phase(backward):
-            self.could_wait |= self.is_due[key] and fits
+            self.could_wait |= due and fits
             return backward
         return forward if can_go else None
 
@@ -322,7 +361,10 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         for replica in plan.modules[name].with_stages:
             behind = max((_ahead(step, name, replica, target, limits) for target in targets), default=0)
             count = len(plan.modules[name].replicas[replica])
-            limits.update({(name, replica, index): count - index + behind for index in range(count)})
+            width = virtual_stages(plan)[name, replica, 0][2]
+            limits.update(
+                {(name, replica, i): depth + behind for i, depth in enumerate(depths(width, count // width))}
+            )
     return limits
 
 

@@ -17,8 +17,8 @@ from .reference import reference_attention, reference_backward
 from .words import BitfieldMask
 
 BACKENDS = ("triton", "cpu", "reference")
-# All layers of a microbatch find the mask that the first layer compiled, by the storage of the words.
 _MOST_TOKENS = 2**15  # of a mask that the host compiles; with more it would take longer than the device
+# All layers of a microbatch find the mask that the first layer compiled, by the storage of the words.
 _RESULTS_KEPT = 64  # compiled masks, enough for all microbatches in flight
 
 _results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
