@@ -291,7 +291,7 @@ def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep]) -> d
     if window.memory is not None:
         metrics["parallel/memory_gib"] = window.memory.measured
     for name, (predicted, measured) in window.task_times.items():
-        module, _, kind = name.partition("/")
+        module, _, kind = name.replace(" ", "_").partition("/")
         metrics[f"parallel/predicted_{kind}_ms/{module}"] = predicted
         metrics[f"parallel/{kind}_ms/{module}"] = measured
     return metrics

@@ -213,6 +213,8 @@ class AnalyticLayers:
             for trained in (True, False)
         )
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
+        # the product of each matrix, and the addition to its gradient
+        weight_launch_ms = 2 * len(LayerShape.of(module_spec, uses).matrices) * self.device.launch_us / 1e3
         return LayerCost(
             forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms),
             data_gradient=Polynomial(
@@ -222,6 +224,7 @@ class AnalyticLayers:
             activations=saved,
             frozen_activations=frozen,
             launch_ms=(launch_ms, launch_ms),
+            weight_launch_ms=min(launch_ms, weight_launch_ms),
             sums=self._sums(module_spec, uses, index, tp_size, products_ms),
         )
 

@@ -16,6 +16,8 @@ from scipy.optimize import nnls
 from .. import __version__
 from .._portable import on_grid, weighted_sum
 from ..plan import ModelSpec
+from ..schedule.kinds import KINDS as TASK_KINDS
+from ..schedule.kinds import Work
 from .analytic import analytic_costs
 from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts
@@ -25,6 +27,9 @@ from .run_log import KINDS, LoggedWindow, MemoryPeak, RunHeader, module_digests,
 MIN_WINDOWS = 4  # minimum number of windows of a log: two for the fit, two for its evaluation
 _MIN_ACTIVATION_FACTOR = 0.05
 _MAX_ROUNDS = 20  # maximum number of splits into launch-bound and compute-bound tasks
+
+
+_SCALED: tuple[Work, ...] = ("forward", "inputs", "weights")  # parts of a layer's work whose costs have factors
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,12 @@ class Calibration:
     def scale(self, module: str, kind: str) -> TimeScale:
         """The factors of one kind of task, 1 for tasks without any."""
         return self.scales.get(module, {}).get(kind, TimeScale())
+
+    def scale_of(self, module: str, part: Work) -> TimeScale:
+        """The factors of the first kind of task with a part of a layer's work for which there are any."""
+        known = self.scales.get(module, {})
+        labels = (kind.label for kind in TASK_KINDS.values() if part in kind.work)
+        return next((known[label] for label in labels if label in known), TimeScale())
 
     def task_ms(self, window: LoggedWindow, module: str, kind: str) -> float:
         """Corrected time of all tasks of one kind in a window."""
@@ -326,16 +337,21 @@ class CalibratedLayers:
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
         cost = self.base.layer(module, index, tp_size)
-        forward, backward = (self.calibration.scale(module, kind) for kind in KINDS)
+        forward, inputs, weights = (self.calibration.scale_of(module, part) for part in _SCALED)
+        first, second, of_weights = *cost.launch_ms, weights.launches * cost.weight_launch_ms
         memory = self.calibration.activations or 1.0
         return LayerCost(
             forward=cost.forward * forward.compute,
-            data_gradient=cost.data_gradient * backward.compute,
-            weight_gradient=cost.weight_gradient * backward.compute,
+            data_gradient=cost.data_gradient * inputs.compute,
+            weight_gradient=cost.weight_gradient * weights.compute,
             activations=cost.activations * memory,
             frozen_activations=cost.frozen_activations * memory,
-            launch_ms=(cost.launch_ms[0] * forward.launches, cost.launch_ms[1] * backward.launches),
-            sums=(cost.sums[0] * forward.sums, cost.sums[1] * backward.sums),
+            launch_ms=(
+                first * forward.launches,
+                (second - cost.weight_launch_ms) * inputs.launches + of_weights,
+            ),
+            weight_launch_ms=of_weights,
+            sums=(cost.sums[0] * forward.sums, cost.sums[1] * inputs.sums),
         )
 
     def starting_at(self, first_rank: int) -> CalibratedLayers:

@@ -90,6 +90,7 @@ class LayerCost:
     # host times to launch the kernels of the forward and, more of them, of the backward, which longer device times
     # hide; 0 if measured times include them
     launch_ms: tuple[float, float] = (0.0, 0.0)
+    weight_launch_ms: float = 0.0  # part of the second one for the gradients of its weights
     # tensor-parallel all-reduces, besides the forward and besides the gradient of its input
     sums: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
 

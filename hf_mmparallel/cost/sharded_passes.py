@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..plan import ModulePlan, ParallelPlan, ShardingSettings, stage_holds
 from ..schedule import REST, PassAction, pass_actions
-from ..schedule.kinds import BACKWARD, FORWARD, Direction
+from ..schedule.kinds import BACKWARD, FORWARD, Direction, TaskKind
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_gather
 from .layers import CostModel, first_backward
@@ -42,20 +42,20 @@ class PassTransfers:
     overlap_efficiency: float  # relative compute speed beside communication
     first_backward: int = 0  # the first layer of the stage with a backward
 
-    def of_pass(self, num_rows: int, is_backward: bool) -> tuple[NDArray, float]:
+    def of_pass(self, num_rows: int, kind: TaskKind) -> tuple[NDArray, float]:
         """Time of the communication beside each of the stage's parts `[num_rows]`, and of the rest."""
-        transfer, row = _placed(*self._slots_of(is_backward))
+        transfer, row = _placed(*self._slots_of(kind))
         times_ms = np.array([*self.gather_ms, 0.0, *self.reduce_ms, self.outer_reduce_ms])
         row_ms = np.bincount(row, times_ms[transfer], num_rows + 1)
         return row_ms[:-1], float(row_ms[-1])
 
-    def time_transfers(self, compute_ms: NDArray, is_backward: bool) -> tuple[list[TimedTransfer], float]:
+    def time_transfers(self, compute_ms: NDArray, kind: TaskKind) -> tuple[list[TimedTransfer], float]:
         """
         Returns the transfers that take time in a pass, in order, and the length of the pass, from the time of each
         part of the stage without communication `[rows]`.
         """
         result, now = [], 0.0
-        for slot in pass_slots(*self._slots_of(is_backward)):
+        for slot in pass_slots(*self._slots_of(kind)):
             own_ms = 0.0 if slot.row is None else float(compute_ms[slot.row])
             times_ms = [self._action_ms(action) for action in slot.beside]
             slot_ms = own_ms + float(longer_ms(np.array(own_ms), np.array(sum(times_ms)), self.overlap_efficiency))
@@ -67,15 +67,9 @@ class PassTransfers:
             now += slot_ms
         return result, now
 
-    def _slots_of(self, is_backward: bool) -> tuple[Direction, int, tuple[int, int], bool, int]:
+    def _slots_of(self, kind: TaskKind) -> tuple[TaskKind, int, tuple[int, int], bool, int]:
         """The arguments of [`pass_slots`]."""
-        return (
-            (BACKWARD if is_backward else FORWARD),
-            len(self.gather_ms),
-            self.outer_rows,
-            self.alternates,
-            self.first_backward,
-        )
+        return kind, len(self.gather_ms), self.outer_rows, self.alternates, self.first_backward
 
     def _action_ms(self, action: PassAction) -> float:
         """Time of a transfer of a pass, but for the gathering of what stays gathered."""
@@ -108,11 +102,20 @@ class PassSlot:
 
 @lru_cache(maxsize=4096)
 def pass_slots(
-    direction: Direction, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int = 0
+    kind: TaskKind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int = 0
 ) -> tuple[PassSlot, ...]:
     """The actions of a pass by the computation beside which they run: what was issued since the one before."""
+    direction = kind.direction
     other: Direction = FORWARD if (direction == BACKWARD) == alternates else BACKWARD
-    every = pass_actions(direction, num_layers, first_backward=first_backward, previous=other, following=other)
+    every = pass_actions(
+        direction,
+        num_layers,
+        gathers=kind.runs_layers,
+        sums=kind.adds_gradients,
+        first_backward=first_backward,
+        previous=other,
+        following=other,
+    )
     actions = [action for action in every if action.op != "free"]
     before, _ = outer_rows
     row_before, row_after = 0 if before else None, before + num_layers if outer_rows[1] else None
@@ -137,7 +140,7 @@ def pass_slots(
 
 @lru_cache(maxsize=4096)
 def _placed(
-    direction: Direction, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int
+    kind: TaskKind, num_layers: int, outer_rows: tuple[int, int], alternates: bool, first_backward: int
 ) -> tuple[NDArray, NDArray]:
     """For each transfer of a pass, its index and the row beside which it runs, or one past the last row."""
     num_rows = num_layers + sum(outer_rows)
@@ -147,7 +150,7 @@ def _placed(
             (action.op == "sum") * (num_layers + 1) + (num_layers if action.layer == REST else action.layer),
             num_rows if slot.row is None else slot.row,
         )
-        for slot in pass_slots(direction, num_layers, outer_rows, alternates, first_backward)
+        for slot in pass_slots(kind, num_layers, outer_rows, alternates, first_backward)
         for action in slot.beside
     ]
     transfer, row = np.array(pairs, np.int64).reshape(-1, 2).T

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
@@ -13,12 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._portable import on_grid, weighted_sum
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, SampleSizes, Stage, StageKey
+from ..schedule.kinds import KINDS, WHOLE_PASSES, WORK, TaskKind, Work
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
 from .layers import CostModel, LayerCost, Polynomial, data_gradients
 from .sharded_passes import PassTransfers, TimedTransfer, longer_ms, transfers_in_passes
 
-_GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
+# Under context parallelism, transfers of keys and values in each part of the work, relative to a forward (for input
+# gradients they are gathered again, and their gradients are reduced), and the attention that hides them.
+_GATHERS: Mapping[Work, float] = {"forward": 1.0, "inputs": 2.0, "again": 1.0}
+_HIDING: Mapping[Work, float] = {"forward": 1.0, "inputs": ATTENTION_BACKWARD}
 
 
 def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
@@ -29,6 +33,21 @@ def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
         return sum(lookups) / len(lookups) if lookups else 0.0
     trained = sum(elements for use, elements in active if use.parameter.trainable)
     return trained / sum(elements for _, elements in active) if trained else 0.0
+
+
+def linear_share(spec: ModelSpec, module: str, index: int) -> float:
+    """Share of the trained matrix elements of a layer whose gradients can be put off: those of linear layers."""
+    # the loss computes those of a head, and those of a matrix with several uses are added up
+    if module == LANGUAGE_MODEL and index == spec.modules[module].num_layers:
+        return 0.0
+    trained = [(use, elements) for use, elements in active_elements(spec, module, index) if use.parameter.trainable]
+    linear = (
+        elements
+        for use, elements in trained
+        if use.multiplies and len(use.parameter.shape) == 2 and len(spec.used_at[use.parameter.name]) == 1
+    )
+    whole = sum(elements for _, elements in trained)
+    return sum(linear) / whole if whole else 0.0
 
 
 def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[float, bool]:
@@ -57,11 +76,35 @@ def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[floa
 class LayerTable:
     """Milliseconds of the layers of a module in one layout, each a row, between the parts before and after them."""
 
-    forward: NDArray  # (num_layers + 2, 3) per squared token, per token, constant
-    backward: NDArray  # (num_layers + 2, 3) the same; zeros without a backward
-    launches: NDArray  # (num_layers + 2, 2) host times of a forward and a backward, which longer device times hide
+    work: Mapping[Work, NDArray]  # part -> (num_layers + 2, 3) per squared token, per token, constant
+    # part -> (num_layers + 2,) host times to launch it, which longer device times hide
+    launches: Mapping[Work, NDArray]
     windows: NDArray  # (num_layers + 2,) size of the attention window in tokens; 0 for none
     is_causal: bool
+
+    @cached_property
+    def forward(self) -> NDArray:
+        """(num_layers + 2, 3) of a forward."""
+        return self.of_kind(WHOLE_PASSES[0])
+
+    @cached_property
+    def backward(self) -> NDArray:
+        """(num_layers + 2, 3) of a whole backward; zeros where there is none."""
+        return self.of_kind(WHOLE_PASSES[1])
+
+    def of_kind(self, kind: TaskKind) -> NDArray:
+        """(num_layers + 2, 3) of the work of tasks of a kind."""
+        return sum((self.work[part] for part in kind.work), np.zeros_like(self.work["forward"]))
+
+    def launched_ms(self, kind: TaskKind) -> NDArray:
+        """(num_layers + 2,) host times to launch the work of tasks of a kind."""
+        return sum((self.launches[part] for part in kind.work), np.zeros(len(self.windows)))
+
+    def chosen(self, rows: NDArray | slice) -> LayerTable:
+        """The table of some rows."""
+        work: dict[Work, NDArray] = {part: values[rows] for part, values in self.work.items()}
+        launches: dict[Work, NDArray] = {part: values[rows] for part, values in self.launches.items()}
+        return LayerTable(work, launches, self.windows[rows], self.is_causal)
 
     def sizes(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> NDArray:
         """`[3, num_layers + 2, ...]`: squared lengths within the window of each layer, tokens, and ones."""
@@ -82,15 +125,17 @@ class LayerTable:
         first = 0 if stage.layers[0] == 0 else stage.layers[0] + 1
         return slice(first, num_layers + 2 if stage.layers[1] == num_layers else stage.layers[1] + 1)
 
-    def times(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> tuple[NDArray, NDArray]:
-        """Forward and backward times of a chunk in each row `[num_layers + 2, ...]`, at least the launch times."""
+    def task_ms(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int, kind: TaskKind) -> NDArray:
+        """Times of a task of a kind in each row `[num_layers + 2, ...]`, at least those to launch it."""
         sizes = self.sizes(tokens, squares, cp_size)
-        times = []
-        for table, launched in zip((self.forward, self.backward), self.launches.T, strict=True):
-            computed = np.einsum("rk,kr...->r...", table, sizes)
-            shape = (-1, *([1] * (computed.ndim - 1)))
-            times.append(on_grid(np.maximum(computed, launched.reshape(shape) * sizes[2])))
-        return times[0], times[1]
+        computed = np.einsum("rk,kr...->r...", self.of_kind(kind), sizes)
+        shape = (-1, *([1] * (computed.ndim - 1)))
+        return on_grid(np.maximum(computed, self.launched_ms(kind).reshape(shape) * sizes[2]))
+
+    def times(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> tuple[NDArray, NDArray]:
+        """Forward and backward times of a chunk in each row `[num_layers + 2, ...]`, see [`~LayerTable.task_ms`]."""
+        forward, backward = (self.task_ms(tokens, squares, cp_size, kind) for kind in WHOLE_PASSES)
+        return forward, backward
 
     def sample_ms(self, tokens: NDArray, squares: NDArray) -> tuple[NDArray, NDArray]:
         """Forward and backward times `[samples]` of samples through all layers, without constants per chunk."""
@@ -105,8 +150,9 @@ class LayerTable:
         forward, backward = self.times(tokens, squares, cp_size)
         times = forward + backward
         if transfers is not None:
-            for is_backward, compute_ms in enumerate([forward, backward][: 1 + int(self.backward.any())]):
-                beside_ms, exposed_ms = transfers.of_pass(len(times), bool(is_backward))
+            passes = zip(WHOLE_PASSES[: 1 + int(self.backward.any())], (forward, backward), strict=False)
+            for kind, compute_ms in passes:
+                beside_ms, exposed_ms = transfers.of_pass(len(times), kind)
                 times += longer_ms(compute_ms, beside_ms, transfers.overlap_efficiency)
                 times[0] += exposed_ms
         layers = times[1:-1].copy()
@@ -117,26 +163,20 @@ class LayerTable:
 
     def stage(self, stage: Stage) -> StageCost:
         """Cost of a stage on each of its ranks."""
-        held = self.rows(stage)
-        first, stop = held.start, held.stop
-        cp_size = stage.cp_size
-        rows = range(first, stop)
-        polynomials, windows = [], {}
-        for kind, table in enumerate((self.forward, self.backward)):
-            whole = table[first:stop].copy()
-            for row in rows:
-                if self.windows[row]:
-                    slopes = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
-                    slopes[kind] += float(table[row, 0]) / cp_size
-                    whole[row - first, 0] = 0.0
-            polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(cp_size))
-        launches = self.launches[first:stop].sum(axis=0)
-        return StageCost(
-            *polynomials,
-            launch_ms=(float(launches[0]), float(launches[1])),
-            windows=tuple((window, *slopes) for window, slopes in sorted(windows.items())),
-            is_causal=self.is_causal,
-        )
+        own, cp_size = self.chosen(self.rows(stage)), stage.cp_size
+        sizes = np.unique(own.windows[own.windows > 0]).tolist()
+        work: dict[Work, Polynomial] = {}
+        for part, table in own.work.items():
+            whole = np.where(own.windows[:, None] > 0, table * [0.0, 1.0, 1.0], table)
+            work[part] = Polynomial(*whole.sum(axis=0).tolist()).over(cp_size)
+        windows: list[tuple[float, Mapping[Work, float]]] = []
+        for size in sizes:
+            has_size = own.windows == size
+            windows.append(
+                (size, {part: float(table[has_size, 0].sum()) / cp_size for part, table in own.work.items()})
+            )
+        launches: dict[Work, float] = {part: float(launched.sum()) for part, launched in own.launches.items()}
+        return StageCost(work, launch_ms=launches, windows=tuple(windows), is_causal=self.is_causal)
 
 
 def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_causal: bool) -> NDArray:
@@ -157,96 +197,96 @@ def layer_table(
     """Times of the layers of a module; `first_rank` is the position of a tp group's first rank in its node."""
     module_spec = costs.spec.modules[module]
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
-    forward, backward, launches = [], [], []
+    rows: list[dict[Work, Polynomial]] = []
+    launches: list[dict[Work, float]] = []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
         layer = layers.layer(module, index, tp_size).with_sums
         share = trainable_share(costs.spec, module, index)
         inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
-        recompute = checkpointing and 0 <= index < module_spec.num_layers
-        forward.append(layer.forward)
-        backward.append(backward_of(layer, data_gradient, share, recompute, inner))
-        has_backward = data_gradient or share > 0
+        recompute = checkpointing and 0 <= index < module_spec.num_layers and bool(data_gradient or share)
+        put_off = linear_share(costs.spec, module, index)
+        rows.append(layer_work(layer, data_gradient, share, put_off, recompute, inner))
         forward_launch, backward_launch = layer.launch_ms
-        launches.append((forward_launch, has_backward * (backward_launch + recompute * forward_launch)))
+        of_weights = layer.weight_launch_ms * put_off * (share > 0)
+        rest = backward_launch * (data_gradient or share > 0) - of_weights
+        launches.append({"forward": forward_launch, "inputs": rest, "weights": of_weights})
+        launches[-1]["again"] = recompute * forward_launch
     windows = np.array([0, *(module_spec.window(layer) for layer in range(module_spec.num_layers)), 0], float)
-    tables = [np.array([(p.square, p.token, p.constant) for p in column]) for column in (forward, backward)]
-    return LayerTable(tables[0], tables[1], np.array(launches), windows, module == LANGUAGE_MODEL)
+    work: dict[Work, NDArray] = {}
+    launched: dict[Work, NDArray] = {}
+    for part in WORK:
+        work[part] = np.array([(p.square, p.token, p.constant) for p in (row[part] for row in rows)])
+        launched[part] = np.array([row.get(part, 0.0) for row in launches])
+    return LayerTable(work, launched, windows, module == LANGUAGE_MODEL)
 
 
-def backward_of(
+def layer_work(
     layer: LayerCost,
     data_gradient: bool,
     share: float,
+    put_off: float = 0.0,
     recompute: bool = False,
     inner: tuple[float, bool] = (0.0, False),
-) -> Polynomial:
+) -> dict[Work, Polynomial]:
     """
-    Time of a layer's backward: the gradient of its input if that is needed, else the input gradients for its own
-    weights (`inner`, see [`inner_gradient_share`]); the gradients of the trained share of its weights; and its forward
-    if recomputed.
+    Times of the parts of a layer's work: its forward; the gradient of its input if that is needed, else the input
+    gradients for its own weights (`inner`, see [`inner_gradient_share`]); the gradients of the trained share of its
+    weights, of which a share (`put_off`) can come later; and its forward again if recomputed.
     """
-    result = layer.weight_gradient * share
+    inputs, weights = Polynomial(), layer.weight_gradient * share
     if data_gradient:
-        result += layer.data_gradient
+        inputs = layer.data_gradient
     elif inner[0] or inner[1]:
         whole = layer.data_gradient
-        result += Polynomial(whole.square * inner[1], whole.token * inner[0], whole.constant * inner[0])
-    return result + layer.forward if recompute and (data_gradient or share) else result
+        inputs = Polynomial(whole.square * inner[1], whole.token * inner[0], whole.constant * inner[0])
+    return {
+        "forward": layer.forward,
+        "inputs": inputs,
+        "weights": weights * put_off,
+        "others": weights * (1 - put_off),
+        "again": layer.forward * recompute,
+    }
 
 
 @dataclass(frozen=True)
 class StageCost:
     """Milliseconds of a chunk on a stage, as a function of its tokens and its sum of squared sequence lengths."""
 
-    forward: Polynomial
-    backward: Polynomial  # zero without a backward
+    work: Mapping[Work, Polynomial]
     gather_token_ms: float = 0.0  # per token, to gather keys and values from the other cp ranks
     gather_square_ms: float = 0.0  # per squared token, of the attention that overlaps with it
-    gathers_backward: float = _GATHERS_BACKWARD  # transfers in a backward, relative to a forward
-    launch_ms: tuple[float, float] = (0.0, 0.0)  # host times to launch a forward and a backward
-    # of layers: the window in tokens, and ms per squared token in forward and backward
-    windows: tuple[tuple[float, float, float], ...] = ()
+    launch_ms: Mapping[Work, float] = field(default_factory=dict)  # host times to launch the parts
+    # of layers: the window in tokens, and ms per squared token in each part
+    windows: tuple[tuple[float, Mapping[Work, float]], ...] = ()
     is_causal: bool = True
 
-    def forward_ms(self, tokens: float, squares: float) -> float:
-        """The forward time of a chunk."""
-        # Only the part of the transfer that attention does not hide takes time.
-        exposed = self.gather_token_ms * tokens - self.gather_square_ms * squares
-        computed = self.forward(tokens, squares) + self._windowed_ms(tokens, squares, 1)
-        return max(computed, self.launch_ms[0]) + max(0.0, exposed)
+    def of_kind(self, kind: TaskKind) -> Polynomial:
+        """The work of a task, but for attention in windows, launches and transfers."""
+        return Polynomial.sum(self.work[part] for part in kind.work)
 
-    def backward_ms(self, tokens: float, squares: float) -> float:
-        """The backward time of the chunk, see [`~StageCost.forward_ms`]."""
-        if self.backward == Polynomial():
-            return 0.0
-        hidden = ATTENTION_BACKWARD * self.gather_square_ms * squares
-        computed = self.backward(tokens, squares) + self._windowed_ms(tokens, squares, 2)
-        exposed = self.gathers_backward * self.gather_token_ms * tokens - hidden
-        return max(computed, self.launch_ms[1]) + max(0.0, exposed)
+    def launched_ms(self, kind: TaskKind) -> float:
+        """Host time to launch a task."""
+        return sum(self.launch_ms.get(part, 0.0) for part in kind.work)
 
-    def times_ms(self, tokens: NDArray, squares: NDArray, is_backward: bool) -> NDArray:
-        """[`~StageCost.forward_ms`] or [`~StageCost.backward_ms`] of many chunks, bitwise equal."""
-        if is_backward and self.backward == Polynomial():
+    def task_ms(self, tokens: float, squares: float, kind: TaskKind) -> float:
+        """Time of a task of a kind on a chunk, 0 if it has nothing to do."""
+        return float(self.times_ms(np.array([tokens]), np.array([squares]), kind)[0])
+
+    def times_ms(self, tokens: NDArray, squares: NDArray, kind: TaskKind) -> NDArray:
+        """Times `[chunks]` of tasks of a kind, see [`~StageCost.task_ms`]."""
+        polynomial = self.of_kind(kind)
+        if polynomial == Polynomial():
             return np.zeros(len(tokens))
-        of_token, of_square = self.gather_token_ms, self.gather_square_ms
-        if is_backward:
-            of_token, of_square = self.gathers_backward * of_token, ATTENTION_BACKWARD * of_square
-        polynomial = self.backward if is_backward else self.forward
         windowed = np.zeros(len(tokens))
-        for window, *coefficients in self.windows:
-            windowed += coefficients[is_backward] * windowed_squares(tokens, squares, window, self.is_causal)
+        for window, slopes in self.windows:
+            slope = sum(slopes[part] for part in kind.work)
+            windowed += slope * windowed_squares(tokens, squares, window, self.is_causal)
         computed = polynomial.square * squares + polynomial.token * tokens + polynomial.constant + windowed
-        exposed = of_token * tokens - of_square * squares
-        return np.maximum(computed, self.launch_ms[is_backward]) + np.maximum(0.0, exposed)
-
-    def _windowed_ms(self, tokens: float, squares: float, direction: int) -> float:
-        """Time of attention in layers with a window."""
-        if not self.windows:
-            return 0.0
-        return sum(
-            entry[direction] * float(windowed_squares(tokens, squares, entry[0], self.is_causal))
-            for entry in self.windows
-        )
+        # Only the part of the transfer that attention does not hide takes time.
+        gathered = sum(_GATHERS.get(part, 0.0) for part in kind.work if self.work[part] != Polynomial())
+        hiding = sum(_HIDING.get(part, 0.0) for part in kind.work)
+        exposed = gathered * self.gather_token_ms * tokens - hiding * self.gather_square_ms * squares
+        return np.maximum(computed, self.launched_ms(kind)) + np.maximum(0.0, exposed)
 
 
 @dataclass(frozen=True)
@@ -260,21 +300,17 @@ class SharedPasses:
     overlap_efficiency: float  # relative compute speed beside communication
 
     @classmethod
-    def of(cls, table: LayerTable, stage: Stage, transfers: PassTransfers, is_backward: bool) -> SharedPasses:
-        """The passes of a stage in one direction."""
-        rows = table.rows(stage)
-        coefficients = (table.backward if is_backward else table.forward)[rows]
-        beside_ms, exposed_ms = transfers.of_pass(len(coefficients), is_backward)
-        columns = np.column_stack([coefficients, table.launches[rows], table.windows[rows], beside_ms])
+    def of(cls, table: LayerTable, stage: Stage, transfers: PassTransfers, kind: TaskKind) -> SharedPasses:
+        """The passes of a stage in tasks of a kind."""
+        own = table.chosen(table.rows(stage))
+        beside_ms, exposed_ms = transfers.of_pass(len(own.windows), kind)
+        columns = np.column_stack([own.of_kind(kind), own.launched_ms(kind), own.windows, beside_ms])
         _, first, counts = np.unique(columns, axis=0, return_index=True, return_counts=True)
-        kinds = rows.start + first
-        chosen = (table.forward[kinds], table.backward[kinds], table.launches[kinds], table.windows[kinds])
-        alike = LayerTable(*chosen, table.is_causal)
-        return cls(counts, alike, beside_ms[first], exposed_ms, transfers.overlap_efficiency)
+        return cls(counts, own.chosen(first), beside_ms[first], exposed_ms, transfers.overlap_efficiency)
 
-    def more_ms(self, tokens: NDArray, squares: NDArray, cp_size: int, is_backward: bool) -> NDArray:
+    def more_ms(self, tokens: NDArray, squares: NDArray, cp_size: int, kind: TaskKind) -> NDArray:
         """Time that the communication adds to the computation of chunks `[chunks]`."""
-        compute_ms = self.table.times(tokens, squares, cp_size)[is_backward]
+        compute_ms = self.table.task_ms(tokens, squares, cp_size, kind)
         added_ms = longer_ms(compute_ms, self.beside_ms[:, None], self.overlap_efficiency)
         return self.exposed_ms + weighted_sum(added_ms.T, self.counts)
 
@@ -283,35 +319,27 @@ class SharedPasses:
 class SharedStageCost(StageCost):
     """A [`StageCost`] whose copies share weights or gradients, so that its passes communicate."""
 
-    passes: tuple[SharedPasses, ...] = ()  # its forward and its backward
+    passes: Mapping[str, SharedPasses] = field(kw_only=True)  # word of a kind -> the passes of its tasks
     cp_size: int = 1
     table: LayerTable = field(kw_only=True)  # of the layers of the module
     rows: slice = field(kw_only=True)  # those of the stage
     transfers: PassTransfers = field(kw_only=True)
 
-    def forward_ms(self, tokens: float, squares: float) -> float:
+    def times_ms(self, tokens: NDArray, squares: NDArray, kind: TaskKind) -> NDArray:
         """See [`StageCost`]."""
-        return float(self.times_ms(np.array([tokens]), np.array([squares]), False)[0])
-
-    def backward_ms(self, tokens: float, squares: float) -> float:
-        """See [`StageCost`]."""
-        return float(self.times_ms(np.array([tokens]), np.array([squares]), True)[0])
-
-    def times_ms(self, tokens: NDArray, squares: NDArray, is_backward: bool) -> NDArray:
-        """See [`StageCost`]."""
-        times_ms = super().times_ms(tokens, squares, is_backward)
-        if is_backward and self.backward == Polynomial():
+        times_ms = super().times_ms(tokens, squares, kind)
+        if kind.word not in self.passes or self.of_kind(kind) == Polynomial():
             return times_ms
-        return times_ms + self.passes[is_backward].more_ms(tokens, squares, self.cp_size, is_backward)
+        return times_ms + self.passes[kind.word].more_ms(tokens, squares, self.cp_size, kind)
 
-    def timed_transfers(self, tokens: float, squares: float, is_backward: bool) -> list[TimedTransfer]:
-        """Transfers in the pass of a chunk, see [`PassTransfers.time_transfers`], relative to `times_ms`."""
-        length_ms = (self.backward_ms if is_backward else self.forward_ms)(tokens, squares)
-        if not length_ms:
+    def timed_transfers(self, tokens: float, squares: float, kind: TaskKind) -> list[TimedTransfer]:
+        """Transfers in the task of a chunk, see [`PassTransfers.time_transfers`], relative to `task_ms`."""
+        length_ms = self.task_ms(tokens, squares, kind)
+        if not length_ms or kind.word not in self.passes:
             return []
         # a pass may have more than its layers: what they wait for
-        compute_ms = self.table.times(tokens, squares, self.cp_size)[is_backward][self.rows]
-        found, of_layers_ms = self.transfers.time_transfers(compute_ms, is_backward)
+        compute_ms = self.table.task_ms(tokens, squares, self.cp_size, kind)[self.rows]
+        found, of_layers_ms = self.transfers.time_transfers(compute_ms, kind)
         return [transfer.scale(length_ms / of_layers_ms) for transfer in found]
 
 
@@ -341,7 +369,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
 
 def _with_transfers(cost: StageCost, stage: Stage, table: LayerTable, transfers: PassTransfers) -> StageCost:
     """The cost of a stage with the communication in its passes."""
-    passes = tuple(SharedPasses.of(table, stage, transfers, is_backward) for is_backward in (False, True))
+    passes = {word: SharedPasses.of(table, stage, transfers, kind) for word, kind in KINDS.items() if kind.work}
     values = {f.name: getattr(cost, f.name) for f in fields(StageCost)}
     held = {"table": table, "rows": table.rows(stage), "transfers": transfers}
     return SharedStageCost(**values, passes=passes, cp_size=stage.cp_size, **held)
@@ -361,7 +389,7 @@ def _stage_cost(
     cost = table.stage(stage)
     if waits_ms:
         waits = Polynomial(token=waits_ms)
-        cost = replace(cost, forward=cost.forward + waits, backward=cost.backward + waits)
+        cost = replace(cost, work={**cost.work, **{part: cost.work[part] + waits for part in ("forward", "inputs")}})
     if cp_size == 1:
         return cost
     width = 2 * module_spec.num_kv_heads * module_spec.head_width / tp_size
@@ -372,7 +400,6 @@ def _stage_cost(
         cost,
         gather_token_ms=stage.num_layers * gather_ms,
         gather_square_ms=squares,
-        gathers_backward=_GATHERS_BACKWARD + checkpointing,
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
-from ..schedule.kinds import BACKWARD, DIRECTION, RUNS_LAYERS
+from ..schedule.kinds import KINDS
 from .gradient_sums import GradientSumCosts, SumTimes
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
@@ -66,13 +66,12 @@ class StepCost:
         kinds = {id(cost): cost for cost in (self.stages[key] for key in graph.stages)}
         numbers = {key: number for number, key in enumerate(kinds)}
         kind = np.array([numbers[id(self.stages[key])] for key in graph.stages])[graph.columns[0]]
-        result, runs_layers = np.zeros(graph.num_tasks), RUNS_LAYERS[graph.kind]
-        is_backward = DIRECTION[graph.kind] == BACKWARD
+        result = np.zeros(graph.num_tasks)
         tokens, squares = self._chunk_sizes(graph)[:, graph.first]
         for number, cost in enumerate(kinds.values()):
-            for back in (False, True):
-                wanted = np.flatnonzero((kind == number) & (is_backward == back) & runs_layers)
-                result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], back)
+            for place, row in enumerate(KINDS.values()):
+                wanted = np.flatnonzero((kind == number) & (graph.kind == place))
+                result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], row)
         return result
 
     def _chunks_of(self, graph: TaskGraph) -> NDArray:
@@ -102,8 +101,7 @@ class StepCost:
     def __call__(self, task: Task) -> float:
         cost = self.stages[task.module, task.replica, task.stage]
         chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
-        time_ms = (cost.forward_ms, cost.backward_ms)[task.row.direction]
-        return task.row.runs_layers * time_ms(chunk.tokens, chunk.squares)
+        return cost.task_ms(chunk.tokens, chunk.squares, task.row)
 
     def messages_ms(self, graph: TaskGraph) -> list[float]:
         """Times of all messages of the step's graph, with one link for each rank of the smaller mesh."""
@@ -179,7 +177,7 @@ class StepCost:
         if not isinstance(cost, SharedStageCost):
             return []
         chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
-        return cost.timed_transfers(chunk.tokens, chunk.squares, task.row.direction == BACKWARD)
+        return cost.timed_transfers(chunk.tokens, chunk.squares, task.row)
 
     def sum_times(self, index: int) -> SumTimes:
         """Times of the buckets of a gradient sum, and of other ones of its first rank for the same stages."""

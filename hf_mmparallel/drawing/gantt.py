@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..schedule import Span, SumSpan, Timeline, TransferSpan
 from ..schedule.actions import Task
+from ..schedule.kinds import KINDS as TASK_KINDS
 
 # Lanes below the tasks of a rank: communication of weights and gradients over time, as shares of columns.
 
@@ -174,14 +175,20 @@ def _ms(value: float) -> str:
 
 def gantt_text(timeline: AnyTimeline, width: int = 100, max_rows: int = 32) -> str:
     """
-    Draws a timeline as text: a digit is a microbatch's forward, a letter its backward (`a` for 0), `=` a gradient sum.
+    Draws a timeline as text: a digit is a microbatch's forward, a letter its backward (`a` for 0) and a capital its
+    weight gradients if they are apart, `=` a gradient sum.
     Where it is known, a line below has the communication of weights and gradients: `-` beside tasks, `=` beside none.
     """
     # equal rows are merged above `max_rows`, then rows are cut off
     rows = _rows(timeline, max_rows)
     lanes = _lanes(timeline, rows[:max_rows])
     end = _latest_ms(timeline, lanes)
-    letters = "digits: forward of microbatch 0-9, letters: backward of microbatch a-j"
+    words = {span.task.kind for span in _spans(timeline)}
+    letters = ", ".join(
+        f"{kind.digits[0]}-{kind.digits[-1]}: {kind.label} of microbatch 0-9"
+        for word, kind in TASK_KINDS.items()
+        if word in words
+    )
     sums = ", =: gradient sum" if _sums(timeline) else ""
     below = "; below, -: communication beside tasks, =: exposed" if any(lanes) else ""
     lines = [f"{_summary(timeline)}; {letters}{sums}, .: idle{below}"]
@@ -227,7 +234,8 @@ def gantt_png(
     title: str = "Schedule of one step",  # duration and bubble follow
 ) -> None:
     """
-    Draws a row per rank: light bars are forwards, dark bars backwards, the number is the microbatch.
+    Draws a row per rank: light bars are forwards, dark bars backwards (and medium ones weight gradients that are put
+    off), the number is the microbatch.
 
     Colors are modules, gray bars are what gradient sums add. Where it is known, a lane below the bars has the
     gathering of weights and the sums of gradients, beside tasks or exposed, and ends with the optimizer's step.
@@ -255,7 +263,14 @@ def gantt_png(
         axis.set_title(text, loc="left", fontsize=12, fontweight="bold", pad=8, color="#222222")
     axes[-1].set_xlabel("time (ms)", fontsize=10, color="#444444")
     kinds = {(span.op, span.is_exposed) for lanes in all_lanes for lane in lanes for span in lane}
-    num_lines = _draw_legend(figure, colors, any(_sums(timeline) for _, timeline in panels), kinds)
+    words = {(span.task.module, span.task.kind) for _, timeline in panels for span in _spans(timeline)}
+    bars = {
+        f"{module} {kind.label}": tint(color, kind.tint)
+        for module, color in colors.items()
+        for word, kind in TASK_KINDS.items()
+        if (module, word) in words
+    }
+    num_lines = _draw_legend(figure, bars, any(_sums(timeline) for _, timeline in panels), kinds)
     inches = figure.get_size_inches()[1]
     figure.tight_layout(rect=(0, 0, 1, 1 - (0.18 + 0.2 * num_lines) / inches))
     figure.savefig(path)
@@ -312,14 +327,13 @@ def _draw_rows(
         side.set_visible(False)
 
 
-def _draw_legend(figure: Any, colors: Mapping[str, str], has_sums: bool, kinds: Collection[tuple[str, bool]]) -> int:
-    """Draws a light and a dark box per module, in the upper right corner; returns the number of lines."""
+def _draw_legend(
+    figure: Any, bars: Mapping[str, tuple[float, float, float]], has_sums: bool, kinds: Collection[tuple[str, bool]]
+) -> int:
+    """Draws a box for each kind of bar, in the upper right corner; returns the number of lines."""
     from matplotlib.patches import Patch
 
-    handles = []
-    for module, color in colors.items():
-        handles.append(Patch(facecolor=tint(color, 0.38), label=f"{module} forward"))
-        handles.append(Patch(facecolor=color, label=f"{module} backward"))
+    handles = [Patch(facecolor=color, label=label) for label, color in bars.items()]
     if has_sums:
         handles.append(Patch(facecolor=SUM_COLOR, label="gradient sum"))
     handles += [Patch(facecolor=color, label=name) for kind, (color, name) in KINDS.items() if kind in kinds]

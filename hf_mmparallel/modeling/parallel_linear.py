@@ -80,6 +80,11 @@ def _shards(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return local(layer.weight), None if layer.bias is None else local(layer.bias)
 
 
+def _product(layer: nn.Linear) -> Callable[..., Tensor]:
+    """Returns the function that multiplies; a layer may have one of its own, as `multiply`."""
+    return getattr(layer, "multiply", functional.linear)
+
+
 def _column_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     name = group.group_name
 
@@ -89,7 +94,7 @@ def _column_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Te
             features = SumGradientsInGraph.apply(input, name)
         elif input.requires_grad:
             features = SumGradients.apply(input, group)
-        return functional.linear(features, *_shards(layer))
+        return _product(layer)(features, *_shards(layer))
 
     return forward
 
@@ -99,7 +104,7 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tenso
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = _shards(layer)
-        product = functional.linear(input, weight)
+        product = _product(layer)(input, weight, None)
         output = sum_in_graph(product, name) if torch.compiler.is_compiling() else Sum.apply(product, group)
         return output if bias is None else output + bias  # which each rank has whole
 

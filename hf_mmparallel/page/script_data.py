@@ -12,6 +12,7 @@ from ..arrange.balance import Balance
 from ..drawing.gantt import COLORS, KINDS, rank_ranges
 from ..plan import ModulePlugin, ParallelPlan, PlannedFor, StageKey
 from ..schedule import Task, Timeline
+from ..schedule.kinds import KINDS as TASK_KINDS
 
 # Content of a plan's page, as plain data.
 
@@ -185,9 +186,9 @@ def timeline_data(
     Returns the data of the page's script, for JSON; raises `ValueError` for a stage that the plan does not have.
 
     Tasks are columns of integers: `gap` is the time in microseconds since the end of the task before, `duration` that
-    of the task; `task` is `2 * (microbatch * chunks + chunk) + backward`; `stage` is an index into `stages`, a single
-    number if a row has one stage only. Gradient sums and the lanes of communication have gaps and durations as well,
-    if there are any.
+    of the task; `task` is `(microbatch * chunks + chunk) * len(kinds) + kind`; `stage` is an index into `stages`, a
+    single number if a row has one stage only. Gradient sums and the lanes of communication have gaps and durations as
+    well, if there are any.
     """
     stages = {(name, d, s): i for i, (name, d, s) in enumerate(_stage_keys(plan))}
     unknown = {key for row in rows for key in row.stages if key not in stages}
@@ -198,18 +199,21 @@ def timeline_data(
     names = list(plan.modules)
     has_lanes = any(row.lanes for row in rows)
     num_chunks = 1 + max((task.chunk for row in rows for task, _, _ in row.tasks), default=0)
+    present = {task.kind for row in rows for task, _, _ in row.tasks}
+    kinds = [word for word in TASK_KINDS if word in present]
     unit = _memory_unit(memory) if memory is not None else 1
     return {
         "end": max([_us(timeline.iteration_ms), *map(_end_us, rows)]),
         "modules": [{"name": name, "color": color} for name, color in module_colors(plan).items()],
         "lanes": [{"color": color, "name": name} for color, name in KINDS.values()] if has_lanes else [],
         "stages": [[names.index(name), replica, index] for name, replica, index in stages],
+        "kinds": [{"word": word, "label": TASK_KINDS[word].label, "tint": TASK_KINDS[word].tint} for word in kinds],
         "chunks": num_chunks,
         "rows": [
             {
                 "label": row.label,
                 "ranks": len(row.ranks),
-                **_columns(row.tasks, stages, num_chunks),
+                **_columns(row.tasks, stages, num_chunks, kinds),
                 **({"sums": _gaps(row.sums)} if row.sums else {}),
                 **({"lanes": list(map(_gaps, row.lanes))} if row.lanes else {}),
                 **({"memory": _memory(memory, _fullest(memory, row.ranks), unit)} if memory is not None else {}),
@@ -234,12 +238,16 @@ def _stage_keys(plan: ParallelPlan) -> list[StageKey]:
     return [(name, d, s) for name, module in plan.modules.items() for d, s, _ in module.stages()]
 
 
-def _columns(tasks: TaskTimes, stages: Mapping[StageKey, int], num_chunks: int) -> dict[str, Any]:
+def _columns(
+    tasks: TaskTimes, stages: Mapping[StageKey, int], num_chunks: int, kinds: Sequence[str]
+) -> dict[str, Any]:
     """The tasks of a row, see [`timeline_data`]."""
     indices = [stages[task.stage_key] for task, _, _ in tasks]
     return {
         "stage": indices[0] if len(set(indices)) == 1 else indices,
-        "task": [2 * (task.microbatch * num_chunks + task.chunk) + task.row.direction for task, _, _ in tasks],
+        "task": [
+            (task.microbatch * num_chunks + task.chunk) * len(kinds) + kinds.index(task.kind) for task, _, _ in tasks
+        ],
         **_gaps([(start, end) for _, start, end in tasks]),
     }
 

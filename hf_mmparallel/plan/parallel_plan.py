@@ -79,12 +79,15 @@ class Stage:
         mesh (`tuple[tuple[int, ...], ...]`): Its ranks in `cp_size` tp groups of `tp_size`; `ranks` in a plan file.
         trainable (`bool`, *optional*, defaults to `True`): Whether any parameter of the stage gets a gradient.
         partly_frozen (`bool`, *optional*, defaults to `False`): Whether some are frozen; a plan does not say which.
+        splits_backward (`bool`, *optional*, defaults to `False`):
+            Whether gradients of weights are tasks of their own, which other tasks need not wait for.
     """
 
     layers: tuple[int, int]
     mesh: tuple[tuple[int, ...], ...]
     trainable: bool = True
     partly_frozen: bool = False
+    splits_backward: bool = False
 
     @property
     def cp_size(self) -> int:
@@ -345,6 +348,7 @@ class ParallelPlan:
                                 "layers": list(stage.layers),
                                 "ranks": [list(tp_group) for tp_group in stage.mesh],
                                 "trainable": PARTLY if stage.partly_frozen else stage.trainable,
+                                **({"splits_backward": True} if stage.splits_backward else {}),
                             }
                             for stage in stages
                         ]
@@ -442,7 +446,7 @@ def _read_module(data: Any, name: str) -> ModulePlan:
 
 
 def _read_stage(data: Any, what: str) -> Stage:
-    data = read_mapping(data, what, ["layers", "ranks"], ["trainable"])
+    data = read_mapping(data, what, ["layers", "ranks"], ["trainable", "splits_backward"])
     layers = tuple(read_count(n, f"A layer of {what}") for n in read_list(data["layers"], f"`layers` of {what}"))
     if len(layers) != 2 or layers[0] >= layers[1]:
         raise ValueError(f"`layers` of {what} are {list(layers)}; write the first layer and one past the last layer.")
@@ -453,12 +457,12 @@ def _read_stage(data: Any, what: str) -> Stage:
     )
     if not mesh or not all(mesh):
         raise ValueError(f"{what} has no ranks. Give it tp groups of at least one rank, such as `[[0]]`.")
+    splits = read_flag(data.get("splits_backward", False), f"`splits_backward` of {what}")
     trainable = data.get("trainable", True)
-    if trainable == PARTLY:
-        return Stage((layers[0], layers[1]), mesh, partly_frozen=True)
-    if not isinstance(trainable, bool):
+    is_partly = trainable == PARTLY
+    if not is_partly and not isinstance(trainable, bool):
         raise ValueError(f"`trainable` of {what} is `{trainable!r}`; it must be `true`, `false` or `{PARTLY}`.")
-    return Stage((layers[0], layers[1]), mesh, trainable)
+    return Stage((layers[0], layers[1]), mesh, is_partly or trainable, is_partly, splits)
 
 
 def _read_edge(data: Any, modules: Sequence[str]) -> Edge:

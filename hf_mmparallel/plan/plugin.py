@@ -124,6 +124,12 @@ class ModulePlugin:
     def __post_init__(self):
         self._read_deepspeed()
         self._check_types()
+        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "cp_block", "vp_size"):
+            size = getattr(self, name)
+            if name == "vp_size" and size is None:
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"`{name}={size!r}` must be a whole number of at least 1.")
         if self.layers_per_stage is not None:
             self.layers_per_stage = list(self.layers_per_stage)
             vp_size = self.vp_size or 1
@@ -135,12 +141,6 @@ class ModulePlugin:
                     f"`layers_per_stage={self.layers_per_stage}` must have one number of at least 1 for each of the "
                     f"{stages}."
                 )
-        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "cp_block", "vp_size"):
-            size = getattr(self, name)
-            if name == "vp_size" and size is None:
-                continue
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"`{name}={size!r}` must be a whole number of at least 1.")
         if self.vp_size is not None and self.vp_size > 1 and self.pp_size == 1:
             raise ValueError(
                 f"`vp_size={self.vp_size}` has no effect with `pp_size=1`, whose rank has all layers. Leave it out, "

@@ -26,6 +26,7 @@ from ..plan import (
     stage_parameters,
 )
 from ..plan.resolve import check_tp_sizes
+from ..schedule.kinds import WHOLE_PASSES
 from .state_copies import recovery_bytes, value_bytes
 from .templates import LayerChain
 
@@ -126,7 +127,7 @@ def mean_pass_ms(
     for key, cost in stage_costs(costs, plan).items():
         if (key[0], id(cost)) not in known:
             tokens, squares = chunks[key[0]][:, :2].T
-            sums_ms = (cost.times_ms(tokens, squares, is_backward).sum() for is_backward in (False, True))
+            sums_ms = (cost.times_ms(tokens, squares, kind).sum() for kind in WHOLE_PASSES)
             # Processors round sums differently, and all ranks have to make the same plans.
             known[key[0], id(cost)] = tuple(float(np.float32(sum_ms / microbatches.count)) for sum_ms in sums_ms)
         result[key] = known[key[0], id(cost)]

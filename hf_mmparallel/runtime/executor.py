@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues, StepMessages, Transport
 from .payloads import Payload, Payloads, num_tokens_of
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
+from .weight_gradients import PutOffGradient, WeightGradients
 from .work import StepResult, counting_work
 
 LossFunction = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -74,6 +76,9 @@ class Executor:
         self.functions = functions
         self.device = device
         self.payloads = Payloads(plan, spec)
+        self.weight_gradients = WeightGradients(
+            stage for key, stage in stages.items() if plan.stage(*key).splits_backward
+        )
         self.clock = clock_of(device)
 
     def run(
@@ -142,6 +147,8 @@ class _Step:
         self.running: dict[tuple, _RunningTask] = {}
         # Task -> producer module -> gradient, kept until the last send of a backward.
         self.gradients: dict[tuple, dict[str, Tensor]] = {}
+        # Task -> weight gradients that its input gradient left out.
+        self.put_off: dict[tuple, list[PutOffGradient]] = {}
         own_actions = program.actions.get(executor.rank, ())
         self.unsent = Counter(a.message.source for a in own_actions if a.op == "send" and a.message is not None)
 
@@ -262,6 +269,17 @@ class _Step:
                 if leaf.requires_grad
             }
 
+    def input_gradient(self, task: Task) -> None:
+        """Runs the backward of a chunk without the gradients of the weights that can be put off."""
+        with self.executor.weight_gradients.put_off() as gradients:
+            self.backward(task)
+        self.put_off[task.key] = gradients
+
+    def weight_gradient(self, task: Task) -> None:
+        """Computes the gradients of weights that were put off."""
+        reach = partial(self.executor.functions.passes.reach, task)
+        self.executor.weight_gradients.add(self.put_off.pop(task.key), reach)
+
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Sums the gradients of each output of a task that its consumers returned."""
         result: list[Tensor | None] = [None] * len(outputs)
@@ -281,13 +299,18 @@ class _Step:
 
     def release(self, task: Task) -> None:
         """Frees the tensors of a task that only its messages needed, after the last one is sent."""
-        if task.kind == "bwd":
+        if task.row.message == "grad":
             del self.gradients[task.key]
         elif not self.program.has_backward(task):
             del self.running[task.key]
 
 
-_RUN: dict[str, Callable[[_Step, Task], None]] = {"fwd": _Step.forward, "bwd": _Step.backward}
+_RUN: dict[str, Callable[[_Step, Task], None]] = {
+    "fwd": _Step.forward,
+    "bwd": _Step.backward,
+    "bwd_input": _Step.input_gradient,
+    "bwd_weight": _Step.weight_gradient,
+}
 
 
 def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incoming]]]:

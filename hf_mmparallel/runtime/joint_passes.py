@@ -21,7 +21,7 @@ from ..modeling import ModuleStage
 from ..modeling.dtensors import local
 from ..plan import StageKey
 from ..schedule import REST, Action, PassAction, Task, step_passes
-from ..schedule.kinds import BACKWARD, FORWARD, Direction
+from ..schedule.kinds import BACKWARD, FORWARD, Direction, TaskKind
 from ..world import ReduceScatter
 from .optimizer_slices import (
     FlatSlice,
@@ -146,15 +146,16 @@ class StagePasses:
             layer.register_forward_pre_hook(lambda *_, index=index: self._before_forward(index))
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
-    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run], keeps_rest: bool = False) -> None:
+    def start_step(self, kinds: Sequence[TaskKind], runs: Sequence[Run], keeps_rest: bool = False) -> None:
         """
-        Prepares the passes of a step: their directions, the runs that any rank may have in a pass, and whether what is
+        Prepares the passes of a step: their kinds, the runs that any rank may have in a pass, and whether what is
         in no layer stays after the last one, for forwards of later virtual stages, which run through it as well.
         """
         num_layers = len(self.units) - 1
-        passes = step_passes(directions, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
-        if keeps_rest and passes:
-            passes[-1] = tuple(action for action in passes[-1] if action != PassAction("free", REST))
+        passes = step_passes(kinds, num_layers, len(runs), self.gathers, self.reshards, self.first_backward)
+        if keeps_rest:
+            passes = [tuple(action for action in own if action != PassAction("free", REST)) for own in passes]
+        directions: list[Direction] = [kind.direction for kind in kinds]
         self._passes, self._runs = list(zip(directions, passes, strict=True))[::-1], runs
 
     def begin(self, is_empty: bool) -> None:
@@ -168,6 +169,10 @@ class StagePasses:
         """Waits, before the pass computes, for what is in no layer."""
         if not self._is_empty:
             self._wait(self.units[REST])
+
+    def reach(self, layer: int) -> None:
+        """Issues all that comes before the weight gradients of a layer, an index in the module."""
+        self._reach(layer - self.stage.layers[0], 0)
 
     def end(self) -> None:
         """Issues what is left of a pass."""
@@ -256,30 +261,36 @@ class StagePasses:
 
 
 class LastBackward:
-    """Tells in the last backward of a stage which layer it has reached."""
+    """Tells in the last task of a stage that adds gradients which layer it has reached."""
 
-    def __init__(self, stage: ModuleStage, reach: Callable[[int], None]):
-        # `reach` gets the index in the module of a layer that is about to run backwards; the gradients of all layers
+    def __init__(self, stage: ModuleStage, note: Callable[[int], None]):
+        # `note` gets the index in the module of a layer that is about to run backwards; the gradients of all layers
         # after it are complete
-        self.stage, self.reach = stage, reach
-        self._directions: list[Direction] = []  # of the passes that are left, the next one last
+        self.stage, self.note = stage, note
+        self._kinds: list[TaskKind] = []  # of the passes that are left, the next one last
         self._is_last = False
         for index, layer in stage.own_layers.items():
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
-    def start_step(self, directions: Sequence[Direction], runs: Sequence[Run], keeps_rest: bool = False) -> None:
+    def start_step(self, kinds: Sequence[TaskKind], runs: Sequence[Run], keeps_rest: bool = False) -> None:
         """See [`StagePasses`]."""
-        self._directions, self._is_last = list(directions)[::-1], False
+        self._kinds, self._is_last = list(kinds)[::-1], False
 
     def begin(self, is_empty: bool) -> None:
         """See [`StagePasses`]."""
-        self._is_last = self._directions.pop() == BACKWARD and BACKWARD not in self._directions
+        adds = self._kinds.pop().adds_gradients
+        self._is_last = adds and not any(kind.adds_gradients for kind in self._kinds)
 
     def compute(self) -> None:
         """Does nothing, see [`StagePasses`]."""
 
     def free_rest(self) -> None:
         """Does nothing, see [`StagePasses`]."""
+
+    def reach(self, layer: int) -> None:
+        """See [`StagePasses`]."""
+        if self._is_last:
+            self.note(layer)
 
     def end(self) -> None:
         """See [`StagePasses`]."""
@@ -289,7 +300,7 @@ class LastBackward:
         """Lets the gradient of a layer's output announce its backward, in the run that runs backwards last."""
         hidden = output if isinstance(output, torch.Tensor) else tree_leaves(output)[0]
         if self.stage.is_first_run and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda gradient: self.reach(layer) if self._is_last else None)
+            hidden.register_hook(lambda gradient: self.reach(layer))
 
 
 def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) -> list[SlicedGroup]:
@@ -309,13 +320,13 @@ class TaskHooks:
 
     def start_step(self, actions: Sequence[Action]) -> None:
         """Called before the first of this rank's actions in a step."""
-        tasks = [action.task for action in actions if action.task is not None and action.task.row.runs_layers]
+        tasks = [action.task for action in actions if action.task is not None and _is_pass(action.task)]
         last = {task.stage_key[:2]: task for task in tasks}
         self._last = {task: [] for task in last.values()}
         for key, passes in self.by_stage.items():
-            directions: list[Direction] = [task.row.direction for task in tasks if task.stage_key == key]
-            keeps_rest = bool(directions) and last[key[:2]].stage_key != key
-            passes.start_step(directions, self.runs.get(key[0], (None,)), keeps_rest)
+            kinds = [task.row for task in tasks if task.stage_key == key]
+            keeps_rest = bool(kinds) and last[key[:2]].stage_key != key
+            passes.start_step(kinds, self.runs.get(key[0], (None,)), keeps_rest)
             if keeps_rest:
                 self._last[last[key[:2]]].append(key)
 
@@ -329,6 +340,11 @@ class TaskHooks:
         for passes in self._of(task):
             passes.compute()
 
+    def reach(self, task: Task, layer: int) -> None:
+        """Called before a task computes the weight gradients of a layer, an index in the module."""
+        for passes in self._of(task):
+            passes.reach(layer)
+
     def end(self, task: Task) -> None:
         """Called after a task has computed."""
         for passes in self._of(task):
@@ -338,5 +354,10 @@ class TaskHooks:
 
     def _of(self, task: Task) -> list[StagePasses | LastBackward]:
         """The passes that a task is one of, none or those of its stage."""
-        has_pass = task.row.runs_layers and task.stage_key in self.by_stage
+        has_pass = _is_pass(task) and task.stage_key in self.by_stage
         return [self.by_stage[task.stage_key]] if has_pass else []
+
+
+def _is_pass(task: Task) -> bool:
+    """Whether a task needs the weights of layers or completes their gradients."""
+    return task.row.runs_layers or task.row.adds_gradients

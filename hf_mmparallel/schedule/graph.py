@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..plan import Edge, ParallelPlan, StageKey, StepPlan
 from ..plan.step_plan import ChunkTable
 from .actions import Message, Task
-from .kinds import BACKWARD, CLOSES, KINDS, OPENS, SENDS_GRADIENTS
+from .kinds import ADDS_GRADIENTS, BACKWARD, CLOSES, KINDS, OPENS, SENDS_GRADIENTS
 
 _WORDS = tuple(KINDS)
 _MESSAGES: tuple[Literal["act", "grad"], ...] = tuple(kind.message or "act" for kind in KINDS.values())
@@ -141,6 +141,7 @@ class TaskCounts:
     num_followers: NDArray  # [tasks], number of dependents
     cell: NDArray  # [tasks]
     closing: NDArray  # [cells], number of tasks that close it
+    holding: NDArray  # [cells], number of tasks after which nothing of it is held
     opens: NDArray  # [tasks], whether it is the first task of a cell that is closed, too
 
     @classmethod
@@ -151,13 +152,16 @@ class TaskCounts:
         sources = np.concatenate([graph.links[0], graph.after[later]])
         targets = np.concatenate([graph.links[1], later])
         cells, cell = np.unique(stage * (microbatch.max(initial=0) + 1) + microbatch, return_inverse=True)
-        closing = np.bincount(cell[CLOSES[graph.kind]], minlength=len(cells))
+        closing, holding = (
+            np.bincount(cell[column[graph.kind]], minlength=len(cells)) for column in (CLOSES, ADDS_GRADIENTS)
+        )
         return cls(
             np.bincount(targets, minlength=count),
             targets[np.argsort(sources, kind="stable")],
             np.bincount(sources, minlength=count),
             cell,
             closing,
+            holding,
             OPENS[graph.kind] & (chunk == 0) & (closing[cell] > 0),
         )
 
@@ -196,12 +200,13 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
     is_joint = any(module.joint_replicas > 1 for module in plan.modules.values())
     joint = np.concatenate([module.joint for module in modules.values()]) if is_joint else None
     order = np.concatenate([np.repeat(-i, module.columns.shape[1]) for i, module in enumerate(modules.values())])
-    messages, runs_back = _links(plan, modules, forwards.shape[1])
+    messages, runs_back, splits = _links(plan, modules, forwards.shape[1])
+    runs_of = {"all": np.ones(len(runs_back), bool), "whole": runs_back & ~splits, "split": runs_back & splits}
     tasks_of: dict[str | None, NDArray] = {None: np.full(forwards.shape[1], -1)}  # word -> task of each forward, or -1
-    chosen, after, links, joints, num_tasks = [], [], [], [], 0  # one of each kind
+    sending = {name: np.full(forwards.shape[1], -1) for name in ("act", "grad")}  # message -> the same of its kinds
+    chosen, after, joints, num_tasks = [], [], [], 0  # one of each kind
     for row in KINDS.values():
-        is_run = runs_back if row.for_gradients else np.ones(len(runs_back), bool)
-        own = np.flatnonzero(is_run & (training or row.after is None))
+        own = np.flatnonzero(runs_of[row.of] & (training or row.after is None))
         if row.direction == BACKWARD:
             # In reverse order of modules and stages, and so after what they wait for; within a stage the chunks keep
             # their order.
@@ -210,12 +215,14 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
         tasks = np.full(forwards.shape[1], -1)
         tasks[own] = num_tasks + np.arange(len(own))
         tasks_of[row.word], num_tasks = tasks, num_tasks + len(own)
-        ends = messages[::-1] if row.message == "grad" else messages
-        links.append(tasks[ends[:, (tasks[ends] >= 0).all(axis=0) & (row.message is not None)]])
+        if row.message is not None:
+            sending[row.message][own] = tasks[own]
         chosen.append(own)
         after.append(tasks_of[row.after][own])
         joints += [] if joint is None else [tasks[joint[own]]]
     kind = np.repeat(np.arange(len(KINDS), dtype=np.int8), list(map(len, chosen)))
+    ends = (sending["act"][messages], sending["grad"][messages[::-1]])
+    links = [tasks[:, (tasks >= 0).all(axis=0)] for tasks in ends]
     return TaskGraph(
         stages,
         forwards[:, np.concatenate(chosen)],
@@ -233,6 +240,7 @@ class _Forwards:
     columns: NDArray
     index: NDArray  # [tasks], stage index within the replica
     trainable: NDArray  # [tasks], whether the stage is
+    splits: NDArray  # [tasks], whether the stage may split its backwards
     first: NDArray  # [chunks], index of the chunk's first task in the graph
     count: NDArray  # [chunks], number of stages of the chunk's replica
     replica: NDArray  # [chunks]
@@ -256,7 +264,8 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
         count = counts[table.replica]
         index = concatenate_ranges(np.zeros_like(count), count)
         stage = (num_stages + np.cumsum(counts) - counts)[table.replica].repeat(count) + index
-        trainable = np.array([stage.trainable for _, _, stage in module.stages()], bool)[stage - num_stages]
+        flags = [(stage.trainable, stage.splits_backward) for _, _, stage in module.stages()]
+        trainable, splits = np.array(flags, bool).reshape(-1, 2)[stage - num_stages].T
         columns = np.stack([stage, table.microbatch.repeat(count), table.chunk.repeat(count)])
         first = num_tasks + np.cumsum(count) - count
         joint = num_tasks + np.arange(len(index))
@@ -269,6 +278,7 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
             columns,
             index,
             trainable,
+            splits,
             first,
             count,
             table.replica,
@@ -294,8 +304,8 @@ def _with_empty_chunks(table: ChunkTable, size: int) -> ChunkTable:
     return replace(result, chunk_of=result.find(table.replica, table.microbatch, table.chunk)[table.chunk_of])
 
 
-def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray]:
-    """Returns the messages between forwards, `[2, links]`, and whether each forward has a backward."""
+def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray, NDArray]:
+    """Returns the messages between forwards, `[2, links]`, which forwards have a backward, and which a split one."""
     runs_back = np.zeros(num_tasks, bool)
     entering: dict[str, list[NDArray]] = {}
     links: list[NDArray] = []
@@ -322,7 +332,13 @@ def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) ->
                 entering.setdefault(edge.target, []).append(crossing)
                 links.append(crossing)
         start += len(forwards.index)
-    return np.concatenate(links, axis=1), runs_back
+    messages = np.concatenate(links, axis=1)
+    # A backward is split if a gradient that others wait for comes before those of weights, on any of its joint tasks.
+    joint = np.concatenate([forwards.joint for forwards in modules.values()])
+    sends = np.zeros(num_tasks, bool)
+    sends[joint[messages[1, runs_back[messages[0]]]]] = True
+    splits = np.concatenate([forwards.splits for forwards in modules.values()])
+    return messages, runs_back, (sends & splits)[joint]
 
 
 def _crossing(plan: ParallelPlan, edge: Edge, source: _Forwards, target: _Forwards) -> NDArray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Generic, Literal, TypeVar
 
-from .kinds import BACKWARD, FORWARD, Direction
+from .kinds import BACKWARD, FORWARD, Direction, TaskKind
 
 REST = -1  # parameters that are in no layer: embeddings, the last norm, the head, the projector
 # layers at the end of a pass that stay gathered for one in the other direction; while a layer is computed the next one
@@ -40,7 +40,8 @@ def pass_actions(
     num_layers: int,
     num_runs: int = 1,  # forwards through the layers in one task, one for each modality
     *,
-    gathers: bool = True,  # whether weights are divided (ZeRO-3); if not, gradients only
+    gathers: bool = True,  # whether weights are divided (ZeRO-3) and needed; if not, gradients only
+    sums: bool = True,  # whether gradients are summed, in a backward
     reshards: bool = True,  # whether each pass frees layers; if not, the last one does, and the first gathers
     first_backward: int = 0,  # neither the layers before it nor anything before them is trained
     previous: Direction | None = None,  # of the stage's previous pass in the step; `None` for the first one
@@ -92,7 +93,7 @@ def pass_actions(
     result.append(PassAction("sum", REST))
     if following is None:
         result.append(PassAction("free", REST))
-    left_out = {"sum"} if direction == FORWARD else set()
+    left_out = set() if sums and direction == BACKWARD else {"sum"}
     left_out |= set() if gathers else {"gather", "free"}
     return tuple(action for action in result if action.op not in left_out)
 
@@ -116,27 +117,30 @@ def _staying(
 
 
 def step_passes(
-    directions: Sequence[Direction],
+    kinds: Sequence[TaskKind],
     num_layers: int,
     num_runs: int = 1,
     gathers: bool = True,
     reshards: bool = True,
     first_backward: int = 0,
 ) -> list[tuple[PassAction, ...]]:
-    """Returns the actions of all passes of a stage in one step, given their directions; see [`pass_actions`]."""
-    neighbours = zip([None, *directions], directions, [*directions[1:], None], strict=False)
+    """Returns the actions of all passes of a stage in one step, given their kinds; see [`pass_actions`]."""
+    walks = [number for number, kind in enumerate(kinds) if kind.runs_layers]
+    previous = dict(zip(walks[1:], walks, strict=False))
+    following = dict(zip(walks, walks[1:], strict=False))
     return [
         pass_actions(
-            direction,
+            kind.direction,
             num_layers,
-            num_runs,
-            gathers=gathers,
+            num_runs if kind.runs_layers else min(num_runs, 1),
+            gathers=gathers and kind.runs_layers,
+            sums=kind.adds_gradients,
             reshards=reshards,
             first_backward=first_backward,
-            previous=previous,
-            following=following,
+            previous=kinds[previous[number]].direction if number in previous else None,
+            following=kinds[following[number]].direction if number in following else None,
         )
-        for previous, direction, following in neighbours
+        for number, kind in enumerate(kinds)
     ]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..plan.parallel_plan import virtual_stages
 from .actions import Task
 from .graph import TaskCounts, TaskGraph, concatenate_ranges
 from .in_flight import occupied_ranks, task_phases
-from .kinds import CLOSES, IN_ORDER, KINDS
+from .kinds import ADDS_GRADIENTS, CLOSES, FILLS, IN_ORDER, KINDS
 
 # A vectorised simulation for thousands of stages: tasks that end within a window of time are one numpy operation.
 
@@ -88,7 +89,8 @@ class Windows:
         If alternating stages deadlock, not all tasks run.
         """
         size, count = len(self.graph.stages), self.graph.num_tasks
-        if not count or size * self.width > _MAX_ELEMENTS or not (self.times_ms > 0).all():
+        is_plain = not FILLS[self.graph.kind].any() and bool((self.times_ms > 0).all())
+        if not count or size * self.width > _MAX_ELEMENTS or not is_plain:
             return False
         # Arrival time and task of each backward that waits for its stage.
         self.came_ms = np.full((size, self.width), math.inf)
@@ -195,8 +197,8 @@ class Order:
 
 
 def default_cost(task: Task) -> float:
-    """1 ms for a forward, 2 ms for a backward."""
-    return 1.0 + task.row.direction
+    """1 ms for a forward, 2 ms for a backward, 1 ms for each part of one that is split."""
+    return float(sum(part in ("forward", "inputs", "weights") for part in task.row.work))
 
 
 class _Tables:
@@ -218,6 +220,11 @@ class _Tables:
     ):
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
         self.max_in_flight = [max_in_flight.get(key, math.inf) for key in graph.stages]
+        most: dict[tuple[str, int], float] = {}  # of any stage of a replica
+        for key, limit in zip(graph.stages, self.max_in_flight, strict=True):
+            most[key[:2]] = max(most.get(key[:2], 0.0), limit)
+        # what waits for gradients of weights may be as much as the first stage has in flight (Qi et al. 2023, ZB-H1)
+        self.max_held = [most[key[:2]] for key in graph.stages]
         ranks = occupied_ranks(plan)
         self.components = _connected_components(ranks)  # component -> its stages
         self.component_of = [0] * len(ranks)
@@ -245,10 +252,13 @@ class _Tables:
         self.neighbours = self._neighbours()
         self.phases = _phases(plan, graph)
         self.in_order, self.closes = IN_ORDER[graph.kind].tolist(), CLOSES[graph.kind].tolist()
+        self.fills, self.ends = FILLS[graph.kind].tolist(), ADDS_GRADIENTS[graph.kind].tolist()
+        self.has_fills = any(self.fills)
 
         queued, counts = np.flatnonzero(IN_ORDER[graph.kind]), TaskCounts.of(graph)
-        # task -> number of its dependencies; cell -> number of the tasks that close it
+        # task -> number of its dependencies; cell -> number of the tasks that close it, and that end it
         self.missing, self.closing_left = counts.missing.tolist(), counts.closing.tolist()
+        self.holding_left = counts.holding.tolist()
         # The dependents of task `i` are `followers[stops[i] : stops[i + 1]]`: one list for all tasks, since many short
         # ones would keep the garbage collector busy.
         self.followers = counts.followers.tolist()
@@ -279,15 +289,24 @@ def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
 class _Simulation:
     """A discrete-event simulation: free ranks run the ready task of highest priority."""
 
-    def __init__(self, tables: _Tables, alternate: bool = False):
+    def __init__(self, tables: _Tables, alternate: bool = False, keeps_free: bool = False):
         self.tables, self.alternate = tables, alternate
+        self.keeps_free = keeps_free  # whether stages wait for what can start before a task that fills would end
         self.could_wait = False  # whether a stage ran a second backward in a row where alternating would have waited
+        self.could_keep_free = False  # whether a stage filled a gap beyond the start of another task
         num_stages, num_tasks = len(tables.ranks), tables.graph.num_tasks
         self.next = [0] * num_stages  # index of the next forward of each stage
         self.backwards: list[list[int]] = [[] for _ in range(num_stages)]  # heaps of ready backwards
+        self.filling: list[deque[int]] = [deque() for _ in range(num_stages)]  # ready tasks that fill
         self.in_flight = [0] * num_stages  # microbatches with an unfinished backward
+        self.held = [0] * num_stages  # microbatches with unfinished gradients
         self.forward_due = [False] * num_stages  # whether the last task was a backward
         self.missing, self.closing_left = list(tables.missing), list(tables.closing_left)
+        self.holding_left = list(tables.holding_left)
+        # with tasks that fill: number of dependencies of each task that have not started, the last known end of them,
+        # and for each stage the tasks of which all have
+        self.unstarted, self.ready_ms = list(tables.missing), [0.0] * num_tasks
+        self.expected: list[list[int]] = [[] for _ in range(num_stages)]
         self.busy = [False] * tables.num_ranks
         self.phases = None if tables.phases is None else _Phases(tables)
         self.running: list[tuple[float, int]] = []
@@ -297,10 +316,10 @@ class _Simulation:
 
     def run(self, part: int, limit_ms: float = math.inf) -> float | None:
         """Simulates a part until its end time; `None` if alternating stages deadlock, or if it reaches the limit."""
-        self.could_wait, self.events, self.running = False, 0, []
+        self.could_wait, self.could_keep_free, self.events, self.running = False, False, 0, []
         tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
         stage_of, first_rank, component_of = tables.stage_of, tables.first_rank, tables.component_of
-        followers, stops, in_order = tables.followers, tables.stops, tables.in_order
+        followers, stops, in_order, fills = tables.followers, tables.stops, tables.in_order, tables.fills
         missing, busy, neighbours = self.missing, self.busy, tables.neighbours
         push, pop, dispatch, finish = heapq.heappush, heapq.heappop, self._dispatch, self._finish
         for component in tables.components_of_part[part]:
@@ -323,7 +342,9 @@ class _Simulation:
                     missing[other] -= 1
                     if not missing[other]:
                         stage = stage_of[other]
-                        if not in_order[other]:
+                        if fills[other]:
+                            self.filling[stage].append(other)
+                        elif not in_order[other]:
                             push(self.backwards[stage], other)
                         if not busy[first_rank[stage]]:  # a busy stage is dispatched when it becomes free
                             dirty.setdefault(component_of[stage], set()).add(stage)
@@ -338,13 +359,39 @@ class _Simulation:
             self.started[index], self.finished[index] = other.started[index], other.finished[index]
         return self
 
-    def _candidate(self, stage: int) -> int:
+    def _candidate(self, stage: int, now: float) -> int:
         """The task that a stage would run next, -1 for none."""
+        task, filling = self._due(stage), self.filling[stage]
+        if task >= 0 or not filling or (self.phases is not None and not self.phases.is_due(filling[0])):
+            return task
+        if self._starts_before(stage, now + self.tables.times_ms[filling[0]]):
+            self.could_keep_free = True
+            return -1 if self.keeps_free else filling[0]
+        return filling[0]
+
+    def _starts_before(self, stage: int, end_ms: float) -> bool:
+        """Whether a stage will be able to start a task before a time, as far as the tasks that run now tell."""
+        tables, missing, result = self.tables, self.missing, False
+        self.expected[stage] = expected = [index for index in self.expected[stage] if missing[index]]
+        for index in expected:
+            is_next = not tables.in_order[index] or index == tables.forwards[stage][self.next[stage]]
+            result |= is_next and self._fits(stage, index) and latest_equal(self.ready_ms[index]) < end_ms
+        return result
+
+    def _fits(self, stage: int, index: int) -> bool:
+        """Whether the limits of a stage allow a task."""
+        tables = self.tables
+        if not tables.opens[index]:
+            return True
+        return self.in_flight[stage] < tables.max_in_flight[stage] and self.held[stage] < tables.max_held[stage]
+
+    def _due(self, stage: int) -> int:
+        """The task that a stage would run next but for what fills, -1 for none."""
         tables, phases, forward, fits = self.tables, self.phases, -1, False
         queue, position = tables.forwards[stage], self.next[stage]
         if position < len(queue):
             index = queue[position]
-            fits = not tables.opens[index] or self.in_flight[stage] < tables.max_in_flight[stage]
+            fits = self._fits(stage, index)
             if fits and not self.missing[index] and (phases is None or phases.is_due(index)):
                 forward = index
         backwards = self.backwards[stage]
@@ -365,24 +412,24 @@ class _Simulation:
             if busy[tables.ranks[stages[0]][0]]:
                 return
             if len(stages) == 1:
-                index = self._candidate(stages[0])
+                index = self._candidate(stages[0], now)
                 if index >= 0:
                     self._start(index, now)
                 return
-            candidates = [index for index in map(self._candidate, stages) if index >= 0]
+            candidates = [index for index in (self._candidate(stage, now) for stage in stages) if index >= 0]
             if candidates:
                 self._start(candidates[0] if len(candidates) == 1 else min(candidates, key=self._priority), now)
             return
         # Only stages that changed since the last time can start a task.
         free = [stage for stage in changed if not any(map(busy.__getitem__, tables.ranks[stage]))]
-        candidates = [index for index in map(self._candidate, free) if index >= 0]
+        candidates = [index for index in (self._candidate(stage, now) for stage in free) if index >= 0]
         # A start changes what no other stage could run next, only which ranks are free.
         for index in sorted(candidates, key=self._priority):
             if not any(map(busy.__getitem__, tables.ranks[tables.stage_of[index]])):
                 self._start(index, now)
 
     def _priority(self, index: int) -> tuple[int, ...]:
-        """Sort key of tasks of stages that share ranks: backwards, and forwards that are due, come first."""
+        """Sort key of tasks of stages that share ranks: first backwards and forwards that are due, last what fills."""
         tables, stage = self.tables, self.tables.stage_of[index]
         in_order, due = tables.in_order[index], self.forward_due[tables.turns_of[stage]]
         width, microbatch = tables.width[stage], tables.microbatch[index]
@@ -391,7 +438,7 @@ class _Simulation:
         if in_order:
             rank, turn = (-(width > 1) if due else 1), tables.round[stage]
         else:
-            rank, turn = 0, -tables.round[stage]
+            rank, turn = 2 * tables.fills[index], -tables.round[stage]
         return rank, microbatch // width, turn, microbatch, tables.chunk[index], stage, index
 
     def _start(self, index: int, now: float) -> None:
@@ -401,6 +448,9 @@ class _Simulation:
             self.forward_due[tables.turns_of[stage]] = False
             self.next[stage] += 1
             self.in_flight[stage] += tables.opens[index]
+            self.held[stage] += tables.opens[index]
+        elif tables.fills[index]:
+            self.filling[stage].popleft()
         else:
             self.forward_due[tables.turns_of[stage]] = True
             heapq.heappop(self.backwards[stage])
@@ -411,6 +461,12 @@ class _Simulation:
         self.start_ms[index] = now
         self.end_ms[index] = end_ms = now + tables.times_ms[index]
         heapq.heappush(self.running, (end_ms, index))
+        if tables.has_fills:
+            for other in tables.followers[tables.stops[index] : tables.stops[index + 1]]:
+                self.unstarted[other] -= 1
+                self.ready_ms[other] = max(self.ready_ms[other], end_ms)
+                if not self.unstarted[other] and not tables.fills[other]:
+                    self.expected[tables.stage_of[other]].append(other)
 
     def _finish(self, index: int) -> None:
         tables = self.tables
@@ -419,6 +475,10 @@ class _Simulation:
             cell = tables.cell[index]
             self.closing_left[cell] -= 1
             self.in_flight[stage] -= not self.closing_left[cell]
+        if tables.ends[index]:
+            cell = tables.cell[index]
+            self.holding_left[cell] -= 1
+            self.held[stage] -= not self.holding_left[cell]
         for rank in tables.ranks[stage]:
             self.busy[rank] = False
         if self.phases is not None:
@@ -501,9 +561,12 @@ def order_tasks(
     [`task_phases`]. (With deferral backwards arrive in bursts; if all of them ran first, later stages would run out of
     work.) Forwards of a stage run in the order of its chunks, backwards in the order in which their gradients arrive.
 
+    What fills runs where a stage has nothing else to do. In a further order stages rather wait for what comes before
+    it would end.
+
     If the input of the forward after a backward has not arrived, the stage runs another backward, if one is ready.
-    Forwards then run in bursts, too, and delay the backwards that earlier stages wait for. With `alternate` a second
-    order is simulated, in which such a stage waits for the forward as in textbook 1F1B, and the faster of the two is
+    Forwards then run in bursts, too, and delay the backwards that earlier stages wait for. With `alternate` another
+    order is simulated, in which such a stage waits for the forward as in textbook 1F1B, and the fastest of all is
     returned. The order comes from a completed simulation, so it can't deadlock.
     """
     if graph.joint is not None:
@@ -517,16 +580,26 @@ def order_tasks(
         if order is not None:
             return order
     tables = _Tables(plan, graph, times_ms, max_in_flight, parts)
-    best, waiting = _Simulation(tables), None
+    best = _Simulation(tables)
+    others: dict[tuple[bool, bool], _Simulation] = {}
     # parts are ordered one by one, and the events of each are numbered from 0
     for part in range(len(tables.tasks_of_part)):
         end_ms = best.run(part)
         assert end_ms is not None
-        if alternate and best.could_wait:
-            waiting = waiting or _Simulation(tables, True)
-            if waiting.run(part, end_ms) is not None:
-                best = waiting if parts is None else best.adopt(waiting, part)
+        for rules in _other_rules(alternate and best.could_wait, best.could_keep_free):
+            if rules not in others:
+                others[rules] = _Simulation(tables, *rules)
+            other = others[rules]
+            other_ms = other.run(part, end_ms)
+            if other_ms is not None:
+                end_ms, best = other_ms, other if parts is None else best.adopt(other, part)
     return Order(np.array(best.started, np.int64), np.array(best.finished, np.int64))
+
+
+def _other_rules(could_wait: bool, could_keep_free: bool) -> list[tuple[bool, bool]]:
+    """Pairs of `alternate` and `keeps_free` that may make another order."""
+    alternating, keeping = ((False, True)[: 1 + could] for could in (could_wait, could_keep_free))
+    return [rules for rules in product(alternating, keeping) if any(rules)]
 
 
 def _in_windows(

@@ -91,17 +91,16 @@ class StepComparer:
         without_sums = replace(base, layers=LayersWithoutSums(base.layers))
         sources = (base, plan), (without_sums, plan), (without_sums, replace(plan, modules=modules))
         without_launches = [
-            {key: replace(stage, launch_ms=(0.0, 0.0)) for key, stage in stage_costs(*source).items()}
-            for source in sources
+            {key: replace(stage, launch_ms={}) for key, stage in stage_costs(*source).items()} for source in sources
         ]
         return stage_costs(base, plan), *without_launches
 
     def _uncalibrated_ms(self, task: Task, chunk: ChunkSize) -> tuple[float, float, float, float]:
         """Computation without recomputation, recomputation, launches and all-reduces, see [`TaskGroup`]."""
         launched, *stages = (costs[task.stage_key] for costs in self._stages)
-        whole, without_sums, computed = (_pass_ms(stage, task, chunk) for stage in stages)
+        whole, without_sums, computed = (stage.task_ms(chunk.tokens, chunk.squares, task.row) for stage in stages)
         recomputed, sums = max(0.0, without_sums - computed), max(0.0, whole - without_sums)
-        return computed, recomputed, launched.launch_ms[task.row.direction], sums
+        return computed, recomputed, launched.launched_ms(task.row), sums
 
     def causes(self, step: MeasuredStep) -> dict[str, float]:
         """
@@ -135,11 +134,6 @@ def rank_durations(prediction: Prediction, ranks: Sequence[np.ndarray]) -> dict[
         for task, duration_ms in zip(tasks, times.tolist(), strict=True):
             durations[task] = max(durations.get(task, 0.0), duration_ms)
     return durations
-
-
-def _pass_ms(stage: StageCost, task: Task, chunk: ChunkSize) -> float:
-    """Time of a forward or backward of a stage."""
-    return (stage.forward_ms, stage.backward_ms)[task.row.direction](chunk.tokens, chunk.squares)
 
 
 def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:

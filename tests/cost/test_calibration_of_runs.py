@@ -87,7 +87,7 @@ def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(calibrat
 
 def test_errors_are_those_of_windows_that_were_not_fitted(calibrated, log):
     errors = calibrated[1].errors
-    assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in KINDS)}
+    assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in KINDS[:2])}
     for name, own in errors.items():
         assert own.after < 0.01 < 0.1 < own.before <= own.worst_before, name
     lines = [json.loads(line) for line in log.read_text().splitlines()]

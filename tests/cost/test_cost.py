@@ -28,6 +28,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import Task, build_graph, build_program, find_representatives
+from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests.cost.messages import message_ms
 from tests.cost.models import (
     ENCODER_BYTES,
@@ -78,8 +79,7 @@ def test_a_stage_costs_what_its_own_tp_group_makes_of_it():
     stages = cost_by(spec, plan).stages
     for replica, size in ((0, 2), (1, 1)):
         key = LANGUAGE_MODEL, replica, 0
-        assert stages[key].forward == alike[size].stages[key].forward
-        assert stages[key].backward == alike[size].stages[key].backward
+        assert stages[key].work == alike[size].stages[key].work
 
 
 def test_operations_of_a_token():
@@ -179,7 +179,14 @@ def test_keys_that_take_longer_than_attention_cost_time():
         cost_of(spec, language_model=ModulePlugin(cp_size=2, cp_block=10, activation_checkpointing=recomputed))
         for recomputed in (False, True)
     ]
-    assert [cost.stages[LANGUAGE_MODEL, 0, 0].gathers_backward for cost in again] == [2, 3]  # for the second forward
+    long = np.array([1e4]), np.zeros(1)  # nothing hides the transfers
+    plain, again = (cost.stages[LANGUAGE_MODEL, 0, 0] for cost in again)
+    hidden = [replace(cost, gather_token_ms=0.0) for cost in (plain, again)]
+    for kind, factors in ((WHOLE_PASSES[0], (1, 1)), (WHOLE_PASSES[1], (2, 3))):  # 3 for the second forward
+        exposed = [
+            a.times_ms(*long, kind) - b.times_ms(*long, kind) for a, b in zip((plain, again), hidden, strict=True)
+        ]
+        assert np.ravel(exposed) == pytest.approx(np.array(factors) * 1e4 * plain.gather_token_ms)
     long = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10**6}, 4)
     times = [StepCost(cost.costs, cost.plan, cost.step, long)(FORWARD) for cost in (alone, shared)]
     assert times[1] == pytest.approx((times[0] + read) / 2)  # attention hides it
@@ -218,7 +225,7 @@ def test_ranks_that_share_matrices_over_two_nodes_pay_for_the_network():
     def forward_ms(first: int) -> float:
         stage = Stage((0, LAYERS), (tuple(range(first, first + 2)),))
         plan = ParallelPlan({LANGUAGE_MODEL: ModulePlan(((stage,),))})
-        return stage_costs(costs, plan)[LANGUAGE_MODEL, 0, 0].forward_ms(1000.0, 0.0)
+        return stage_costs(costs, plan)[LANGUAGE_MODEL, 0, 0].task_ms(1000.0, 0.0, WHOLE_PASSES[0])
 
     assert forward_ms(0) == forward_ms(1) == forward_ms(4)
     network = replace(device, link_gb_per_s=device.network_gb_per_s)

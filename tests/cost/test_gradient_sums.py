@@ -26,7 +26,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import REST, pass_actions
-from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD
+from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD, WHOLE_PASSES
 from tests.cost.models import PLAIN
 from tests.schedule.builders import make_plan, make_step, timeline_of
 
@@ -150,9 +150,9 @@ def test_a_pass_is_as_long_as_its_actions(data, num_layers, alternates, directio
     times = st.lists(st.floats(0.01, 9), min_size=num_layers, max_size=num_layers)
     compute, gather, reduce = (np.array(data.draw(times)) for _ in range(3))
     transfers = PassTransfers(tuple(gather), tuple(reduce), 0.0, 2.0, (0, 0), alternates, efficiency)
-    timed, length = transfers.time_transfers(compute, direction == BACKWARD)
+    timed, length = transfers.time_transfers(compute, WHOLE_PASSES[direction])
     assert length == pytest.approx(replayed(direction, alternates, compute, gather, reduce, 2.0, efficiency))
-    beside, exposed = transfers.of_pass(num_layers, direction == BACKWARD)
+    beside, exposed = transfers.of_pass(num_layers, WHOLE_PASSES[direction])
     assert length == pytest.approx(compute.sum() + longer_ms(compute, beside, efficiency).sum() + exposed)
     assert all(0 <= a.start_ms <= a.end_ms <= length + 1e-9 for a in timed)
     assert all(a.end_ms <= b.start_ms + 1e-9 for a, b in zip(timed, timed[1:], strict=False))
@@ -170,8 +170,8 @@ def test_parts_outside_of_layers_hide_the_first_gather(is_backward):
         *(("sum 2", 21.0, 53.0), ("sum 1", 53.0, 69.0), ("sum 0", 79.0, 87.0), ("sum rest", 87.0, 215.0)),
     ]
     compute = np.full(5, 10.0)
-    timed, length = transfers.time_transfers(compute, is_backward)
+    timed, length = transfers.time_transfers(compute, WHOLE_PASSES[is_backward])
     assert [(str(t.action), t.start_ms, t.end_ms) for t in timed] == (backward if is_backward else forward)
     assert length == (215.0 if is_backward else 50.0) and (not is_backward or timed[3].computed_ms == 30.0)
-    beside, exposed = transfers.of_pass(5, is_backward)
+    beside, exposed = transfers.of_pass(5, WHOLE_PASSES[is_backward])
     assert length == compute.sum() + longer_ms(compute, beside, 1.0).sum() + exposed

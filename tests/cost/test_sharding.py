@@ -22,7 +22,10 @@ from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.cost.stage_times import layer_table, stage_costs
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
+from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests.cost.models import LAYER_MATRICES, LAYERS, PLAIN, model, text_model
+
+FORWARD, BACKWARD = WHOLE_PASSES
 
 STAGE = (LANGUAGE_MODEL, 0, 0)
 LINK = PLAIN.link_gb_per_s * 1e6
@@ -95,16 +98,18 @@ def test_communication_is_beside_the_neighbours(stage, link):
     for tokens in (10.0, 1e4):
         # `test_a_pass_is_as_long_as_its_actions` of test_gradient_sums.py says what a pass waits for.
         forward, backward = (own[:, 0] for own in table.times([tokens], [tokens**2]))
-        assert cost.forward_ms(tokens, tokens**2) == pytest.approx(transfers.time_transfers(forward, False)[1])
-        assert cost.backward_ms(tokens, tokens**2) == pytest.approx(transfers.time_transfers(backward, True)[1])
+        assert cost.task_ms(tokens, tokens**2, FORWARD) == pytest.approx(transfers.time_transfers(forward, FORWARD)[1])
+        assert cost.task_ms(tokens, tokens**2, BACKWARD) == pytest.approx(
+            transfers.time_transfers(backward, BACKWARD)[1]
+        )
 
 
 def test_layers_without_a_backward_are_gathered_for_the_forward_only():
     transfers = PassTransfers((1.0, 2.0, 4.0), (0.0, 0.0, 32.0), 64.0, 128.0, (0, 0), False, 0.5, 2)
-    beside, exposed = transfers.of_pass(3, True)
+    beside, exposed = transfers.of_pass(3, BACKWARD)
     # A backward of one layer follows another one, so that the layer stays gathered.
     assert beside.tolist() == [0.0, 0.0, 0.0] and exposed == 32.0 + 128.0
-    assert transfers.of_pass(3, False)[0].tolist() == [2.0, 4.0, 0.0]
+    assert transfers.of_pass(3, FORWARD)[0].tolist() == [2.0, 4.0, 0.0]
     trained = tuple(replace(p, trainable=p.layer >= 1) for p in COSTS.spec.language_model.parameters)
     costs = analytic_costs(text_model(tied=False, parameters=trained), PLAIN)
     assert transfers_of(costs, plan_of(costs.spec, 3), 0).first_backward == 1
@@ -112,8 +117,8 @@ def test_layers_without_a_backward_are_gathered_for_the_forward_only():
     assert [transfers_of(costs, plan, index).first_backward for index in (0, 1)] == [1, 0]
     frozen = analytic_costs(text_model((LANGUAGE_MODEL,), tied=False), PLAIN)
     sharded, whole = (stage_costs(frozen, plan_of(frozen.spec, stage))[STAGE] for stage in (3, 0))
-    assert sharded.backward_ms(10.0, 100.0) == whole.backward_ms(10.0, 100.0) == 0.0
-    assert sharded.forward_ms(10.0, 100.0) > whole.forward_ms(10.0, 100.0)
+    assert sharded.task_ms(10.0, 100.0, BACKWARD) == whole.task_ms(10.0, 100.0, BACKWARD) == 0.0
+    assert sharded.task_ms(10.0, 100.0, FORWARD) > whole.task_ms(10.0, 100.0, FORWARD)
 
 
 def test_gradients_may_be_sent_in_the_dtype_of_the_weights():
@@ -222,8 +227,8 @@ def test_what_the_computation_does_not_hide_of_streamed_layers_is_waited_for():
     plans = [resolve_plan(costs.spec, {"vision": ModulePlugin(offload_params=own)}) for own in (False, True)]
     kept, streamed = (stage_costs(costs, plan)["vision", 0, 0] for plan in plans)
     few, many = (1.0, 1.0), (1e6, 1e9)  # tokens and squared tokens
-    assert streamed.forward_ms(*few) == pytest.approx(LAYERS * LAYER_MS, rel=0.05)
-    hidden = streamed.forward_ms(*many) - kept.forward_ms(*many)
+    assert streamed.task_ms(*few, FORWARD) == pytest.approx(LAYERS * LAYER_MS, rel=0.05)
+    hidden = streamed.task_ms(*many, FORWARD) - kept.task_ms(*many, FORWARD)
     assert hidden == pytest.approx(LAYER_MS, rel=1e-6)  # of the first layer alone
     found = [transfers_in_passes(costs, plans[1], name, 0) for name in ("vision", LANGUAGE_MODEL)]
     assert found[0] is not None and found[1] is None

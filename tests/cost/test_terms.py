@@ -17,6 +17,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
+from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests import tiny
 from tests.cost.messages import message_ms
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model, text_model
@@ -63,10 +64,12 @@ def test_small_microbatches_cost_their_launches_unless_the_device_computes_longe
 
 
 def test_recomputation_launches_the_forward_again():
-    plain, again = (layer_table(costs_on(LAUNCHING), LANGUAGE_MODEL, 1, own).launches for own in (False, True))
-    assert again[1:-1, 1] == pytest.approx(2 * plain[1:-1, 1]) and again[-1, 1] == plain[-1, 1]
+    backward = WHOLE_PASSES[1]
+    tables = [layer_table(costs_on(LAUNCHING), LANGUAGE_MODEL, 1, recomputed) for recomputed in (False, True)]
+    plain, again = (table.launched_ms(backward) for table in tables)
+    assert again[1:-1] == pytest.approx(2 * plain[1:-1]) and again[-1] == plain[-1]
     frozen = costs_on(LAUNCHING, all_frozen())
-    assert layer_table(frozen, LANGUAGE_MODEL).launches[:, 1].tolist() == [0.0] * (LAYERS + 2)
+    assert layer_table(frozen, LANGUAGE_MODEL).launched_ms(backward).tolist() == [0.0] * (LAYERS + 2)
 
 
 def test_float32_takes_its_own_peak():

@@ -65,7 +65,7 @@ def pixels_of(simulation: Timeline, folder: Path) -> dict:
 def test_text(simulation):
     assert simulation.iteration_ms == 18
     head, *rows = gantt_text(simulation, width=18).splitlines()
-    assert head.startswith("18 ms without the optimizer's step, bubble 33.3%; digits")
+    assert head.startswith("18 ms without the optimizer's step, bubble 33.3%; 0-9: forward")
     assert rows == [
         "rank 0  vision s0         |012....aa3bb.cc.dd|",
         "rank 1  language_model s0 |.01..aa2bb3cc.dd..|",

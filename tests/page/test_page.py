@@ -95,9 +95,10 @@ def spans_of(data: dict, rows_of_ranks: list[tuple[int, ...]]) -> list[Span]:
         for index, code in enumerate(row["task"]):
             stage = row["stage"] if isinstance(row["stage"], int) else row["stage"][index]
             module, replica, place = data["stages"][stage]
-            microbatch, chunk = divmod(code // 2, data["chunks"])
+            number, kind = divmod(code, len(data["kinds"]))
+            microbatch, chunk = divmod(number, data["chunks"])
             name = data["modules"][module]["name"]
-            task = Task("bwd" if code % 2 else "fwd", name, replica, place, microbatch, chunk)
+            task = Task(data["kinds"][kind]["word"], name, replica, place, microbatch, chunk)
             start = now + row["gap"][index]
             now = start + row["duration"][index]
             spans += [Span(rank, task, start / 1e3, now / 1e3) for rank in ranks]

@@ -11,6 +11,7 @@ import pytest
 import hf_mmparallel.page
 from hf_mmparallel.drawing.gantt import COLORS
 from hf_mmparallel.page.script_data import rank_rows, timeline_data
+from hf_mmparallel.schedule.kinds import KINDS
 from tests.page.pages import example_page
 
 TEMPLATES = Path(hf_mmparallel.page.__file__).parent / "templates"
@@ -144,9 +145,10 @@ def test_numbers_on_bars_can_be_read():
         linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
         return float(linear @ [0.2126, 0.7152, 0.0722])
 
-    shades = "[...SHADES.light, ...SHADES.dark].map(([other, share]) => mixed(c, other, share))"
-    found = evaluate(f"colors.flatMap((c) => {shades}).map((c) => [c, textOn(c)])", colors=COLORS)
-    assert found[1][0] == [0x2F, 0x6D, 0xB5] and len(found) == 4 * len(COLORS)
+    tints = sorted({kind.tint for kind in KINDS.values()})
+    shades = "[false, true].flatMap((dark) => tints.map((tint) => shadeOf(c, tint, dark)))"
+    found = evaluate(f"colors.flatMap((c) => {shades}).map((c) => [c, textOn(c)])", colors=COLORS, tints=tints)
+    assert found[len(tints) - 1][0] == [0x2F, 0x6D, 0xB5] and len(found) == 2 * len(tints) * len(COLORS)
     for color, text in found:
         low, high = sorted((luminance(color), luminance([int(text[i : i + 2], 16) for i in (1, 3, 5)])))
         assert (high + 0.05) / (low + 0.05) >= 4.5, (color, text)

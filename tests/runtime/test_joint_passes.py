@@ -15,7 +15,7 @@ from torch import nn
 from hf_mmparallel.plan import SyncGroup
 from hf_mmparallel.runtime.joint_passes import GradientSums, StagePasses
 from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
-from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD
+from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests.distributed import run_distributed
 
 STAGES = (("m", 0, 0), ("m", 1, 0))
@@ -65,7 +65,7 @@ def run_frozen() -> tuple[list[int], list[int]]:
     model.layers[2].requires_grad_(True)
     groups = [SyncGroup((0, 1), (name,), STAGES, 2, 3) for name, _ in model.named_parameters()]
     passes = passes_of(model, groups, first_backward=2)
-    passes.start_step([FORWARD, BACKWARD], (None,))
+    passes.start_step(WHOLE_PASSES, (None,))
     with one_pass(passes):
         output = model(torch.ones(2, 4))
     seen: list[int] = []
@@ -80,7 +80,7 @@ def run_backwards() -> str:
     model = Stack()
     names = tuple(name for name, _ in model.named_parameters())
     passes = passes_of(model, [SyncGroup((0, 1), names, STAGES, 2, 3)])
-    passes.start_step([FORWARD], (None,))
+    passes.start_step(WHOLE_PASSES[:1], (None,))
     passes.begin(False)
     passes.compute()
     model.layers[2](model.layers[1](torch.ones(1, 4)))

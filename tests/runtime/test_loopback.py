@@ -92,6 +92,15 @@ def assemble(spec, replicas: dict[str, list[list[tuple[tuple[int, int], Any]]]],
     return ParallelPlan(modules, spec.edges, schedule)
 
 
+def splitting(plan: ParallelPlan) -> ParallelPlan:
+    """The plan with the backwards of all trained stages split."""
+    modules = {}
+    for name, module in plan.modules.items():
+        rows = (tuple(replace(stage, splits_backward=stage.trainable) for stage in row) for row in module.replicas)
+        modules[name] = replace(module, replicas=tuple(rows))
+    return replace(plan, modules=modules)
+
+
 @st.composite
 def plans(draw, spec) -> ParallelPlan:
     """
@@ -120,7 +129,8 @@ def plans(draw, spec) -> ParallelPlan:
             rows.append(row)
         replicas[name] = rows
     ordered = {name: replicas[name] for name in spec.modules}
-    return assemble(spec, ordered, draw(st.sampled_from(SCHEDULES)))
+    plan = assemble(spec, ordered, draw(st.sampled_from(SCHEDULES)))
+    return splitting(plan) if draw(st.booleans()) else plan
 
 
 def has_items(module: str, batch_index: int, max_items: int) -> bool:
@@ -237,6 +247,19 @@ FIXED = {
 @pytest.mark.parametrize("name", FIXED)
 def test_a_fixed_case_equals_one_process(name):
     check(case_of(*FIXED[name]))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (_, freeze, *_) in FIXED.items() if freeze in ("nothing", "first layers")]
+)
+def test_split_backwards_give_the_bits_of_whole_ones(name):
+    case = case_of(*FIXED[name])
+    found = [run(replace(case, plan=plan)) for plan in (case.plan, splitting(case.plan))]
+    kinds = [{task.kind for result in one.results for task, *_ in result.marks} for one in found]
+    assert kinds[0] == {"fwd", "bwd"} and {"fwd", "bwd_input", "bwd_weight"} <= kinds[1]
+    whole, split = (one.gradients for one in found)
+    assert found[0].loss == found[1].loss and whole.keys() == split.keys()
+    assert [name for name in whole if not torch.equal(whole[name], split[name])] == []
 
 
 def test_evaluation_gives_the_loss_and_no_gradients():

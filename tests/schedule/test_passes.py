@@ -4,7 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_mmparallel.schedule import REST, step_passes
-from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD, Direction
+from hf_mmparallel.schedule.kinds import KINDS, WHOLE_PASSES, TaskKind
+
+FORWARD, BACKWARD = WHOLE_PASSES
+INPUT, WEIGHT = (kind for kind in KINDS.values() if kind.of == "split")
 
 
 def test_a_forward_and_a_backward_of_three_layers():
@@ -15,6 +18,15 @@ def test_a_forward_and_a_backward_of_three_layers():
     assert ", ".join(map(str, backward)) == (
         "compute 2, free 2, gather 0, sum 2, compute 1, free 1, sum 1, compute 0, free 0, sum 0, sum rest, free rest"
     )
+
+
+def test_gradients_of_a_split_backward_are_summed_with_those_of_weights():
+    passes = step_passes([FORWARD, INPUT, FORWARD, INPUT, WEIGHT, WEIGHT], 3, num_runs=2)
+    first, *_, last = ([str(action) for action in actions] for actions in passes[1::2])
+    assert not any(action.startswith("sum") for action in first)
+    assert last == ["compute 2", "sum 2", "compute 1", "sum 1", "compute 0", "sum 0", "sum rest"]
+    frees = [sum(str(action) == "free rest" for action in actions) for actions in passes]
+    assert frees == [0, 0, 0, 1, 0, 0]  # weights need no weights
 
 
 def test_layers_without_a_backward_are_not_gathered_for_it():
@@ -28,28 +40,36 @@ def test_layers_without_a_backward_are_not_gathered_for_it():
 
 
 @st.composite
-def directions(draw) -> list[Direction]:
-    """The passes of a stage: each backward after its forward."""
-    result, in_flight = [], 0
+def kinds(draw, backwards: tuple[TaskKind, ...] = (BACKWARD, INPUT)) -> list[TaskKind]:
+    """The passes of a stage: each backward after its forward, and each weight gradient after that of the input."""
+    result, left = [], [0, 0]
     for _ in range(draw(st.integers(0, 10))):
-        back = bool(in_flight) and draw(st.booleans())
-        in_flight += -1 if back else 1
-        result.append(BACKWARD if back else FORWARD)
-    return result + in_flight * [BACKWARD]
+        place = draw(st.integers(0, 2))
+        if place == 1 and left[0]:
+            result.append(draw(st.sampled_from(backwards)))
+            left = [left[0] - 1, left[1] + (result[-1] is INPUT)]
+        elif place == 2 and left[1]:
+            result.append(WEIGHT)
+            left[1] -= 1
+        else:
+            result.append(FORWARD)
+            left[0] += 1
+    return result + left[0] * [BACKWARD] + left[1] * [WEIGHT]
 
 
-@given(directions(), st.integers(1, 5), st.integers(0, 2), st.booleans(), st.booleans(), st.integers(0, 5))
+@given(kinds(), st.integers(1, 5), st.integers(0, 2), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_what_is_computed_is_gathered_and_at_most_two_layers_are(
-    directions, num_layers, num_runs, gathers, reshards, first_backward
+    kinds, num_layers, num_runs, gathers, reshards, first_backward
 ):
     gathered: set[int] = set()
     count = 0
-    passes = step_passes(directions, num_layers, num_runs, gathers, reshards, first_backward)
-    for direction, actions in zip(directions, passes, strict=True):
-        order = [(run, layer) for run in range(num_runs) for layer in range(num_layers)]
+    passes = step_passes(kinds, num_layers, num_runs, gathers, reshards, first_backward)
+    for kind, actions in zip(kinds, passes, strict=True):
+        runs = num_runs if kind is not WEIGHT else min(num_runs, 1)
+        order = [(run, layer) for run in range(runs) for layer in range(num_layers)]
         computed = [(action.run, action.layer) for action in actions if action.op == "compute"]
         backward = [(run, layer) for run, layer in order[::-1] if layer >= first_backward]
-        assert computed == (order if direction == FORWARD else backward)
+        assert computed == (order if kind is FORWARD else backward)
         summed: list[int] = []
         done: list[int] = []
         for action in actions:
@@ -63,17 +83,17 @@ def test_what_is_computed_is_gathered_and_at_most_two_layers_are(
                 assert action.layer == REST or action.layer in done
                 summed.append(action.layer)
             else:
-                assert not gathers or {REST, action.layer} <= gathered
+                assert not gathers or kind is WEIGHT or {REST, action.layer} <= gathered
                 done.append(action.layer)
             assert len(gathered - {REST}) <= (2 if reshards else num_layers)
-        assert summed == ([] if direction == FORWARD else [*(layer for _, layer in computed), REST])
+        assert summed == ([*(layer for _, layer in computed), REST] if kind.adds_gradients else [])
     assert not gathered
-    assert reshards or not gathers or not directions or count == num_layers * bool(num_runs) + 1
+    assert reshards or not gathers or not kinds or count == num_layers * bool(num_runs) + 1
 
 
-@given(directions(), st.integers(2, 5))
-def test_the_two_layers_with_which_the_next_pass_begins_are_gathered_once(directions, num_layers):
-    passes = step_passes(directions, num_layers)
+@given(kinds((BACKWARD,)), st.integers(2, 5))
+def test_the_two_layers_with_which_the_next_pass_begins_are_gathered_once(kinds, num_layers):
+    passes = step_passes(kinds, num_layers)
     count = sum(action.op == "gather" and action.layer != REST for actions in passes for action in actions)
-    turns = sum(a != b or num_layers == 2 for a, b in zip(directions, directions[1:], strict=False))
-    assert count == num_layers * len(directions) - 2 * turns
+    turns = sum(a != b or num_layers == 2 for a, b in zip(kinds, kinds[1:], strict=False))
+    assert count == num_layers * len(kinds) - 2 * turns

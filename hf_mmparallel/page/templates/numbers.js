@@ -40,12 +40,12 @@ function decodeRow(data, row, index) {
 function taskOf(data, row, i) {
   const code = row.code[i];
   const [module, replica, stage] = data.stages[row.stageOf(i)];
-  const number = code >> 1;
+  const number = Math.floor(code / data.kinds.length);
   const name = data.modules[module].name;
   const [microbatch, chunk] = [Math.floor(number / data.chunks), number % data.chunks];
-  const backward = (code & 1) === 1;
-  const text = `${backward ? "bwd" : "fwd"} ${name}.r${replica}.s${stage} mb${microbatch}.c${chunk}`;
-  return { module, name, replica, stage, microbatch, chunk, backward, text, start: row.start[i], end: row.end[i] };
+  const kind = data.kinds[code % data.kinds.length];
+  const text = `${kind.word} ${name}.r${replica}.s${stage} mb${microbatch}.c${chunk}`;
+  return { module, name, replica, stage, microbatch, chunk, kind: kind.label, text, start: row.start[i], end: row.end[i] };
 }
 
 /** How many of the ascending `values` are at most `limit`. */
@@ -126,11 +126,11 @@ function busyShare(rows, view, columns) {
   return out.subarray(0, columns).map((part, column) => (part + (whole += steps[column])) / (ranks || 1));
 }
 
-/** What a module's colour is mixed with, and its own share: in forwards, in backwards. */
-const SHADES = {
-  light: [[[255, 255, 255], 0.38], [[255, 255, 255], 1]],
-  dark: [[[20, 23, 28], 0.55], [[255, 255, 255], 0.85]],
-};
+/** Red, green and blue of a module's colour in tasks of a kind with a tint from 0 to 1. */
+function shadeOf(color, tint, isDark) {
+  if (!isDark) return mixed(color, [255, 255, 255], tint);
+  return tint < 1 ? mixed(color, [20, 23, 28], 0.27 + 0.73 * tint) : mixed(color, [255, 255, 255], 0.85);
+}
 
 /** Red, green and blue of `#rrggbb`, `share` of it mixed with `other`. */
 function mixed(color, other, share) {

@@ -48,7 +48,7 @@ function fillTasks() {
   const lines = Array.from(row.code, (_, i) => {
     const task = taskOf(data, row, i);
     const line = document.createElement("tr");
-    const cells = [task.backward ? "backward" : "forward", task.name, task.replica, task.stage, task.microbatch, task.chunk];
+    const cells = [task.kind, task.name, task.replica, task.stage, task.microbatch, task.chunk];
     for (const cell of [...cells, ms(task.start), ms(task.end - task.start)]) {
       const place = line.insertCell();
       place.textContent = cell;
@@ -88,7 +88,7 @@ function wordsAt(canvas, x, y) {
     const task = taskOf(data, row, i);
     return [
       task.text,
-      `${task.backward ? "backward" : "forward"} of microbatch ${task.microbatch}, chunk ${task.chunk}`,
+      `${task.kind} of microbatch ${task.microbatch}, chunk ${task.chunk}`,
       `${task.name}, replica ${task.replica}, stage ${task.stage}, ${row.label}`,
       `starts at ${ms(task.start)} ms, takes ${ms(task.end - task.start)} ms`,
     ];

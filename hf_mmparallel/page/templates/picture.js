@@ -21,16 +21,18 @@ const xOf = (time) => layout.left + ((time - view.start) / (view.end - view.star
 const isNarrow = () => layout.full < 640;
 const clampX = (x) => Math.max(layout.left, Math.min(layout.left + layout.width, x));
 
-/** Colours of the scheme that is on, a light and a full one for each module. */
+/** Colours of the scheme that is on: of each module the full one, and one for each kind of task. */
 function readColors() {
   const style = getComputedStyle(document.documentElement);
   const css = (name) => style.getPropertyValue(`--${name}`).trim();
   colors = Object.fromEntries(["paper", "panel", "line", "ink", "quiet", "warn", "mark"].map((name) => [name, css(name)]));
-  const shades = SHADES[style.colorScheme] || SHADES.light;
+  const isDark = style.colorScheme === "dark";
   colors.modules = data.modules.map(({ color }) => {
-    const [fwd, bwd] = shades.map(([other, share]) => mixed(color, other, share));
-    const shade = (parts) => ({ fill: `rgb(${parts})`, text: textOn(parts) });
-    return { fwd: shade(fwd), bwd: shade(bwd) };
+    const shade = (tint) => {
+      const parts = shadeOf(color, tint, isDark);
+      return { fill: `rgb(${parts})`, text: textOn(parts) };
+    };
+    return { full: shade(1), kinds: data.kinds.map((kind) => shade(kind.tint)) };
   });
 }
 
@@ -130,12 +132,11 @@ function drawRow(pen, row, y) {
     const [from, to] = [clampX(xOf(row.start[i])), clampX(xOf(row.end[i]))];
     if (to - from < 1 && Math.floor(to) === drawn) continue;
     drawn = Math.floor(to);
-    const backward = row.code[i] & 1;
-    const shade = colors.modules[module][backward ? "bwd" : "fwd"];
+    const shade = colors.modules[module].kinds[row.code[i] % data.kinds.length];
     pen.fillStyle = shade.fill;
     pen.fillRect(from, top, Math.max(0.75, to - from - (to - from > 3 ? 1 : 0)), height);
     if (to - from < 14) continue;
-    const number = String(Math.floor((row.code[i] >> 1) / data.chunks));
+    const number = String(Math.floor(row.code[i] / (data.kinds.length * data.chunks)));
     const long = to - from > 110 ? taskOf(data, row, i).text : number;
     const text = pen.measureText(long).width + 6 < to - from ? long : number;
     if (pen.measureText(text).width + 4 > to - from) continue;
@@ -193,7 +194,7 @@ function memoryGroups() {
   const groups = new Map();
   for (const row of rows) {
     const name = row.modules.map((module) => data.modules[module].name).join(" + ") || "idle";
-    const color = row.modules.length === 1 ? colors.modules[row.modules[0]].bwd.fill : colors.quiet;
+    const color = row.modules.length === 1 ? colors.modules[row.modules[0]].full.fill : colors.quiet;
     if (!groups.has(name)) groups.set(name, { name, color, rows: [] });
     groups.get(name).rows.push(row);
   }
