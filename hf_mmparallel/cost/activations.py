@@ -157,6 +157,37 @@ def saved_activations(
     return saved + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
 
 
+def put_off_activations(
+    module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, precision: Precision, tp_size: int
+) -> Polynomial:
+    """
+    Bytes that stay from the gradients of inputs of a layer to those of its weights: inputs of trained matrices, of
+    which several may have the same one, and gradients of their outputs.
+    """
+    shape, hidden = LayerShape.of(module_spec, uses), module_spec.hidden_size
+    values = 0.0
+    if 0 <= index < module_spec.num_layers:
+        values += _put_off_values(shape.attention, hidden, tp_size if is_split(shape.attention) else 1)
+        values += sum(_put_off_values(group, hidden, tp_size) for group in shape.feed_forwards)
+    elif index >= 0 and module_spec.name != LANGUAGE_MODEL:
+        for matrix, (share, columns) in zip(shape.matrices, chain_widths(shape), strict=True):
+            values += share * matrix.trained * (columns + matrix.shape[0])
+    return Polynomial(token=values * precision.compute)
+
+
+def _put_off_values(group: Sequence[Matrix], hidden: int, split: int) -> float:
+    """Values per token that stay for matrices; all but the last read the hidden state, and the last writes it."""
+    result = 0.0
+    for matrix in group:
+        rank, is_last = matrix.adapter_rank, matrix is group[-1]
+        width = hidden if is_last else matrix.width_out(hidden) / split
+        result += width * (matrix.trained + (rank > 0)) + 2 * rank
+        if is_last and len(group) > 1:
+            result += matrix.width_in(hidden) / split * (matrix.trained or rank > 0)
+    readers = group if len(group) == 1 else group[:-1]
+    return result + hidden * any(matrix.trained or matrix.adapter_rank for matrix in readers)
+
+
 def grouped_copies(module_spec: ModuleSpec, uses: Sequence[ParameterUse] = (), tp_size: int = 1) -> int:
     """Additional values per token that attention saves with a dense mask: keys and values for each query head."""
     split = tp_size if is_split(LayerShape.of(module_spec, uses).attention) else 1

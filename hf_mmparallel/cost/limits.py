@@ -64,10 +64,13 @@ def _fitting_shares(
 ) -> dict[int, tuple[float, float]]:
     """Rank -> memory that microbatches of any size leave, and the largest share of a replica's work that fits it."""
     in_flight, free = steady_in_flight(plan), dict(free)
+    held: dict[tuple[str, int], float] = {}  # most microbatches in flight on any stage of a replica
+    for key, count in in_flight.items():
+        held[key[:2]] = max(held.get(key[:2], 0.0), count)
     # modules on the same rank split its memory in proportion to their work
     growing, cases = dict.fromkeys(free, 0.0), {rank: [np.zeros((1, 2))] for rank in free}
     for key, memory in memories.items():
-        per_part, fixed, running = demands.of_stage(key, memory, in_flight[key])
+        per_part, fixed, running = demands.of_stage(key, memory, in_flight[key], held[key[:2]])
         for rank in plan.stage(*key).all_ranks:
             growing[rank] += per_part
             free[rank] -= fixed
@@ -127,11 +130,17 @@ class _MemoryDemands:
         }
         self.features = {name: float(sample_features(costs, sizes, name).sum()) for name in costs.spec.encoders}
 
-    def of_stage(self, key: StageKey, memory: StageMemory, in_flight: float) -> tuple[float, float, NDArray]:
-        """Bytes that grow with the microbatch, constant bytes, and both `[cases, 2]` for transient memory."""
+    def of_stage(
+        self, key: StageKey, memory: StageMemory, in_flight: float, held: float
+    ) -> tuple[float, float, NDArray]:
+        """
+        Bytes that grow with the microbatch, constant bytes, and both `[cases, 2]` for transient memory, with some
+        microbatches in flight and others that wait for weight gradients, as many as `held` together.
+        """
         name, replica, stage = key
         scale = np.array([self.squares[name], self.tokens[name]]) / memory.cp_size
-        saved = memory.saved.sum(axis=0)
+        saved, put_off = memory.saved.sum(axis=0), memory.put_off.sum(axis=0)
+        saved = np.maximum(saved, put_off) + put_off * ((held - in_flight) / in_flight)
         growing, fixed = in_flight * float(weighted_sum(saved[:2], scale)), in_flight * float(saved[2])
         load = self._load(name, replica)
         fixed += memory.kept_bytes + memory.input_bytes * load * self.tokens[name]

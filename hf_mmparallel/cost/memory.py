@@ -78,11 +78,12 @@ def memory_per_rank(
     step: StepPlan,
     sizes: SampleSizes,
     in_flight: Mapping[StageKey, float],
+    held: Mapping[StageKey, float] | None = None,
 ) -> dict[int, RankMemory]:
     """
-    Upper bound of the peak memory of every rank: all microbatches in flight (such as `peak_in_flight` of a
-    [`Timeline`]) count as the largest one, all gradients are allocated, and the running task is that with the
-    largest transient memory.
+    Upper bound of the peak memory of every rank: all microbatches in flight, and those that wait for weight gradients
+    (such as `peak_in_flight` and `peak_held` of a [`Timeline`]; no others wait by default), count as the largest one,
+    all gradients are allocated, and the running task is that with the largest transient memory.
     """
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
@@ -90,8 +91,10 @@ def memory_per_rank(
     live, transient = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
     for key, memory in memories.items():
         fixed, per_microbatch, running = use.of_stage(key, memory)
+        count, put_off = in_flight.get(key, 0.0), use.put_off_bytes(key, memory)
+        more = put_off * (max(count, (held or {}).get(key, count)) - count)
         for rank in plan.stage(*key).all_ranks:
-            live[rank] += fixed + per_microbatch * in_flight.get(key, 0.0)
+            live[rank] += fixed + max(per_microbatch, put_off) * count + more
             transient[rank] = max(transient[rank], running)
     # where they are more, the summed slices of gradients under ZeRO take the place of activations
     beside = {rank: max(live[rank] + transient[rank], last.get(rank, 0.0)) for rank in result}
@@ -131,6 +134,10 @@ class StepUse:
                 sent[edge.source, replica] = sum(values[list(m)].sum() for m in microbatches)
         return received, sent
 
+    def put_off_bytes(self, key: StageKey, memory: StageMemory) -> float:
+        """Maximum bytes of a microbatch that stay for weight gradients."""
+        return max(map(memory.put_off_bytes, self.microbatches.get(key[:2], ())), default=0.0)
+
     def of_stage(self, key: StageKey, memory: StageMemory) -> tuple[float, float, float]:
         """Constant bytes of a stage, maximum bytes per microbatch in flight, and transient bytes of a task."""
         name, replica, stage = key
@@ -159,7 +166,8 @@ def memory_timeline(
     """
     Bytes of the tensors on each rank over a step, with optimizer state already allocated.
 
-    A chunk has saved activations from its forward to the end of its backward; a running task counts with its peak.
+    A chunk has saved activations from its forward to the end of its backward, and what weight gradients need that are
+    put off until they are done; a running task counts with its peak.
     Gradients exist from the first backward of a stage on, the buffers of their all-reduces from the last one on.
 
     Returns:
@@ -229,15 +237,27 @@ class _MemoryEvents:
             if task.row.opens:
                 self.allocate(task.stage_key, start_ms, end_ms, memory.forward_bytes(size) - saved)
                 self.allocate(task.stage_key, start_ms, self.released_ms(task), saved)
+            is_first = with_gradients and first.get(task.stage_key) == task
             if task.row.closes:
-                is_first = with_gradients and first[task.stage_key] == task
                 self.allocate(task.stage_key, start_ms, end_ms, memory.backward_bytes(size, is_first) - saved)
-                if is_first:
-                    self.allocate(task.stage_key, end_ms, np.inf, memory.state.gradients)
+                after = self._later(task)
+                if after is not None:
+                    self.allocate(task.stage_key, end_ms, self.times[after][1], memory.put_off_bytes(size))
+            elif task.row.adds_gradients:
+                self.allocate(task.stage_key, start_ms, end_ms, float(memory.largest.max()))
+            if is_first:
+                # those of layers come one by one in a whole backward, see `backward_bytes`
+                at_ms = end_ms if task.row.closes else start_ms
+                self.allocate(task.stage_key, at_ms, np.inf, memory.state.gradients)
         self._add_features()
         for key, memory in self.memories.items():
             tokens = sum(size[1] for chunk, size in self.activations.items() if chunk[:2] == key[:2])
             self.allocate(key, 0.0, np.inf, memory.kept_bytes + memory.input_bytes * tokens)
+
+    def _later(self, task: Task) -> Task | None:
+        """The task that computes the weight gradients that a task has put off; `None` if it puts off none."""
+        kinds = (kind.word for kind in KINDS.values() if kind.adds_gradients and kind.after == task.kind)
+        return next((other for other in (Task(word, *task.key) for word in kinds) if other in self.times), None)
 
     def _add_features(self) -> None:
         """Adds features at the producer and at the consumer."""

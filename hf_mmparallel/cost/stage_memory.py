@@ -29,6 +29,7 @@ from .activations import (
     Precision,
     chain_widths,
     parameter_shares,
+    put_off_activations,
     saved_activations,
     transient_memory,
     with_trainable,
@@ -101,6 +102,8 @@ class StageMemory:
     host_step: HostStep  # what a step on the CPU moves
     kept_bytes: float  # weights that stay gathered from pass to pass
     frees_features: bool  # whether it ends an encoder without a backward, whose features are freed once they are sent
+    # (entries, 3) bytes that stay for weight gradients that are put off; zeros if none are
+    put_off: NDArray
     max_tokens: float = np.inf  # of a chunk on one cp rank; for a longer one it is `longer`, whose loss is in chunks
     longer: StageMemory | None = None
 
@@ -115,6 +118,10 @@ class StageMemory:
     def saved_bytes(self, chunk: NDArray) -> float:
         """Bytes that a chunk saves between its forward and its backward."""
         return self.most_saved_bytes(chunk[None])
+
+    def put_off_bytes(self, chunk: NDArray) -> float:
+        """Bytes of a chunk that stay from the gradients of inputs to those of weights."""
+        return float(weighted_sum(self.put_off.sum(axis=0), self._scaled(chunk)))
 
     def most_saved_bytes(self, chunks: NDArray) -> float:
         """The largest of [`~StageMemory.saved_bytes`] of some chunks `[chunks, 3]`; 0 without chunks."""
@@ -142,6 +149,7 @@ class StageMemory:
         at = self._scaled(chunk)
         memory = self.at(at[1])
         live = np.cumsum(weighted_sum(memory.saved, at)) + weighted_sum(memory.backward, at) + self.largest
+        live += np.cumsum(weighted_sum(self.put_off, at)[::-1])[::-1]
         if is_first:
             allocated = np.cumsum(self.gradients[::-1])[::-1]
             live = np.maximum(live + allocated - self.gradients, allocated)
@@ -150,7 +158,9 @@ class StageMemory:
     @cached_property
     def transient(self) -> NDArray:
         """Transient bytes of a task, besides saved activations and gradients `[cases, 3]`; the maximum counts."""
-        backward = self.backward.copy()
+        # what is put off grows from the last entry on, as saved activations are freed
+        put_off, saved = (np.cumsum(table[::-1], axis=0)[::-1] for table in (self.put_off, self.saved))
+        backward = self.backward + np.maximum(put_off - (saved - self.saved), 0.0)
         backward[:, 2] += self.largest
         return np.unique(np.concatenate([np.maximum(self.forward - self.saved, 0.0), backward]), axis=0)
 
@@ -159,6 +169,7 @@ class StageMemory:
 class _ModuleMemory:
     """The entries of a module at one tensor-parallel size, without logits and the last one of [`StageMemory`]."""
 
+    put_off: NDArray
     saved: NDArray
     forward: NDArray
     backward: NDArray
@@ -173,8 +184,11 @@ def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: b
         any(use.parameter.trainable for use in costs.spec.uses.get((module, index), ()))
         for index in range(-1, module_spec.num_layers + 1)
     ]
-    entries = []
+    entries, put_off = [], []
+    precision = Precision.of(module_spec, costs.value_bytes)
     for position, index in enumerate(range(-1, module_spec.num_layers + 1)):
+        uses = costs.spec.uses.get((module, index), ())
+        put_off.append(put_off_activations(module_spec, uses, index, precision, tp_size))
         has_backward = needed[position] or trained[position]
         saved = _saved(costs, module, index, tp_size) if has_backward else Polynomial()
         if 0 <= index < module_spec.num_layers:
@@ -183,7 +197,7 @@ def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: b
         else:
             entries.append((saved, Polynomial(), Polynomial()))
     saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
-    return _ModuleMemory(saved, forward, backward, (*needed, needed[-1] or trained[-1]))
+    return _ModuleMemory(_array(put_off), saved, forward, backward, (*needed, needed[-1] or trained[-1]))
 
 
 _Entry = tuple[Polynomial, Polynomial, Polynomial]
@@ -283,7 +297,9 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
         sharding.zero_stage, num_shards(planned), sharding.shard_size is None, sharding.reshard_after_forward
     )
     checkpointing, is_copied = planned.activation_checkpointing, copies > 1
-    return _stage_memory(costs, module, stage.layers, grid, checkpointing, is_copied, shards, planned.storage)
+    return _stage_memory(
+        costs, module, stage.layers, grid, checkpointing, is_copied, shards, planned.storage, stage.splits_backward
+    )
 
 
 @dataclass(frozen=True)
@@ -312,6 +328,7 @@ def _stage_memory(
     is_copied: bool,
     shards: _Shards,
     storage: StorageSettings,
+    splits_backward: bool,
 ) -> StageMemory:
     """See [`stage_memory`]."""
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
@@ -351,6 +368,7 @@ def _stage_memory(
         weights.host_step if storage.offload_optimizer else HostStep(),
         float(weights.gathered[~is_layer].sum() if shards.reshards else weights.gathered.sum()),
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
+        np.concatenate([splits_backward * entries.put_off[rows], np.zeros((1, 3))]),
     )
     if not has_logits:
         return result

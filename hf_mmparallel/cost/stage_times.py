@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .._portable import on_grid, weighted_sum
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, SampleSizes, Stage, StageKey
+from ..plan.ownership import can_put_off
 from ..schedule.kinds import KINDS, WHOLE_PASSES, WORK, TaskKind, Work
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
@@ -37,14 +38,9 @@ def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
 
 def linear_share(spec: ModelSpec, module: str, index: int) -> float:
     """Share of the trained matrix elements of a layer whose gradients can be put off: those of linear layers."""
-    # the loss computes those of a head, and those of a matrix with several uses are added up
-    if module == LANGUAGE_MODEL and index == spec.modules[module].num_layers:
-        return 0.0
     trained = [(use, elements) for use, elements in active_elements(spec, module, index) if use.parameter.trainable]
     linear = (
-        elements
-        for use, elements in trained
-        if use.multiplies and len(use.parameter.shape) == 2 and len(spec.used_at[use.parameter.name]) == 1
+        elements for use, elements in trained if can_put_off(spec.modules[module], spec.tied, use.parameter, index)
     )
     whole = sum(elements for _, elements in trained)
     return sum(linear) / whole if whole else 0.0

@@ -41,7 +41,7 @@ def arrangement_name(arrangement: str | Callable[..., Any]) -> str:
 
 # The schedules as data: other code reads the fields of a `SchedulePolicy` and never compares schedule names.
 
-Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first", "interleaved"]
+Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first", "interleaved", "zero_bubble"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,12 @@ class SchedulePolicy:
     others: tuple[int, int] = (0, 0)  # phases of the forwards and backwards of the language model and of generators
     fills_memory: bool = False  # as many microbatches in flight as fit, not the fewest that keep all stages busy
     vp_size: int = 1  # virtual stages of a rank of a pipeline, for modules that don't say how many
+    splits_backward: bool = False  # whether weight gradients are put off, in modules that don't say whether
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether the search and plans after failures know all that stages have under the schedule."""
+        return self.vp_size == 1 and not self.splits_backward
 
     def phases(self, is_encoder: bool) -> tuple[int, int]:
         """Phases of a module's forwards and of its backwards."""
@@ -75,13 +81,15 @@ class SchedulePolicy:
 
 
 # Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2), `"interleaved"` that of
-# virtual stages (Narayanan et al. 2021, section 2.2), which any schedule may have.
+# virtual stages (Narayanan et al. 2021, section 2.2), `"zero_bubble"` that of split backwards (ZB-H1, Qi et al. 2023),
+# both of which any schedule may have.
 POLICIES: Mapping[Schedule, SchedulePolicy] = {
     "1f1b": SchedulePolicy(),
     "gpipe": SchedulePolicy(encoders=(0, 1), others=(0, 1)),
     "eager": SchedulePolicy(fills_memory=True),
     "encoders_first": SchedulePolicy(encoders=(0, 2), others=(1, 1)),
     "interleaved": SchedulePolicy(vp_size=2),
+    "zero_bubble": SchedulePolicy(splits_backward=True),
 }
 
 SCHEDULES = tuple(POLICIES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
+from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .parallel_plan import ParallelPlan, ShardingSettings, Stage, StageKey
 
 
@@ -53,6 +53,37 @@ def partly_frozen_stages(
     frozen = replace(module, parameters=tuple(replace(p, trainable=not p.trainable) for p in module.parameters))
     both = zip(trainable_stages(module, tied, ranges), trainable_stages(frozen, tied, ranges), strict=True)
     return [trains and freezes for trains, freezes in both]
+
+
+MIN_WEIGHT_SHARE = 0.15  # of a backward: less work of weight gradients is not worth a task of its own
+
+
+def can_put_off(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], parameter: ParameterSpec, layer: int) -> bool:
+    """Whether the gradient of a parameter can be put off: that of the weight of a linear layer."""
+    # the loss computes that of a head, and the gradients of several uses are added up
+    is_head = module.name == LANGUAGE_MODEL and layer == module.num_layers
+    is_matrix = len(parameter.shape) == 2 and not parameter.is_lookup
+    return parameter.trainable and is_matrix and not is_head and parameter.name not in tied
+
+
+def splitting_stages(
+    module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]], least: float
+) -> list[bool]:
+    """
+    Whether gradients of weights that can be put off are at least a share of the matrix products in a backward of each
+    stage of `module`, and are there at all.
+    """
+    result = []
+    for layers in ranges:
+        put_off = whole = 0.0
+        for parameter in module.parameters:
+            if not stage_holds(layers, module.num_layers, parameter.layer) or len(parameter.shape) < 2:
+                continue
+            active = parameter.num_elements * parameter.active_share * (not parameter.is_lookup)
+            whole += active * (1 + parameter.trainable)
+            put_off += active * can_put_off(module, tied, parameter, parameter.layer)
+        result.append(put_off > 0 and put_off >= least * whole)
+    return result
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,11 @@ class ModulePlan:
         return len(self.replicas[self.with_stages[0]]) // self.vp_size
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether any of its stages puts off gradients of weights."""
+        return any(stage.splits_backward for _, _, stage in self.stages())
+
+    @property
     def vp_size(self) -> int:
         """Virtual stages of each pipeline rank: stages of a replica that are on the same ranks."""
         return virtual_stages(self.replicas[self.with_stages[0]]) if self.with_stages else 1
@@ -207,7 +212,7 @@ class ModulePlan:
 
 def virtual_stages(stages: Sequence[Stage]) -> int:
     """Number of stages of a replica on each of its pipeline ranks; 1 unless they come round in turn."""
-    meshes = [stage.all_ranks for stage in stages]
+    meshes = [frozenset(stage.all_ranks) for stage in stages]
     count = len(set(meshes))
     return len(meshes) // count if count > 1 and meshes == meshes[:count] * (len(meshes) // count) else 1
 

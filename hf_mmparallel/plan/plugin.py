@@ -31,7 +31,7 @@ SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
-NOT_SEARCHED = ("deepspeed", "vp_size")
+NOT_SEARCHED = ("deepspeed", "vp_size", "split_backward")
 # settings that a finished plan contains; the others are written beside the plan
 HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
 
@@ -61,6 +61,11 @@ class ModulePlugin:
             the pipeline, so that the bubble is `vp_size` times smaller, for as many times the messages and some more
             activations. By default 1, and 2 under the schedule `"interleaved"` for modules with `pp_size` above 1 and
             enough layers.
+        split_backward (`bool`, *optional*):
+            Whether stages send the gradients of their inputs before they compute those of the weights of their linear
+            layers, which then fill the bubbles of the pipeline: inputs of these layers, and gradients of their
+            outputs, stay that long. By default under the schedule `"zero_bubble"`, in stages where such weights are
+            at least 15 % of the work of a backward and activations are not recomputed; `True` splits all others, too.
         freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
             `True` freezes the module with its projector, `"tower"` everything but the projector; other strings are
             regular expressions, searched for in parameter names.
@@ -104,6 +109,7 @@ class ModulePlugin:
     cp_size: int = 1
     layers_per_stage: list[int] | None = None
     vp_size: int | None = None
+    split_backward: bool | None = None
     freeze: bool | str | list[str] = False
     activation_checkpointing: bool = False
     colocate_with: str | None = None
@@ -215,8 +221,9 @@ class ModulePlugin:
                 read_count(count, "An entry of `layers_per_stage`")
         for name in ("activation_checkpointing", "offload_optimizer", "offload_params", "reshard_after_forward"):
             read_flag(getattr(self, name), f"`{name}`")
-        if self.master_weights is not None:
-            read_flag(self.master_weights, "`master_weights`")
+        for name in ("master_weights", "split_backward"):
+            if getattr(self, name) is not None:
+                read_flag(getattr(self, name), f"`{name}`")
         read_count(self.zero_stage, "`zero_stage`")
         if self.shard_size is not None:
             read_count(self.shard_size, "`shard_size`", 1)
@@ -273,6 +280,7 @@ class ModulePlugin:
             "tp_size": plan.tp_size,
             "cp_size": plan.cp_size,
             "layers_per_stage": [stage.num_layers for stage in plan.replicas[0]],
+            "split_backward": plan.splits_backward,
             "activation_checkpointing": plan.activation_checkpointing,
             **{f"cp_{key}": value for key, value in dataclasses.asdict(plan.context).items()},
             **dataclasses.asdict(plan.sharding),
@@ -315,7 +323,8 @@ class MultimodalParallelPlugin:
         schedule (`str`, *optional*):
             `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
-            `"interleaved"` is 1F1B with two virtual stages on each rank of a pipeline, see `vp_size` of the modules.
+            `"interleaved"` is 1F1B with two virtual stages on each rank of a pipeline, see `vp_size` of the modules;
+            `"zero_bubble"` is 1F1B whose backwards are split, see `split_backward` of the modules.
             Defaults to `"1f1b"`; with `auto` the search chooses it.
         num_microbatches (`int`, *optional*):
             Microbatches of each language-model replica, for plans without a Trainer, which computes it itself.
@@ -391,7 +400,7 @@ class MultimodalParallelPlugin:
         """
         default = ModulePlugin()
         schedule = schedule or self.schedule
-        if schedule is not None and POLICIES[schedule].vp_size > 1:
+        if schedule is not None and not POLICIES[schedule].is_searched:
             raise ValueError(f"`schedule={schedule!r}` is not known to the search yet. Leave it out, or {remedy}.")
         for name, module in self.modules.items():
             for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):

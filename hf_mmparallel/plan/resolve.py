@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
-from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
+from .ownership import MIN_WEIGHT_SHARE, partly_frozen_stages, splitting_stages, stage_parameters, trainable_stages
 from .parallel_plan import ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
@@ -162,6 +162,7 @@ def resolve_plan(
         ranges = split_layers(module.num_layers, plugin, name)
         trainable = trainable_stages(module, spec.tied, ranges)
         partly = partly_frozen_stages(module, spec.tied, ranges)
+        splits = _splits_backward(module, spec.tied, ranges, plugins.get(name, plugin), schedule)
         replicas = []
         for replica in range(plugin.dp_size):
             stages = []
@@ -173,7 +174,7 @@ def resolve_plan(
                     first = next_rank + place * plugin.cp_size * plugin.tp_size
                     starts = range(first, first + plugin.cp_size * plugin.tp_size, plugin.tp_size)
                     mesh = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
-                stages.append(Stage(layers, mesh, trainable[index], partly[index]))
+                stages.append(Stage(layers, mesh, trainable[index], partly[index], splits[index]))
             replicas.append(tuple(stages))
         if host is None:
             next_rank += plugin.num_ranks
@@ -196,6 +197,28 @@ def _with_virtual_stages(plugin: ModulePlugin, module: ModuleSpec, schedule: Sch
     if is_given or plugin.pp_size == 1 or plugin.pp_size * vp_size > module.num_layers:
         return plugin
     return replace(plugin, vp_size=vp_size)
+
+
+def _splits_backward(
+    module: ModuleSpec,
+    tied: Mapping[str, tuple[str, int]],
+    ranges: Sequence[tuple[int, int]],
+    plugin: ModulePlugin,
+    schedule: Schedule,
+) -> list[bool]:
+    """Whether each stage of a module puts off gradients of weights."""
+    wanted = plugin.split_backward
+    # inputs of linear layers stay where recomputed ones would be gone
+    is_worth_it = POLICIES[schedule].splits_backward and not plugin.activation_checkpointing
+    if not (is_worth_it if wanted is None else wanted):
+        return [False] * len(ranges)
+    result = splitting_stages(module, tied, ranges, MIN_WEIGHT_SHARE if wanted is None else 0.0)
+    if wanted and not any(result):
+        raise ValueError(
+            f"`split_backward=True` of `{module.name}`: none of its trained parameters is the weight of a linear "
+            "layer in its layers or projector. Leave it out."
+        )
+    return result
 
 
 def _sizes(module: ModulePlan) -> tuple[int, int, int, int]:
@@ -384,7 +407,12 @@ def as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
             )
             replicas.append(
                 tuple(
-                    replace(stage, trainable=trains, partly_frozen=partly)
+                    replace(
+                        stage,
+                        trainable=trains,
+                        partly_frozen=partly,
+                        splits_backward=stage.splits_backward and trains,
+                    )
                     for stage, (trains, partly) in zip(stages, flags, strict=True)
                 )
             )

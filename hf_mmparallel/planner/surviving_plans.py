@@ -26,7 +26,7 @@ _TIMES = {
     False: "of forwards and backwards, one microbatch after the other, of samples that count the same",
     True: "templates: forwards and backwards; steps: simulated with sends, gradient sums and the optimizer's update",
 }
-CHOSEN_BY_TEMPLATES = ("dp_size", "pp_size", "vp_size", "layers_per_stage", "colocate_with")
+CHOSEN_BY_TEMPLATES = ("dp_size", "pp_size", "vp_size", "split_backward", "layers_per_stage", "colocate_with")
 
 
 @dataclass(frozen=True)

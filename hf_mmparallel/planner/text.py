@@ -98,6 +98,7 @@ def layout_text(plan: ParallelPlan, name: str) -> str:
     }
     text = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one rank"
     text += ", recomputed" if module.activation_checkpointing else ""
+    text += ", backward split" if module.splits_backward else ""
     return text + (f", with {' and '.join(shared)}" if shared else "")
 
 

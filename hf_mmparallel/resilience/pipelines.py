@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from ..arrange import fastest_counts
 from ..plan import ModulePlan, ModulePlugin, ParallelPlan, Stage, check_plan, check_world_size
-from ..plan.methods import Schedule
+from ..plan.methods import POLICIES, Schedule
 from ..plan.resolve import as_trained, check_tp_sizes
 from .model_chain import ModelChain, mean_stage_ms, mesh_of, settings_of
 from .reconfiguration import Change
@@ -90,6 +90,13 @@ class PipelinePlans:
     num_microbatches: int  # of a global batch, of all pipelines
     schedule: Schedule = "1f1b"
     microbatch_assignment: str | None = None  # name of the arrangement
+
+    def __post_init__(self):
+        if not POLICIES[self.schedule].is_searched:
+            raise ValueError(
+                f"`schedule={self.schedule!r}`: plans after failures have neither virtual stages nor split backwards. "
+                'Use another one, such as `"1f1b"`.'
+            )
 
     def consecutive(self, layouts: Sequence[PipelineLayout], counts: Sequence[int] | None = None) -> ClusterPlan:
         """The plan of pipelines on nodes that follow each other, from node 0 on, see [`~PipelinePlans.of`]."""
@@ -178,6 +185,10 @@ def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) ->
         if module.vp_size > 1:
             raise ValueError(
                 f"`vp_size={module.vp_size}` of `{name}`: plans after failures have no virtual stages. Leave it out."
+            )
+        if module.splits_backward:
+            raise ValueError(
+                f"`split_backward=True` of `{name}`: plans after failures have whole backwards. Leave it out."
             )
     sizes = {name: module.dp_size for name, module in plan.modules.items()}
     if len(set(sizes.values())) > 1:

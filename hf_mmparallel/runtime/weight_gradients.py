@@ -35,7 +35,7 @@ class PutOffGradient:
 
     def compute(self) -> Tensor:
         """Returns the gradient `[out_features, in_features]`, as the backward of a linear layer computes it."""
-        return _weight_gradient(self.input, self.output_gradient)
+        return self.output_gradient.t().mm(self.input)
 
 
 class WeightGradients:
@@ -139,10 +139,6 @@ def _add(parameter: Any, gradient: Tensor) -> None:
         return
     gradient = gradient.contiguous()
     parameter.grad = from_shard(gradient, parameter) if isinstance(parameter, DTensor) else gradient
-
-
-def _weight_gradient(input: Tensor, output_gradient: Tensor) -> Tensor:
-    return input.t().mm(output_gradient).t()
 
 
 class _Product(torch.autograd.Function):

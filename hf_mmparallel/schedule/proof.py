@@ -126,7 +126,7 @@ class Proof:
         before, needed = graph.after[task], graph.after[target[received]]
         later, sized = before >= 0, needed >= 0
         in_turn = self._at(rank[later], before[later]) < task_at[later]
-        yield in_turn, rank[later], task[later], "before its forward"
+        yield in_turn, rank[later], task[later], "before what it follows"
         yield self._at(sender, source[sent]) < self.send_at, sender, first + sent, "before what it sends is computed"
         yield receive_at < self._at(receiver, target[received]), receiver, code, "after the task that needs it"
         is_late = self._at(receiver[sized], needed[sized]) < receive_at[sized]

@@ -15,7 +15,7 @@ from ..plan import StageKey, StepPlan
 from .actions import Task
 from .graph import TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate, occupied_ranks
-from .kinds import CLOSES, OPENS
+from .kinds import ADDS_GRADIENTS, CLOSES, OPENS
 from .lowering import sum_instants
 from .parts import Representatives
 from .scheduler import Cost, Order, default_cost, order_tasks, task_times
@@ -192,12 +192,21 @@ class Timeline:
         (module, replica, stage) -> most microbatches whose forward has started and whose backward has not ended; a
         chunk counts as its fraction of the microbatch.
         """
+        return self._most_open(CLOSES)
+
+    @cached_property
+    def peak_held(self) -> dict[StageKey, float]:
+        """The same until all gradients of the microbatch are added."""
+        return self._most_open(ADDS_GRADIENTS)
+
+    def _most_open(self, ends: NDArray) -> dict[StageKey, float]:
+        """The most microbatches of each stage that have started, and not ended with tasks of some kinds."""
         graph = self.graph
         opening = np.flatnonzero(OPENS[graph.kind])
         if not len(opening):
             return {}
         stage, microbatch, _ = graph.columns[:, opening]
-        closing = np.flatnonzero(CLOSES[graph.kind])
+        closing = np.flatnonzero(ends[graph.kind])
         last = np.arange(graph.num_tasks)  # the task that closes a chunk, or the only one
         last[graph.first[closing]] = closing
         _, cell, counts = np.unique(

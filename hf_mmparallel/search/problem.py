@@ -213,7 +213,7 @@ class PlanningProblem:
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """The schedules to try: those that need no virtual stages, which the search does not lay out."""
-        return (self.schedule,) if self.schedule else tuple(s for s in SCHEDULES if POLICIES[s].vp_size == 1)
+        return (self.schedule,) if self.schedule else tuple(s for s in SCHEDULES if POLICIES[s].is_searched)
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,9 @@ class StepPlanner:
         timeline = self.timeline(planned.step, planned.sizes, sizes)
         sizes = planned.sizes if sizes is None else sizes
         assert sizes is not None
-        memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, timeline.peak_in_flight)
+        memory = memory_per_rank(
+            self.costs, self.plan, planned.step, sizes, timeline.peak_in_flight, timeline.peak_held
+        )
         update_ms = optimizer_ms(self.costs, self.plan, self.sync_groups) if self.training else 0.0
         utilisation = self.utilisation(sizes, timeline.iteration_ms + update_ms)
         return Prediction(self.plan, planned, sizes, timeline, memory, utilisation, update_ms)

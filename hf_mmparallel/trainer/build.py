@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -402,6 +402,8 @@ def plan_and_batch(
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:
+    if plugin.plan is None:
+        plugin = replace(plugin, modules=recomputed(plugin.modules, spec, args))
     draft = plan_for_model(plugin, spec, args.world_size)
     dp_size = draft.modules[LANGUAGE_MODEL].dp_size
     plan = plan_for_batch(draft, resolve_batch(args, dp_size), args.per_device_train_batch_size)
@@ -413,7 +415,25 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
     if args.activation_checkpointing:
         modules = {name: replace(module, activation_checkpointing=True) for name, module in plan.modules.items()}
         plan = replace(plan, modules=modules)
+    splitting = [name for name, module in plan.modules.items() if module.splits_backward]
+    if args.torch_compile and splitting:
+        raise ValueError(
+            f"`torch_compile=True` can't be used with `split_backward` of `{splitting[0]}`: compiled layers compute "
+            "all gradients of a backward at once. Leave one of them out, or use another schedule."
+        )
     return plan
+
+
+def recomputed(
+    modules: Mapping[str, ModulePlugin], spec: ModelSpec, args: MultimodalTrainingArguments
+) -> dict[str, ModulePlugin]:
+    """The settings of all modules, with `activation_checkpointing` of the arguments."""
+    settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
+    every = args.activation_checkpointing
+    return {
+        name: replace(own, activation_checkpointing=every or own.activation_checkpointing)
+        for name, own in settings.items()
+    }
 
 
 def _check_same_plan(plan: ParallelPlan, world: World) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from .. import _environment
@@ -19,7 +18,7 @@ from ..resilience.state_copies import LostStateError, PlacedPlan, Slice, state_c
 from ..runtime.held_state import Transfer
 from ..runtime.local_shards import Region
 from .arguments import AUTO, MultimodalTrainingArguments
-from .build import PreparedModel
+from .build import PreparedModel, recomputed
 from .oversized_samples import allowed_bytes
 
 
@@ -121,7 +120,7 @@ def node_layouts(
     )
     selected = {name: earliest_selected_layer(prepared.model, spec.modules[name]) for name in spec.encoders}
     if plan is None:  # stages have any size that the settings leave open
-        modules = _recomputed(plugin.modules, spec, args)
+        modules = recomputed(plugin.modules, spec, args)
         tp_sizes = stage_tp_sizes(prepared.model, spec, plugin, min(node_size, costs.device.node_size))
     else:
         modules, tp_sizes = module_settings(plan), tp_sizes_of(plan)  # those of the user's plan are kept
@@ -138,18 +137,6 @@ def node_layouts(
     plans = PipelinePlans(chain, node_size, microbatches.most, schedule, named)
     between_s = 3600 * args.mean_time_between_failures_h
     return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures, between_s))
-
-
-def _recomputed(
-    modules: Mapping[str, ModulePlugin], spec: ModelSpec, args: MultimodalTrainingArguments
-) -> dict[str, ModulePlugin]:
-    """The settings of all modules, with `activation_checkpointing` of the arguments."""
-    settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
-    every = args.activation_checkpointing
-    return {
-        name: replace(own, activation_checkpointing=every or own.activation_checkpointing)
-        for name, own in settings.items()
-    }
 
 
 def check_survivable(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any) -> None:

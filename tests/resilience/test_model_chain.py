@@ -18,6 +18,7 @@ from hf_mmparallel.resilience.model_chain import ModelChain, TypicalMicrobatches
 from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
+from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests.resilience.models import MODELS, chain_of, costs_of, typical
 from tests.tiny import FAMILIES
 
@@ -60,7 +61,7 @@ def test_times_of_stages_are_those_of_the_cost_model(family: str, settings: str)
         for key, cost in stage_costs(costs, plan).items():
             for chunk, size in chunks.items():
                 if chunk[0] == key[0]:
-                    time_ms = cost.forward_ms(size.tokens, size.squares) + cost.backward_ms(size.tokens, size.squares)
+                    time_ms = sum(cost.task_ms(size.tokens, size.squares, kind) for kind in WHOLE_PASSES)
                     expected[list(plan.stage(*key).all_ranks)] += time_ms / 2
         assert np.repeat(stage_ms, num_ranks) == pytest.approx(expected, rel=1e-6)
 

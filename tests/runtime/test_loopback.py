@@ -18,6 +18,7 @@ from hf_mmparallel.plan.methods import SCHEDULES, Schedule
 from hf_mmparallel.plan.ownership import trainable_stages
 from tests import tiny
 from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, Outcome, assert_close, reference, run_loopback
+from tests.schedule.builders import splitting
 
 torch.set_num_threads(1)
 
@@ -90,15 +91,6 @@ def assemble(spec, replicas: dict[str, list[list[tuple[tuple[int, int], Any]]]],
             )
         modules[name] = ModulePlan(tuple(stages), context=CONTEXT)
     return ParallelPlan(modules, spec.edges, schedule)
-
-
-def splitting(plan: ParallelPlan) -> ParallelPlan:
-    """The plan with the backwards of all trained stages split."""
-    modules = {}
-    for name, module in plan.modules.items():
-        rows = (tuple(replace(stage, splits_backward=stage.trainable) for stage in row) for row in module.replicas)
-        modules[name] = replace(module, replicas=tuple(rows))
-    return replace(plan, modules=modules)
 
 
 @st.composite

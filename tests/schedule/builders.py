@@ -1,6 +1,6 @@
 """Small plans and steps, fixed and random, for the tests of schedules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -70,6 +70,15 @@ def make_plan(
             rows.append(tuple(Stage(c, (r,), t) for c, r, t in zip(ranges, ranks, trainable, strict=True)))
         plans[name] = ModulePlan(tuple(rows), sharding=(sharding or {}).get(name, ShardingSettings()))
     return spec, ParallelPlan(plans, spec.edges, schedule)
+
+
+def splitting(plan: ParallelPlan, names: Iterable[str] | None = None) -> ParallelPlan:
+    """The plan with split backwards in the trained stages of some modules, or of all."""
+    modules = dict(plan.modules)
+    for name in plan.modules if names is None else names:
+        rows = (tuple(replace(one, splits_backward=one.trainable) for one in row) for row in modules[name].replicas)
+        modules[name] = replace(modules[name], replicas=tuple(rows))
+    return replace(plan, modules=modules)
 
 
 def make_step(microbatches: dict[str, list[list[list[int]]]], generators: tuple[str, ...] = ()) -> StepPlan:
@@ -182,10 +191,11 @@ def task_times(plan: ParallelPlan, step: StepPlan, forward_ms: Mapping[str, np.n
 
 
 @st.composite
-def cases(draw, generators: tuple[str, ...] = (), joint: bool = False) -> Case:
+def cases(draw, generators: tuple[str, ...] = (), joint: bool = False, split: bool = False) -> Case:
     """
     Any small layout: shared and overlapping ranks, unequal replicas, frozen layers, DeepStack, any arrangement. With
-    `joint` the replicas of some modules run jointly, whose stages are alike and on different ranks.
+    `joint` the replicas of some modules run jointly, whose stages are alike and on different ranks; with `split` some
+    modules split their backwards.
     """
     names = draw(
         st.sampled_from([("language_model",), ("vision", "language_model"), ("vision", "audio", "language_model")])
@@ -217,6 +227,8 @@ def cases(draw, generators: tuple[str, ...] = (), joint: bool = False) -> Case:
             modules[name].append(grids)
     tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
     spec, plan = make_plan(modules, specs, draw(st.sampled_from(SCHEDULES)), tied, sharding)
+    if split:
+        plan = splitting(plan, [name for name in names if draw(st.booleans())])
     batch_indices = range(draw(st.integers(0, 14)))
     microbatches: dict[str, list[list[list[int]]]] = {}
     for name in names:

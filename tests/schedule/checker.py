@@ -133,13 +133,13 @@ class _Checker:
     def _check_task(
         self, rank: int, action: Action, number: int, done: set[tuple[str, int]], summed: set[StageKey]
     ) -> None:
-        """Checks that a backward comes after its forward and before the gradient sums of its stage."""
+        """Checks that a task comes after that of its chunk, and what adds gradients before the sums of its stage."""
         assert action.task is not None
-        if action.op != "bwd":
+        if action.op == "fwd":
             return
         if ("task", int(self.graph.after[number])) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before its forward. Move it after the forward.")
-        if action.task.stage_key in summed:
+            raise ProgramError(f"Rank {rank} has `{action}` before what it follows. Move it behind that.")
+        if action.op in ("bwd", "bwd_weight") and action.task.stage_key in summed:
             raise ProgramError(f"Rank {rank} has `{action}` after the sum of its gradients. Move it before the sum.")
 
     def _check_send(
@@ -157,7 +157,10 @@ class _Checker:
         source, target = self.graph.ends[number]
         if ("task", target) in done:
             raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before the task.")
-        if self.graph.tasks[target].kind == "bwd" and ("task", int(self.graph.after[target])) not in done:
+        if (
+            self.graph.tasks[target].kind in ("bwd", "bwd_input")
+            and ("task", int(self.graph.after[target])) not in done
+        ):
             raise ProgramError(
                 f"Rank {rank} has `{action}` before the forward that sizes it. Move it after the forward."
             )

@@ -99,12 +99,24 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Pl
     # stage the chunks keep their order.
     order = {name: index for index, name in enumerate(plan.modules)}
     back = sorted(runs_back, key=lambda i: (-order[tasks[i].module], tasks[i].replica, -tasks[i].stage, i))
-    backward = {index: len(tasks) + place for place, index in enumerate(back)}
-    ends = links + [(backward[target], backward[source]) for source, target in links if source in backward]
+    # Of stages that may split a backward, those do that send a gradient.
+    split = {
+        index
+        for index in back
+        if plan.stage(*tasks[index].stage_key).splits_backward
+        and any(target == index and source in runs_back for source, target in links)
+    }
     num_forwards = len(tasks)
-    tasks += [Task("bwd", *tasks[index].key) for index in back]
+    backward: dict[int, int] = {}
+    for kind, own in (("bwd", [i for i in back if i not in split]), ("bwd_input", [i for i in back if i in split])):
+        for index in own:
+            backward[index] = len(tasks)
+            tasks.append(Task(kind, *tasks[index].key))
+    ends = links + [(backward[target], backward[source]) for source, target in links if source in backward]
+    later = [(backward[index], len(tasks) + place) for place, index in enumerate(i for i in back if i in split)]
+    tasks += [Task("bwd_weight", *tasks[index].key) for index, _ in later]
     predecessors: list[list[int]] = [[] for _ in tasks]
-    for source, target in [*ends, *backward.items()]:
+    for source, target in [*ends, *backward.items(), *later]:
         predecessors[target].append(source)
     messages = (Message("act" if s < num_forwards else "grad", tasks[s], tasks[t]) for s, t in ends)
     return PlainGraph(tuple(tasks), tuple(map(tuple, predecessors)), tuple(messages), tuple(ends))
@@ -144,7 +156,9 @@ def virtual_stages(plan: ParallelPlan) -> dict[StageKey, tuple[StageKey, int, in
         for replica in module.with_stages:
             ranks = [stage.all_ranks for stage in module.replicas[replica]]
             widths = [n for n in range(2, len(ranks)) if ranks == (ranks[:n] * len(ranks))[: len(ranks)]]
-            width = next((n for n in widths if len(ranks) % n == 0 and len(set(ranks[:n])) == n), len(ranks))
+            width = next(
+                (n for n in widths if len(ranks) % n == 0 and len(set(map(frozenset, ranks[:n]))) == n), len(ranks)
+            )
             for index in range(len(ranks)):
                 result[name, replica, index] = (name, replica, index % width), index // width, width
     return result
@@ -167,6 +181,9 @@ def depths(width: int, rounds: int) -> list[int]:
     return result
 
 
+GRADIENT = ("bwd", "bwd_input")  # kinds that send gradients
+
+
 class _Simulation:
     """Ranks run the best task that they can, tasks end, others become possible."""
 
@@ -177,8 +194,11 @@ class _Simulation:
         times_ms: Sequence[float],
         max_in_flight: Mapping[StageKey, float],
         alternate: bool = False,
+        keeps_free: float = 0.0,
     ):
         self.graph, self.times_ms, self.limits, self.alternate = graph, times_ms, max_in_flight, alternate
+        self.keeps_free = keeps_free
+        self.could_keep_free = False  # whether a weight gradient ended after something else could have started
         self.ranks = ranks_of_stages(plan)
         self.islands = [[list(self.ranks)[i] for i in group] for group in connected(list(self.ranks.values()))]
         self.tasks_of: dict[StageKey, list[int]] = {key: [] for key in self.ranks}
@@ -220,12 +240,13 @@ class _Simulation:
     def _dispatch(self, island: list[StageKey], now: float) -> None:
         """Starts tasks on the island's free ranks, the best first, until none can start."""
         while True:
-            candidates = [self._candidate(key) for key in island if not self.ranks[key] & self.busy]
+            candidates = [self._candidate(key, now) for key in island if not self.ranks[key] & self.busy]
             index = min((i for i in candidates if i is not None), key=self._priority, default=None)
             if index is None:
                 return
             key = self.graph.tasks[index].stage_key
-            self.is_due[self.virtual[key][0]] = self.graph.tasks[index].kind == "bwd"
+            if self.graph.tasks[index].kind != "bwd_weight":
+                self.is_due[self.virtual[key][0]] = self.graph.tasks[index].kind in GRADIENT
             self.busy |= self.ranks[key]
             self.started[index] = len(self.started) + len(self.finished)
             self.start_ms[index], self.end_ms[index] = now, now + self.times_ms[index]
@@ -233,21 +254,52 @@ class _Simulation:
     def _priority(self, index: int) -> tuple:
         task = self.graph.tasks[index]
         first, number, width = self.virtual[task.stage_key]
-        rank = 0 if task.kind == "bwd" else 1
+        rank = {"fwd": 1, "bwd_weight": 2}.get(task.kind, 0)
         others = task.microbatch, task.chunk, list(self.ranks).index(task.stage_key), index
         has_turns = any(own == first and other != task.stage_key for other, (own, _, _) in self.virtual.items())
-        if rank and self.is_due[first]:
+        if rank == 1 and self.is_due[first]:
             rank = -1 if has_turns else 0
         if not has_turns:
             return rank, task.microbatch, 0, *others
         return rank, task.microbatch // width, number if task.kind == "fwd" else -number, *others
 
-    def _candidate(self, key: StageKey) -> int | None:
+    def _candidate(self, key: StageKey, now: float) -> int | None:
         """The task that the stage would run next."""
+        index = self._due(key)
+        tasks, own = self.graph.tasks, self.tasks_of[key]
+        left = [i for i in own if i not in self.started and tasks[i].kind == "bwd_weight" and self._is_ready(i)]
+        if index is not None or not left:
+            return index
+        # in the order in which the gradients of inputs were done
+        weight = min(left, key=lambda i: self.finished[self.graph.predecessors[i][0]])
+        if not self._in_phase(weight):
+            return None
+        length_ms = self.times_ms[weight]
+        if self.keeps_free:
+            waits = any(self._comes_before(key, other, now + self.keeps_free * length_ms) for other in own)
+            return None if waits else weight
+        self.could_keep_free |= any(self._comes_before(key, other, now + length_ms) for other in own)
+        return weight
+
+    def _comes_before(self, key: StageKey, index: int, end_ms: float) -> bool:
+        """Whether all that a task of the stage waits for ends before a time, and runs already."""
+        tasks, needed = self.graph.tasks, self.graph.predecessors[index]
+        if index in self.started or tasks[index].kind == "bwd_weight" or self._is_ready(index):
+            return False
+        if not all(other in self.started for other in needed):
+            return False
+        if tasks[index].kind == "fwd":
+            left = [i for i in self.tasks_of[key] if tasks[i].kind == "fwd" and i not in self.started]
+            if index != left[0] or not self._fits(key, index):
+                return False
+        return max(self.end_ms[other] for other in needed) * (1 + 1e-12) + 1e-9 < end_ms
+
+    def _due(self, key: StageKey) -> int | None:
+        """The task that the stage would run next without weight gradients."""
         tasks = self.graph.tasks
         left = [index for index in self.tasks_of[key] if index not in self.started]
         forward = next((index for index in left if tasks[index].kind == "fwd"), None)
-        backward = next((index for index in left if tasks[index].kind == "bwd" and self._is_ready(index)), None)
+        backward = next((index for index in left if tasks[index].kind in GRADIENT and self._is_ready(index)), None)
         fits = forward is not None and self._fits(key, forward)
         can_go = fits and self._is_ready(forward) and self._in_phase(forward)
         due = self.is_due[self.virtual[key][0]]
@@ -261,10 +313,16 @@ class _Simulation:
         """Whether the stage may take in the microbatch; it always may without a backward, or with a chunk of it in."""
         tasks = self.graph.tasks
         own = self.tasks_of[key]
-        back = {tasks[index].microbatch for index in own if tasks[index].kind == "bwd" and index not in self.finished}
+        back, held = (
+            {tasks[index].microbatch for index in own if tasks[index].kind in kinds and index not in self.finished}
+            for kinds in (GRADIENT, ("bwd", "bwd_weight"))
+        )
         taken = {tasks[index].microbatch for index in own if tasks[index].kind == "fwd" and index in self.started}
         task = tasks[forward]
-        return bool(task.chunk) or task.microbatch not in back or len(back & taken) < self.limits.get(key, math.inf)
+        if task.chunk or task.microbatch not in back:
+            return True
+        most = max(self.limits.get(other, math.inf) for other in self.ranks if other[:2] == key[:2])
+        return len(back & taken) < self.limits.get(key, math.inf) and len(held & taken) < most
 
     def _is_ready(self, index: int) -> bool:
         return all(other in self.finished for other in self.graph.predecessors[index])
@@ -289,9 +347,11 @@ def order_tasks(
     simulation = _Simulation(plan, graph, times_ms, max_in_flight)
     timeline = simulation.run()
     assert timeline is not None
-    if alternate and simulation.could_wait:
-        end_ms = max(timeline.end_ms, default=0.0)
-        return _Simulation(plan, graph, times_ms, max_in_flight, True).run(end_ms) or timeline
+    for alternates, keeps_free in ((False, 0.5), (False, 1.0), (True, 0.0)):
+        if not (alternate and simulation.could_wait if alternates else simulation.could_keep_free):
+            continue
+        other = _Simulation(plan, graph, times_ms, max_in_flight, alternates, keeps_free)
+        timeline = other.run(max(timeline.end_ms, default=0.0)) or timeline
     return timeline
 
 
@@ -328,7 +388,7 @@ def lower(plan: ParallelPlan, graph: PlainGraph, timeline: PlainOrder, groups: S
                     (wishes if other > place else bounds).append((at, 1))
                 elif other > place:
                     wishes.append((max(at - 1, 0), 0))
-                if other_end and other <= place and graph.tasks[graph.ends[what][1]].kind == "bwd":
+                if other_end and other <= place and graph.tasks[graph.ends[what][1]].kind in GRADIENT:
                     forward = Task("fwd", *graph.tasks[graph.ends[what][1]].key)
                     bounds.append((own.index(graph.tasks.index(forward)), 1))
             at, is_behind = max(max(bounds), min(wishes))
@@ -344,7 +404,9 @@ def lower(plan: ParallelPlan, graph: PlainGraph, timeline: PlainOrder, groups: S
 def sync_instants(graph: PlainGraph, timeline: PlainOrder, groups: Sequence[SyncGroup]) -> list[int]:
     """For each gradient sum, the event behind which it comes."""
     back = [
-        (task.stage_key, end) for task, end in zip(graph.tasks, timeline.finished, strict=True) if task.kind == "bwd"
+        (task.stage_key, end)
+        for task, end in zip(graph.tasks, timeline.finished, strict=True)
+        if task.kind in ("bwd", "bwd_weight")
     ]
     instants = [max((end for stage, end in back if stage in group.stages), default=-1) for group in groups]
     following = 2 * len(graph.tasks)

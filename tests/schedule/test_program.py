@@ -132,7 +132,7 @@ def test_late_gradients_are_rejected():
     program = program_of(case)
     fwd, bwd, sync = program.actions[0]
     refuse(case, replaced(program, 0, (fwd, sync, bwd)), match="after the sum")
-    refuse(case, replaced(program, 0, (bwd, fwd, sync)), match="before its forward")
+    refuse(case, replaced(program, 0, (bwd, fwd, sync)), match="before what it follows")
     case = chain(2, 2)
     program = program_of(case)
     actions = list(program.actions[1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +14,7 @@ from hf_mmparallel.plan.resolve import resolve_plan
 from hf_mmparallel.schedule import build_program, find_representatives, simulate
 from hf_mmparallel.schedule.in_flight import pipeline_depths
 from tests.schedule.builders import make_plan, make_step
+from tests.schedule.torch_orders import torch_length_ms
 
 VISION, LM = "vision", LANGUAGE_MODEL
 
@@ -34,39 +33,6 @@ def length_ms(plan: ParallelPlan, step: StepPlan, times_ms: np.ndarray) -> float
         return 0.0 if task.module == VISION else float(times_ms[task.row.direction, task.stage])
 
     return simulate(find_representatives(plan, ()), step, cost).iteration_ms
-
-
-def torch_length_ms(num_ranks: int, num_microbatches: int, times_ms: np.ndarray) -> float:
-    """The same by the order of torch's `ScheduleInterleaved1F1B`."""
-    num_stages = times_ms.shape[1]
-    rounds = max(1, num_microbatches // num_ranks)
-    schedule = SimpleNamespace(
-        n_local_stages=num_stages // num_ranks,
-        microbatches_per_round=num_microbatches // rounds,
-        pp_group_size=num_ranks,
-        _n_microbatches=num_microbatches,
-    )
-    orders = [
-        [action for action in ScheduleInterleaved1F1B._calculate_single_rank_operations(schedule, rank) if action]
-        for rank in range(num_ranks)
-    ]
-    ends: dict[tuple[int, int, int], float] = {}  # direction, stage, microbatch
-    free = [0.0] * num_ranks
-    while any(orders):
-        for rank, order in enumerate(orders):
-            while order:
-                stage, microbatch = order[0].stage_index, order[0].microbatch_index
-                back = "BACKWARD" in order[0].computation_type.name
-                needed = [(0, stage - 1, microbatch)] * (not back and stage > 0)
-                needed += [(0, stage, microbatch)] * back + [(1, stage + 1, microbatch)] * (
-                    back and stage + 1 < num_stages
-                )
-                if not all(key in ends for key in needed):
-                    break
-                start = max([free[rank], *(ends[key] for key in needed)])
-                free[rank] = ends[int(back), stage, microbatch] = start + float(times_ms[int(back), stage])
-                order.pop(0)
-    return max(free)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -88,7 +54,10 @@ def test_unlike_stages_take_no_longer_than_in_the_order_of_torch(num_ranks, vp_s
     ratios = []
     for _ in range(10):
         times_ms = np.array([[1.0], [2.0]]) * generator.uniform(0.9, 1.1, num_ranks * vp_size)
-        ratios.append(length_ms(plan, step, times_ms) / torch_length_ms(num_ranks, num_microbatches, times_ms))
+        ratios.append(
+            length_ms(plan, step, times_ms)
+            / torch_length_ms(ScheduleInterleaved1F1B, num_ranks, num_microbatches, times_ms)
+        )
     assert np.median(ratios) <= 1.02, ratios
 
 

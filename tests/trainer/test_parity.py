@@ -22,6 +22,7 @@ pytestmark = pytest.mark.distributed
 VISION, AUDIO, LM = "vision", "audio", "language_model"
 PP2 = {LM: {"pp_size": 2}}
 VP2 = {"pp_size": 2, "vp_size": 2}
+SPLIT2 = {"pp_size": 2, "split_backward": True}
 AGAIN = {"activation_checkpointing": True}
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4, "lr_scheduler_type": "linear"}
 COUNTED = {"include_num_input_tokens_seen": "non_padding"}
@@ -69,6 +70,35 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {VISION: VP2, LM: {"freeze": True, "offload_params": True, **VP2}},
         {},
     ),
+    "llava, zero bubble": ("llava", 3, {"modules": {VISION: {}, **PP2}, "schedule": "zero_bubble"}, {}),
+    "gemma3, tied, uneven stages, zero bubble": (
+        "gemma3",
+        4,
+        {"modules": {LM: {"layers_per_stage": [1, 2, 1]}}, "schedule": "zero_bubble"},
+        {},
+    ),
+    "llama, tied, tp 2, split backwards, recomputed": ("llama_tied", 4, {LM: {"tp_size": 2, **SPLIT2, **AGAIN}}, {}),
+    "qwen3_vl, split backwards, cut inside DeepStack, recomputed": (
+        "qwen3_vl",
+        4,
+        {VISION: AGAIN, LM: {"pp_size": 3, "split_backward": True, **AGAIN}},
+        {},
+    ),
+    "llava, split backwards of copies, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **SPLIT2}}, {}),
+    "llava, split backwards of copies, ZeRO-2": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 2, **SPLIT2}}, {}),
+    "llava, split backwards of copies, ZeRO-3": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 3, **SPLIT2}}, {}),
+    "llava, split backwards of both, virtual stages": (
+        "llava",
+        4,
+        {VISION: SPLIT2, LM: {**VP2, **SPLIT2}},
+        {},
+    ),
+    "llava, frozen vision, zero bubble": (
+        "llava",
+        3,
+        {"modules": {VISION: {"freeze": "tower"}, **PP2}, "schedule": "zero_bubble"},
+        {},
+    ),
     "llava, virtual stages, the first frozen": (
         "llava",
         3,
@@ -88,6 +118,9 @@ CORE = (
     "llava, AdamW, linear schedule, tokens counted",
     "llava, interleaved",
     "llama, tied, tp 2, virtual stages, recomputed",
+    "llava, zero bubble",
+    "llama, tied, tp 2, split backwards, recomputed",
+    "llava, split backwards of copies, ZeRO-3",
 )
 # An epoch, whose last batch is smaller; the runs of the other tests go on into the next one
 THREE_STEPS = {"max_steps": 3, "warmup_steps": 0}

@@ -1,0 +1,107 @@
+"""Gradients of weights that are put off: the bits of whole backwards, and the memory that stays for them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.cost.stage_memory import stage_memory
+from hf_mmparallel.modeling import build_model_spec, prepare_stages
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from hf_mmparallel.runtime.weight_gradients import WeightGradients
+from tests import tiny
+
+LM = LANGUAGE_MODEL
+
+
+class Stage:
+    """What a stage is for weight gradients: the layers of a model."""
+
+    def __init__(self, model: nn.Module, layers: dict[int, nn.Module]):
+        self.model, self.own_layers = model, layers
+
+    def parameters(self):
+        return self.model.named_parameters()
+
+
+class Tangle(nn.Module):
+    """Linear layers with and without a bias, one that runs twice, a weight of two layers, and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6, bias=False))
+        self.twice, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.other.weight = self.one.weight
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        hidden = self.frozen(self.twice(self.twice(self.first(input)).relu()))
+        return self.other(self.norm(self.one(hidden)).relu())
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_the_gradients_of_several_chunks_are_those_of_whole_backwards(dtype, is_cast):
+    torch.manual_seed(0)
+    model, inputs = Tangle().to(dtype), torch.randn(3, 2, 5, 6, dtype=dtype)
+
+    def run(chunk: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if is_cast else nullcontext():
+            return model(chunk).float().square().sum()
+
+    for chunk in inputs:
+        run(chunk).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    owner = WeightGradients([Stage(model, {0: model.first, 1: model.twice})])
+    put_off, reached = [], []
+    for chunk in inputs:
+        loss = run(chunk)
+        with owner.put_off() as gradients:
+            loss.backward()
+        put_off.append(gradients)
+    assert model.twice.weight.grad is None and model.twice.bias.grad is not None
+    assert model.one.weight.grad is not None  # that of two layers is not put off
+    for gradients in put_off:
+        owner.add(gradients, reached.append)
+    found = gradients_of(model)
+    if is_cast:  # autocast adds the gradients of a bias that is used twice in bfloat16, before it casts them
+        for gradients in (found, expected):
+            gradients["twice.bias"] = gradients["twice.bias"].bfloat16()
+        torch.testing.assert_close(found.pop("twice.bias"), expected.pop("twice.bias"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert reached == [1, 0] * 3
+    model.zero_grad()
+    for chunk in inputs:  # not put off
+        run(chunk).backward()
+    whole = gradients_of(model)
+    assert all(torch.equal(whole[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "llava", "qwen2_5_vl", "qwen3_vl"])
+def test_what_stays_has_the_predicted_size(family):
+    model = tiny.FAMILIES[family]().train()
+    spec = build_model_spec(model)
+    plan = resolve_plan(spec, {LM: ModulePlugin(split_backward=True)})
+    rank = plan.modules[LM].replicas[0][0].all_ranks[0]
+    stage = prepare_stages(model, spec, plan, rank)[LM, 0, 0]
+    owner = WeightGradients([stage])
+    layers = nn.ModuleList(stage.own_layers.values())
+    with owner.put_off() as gradients:
+        tower = model.get_submodule(spec.language_model.tower)
+        tower(input_ids=torch.arange(24).view(2, 12) % 90 + 1)[0].square().sum().backward()
+    tensors = [tensor for one in gradients for tensor in (one.input, one.output_gradient)]
+    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    memory = stage_memory(analytic_costs(spec, find_device("h100"), 4), plan, LM, plan.modules[LM].replicas[0][0])
+    chunk = torch.tensor([0.0, 24.0, 1.0]).numpy()
+    assert len(gradients) == sum(type(m) is nn.Linear for m in layers.modules())
+    assert sum(held.values()) == pytest.approx(memory.put_off_bytes(chunk), rel=0.01)

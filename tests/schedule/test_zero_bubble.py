@@ -1,0 +1,141 @@
+"""Split backwards: the closed form of their bubble, torch's own schedule, memory, no deadlock, and wrong programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, StepPlan
+from hf_mmparallel.plan.ownership import sync_groups
+from hf_mmparallel.plan.resolve import resolve_plan
+from hf_mmparallel.schedule import Timeline, build_graph, build_program, find_representatives, simulate
+from hf_mmparallel.schedule.kinds import KINDS
+from tests.plan.specs import model_spec
+from tests.schedule.builders import Case, cases, make_plan, make_step, module_spec, splitting
+from tests.schedule.torch_orders import torch_length_ms
+
+VISION, LM = "vision", LANGUAGE_MODEL
+PARTS = ("forward", "inputs", "weights")
+
+
+def pipeline(num_ranks: int, num_microbatches: int, vp_size: int = 1) -> tuple[ParallelPlan, StepPlan]:
+    """A language model whose stages may split their backwards."""
+    count = num_ranks * vp_size
+    _, plan = make_plan({LM: [[(i % num_ranks,) for i in range(count)]]}, {LM: module_spec(LM, count)})
+    return splitting(plan), make_step({LM: [[[index] for index in range(num_microbatches)]]})
+
+
+def timeline_of(plan: ParallelPlan, step: StepPlan, times_ms: np.ndarray) -> Timeline:
+    """A step whose stages take `times_ms[part, stage]` for the parts of the work."""
+
+    def cost(task) -> float:
+        return float(sum(times_ms[PARTS.index(part), task.stage] for part in task.row.work if part in PARTS))
+
+    return simulate(find_representatives(plan, ()), step, cost)
+
+
+def most_between(timeline: Timeline, stage: int, first: Sequence[str], last: Sequence[str]) -> int:
+    """The most microbatches of a stage that have begun with one of some kinds, and not ended with one of others."""
+    changes = [
+        (span.end_ms if span.task.kind in last else span.start_ms, -1 if span.task.kind in last else 1)
+        for span in timeline.spans
+        if span.task.stage == stage and span.task.kind in (*first, *last)
+    ]
+    return max(np.cumsum([change for _, change in sorted(changes)]).tolist())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.1, 0.9), (1.0, 0.9, 1.1), (1.0, 1.3, 0.8)])
+def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(num_ranks, times):
+    """
+    Qi et al. 2023, table 2: `(p - 1) (F + I - W)` for ZB-H1; a step that ends with all of its gradients is never
+    shorter than its work and the first forwards, `(p - 1) F`.
+    """
+    forward, inputs, weights = times
+    for rounds in (1, 2, 4):
+        count = num_ranks * rounds
+        timeline = timeline_of(*pipeline(num_ranks, count), np.array(times)[:, None].repeat(num_ranks, axis=1))
+        bubble_ms = timeline.iteration_ms - count * sum(times)
+        assert bubble_ms == pytest.approx((num_ranks - 1) * max(forward + inputs - weights, forward))
+        for stage in range(num_ranks):
+            # memory of activations as under 1F1B, and in all no more than on its first stage
+            assert most_between(timeline, stage, ("fwd",), ("bwd", "bwd_input")) <= num_ranks - stage
+            assert most_between(timeline, stage, ("fwd",), ("bwd", "bwd_weight")) <= num_ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "vp_size", "num_microbatches"), [(2, 1, 4), (4, 1, 8), (8, 1, 32), (4, 2, 8)])
+def test_unlike_stages_take_no_longer_than_in_the_order_of_torch(num_ranks, vp_size, num_microbatches):
+    plan, step = pipeline(num_ranks, num_microbatches, vp_size)
+    generator = np.random.default_rng(0)
+    ratios = []
+    for _ in range(10):
+        times_ms = np.array([[1.0], [1.1], [0.9]]) * generator.uniform(0.9, 1.1, num_ranks * vp_size)
+        theirs = torch_length_ms(ScheduleInterleavedZeroBubble, num_ranks, num_microbatches, times_ms)
+        ratios.append(timeline_of(plan, step, times_ms).iteration_ms / theirs)
+    assert np.median(ratios) <= 1.02, ratios
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(st.one_of(cases(split=True), cases(joint=True, split=True)), st.integers(0, 9))
+def test_any_layout_ends_with_a_program_that_is_proved(case: Case, seed: int):
+    times = np.random.default_rng(seed).uniform(0.0, 5.0, (len(KINDS), 8))
+
+    def cost(task) -> float:
+        return float(times[list(KINDS).index(task.kind), task.stage] * (1 + task.microbatch % 3))
+
+    timeline = simulate(find_representatives(case.plan, case.sync_groups), case.step, cost)
+    graph = timeline.graph
+    assert len(timeline.end_ms) == graph.num_tasks and np.isfinite(timeline.end_ms).all()
+    build_program(case.plan, case.step, case.sync_groups, cost)
+    # of a chunk there is a whole backward or both parts, and of joint tasks all are of one kind
+    kinds: dict[tuple, set[str]] = {}
+    for task in graph.tasks:
+        kinds.setdefault(task.key, set()).add(task.kind)
+    assert {frozenset(own - {"fwd"}) for own in kinds.values()} <= {
+        frozenset(),
+        frozenset({"bwd"}),
+        frozenset({"bwd_input", "bwd_weight"}),
+    }
+    if graph.joint is not None:
+        assert np.array_equal(graph.kind, graph.kind[graph.joint])
+    sources = {message.source.kind for message in graph.messages if message.kind == "grad"}
+    assert sources <= {"bwd", "bwd_input"}
+
+
+def test_a_stage_splits_where_weights_are_enough_of_its_backward():
+    spec = model_spec()
+
+    def splits(schedule="zero_bubble", **settings_of_module) -> list[bool]:
+        plan = resolve_plan(spec, {LM: ModulePlugin(pp_size=2, **settings_of_module)}, schedule=schedule)
+        assert ParallelPlan.from_dict(plan.to_dict()) == plan
+        return [stage.splits_backward for _, _, stage in plan.modules[LM].stages()]
+
+    assert splits() == [True, True] and splits("1f1b") == [False, False]
+    assert splits("1f1b", split_backward=True) == [True, True] and splits(split_backward=False) == [False, False]
+    assert splits(activation_checkpointing=True) == [False, False]
+    assert splits(activation_checkpointing=True, split_backward=True) == [True, True]
+    # of a stage with too little to train a user may want it all the same
+    few = [r"layers\.0\.mlp", r"layers\.1\.", "embed", r"layers\.2"]
+    assert splits(freeze=few) == [False, True] and splits(freeze=few, split_backward=True) == [True, True]
+    with pytest.raises(ValueError, match="split_backward"):
+        splits(freeze=True, split_backward=True)
+    for given_settings in ({"modules": {LM: {"split_backward": True}}}, {"schedule": "zero_bubble"}):
+        with pytest.raises(ValueError, match="not known to the search"):
+            MultimodalParallelPlugin(**given_settings, auto=True)
+
+
+def test_a_text_only_replica_splits_with_the_one_that_it_runs_jointly_with():
+    spec, plan = make_plan({VISION: [[(0,)]], LM: [[(1,)], [(2,)]]})
+    sharding = replace(plan.modules[LM].sharding, zero_stage=2)
+    plan = splitting(replace(plan, modules={**plan.modules, LM: replace(plan.modules[LM], sharding=sharding)}), [LM])
+    step = make_step({VISION: [[[0]]], LM: [[[0]], [[1]]]})  # sample 1 has no image, so that its gradient goes nowhere
+    graph = build_graph(plan, step)
+    kinds = {replica: {task.kind for task in graph.tasks if task.stage_key == (LM, replica, 0)} for replica in (0, 1)}
+    assert kinds[0] == kinds[1] == {"fwd", "bwd_input", "bwd_weight"}
+    build_program(plan, step, sync_groups(spec, plan))
