@@ -24,6 +24,7 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   dp, pp, tp          data-parallel replicas, pipeline stages, tensor-parallel size
   cp                  context-parallel size (language_model only)
   vp                  virtual stages of each pipeline rank (interleaved 1F1B)
+  split_backward      true to let gradients of weights fill the bubbles of the pipeline
   freeze              true, tower, or a regular expression over parameter names
   layers              layers of each stage, such as 10/12/12
   colocate            another module whose ranks this one shares

@@ -33,6 +33,7 @@ MIXES: dict[str, tuple[torch.dtype, tuple[str, ...], bool, bool, dict[str, Any]]
     "bfloat16": (torch.bfloat16, (), False, True, {"tp_size": 2}),
     "float16": (torch.float16, (), False, False, {"pp_size": 2}),  # the stock Trainer makes NaN of its projector
     "float32 norms and projector": (torch.bfloat16, WIDE, True, True, {"dp_size": 2}),
+    "bfloat16, split backwards": (torch.bfloat16, (), False, True, {"pp_size": 2, "split_backward": True}),
     "float32 but for the layers": (torch.bfloat16, (*WIDE, "embed_tokens", "lm_head"), True, True, {"pp_size": 2}),
 }
 """

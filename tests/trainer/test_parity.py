@@ -138,7 +138,7 @@ def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
     runs.assert_same_run(run, runs.stock("llava", **accumulated))
 
 
-@pytest.mark.parametrize("sizes", [{"pp_size": 2}, deep(VP2)])
+@pytest.mark.parametrize("sizes", [{"pp_size": 2}, deep(VP2), deep(SPLIT2)])
 def test_bf16_equals_the_stock_trainer_at_its_precision(sizes):
     run, *_ = run_distributed(runs.parallel_run, 4, "llava", {VISION: {"dp_size": 2}, LM: sizes}, bf16=True)
     runs.assert_same_run(run, runs.stock("llava", bf16=True), rtol=5e-3, atol=5e-4)
