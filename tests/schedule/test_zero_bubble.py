@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,13 +14,36 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, StepPlan
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlugin,
+    MultimodalParallelPlugin,
+    ParallelPlan,
+    ShardingSettings,
+    StepPlan,
+)
 from hf_mmparallel.plan.ownership import sync_groups
 from hf_mmparallel.plan.resolve import resolve_plan
-from hf_mmparallel.schedule import Timeline, build_graph, build_program, find_representatives, simulate
+from hf_mmparallel.schedule import (
+    Program,
+    ProgramError,
+    Timeline,
+    build_graph,
+    build_program,
+    find_representatives,
+    in_flight_limits,
+    lower,
+    order_tasks,
+    simulate,
+)
+from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.kinds import KINDS
+from hf_mmparallel.schedule.lowering import blocking_order
+from hf_mmparallel.schedule.proof import Proof
+from hf_mmparallel.schedule.scheduler import default_cost
 from tests.plan.specs import model_spec
 from tests.schedule.builders import Case, cases, make_plan, make_step, module_spec, splitting
+from tests.schedule.checker import check
 from tests.schedule.torch_orders import torch_length_ms
 
 VISION, LM = "vision", LANGUAGE_MODEL
@@ -139,3 +165,64 @@ def test_a_text_only_replica_splits_with_the_one_that_it_runs_jointly_with():
     kinds = {replica: {task.kind for task in graph.tasks if task.stage_key == (LM, replica, 0)} for replica in (0, 1)}
     assert kinds[0] == kinds[1] == {"fwd", "bwd_input", "bwd_weight"}
     build_program(plan, step, sync_groups(spec, plan))
+
+
+def changes_of(rows: PartActions, words: Sequence[str], joint: bool) -> Iterator[tuple[str, PartActions]]:
+    """Lists with one mistake that only split backwards allow, each with the name of its class."""
+    graph = rows.graph
+    weight, sums = (graph.kind == words.index("bwd_weight")), rows.first_sum
+    for rank, (start, stop) in enumerate(pairwise(rows.starts.tolist())):
+        own = rows.codes[start:stop].tolist()
+        tasks = [code for code in own if code < graph.num_tasks]
+        for code in (code for code in tasks if weight[code]):
+            at, before = own.index(code), own.index(int(graph.after[code]))
+            changed = own.copy()
+            changed[at], changed[before] = changed[before], changed[at]
+            yield "weights before inputs", with_list(rows, rank, changed)
+            behind = [place for place, other in enumerate(own) if other >= sums]
+            if behind:
+                yield "weights behind their sum", with_list(rows, rank, [*own[:at], *own[at + 1 :], code])
+            if joint:
+                yield "only one of joint tasks", with_list(rows, rank, [other for other in own if other != code])
+                place = tasks.index(code)
+                if place + 1 < len(tasks):
+                    following = own.index(tasks[place + 1])
+                    changed = own.copy()
+                    changed[at], changed[following] = changed[following], changed[at]
+                    yield "one of joint tasks elsewhere", with_list(rows, rank, changed)
+
+
+def with_list(rows: PartActions, rank: int, codes: Sequence[int]) -> PartActions:
+    """The lists with another one of a rank."""
+    lists = [rows.codes[start:stop] for start, stop in pairwise(rows.starts.tolist())]
+    lists[rank] = np.array(codes, np.int64)
+    starts = np.cumsum([0, *map(len, lists)])
+    return PartActions(rows.graph, starts, np.concatenate(lists), rows.list_of)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_wrong_programs_of_split_backwards_are_refused(joint):
+    """By the proof, and by the checker, which walks the lists."""
+    sharding = {LM: ShardingSettings(2)} if joint else {}
+    spec, plan = make_plan({VISION: [[(0,)]], LM: [[(1,), (2,)], [(3,), (4,)]]}, sharding=sharding)
+    plan, rows_of = splitting(plan), [[[0], [1], [2]], [[3], [4], [5]]]
+    step = make_step({VISION: [[[0, 3], [1, 4], [2, 5]]], LM: rows_of})
+    groups = sync_groups(spec, plan)
+    graph = build_graph(plan, step)
+    order = order_tasks(plan, graph, [default_cost(task) for task in graph.tasks], in_flight_limits(plan, step))
+    rows, places = lower(plan, graph, order, groups), blocking_order(graph, order, groups)
+    assert Proof(plan, graph, groups, rows).breach(places) is None
+    check(plan, graph, groups, Program(dict(ProgramActions([rows]))), is_part=True)
+    refused = Counter[str]()
+    for name, mutant in changes_of(rows, list(KINDS), joint):
+        assert Proof(plan, graph, groups, mutant).breach(places) is not None, name
+        if name == "one of joint tasks elsewhere":
+            # harmless where no other rank waits for the task that it changes places with
+            with suppress(ProgramError):
+                check(plan, graph, groups, Program(dict(ProgramActions([mutant]))), is_part=True)
+                continue
+        else:
+            with pytest.raises(ProgramError):
+                check(plan, graph, groups, Program(dict(ProgramActions([mutant]))), is_part=True)
+        refused[name] += 1
+    assert min(refused.values()) >= 3 and len(refused) == (4 if joint else 2), refused
