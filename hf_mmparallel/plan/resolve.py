@@ -135,6 +135,7 @@ def resolve_plan(
     """
     reject_unknown_keys("The model", list(plugins), list(spec.modules))
     modules: dict[str, ModulePlan] = {}
+    trained: set[str] = set()  # modules that what follows them sends gradients to
     next_rank = 0
     for name, module in spec.modules.items():
         plugin = _with_virtual_stages(plugins.get(name, ModulePlugin()), module, schedule)
@@ -162,7 +163,10 @@ def resolve_plan(
         ranges = split_layers(module.num_layers, plugin, name)
         trainable = trainable_stages(module, spec.tied, ranges)
         partly = partly_frozen_stages(module, spec.tied, ranges)
-        splits = _splits_backward(module, spec.tied, ranges, plugins.get(name, plugin), schedule)
+        feeds = any(edge.target == name and edge.source in trained for edge in spec.edges)
+        splits = _splits_backward(module, spec.tied, ranges, plugins.get(name, plugin), schedule, feeds)
+        if feeds or any(trainable):
+            trained.add(name)
         replicas = []
         for replica in range(plugin.dp_size):
             stages = []
@@ -205,18 +209,20 @@ def _splits_backward(
     ranges: Sequence[tuple[int, int]],
     plugin: ModulePlugin,
     schedule: Schedule,
+    has_trained_inputs: bool,  # whether what the first stage receives needs a gradient
 ) -> list[bool]:
-    """Whether each stage of a module puts off gradients of weights."""
+    """Whether each stage of a module puts off gradients of weights, which only what sends a gradient does."""
     wanted = plugin.split_backward
     # inputs of linear layers stay where recomputed ones would be gone
     is_worth_it = POLICIES[schedule].splits_backward and not plugin.activation_checkpointing
     if not (is_worth_it if wanted is None else wanted):
         return [False] * len(ranges)
     result = splitting_stages(module, tied, ranges, MIN_WEIGHT_SHARE if wanted is None else 0.0)
+    result[0] = result[0] and has_trained_inputs
     if wanted and not any(result):
         raise ValueError(
-            f"`split_backward=True` of `{module.name}`: none of its trained parameters is the weight of a linear "
-            "layer in its layers or projector. Leave it out."
+            f"`split_backward=True` of `{module.name}` has no effect: none of its stages both sends a gradient and "
+            "trains the weight of a linear layer in its layers or projector. Leave it out."
         )
     return result
 

@@ -365,6 +365,8 @@ def test_a_plan_with_other_tp_groups_than_the_templates_is_adopted_and_followed(
         (TWO, ModulePlugin(2, cp_size=2), 1, {"modules": {}}, "`cp_size=2` in the plan, and `cp_size=1`"),
         (ModulePlugin(2, activation_checkpointing=True), TWO, 1, {"modules": {}}, "`vision` has other settings"),
         (TWO, TWO, 1, {"schedule": "gpipe"}, "`schedule='1f1b'`, .* 'gpipe'"),
+        (TWO, TWO, 1, {"schedule": "zero_bubble"}, "`schedule='zero_bubble'`"),
+        (TWO, ModulePlugin(2, pp_size=2, split_backward=True), 1, {}, "`split_backward=True` of `language_model`"),
     ],
 )
 def test_plans_that_do_not_survive_are_refused(vision, language, node_size, more, match) -> None:

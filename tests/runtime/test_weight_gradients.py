@@ -11,9 +11,10 @@ from torch import nn
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.modeling import build_model_spec, prepare_stages
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL, resolve_plan
 from hf_mmparallel.runtime.weight_gradients import WeightGradients
 from tests import tiny
+from tests.schedule.builders import splitting
 
 LM = LANGUAGE_MODEL
 
@@ -92,7 +93,7 @@ def test_the_gradients_of_several_chunks_are_those_of_whole_backwards(dtype, is_
 def test_what_stays_has_the_predicted_size(family):
     model = tiny.FAMILIES[family]().train()
     spec = build_model_spec(model)
-    plan = resolve_plan(spec, {LM: ModulePlugin(split_backward=True)})
+    plan = splitting(resolve_plan(spec, {}))
     rank = plan.modules[LM].replicas[0][0].all_ranks[0]
     stage = prepare_stages(model, spec, plan, rank)[LM, 0, 0]
     owner = WeightGradients([stage])

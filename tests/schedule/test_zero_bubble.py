@@ -149,8 +149,11 @@ def test_a_stage_splits_where_weights_are_enough_of_its_backward():
     # of a stage with too little to train a user may want it all the same
     few = [r"layers\.0\.mlp", r"layers\.1\.", "embed", r"layers\.2"]
     assert splits(freeze=few) == [False, True] and splits(freeze=few, split_backward=True) == [True, True]
-    with pytest.raises(ValueError, match="split_backward"):
-        splits(freeze=True, split_backward=True)
+    alone = {VISION: ModulePlugin(freeze=True), LM: ModulePlugin(split_backward=True)}  # sends no gradient
+    for modules in ({LM: ModulePlugin(pp_size=2, freeze=True, split_backward=True)}, alone):
+        with pytest.raises(ValueError, match="split_backward"):
+            resolve_plan(spec, modules)
+    assert not resolve_plan(spec, {}, schedule="zero_bubble").modules[VISION].splits_backward
     for given_settings in ({"modules": {LM: {"split_backward": True}}}, {"schedule": "zero_bubble"}):
         with pytest.raises(ValueError, match="not known to the search"):
             MultimodalParallelPlugin(**given_settings, auto=True)

@@ -20,12 +20,14 @@ from accelerate.utils import launch
 from transformers import Trainer, TrainingArguments, trainer_pt_utils, training_args
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.trainer import argument_table as table
 from hf_mmparallel.trainer import build, engine_state, start_checks
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
 from hf_mmparallel.trainer.start_checks import METHODS, Extends, NeverCalled, check_overrides
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.plan.specs import model_spec
 
 from . import runs
 from .contexts import arguments as make
@@ -229,6 +231,20 @@ def test_compiled_layers_with_saved_inputs_in_host_memory_are_refused():
     with pytest.raises(ValueError, match="`torch_compile=True` can't be used with `offload` of .* Leave one of them"):
         table.check_arguments(args)
     assert "`offload` of `activation_checkpointing_kwargs`" in REFUSED_IN_DOCS
+
+
+def test_compiled_layers_whose_backward_is_split_are_refused():
+    plugin = MultimodalParallelPlugin({"language_model": ModulePlugin(pp_size=2)}, schedule="zero_bubble")
+    args = SimpleNamespace(
+        **{"world_size": 3, "torch_compile": True, "global_batch_size": 6, "per_device_train_batch_size": 2},
+        **{"gradient_accumulation_steps": 1, "activation_checkpointing": False},
+    )
+    with pytest.raises(ValueError, match="can't be used with `split_backward` of `language_model`"):
+        build.plan_and_batch(plugin, model_spec(), args)
+    # recomputed layers run whole backwards by default
+    args.activation_checkpointing = True
+    assert not build.plan_and_batch(plugin, model_spec(), args)[0].modules["language_model"].splits_backward
+    assert "`split_backward` of a module" in REFUSED_IN_DOCS
 
 
 def test_liger_replaces_layers_and_not_the_loss():
