@@ -255,10 +255,13 @@ class StageCost:
     # of layers: the window in tokens, and ms per squared token in each part
     windows: tuple[tuple[float, Mapping[Work, float]], ...] = ()
     is_causal: bool = True
+    _of_kind: dict[str, Polynomial] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of_kind(self, kind: TaskKind) -> Polynomial:
         """The work of a task, but for attention in windows, launches and transfers."""
-        return Polynomial.sum(self.work[part] for part in kind.work)
+        if kind.word not in self._of_kind:
+            self._of_kind[kind.word] = Polynomial.sum(self.work[part] for part in kind.work)
+        return self._of_kind[kind.word]
 
     def launched_ms(self, kind: TaskKind) -> float:
         """Host time to launch a task."""
@@ -366,7 +369,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
 def _with_transfers(cost: StageCost, stage: Stage, table: LayerTable, transfers: PassTransfers) -> StageCost:
     """The cost of a stage with the communication in its passes."""
     passes = {word: SharedPasses.of(table, stage, transfers, kind) for word, kind in KINDS.items() if kind.work}
-    values = {f.name: getattr(cost, f.name) for f in fields(StageCost)}
+    values = {f.name: getattr(cost, f.name) for f in fields(StageCost) if f.init}
     held = {"table": table, "rows": table.rows(stage), "transfers": transfers}
     return SharedStageCost(**values, passes=passes, cp_size=stage.cp_size, **held)
 

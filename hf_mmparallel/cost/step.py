@@ -68,10 +68,11 @@ class StepCost:
         kind = np.array([numbers[id(self.stages[key])] for key in graph.stages])[graph.columns[0]]
         result = np.zeros(graph.num_tasks)
         tokens, squares = self._chunk_sizes(graph)[:, graph.first]
+        rows, places = list(KINDS.values()), np.unique(graph.kind).tolist()
         for number, cost in enumerate(kinds.values()):
-            for place, row in enumerate(KINDS.values()):
+            for place in places:
                 wanted = np.flatnonzero((kind == number) & (graph.kind == place))
-                result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], row)
+                result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], rows[place])
         return result
 
     def _chunks_of(self, graph: TaskGraph) -> NDArray:
