@@ -87,6 +87,7 @@ gpu: ## what needs a GPU, with the environment that is active: tests, checks aga
 	TRITON_INTERPRET=0 python -m pytest -m "gpu or multi_gpu" --deep all $(PYTEST_ARGS)
 	python benchmarks/gpu_check.py
 	python benchmarks/gpu_step.py
+	python benchmarks/split_backward.py
 	python benchmarks/attention_gpu.py --lengths 8192
 
 lint: $(INSTALLED) ## ruff, codespell, pyright

@@ -249,6 +249,16 @@ def test_templates_are_compared_with_the_paper(tmp_path):
         assert row[kind]["Oobleck"]["10m"]["rate"] > row[kind]["Varuna"]["10m"]["rate"]
 
 
+def test_split_backward_times_both_parts_and_virtual_stages(tmp_path):
+    result = _quick("split_backward", tmp_path)
+    assert [row["case"] for row in result["backwards"]] == ["plain", "recomputed", "LoRA", "autocast"]
+    plain, recomputed, *_ = result["backwards"]
+    assert all(row["kept_mib"] > 0 and row["ratio"]["median"] > 0 for row in result["backwards"])
+    # what stays is less than what a forward saves, but for layers that save their inputs only
+    assert plain["kept_mib"] < plain["saved_mib"] and recomputed["kept_mib"] > recomputed["saved_mib"]
+    assert [row["stages"] for row in result["stages"]] == [4, 2, 1]
+
+
 @pytest.mark.parametrize(("name", "arguments"), [("gpu_check", ["--only", "qwen3_vl"]), ("gpu_step", [])])
 def test_what_runs_on_a_gpu_runs_on_the_cpu_to_be_tried(name, arguments, tmp_path):
     _run_command(BENCHMARKS / f"{name}.py", ["--cpu", "--out", str(tmp_path), *arguments])

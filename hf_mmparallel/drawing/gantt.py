@@ -184,14 +184,13 @@ def gantt_text(timeline: AnyTimeline, width: int = 100, max_rows: int = 32) -> s
     lanes = _lanes(timeline, rows[:max_rows])
     end = _latest_ms(timeline, lanes)
     words = {span.task.kind for span in _spans(timeline)}
-    letters = ", ".join(
-        f"{kind.digits[0]}-{kind.digits[-1]}: {kind.label} of microbatch 0-9"
-        for word, kind in TASK_KINDS.items()
-        if word in words
-    )
+    labels: dict[str, list[str]] = {}  # by the characters of microbatches
+    for kind in (kind for word, kind in TASK_KINDS.items() if word in words):
+        labels.setdefault(f"{kind.digits[0]}-{kind.digits[-1]}", []).append(kind.label)
+    letters = ", ".join(f"{letters}: {' or '.join(own)}" for letters, own in labels.items())
     sums = ", =: gradient sum" if _sums(timeline) else ""
     below = "; below, -: communication beside tasks, =: exposed" if any(lanes) else ""
-    lines = [f"{_summary(timeline)}; {letters}{sums}, .: idle{below}"]
+    lines = [f"{_summary(timeline)}; {letters} of microbatch 0-9{sums}, .: idle{below}"]
     shown = rows[:max_rows]
     indent = max((len(row.label) for row in shown), default=0)
     for row, lane in zip(shown, lanes, strict=True):
@@ -264,12 +263,11 @@ def gantt_png(
     axes[-1].set_xlabel("time (ms)", fontsize=10, color="#444444")
     kinds = {(span.op, span.is_exposed) for lanes in all_lanes for lane in lanes for span in lane}
     words = {(span.task.module, span.task.kind) for _, timeline in panels for span in _spans(timeline)}
-    bars = {
-        f"{module} {kind.label}": tint(color, kind.tint)
-        for module, color in colors.items()
-        for word, kind in TASK_KINDS.items()
-        if (module, word) in words
-    }
+    labels: dict[tuple[str, float], list[str]] = {}  # of each module by tint
+    for module in colors:
+        for kind in (kind for word, kind in TASK_KINDS.items() if (module, word) in words):
+            labels.setdefault((module, kind.tint), []).append(kind.label)
+    bars = {f"{name} {' or '.join(own)}": tint(colors[name], share) for (name, share), own in labels.items()}
     num_lines = _draw_legend(figure, bars, any(_sums(timeline) for _, timeline in panels), kinds)
     inches = figure.get_size_inches()[1]
     figure.tight_layout(rect=(0, 0, 1, 1 - (0.18 + 0.2 * num_lines) / inches))

@@ -60,7 +60,7 @@ class ModulePlugin:
             Virtual stages of each of the `pp_size` ranks: stage `i` of `pp_size * vp_size` is on rank `i % pp_size` of
             the pipeline, so that the bubble is `vp_size` times smaller, for as many times the messages and some more
             activations. By default 1, and 2 under the schedule `"interleaved"` for modules with `pp_size` above 1 and
-            enough layers.
+            at least four layers for each stage.
         split_backward (`bool`, *optional*):
             Whether stages send the gradients of their inputs before they compute those of the weights of their linear
             layers, which then fill the bubbles of the pipeline: inputs of these layers, and gradients of their

@@ -14,6 +14,10 @@ from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
 
 
+# by default; a stage runs the model's code around its layers once more, which takes the host as long as a few layers
+LAYERS_PER_VIRTUAL_STAGE = 4
+
+
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
     """Layer range of each stage, extra layers in the first ones; raises `ValueError` if they don't add up."""
     vp_size = plugin.vp_size or 1
@@ -198,7 +202,7 @@ def _with_virtual_stages(plugin: ModulePlugin, module: ModuleSpec, schedule: Sch
     """The settings with the number of virtual stages that the schedule has by default."""
     vp_size = POLICIES[schedule].vp_size
     is_given = plugin.vp_size is not None or plugin.layers_per_stage is not None
-    if is_given or plugin.pp_size == 1 or plugin.pp_size * vp_size > module.num_layers:
+    if is_given or plugin.pp_size == 1 or LAYERS_PER_VIRTUAL_STAGE * plugin.pp_size * vp_size > module.num_layers:
         return plugin
     return replace(plugin, vp_size=vp_size)
 

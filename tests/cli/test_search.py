@@ -74,7 +74,7 @@ def test_what_is_printed(found):
     data, out = found.figures, found.out
     assert f"MFU {data['flops_utilisation']:.1%}" in out and data["bound"] in out
     assert "mean tokens: vision 5 (5 to 5)" in out  # four patches of 28 x 28 pixels and a class token
-    assert "Plan for 2 ranks" in out and "│ vision │" in out and "0-9: forward of microbatch" in out
+    assert "Plan for 2 ranks" in out and "│ vision │" in out and "0-9: forward" in out
     assert "Next best plans" in out and ("% slower: " in out or "As fast: " in out) and "Not simulated" in out
     assert "What if" in out and f"{data['what_if']['gpus=1,frozen=vision']['tokens_per_second']:,.0f}" in out
     assert "Beside other methods" in out and "DistTrain" in out

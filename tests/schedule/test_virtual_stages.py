@@ -13,7 +13,7 @@ from hf_mmparallel.plan.ownership import sync_groups
 from hf_mmparallel.plan.resolve import resolve_plan
 from hf_mmparallel.schedule import build_program, find_representatives, simulate
 from hf_mmparallel.schedule.in_flight import pipeline_depths
-from tests.schedule.builders import make_plan, make_step
+from tests.schedule.builders import make_plan, make_step, module_spec
 from tests.schedule.torch_orders import torch_length_ms
 
 VISION, LM = "vision", LANGUAGE_MODEL
@@ -99,9 +99,10 @@ def test_stages_come_round_on_the_ranks_of_a_pipeline():
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     ModulePlugin(pp_size=2, vp_size=2).check_against(LM, plan.modules[LM])
     # by the name of the schedule for pipelines that have the layers for it
-    named = resolve_plan(spec, {LM: ModulePlugin(pp_size=2)}, schedule="interleaved")
+    deep, _ = make_plan({VISION: [[(0,)]], LM: [[(1,)]]}, {VISION: spec.modules[VISION], LM: module_spec(LM, 16)})
+    named = resolve_plan(deep, {LM: ModulePlugin(pp_size=2)}, schedule="interleaved")
     assert (named.modules[LM].vp_size, named.modules[VISION].vp_size) == (2, 1)
-    assert resolve_plan(spec, {LM: ModulePlugin(pp_size=4)}, schedule="interleaved").modules[LM].vp_size == 1
+    assert resolve_plan(deep, {LM: ModulePlugin(pp_size=4)}, schedule="interleaved").modules[LM].vp_size == 1
     given = ModulePlugin(pp_size=2, vp_size=2, layers_per_stage=[1, 1, 1, 1])
     assert [stage.num_layers for stage in resolve_plan(spec, {LM: given}).modules[LM].replicas[0]] == [1, 1, 1, 1]
 

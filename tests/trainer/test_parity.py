@@ -53,7 +53,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "paligemma, tied, copies and stages": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2}}, {}),
     "llava, frozen vision": ("llava", 3, {VISION: {"freeze": True}, **PP2}, {}),
     "llava, rows of ranks in any order": ("llava", 5, ANY_ORDER, {}),
-    "llava, interleaved": ("llava", 3, {"modules": PP2, "schedule": "interleaved"}, {}),
+    "llava, interleaved": ("llava", 3, {"modules": {LM: VP2}, "schedule": "interleaved"}, {}),
     "llama, tied, tp 2, virtual stages, recomputed": ("llama_tied", 4, {LM: {"tp_size": 2, **VP2, **AGAIN}}, {}),
     "qwen3_vl, virtual stages inside DeepStack, recomputed": (
         "qwen3_vl",
