@@ -1,4 +1,4 @@
-"""The figures of `scale.py` and `step_costs.py` in `docs/benchmarks.md`, see `pages.py`."""
+"""The figures of `scale.py`, `split_backward.py` and `step_costs.py` in `docs/benchmarks.md`, see `pages.py`."""
 
 from __future__ import annotations
 
@@ -35,4 +35,29 @@ def groups() -> str:
     return table("| ranks | groups | communicators of a rank | its channels | to make them |", rows)
 
 
-BLOCKS = {"scale": scale, "waits": waits, "groups": groups}
+def split_backward() -> str:
+    """The two parts of a split backward beside a whole one, and the memory that stays between them."""
+    rows = [
+        f"| {row['case']} | {row['b_ms']:.0f} ms | {row['i_ms']:.0f} ms | {row['w_ms']:.0f} ms | "
+        f"{row['ratio']['median']:.3f} | {row['saved_mib']:.0f} MiB | {row['kept_mib']:.0f} MiB |"
+        for row in result("split_backward")["backwards"]
+    ]
+    return table("| two layers | whole | inputs | weights | both over whole | saved | stays |", rows)
+
+
+def virtual_stages() -> str:
+    """The forwards of the virtual stages of a rank over their share of the forward of all layers."""
+    rows = [
+        f"| {row['layers']} | {row['stages']} | {row['share']['median']:.3f} |"
+        for row in result("split_backward")["stages"]
+    ]
+    return table("| layers of a stage | stages of the rank | forwards over their share |", rows)
+
+
+BLOCKS = {
+    "split_backward": split_backward,
+    "virtual_stages": virtual_stages,
+    "scale": scale,
+    "waits": waits,
+    "groups": groups,
+}
