@@ -13,7 +13,6 @@ from .parallel_plan import ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
 
-
 # by default; a stage runs the model's code around its layers once more, which takes the host as long as a few layers
 LAYERS_PER_VIRTUAL_STAGE = 4
 

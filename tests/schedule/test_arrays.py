@@ -26,6 +26,7 @@ from hf_mmparallel.schedule import (
     order_tasks,
     program_of_parts,
     scheduler,
+    windows,
 )
 from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.kinds import FILLS
@@ -128,7 +129,7 @@ def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, 
     times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
     expected = order_tasks(case.plan, graph, times_ms, max_in_flight, alternate)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "_MIN_TASKS", 1)
+        patch.setattr(windows, "_MIN_TASKS", 1)
         found = scheduler._in_windows(case.plan, graph, times_ms, max_in_flight, alternate)
     possible = case.plan.policy.is_one_phase and min(times_ms, default=0) > 0 and not FILLS[graph.kind].any()
     assert (found is not None) == possible if kind == "even" else True
@@ -143,7 +144,7 @@ def test_windows_of_all_parts_give_each_the_order_that_it_has_alone(case, kind, 
     row = (times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step), True, parts)
     expected = order_tasks(case.plan, graph, *row)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "_MIN_TASKS", 1)
+        patch.setattr(windows, "_MIN_TASKS", 1)
         found = scheduler._in_windows(case.plan, graph, *row)
     for part in range(int(parts.max()) + 1 if found is not None else 0):
         own = parts[graph.columns[0]] == part
