@@ -29,6 +29,7 @@ import planner_figures
 import published_figures
 import sampler_figures
 import scale_figures
+import schedule_figures
 import search_figures
 import sharding_figures
 import template_figures
@@ -50,7 +51,7 @@ QUOTING = (
     trainer_figures,
 )
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
-SOURCES = (*QUOTING, device_figures, scale_figures, sharding_figures)
+SOURCES = (*QUOTING, device_figures, scale_figures, schedule_figures, sharding_figures)
 BLOCKS = {name: block for source in SOURCES for name, block in source.BLOCKS.items()}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)

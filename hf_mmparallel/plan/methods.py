@@ -61,8 +61,8 @@ class SchedulePolicy:
     splits_backward: bool = False  # whether weight gradients are put off, in modules that don't say whether
 
     @property
-    def is_searched(self) -> bool:
-        """Whether the search and plans after failures know all that stages have under the schedule."""
+    def is_plain(self) -> bool:
+        """Whether each rank of a pipeline has one stage of a module, and backwards are whole."""
         return self.vp_size == 1 and not self.splits_backward
 
     def phases(self, is_encoder: bool) -> tuple[int, int]:

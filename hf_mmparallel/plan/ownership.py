@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .parallel_plan import ParallelPlan, ShardingSettings, Stage, StageKey
 
@@ -67,14 +68,18 @@ def can_put_off(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], paramet
 
 
 def splitting_stages(
-    module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]], least: float
+    module: ModuleSpec,
+    tied: Mapping[str, tuple[str, int]],
+    ranges: Sequence[tuple[int, int]],
+    least: float,
+    has_trained_inputs: bool,  # whether what the first stage receives needs a gradient
 ) -> list[bool]:
     """
-    Whether gradients of weights that can be put off are at least a share of the matrix products in a backward of each
-    stage of `module`, and are there at all.
+    Whether each stage of `module` sends a gradient, and those of weights that can then be put off are at least a share
+    of the matrix products in its backward.
     """
     result = []
-    for layers in ranges:
+    for index, layers in enumerate(ranges):
         put_off = whole = 0.0
         for parameter in module.parameters:
             if not stage_holds(layers, module.num_layers, parameter.layer) or len(parameter.shape) < 2:
@@ -82,8 +87,23 @@ def splitting_stages(
             active = parameter.num_elements * parameter.active_share * (not parameter.is_lookup)
             whole += active * (1 + parameter.trainable)
             put_off += active * can_put_off(module, tied, parameter, parameter.layer)
-        result.append(put_off > 0 and put_off >= least * whole)
+        result.append((index > 0 or has_trained_inputs) and put_off > 0 and put_off >= least * whole)
     return result
+
+
+def default_splits(
+    module: ModuleSpec,
+    tied: Mapping[str, tuple[str, int]],
+    ranges: Sequence[tuple[int, int]],
+    schedule: Schedule,
+    recomputes: bool,
+    has_trained_inputs: bool,
+) -> list[bool]:
+    """Whether each stage of a module puts off gradients of weights under a schedule, unless the user says so."""
+    # inputs of linear layers stay, where recomputation would free them
+    if recomputes or not POLICIES[schedule].splits_backward:
+        return [False] * len(ranges)
+    return splitting_stages(module, tied, ranges, MIN_WEIGHT_SHARE, has_trained_inputs)
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,7 @@ class MultimodalParallelPlugin:
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
             `"interleaved"` is 1F1B with two virtual stages on each rank of a pipeline, see `vp_size` of the modules;
             `"zero_bubble"` is 1F1B whose backwards are split, see `split_backward` of the modules.
-            Defaults to `"1f1b"`; with `auto` the search chooses it.
+            Defaults to `"1f1b"`; with `auto` the search chooses one of the first four.
         num_microbatches (`int`, *optional*):
             Microbatches of each language-model replica, for plans without a Trainer, which computes it itself.
         plan (`ParallelPlan`, *optional*): A finished plan; `modules` may then contain settings, but no sizes.
@@ -400,7 +400,7 @@ class MultimodalParallelPlugin:
         """
         default = ModulePlugin()
         schedule = schedule or self.schedule
-        if schedule is not None and not POLICIES[schedule].is_searched:
+        if schedule is not None and POLICIES[schedule].vp_size > 1:
             raise ValueError(f"`schedule={schedule!r}` is not known to the search yet. Leave it out, or {remedy}.")
         for name, module in self.modules.items():
             for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
-from .ownership import MIN_WEIGHT_SHARE, partly_frozen_stages, splitting_stages, stage_parameters, trainable_stages
+from .ownership import default_splits, partly_frozen_stages, splitting_stages, stage_parameters, trainable_stages
 from .parallel_plan import ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
@@ -214,15 +214,14 @@ def _splits_backward(
     schedule: Schedule,
     has_trained_inputs: bool,  # whether what the first stage receives needs a gradient
 ) -> list[bool]:
-    """Whether each stage of a module puts off gradients of weights, which only what sends a gradient does."""
-    wanted = plugin.split_backward
-    # inputs of linear layers stay where recomputed ones would be gone
-    is_worth_it = POLICIES[schedule].splits_backward and not plugin.activation_checkpointing
-    if not (is_worth_it if wanted is None else wanted):
+    """Whether each stage of a module puts off gradients of weights."""
+    if plugin.split_backward is None:
+        again = plugin.activation_checkpointing
+        return default_splits(module, tied, ranges, schedule, again, has_trained_inputs)
+    if not plugin.split_backward:
         return [False] * len(ranges)
-    result = splitting_stages(module, tied, ranges, MIN_WEIGHT_SHARE if wanted is None else 0.0)
-    result[0] = result[0] and has_trained_inputs
-    if wanted and not any(result):
+    result = splitting_stages(module, tied, ranges, 0.0, has_trained_inputs)
+    if not any(result):
         raise ValueError(
             f"`split_backward=True` of `{module.name}` has no effect: none of its stages both sends a gradient and "
             "trains the weight of a linear layer in its layers or projector. Leave it out."

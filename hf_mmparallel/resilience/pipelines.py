@@ -92,7 +92,7 @@ class PipelinePlans:
     microbatch_assignment: str | None = None  # name of the arrangement
 
     def __post_init__(self):
-        if not POLICIES[self.schedule].is_searched:
+        if not POLICIES[self.schedule].is_plain:
             raise ValueError(
                 f"`schedule={self.schedule!r}`: plans after failures have neither virtual stages nor split backwards. "
                 'Use another one, such as `"1f1b"`.'

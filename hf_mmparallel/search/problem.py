@@ -12,7 +12,7 @@ from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
 from ..plan.methods import ARRANGEMENT_CANDIDATES, POLICIES, SCHEDULES, Schedule
-from ..plan.ownership import partly_frozen_stages, trainable_stages
+from ..plan.ownership import default_splits, partly_frozen_stages, trainable_stages
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE, ZERO_STAGES
 from ..steps.step_planner import Prediction
@@ -109,19 +109,27 @@ class Candidate:
             if name not in self.colocated_with:
                 starts[name] = first
                 first += layout.num_ranks
-        modules = {}
+        modules: dict[str, ModulePlan] = {}
+        trained: set[str] = set()  # modules that what follows them sends gradients to
         for name, layout in self.layouts.items():
             start = starts[self.colocated_with.get(name, name)]
-            modules[name] = _module_plan(spec, name, layout, start)
+            feeds = any(edge.target == name and edge.source in trained for edge in spec.edges)
+            modules[name] = _module_plan(spec, name, layout, start, self.schedule, feeds)
+            if feeds or any(stage.trainable for _, _, stage in modules[name].stages()):
+                trained.add(name)
         named = self.arrangement if isinstance(self.arrangement, str) else None  # a plan holds no function
         return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=named)
 
 
-def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> ModulePlan:
+def _module_plan(
+    spec: ModelSpec, name: str, layout: Layout, first: int, schedule: Schedule, has_trained_inputs: bool
+) -> ModulePlan:
     stops = [sum(layout.layers[: index + 1]) for index in range(layout.pp_size)]
     ranges = [(stop - count, stop) for stop, count in zip(stops, layout.layers, strict=True)]
     trainable = trainable_stages(spec.modules[name], spec.tied, ranges)
     partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
+    again = layout.activation_checkpointing
+    splits = default_splits(spec.modules[name], spec.tied, ranges, schedule, again, has_trained_inputs)
     grid = layout.cp_size * layout.tp_size
     replicas = []
     # The replica varies slowest, then the stage, then the cp rank.
@@ -131,11 +139,9 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
             start = first + (replica * layout.pp_size + index) * grid
             firsts = range(start, start + grid, layout.tp_size)
             mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
-            stages.append(Stage(layers, mesh, trainable[index], partly[index]))
+            stages.append(Stage(layers, mesh, trainable[index], partly[index], splits[index]))
         replicas.append(tuple(stages))
-    return ModulePlan(
-        tuple(replicas), layout.activation_checkpointing, sharding=layout.sharding, storage=layout.storage
-    )
+    return ModulePlan(tuple(replicas), again, sharding=layout.sharding, storage=layout.storage)
 
 
 @dataclass(frozen=True)
@@ -212,8 +218,11 @@ class PlanningProblem:
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """The schedules to try: those that need no virtual stages, which the search does not lay out."""
-        return (self.schedule,) if self.schedule else tuple(s for s in SCHEDULES if POLICIES[s].is_searched)
+        """
+        The schedules to try. Virtual stages are not laid out, and split backwards, whose gain on GPUs has not been
+        measured, only if they are asked for.
+        """
+        return (self.schedule,) if self.schedule else tuple(s for s in SCHEDULES if POLICIES[s].is_plain)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,16 @@ from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, ShardingSettings, check_plan, sync_groups
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlugin,
+    SampleSizes,
+    ShardingSettings,
+    check_plan,
+    resolve_plan,
+    sync_groups,
+)
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
@@ -214,6 +223,30 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     found = [own.predict_batch(problem.batches[1]) for own in (planner, other)]
     assert found[1].step_ms == pytest.approx(found[0].step_ms)
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
+
+
+def test_split_backwards_are_kept_where_they_are_asked_for_and_tried_nowhere_else():
+    found = {}
+    for schedule in ("1f1b", "zero_bubble", None):
+        problem = problem_of(4, 16, schedule=schedule, arrangement="contiguous", effort=32)
+        found[schedule] = answers(search_plans(problem))
+    for plan in found["zero_bubble"]:
+        sizes = {
+            name: ModulePlugin(layers_per_stage=list(own.layers), pp_size=own.pp_size)
+            if own.pp_size > 1
+            else ModulePlugin()
+            for name, own in plan.candidate.layouts.items()
+        }
+        named = resolve_plan(model(), sizes, schedule="zero_bubble")
+        again = {name: own.activation_checkpointing for name, own in plan.candidate.layouts.items()}
+        for name, module_plan in plan.candidate.plan(model()).modules.items():
+            splits = [stage.splits_backward for stage in module_plan.replicas[0]]
+            expected = [stage.splits_backward for stage in named.modules[name].replicas[0]]
+            assert splits == ([False] * len(expected) if again[name] else expected)
+    assert any(p.candidate.plan(model()).modules[LANGUAGE_MODEL].splits_backward for p in found["zero_bubble"])
+    assert {plan.candidate.schedule for plan in found[None]}.isdisjoint({"zero_bubble", "interleaved"})
+    # the same layouts run at least as fast, but for a little that launches of two tasks take
+    assert found["zero_bubble"][0].step_ms <= 1.01 * found["1f1b"][0].step_ms
 
 
 @pytest.mark.parametrize("frozen", [("vision",), deep(()), deep((LANGUAGE_MODEL,))])
