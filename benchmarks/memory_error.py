@@ -205,7 +205,7 @@ def predict(trainer: Any, costs: CostModel) -> tuple[dict[int, float], dict[int,
     layout, order_cost = find_representatives(plan, ()), StepCost(engine.costs, plan, step, sizes)
     simulation = simulate(layout, step, StepCost(costs, plan, step, sizes), order_cost=order_cost)
     timeline = memory_timeline(costs, plan, step, sizes, simulation.task_times)
-    bound = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
+    bound = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight, simulation.peak_held)
     peaks = {rank: float(num_bytes.max()) for rank, (_, num_bytes) in timeline.items()}
     return peaks, {rank: memory.total for rank, memory in bound.items()}
 

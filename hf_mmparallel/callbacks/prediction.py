@@ -75,6 +75,7 @@ class PredictionCallback(EngineCallback):
     | `parallel/wall_ms`, `parallel/data_ms` | from batch to batch, and the wait for a batch; of all steps, measured |
     | `parallel/predicted_bubble_fraction` | share of the ranks' time outside of tasks |
     | `parallel/forward_ms/<module>`, `parallel/backward_ms/<module>` and `parallel/predicted_...` | on one rank |
+    | `parallel/input_gradient_ms/<module>`, `parallel/weight_gradient_ms/<module>` and so on | of split backwards |
     | `parallel/memory_gib`, `parallel/predicted_memory_gib` | of the fullest rank; on CUDA |
 
     Each window is also a line of `trainer_log.jsonl` in the output folder, which `hf-mmparallel calibrate` reads. The

@@ -167,15 +167,16 @@ def put_off_activations(
     shape, hidden = LayerShape.of(module_spec, uses), module_spec.hidden_size
     values = 0.0
     if 0 <= index < module_spec.num_layers:
-        values += _put_off_values(shape.attention, hidden, tp_size if is_split(shape.attention) else 1)
-        values += sum(_put_off_values(group, hidden, tp_size) for group in shape.feed_forwards)
+        split = tp_size if is_split(shape.attention) else 1
+        values += _put_off_values(shape.attention, hidden, split, precision.is_cast)
+        values += sum(_put_off_values(group, hidden, tp_size, precision.is_cast) for group in shape.feed_forwards)
     elif index >= 0 and module_spec.name != LANGUAGE_MODEL:
         for matrix, (share, columns) in zip(shape.matrices, chain_widths(shape), strict=True):
             values += share * matrix.trained * (columns + matrix.shape[0])
     return Polynomial(token=values * precision.compute)
 
 
-def _put_off_values(group: Sequence[Matrix], hidden: int, split: int) -> float:
+def _put_off_values(group: Sequence[Matrix], hidden: int, split: int, is_cast: bool) -> float:
     """Values per token that stay for matrices; all but the last read the hidden state, and the last writes it."""
     result = 0.0
     for matrix in group:
@@ -185,7 +186,8 @@ def _put_off_values(group: Sequence[Matrix], hidden: int, split: int) -> float:
         if is_last and len(group) > 1:
             result += matrix.width_in(hidden) / split * (matrix.trained or rank > 0)
     readers = group if len(group) == 1 else group[:-1]
-    return result + hidden * any(matrix.trained or matrix.adapter_rank for matrix in readers)
+    num_copies = sum(matrix.trained or matrix.adapter_rank > 0 for matrix in readers)
+    return result + hidden * (num_copies if is_cast else min(1, num_copies))  # each casts its input
 
 
 def grouped_copies(module_spec: ModuleSpec, uses: Sequence[ParameterUse] = (), tp_size: int = 1) -> int:

@@ -104,9 +104,10 @@ class Calibration:
         return self.scales.get(module, {}).get(kind, TimeScale())
 
     def scale_of(self, module: str, part: Work) -> TimeScale:
-        """The factors of the first kind of task with a part of a layer's work for which there are any."""
+        """The factors of the kind of task that has any, with a part of a layer's work and the fewest others."""
         known = self.scales.get(module, {})
-        labels = (kind.label for kind in TASK_KINDS.values() if part in kind.work)
+        kinds = sorted((kind for kind in TASK_KINDS.values() if part in kind.work), key=lambda kind: len(kind.work))
+        labels = (kind.label for kind in kinds)
         return next((known[label] for label in labels if label in known), TimeScale())
 
     def task_ms(self, window: LoggedWindow, module: str, kind: str) -> float:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..plan import ParallelPlan, Stage, StageKey, SyncGroup
 from ..plan.ownership import layer_numbers
 from ..schedule import in_buckets, sum_buckets
+from ..schedule.kinds import LAST_PASSES
 from .activations import DTYPE_BYTES, FULL
 from .collectives import CollectiveTime, all_gather, all_reduce, slowest
 from .devices import host_step_ms
@@ -154,7 +155,7 @@ class GradientSumCosts:
         first: dict[tuple, StageKey] = {}
         for key in group.stages:
             stage = self.plan.stage(*key)
-            kind = key[0], stage.layers, stage.cp_size, stage.tp_size
+            kind = key[0], stage.layers, stage.cp_size, stage.tp_size, stage.splits_backward
             first.setdefault(kind, key)
             replicas.setdefault(kind, []).append(key[1])
         return tuple(
@@ -162,7 +163,7 @@ class GradientSumCosts:
         )
 
     def _rest_ms(self, lane: _Lane, last_chunks: LastChunks) -> NDArray:
-        """For each bucket, the time from the end of its layers to that of the last backward, where it is shortest."""
+        """For each bucket, the time from the end of its layers to that of the last task, where it is shortest."""
         if not len(lane.layer) or lane.layer[0] < 0:
             return np.zeros(len(lane.layer))
         result = np.full(len(lane.layer), np.inf)
@@ -173,7 +174,8 @@ class GradientSumCosts:
             module = self.plan.modules[kind.module]
             table = layer_table(self.costs, kind.module, kind.stage.tp_size, module.activation_checkpointing)
             tokens, squares = sizes.min(axis=1).tolist()
-            _, backward_ms = table.times(tokens, squares, kind.stage.cp_size)
+            last = LAST_PASSES[kind.stage.splits_backward]
+            backward_ms = table.task_ms(tokens, squares, kind.stage.cp_size, last)
             rows = table.rows(kind.stage)
             done_ms = np.concatenate([[0.0], np.cumsum(backward_ms[rows])])
             # Nothing tells that the first layer of the stage is complete but the end of the backward.

@@ -223,11 +223,17 @@ def fitting_in_flight(
     needed, running = {}, dict.fromkeys(free, 0.0)
     for key, memory in memories.items():
         fixed, needed[key], extra = use.of_stage(key, memory)
+        put_off = use.put_off_bytes(key, memory)
+        needed[key] = max(needed[key], put_off)
+        # as many microbatches as any stage of the replica has in flight may wait for weight gradients
+        most = max(limit for other, limit in max_in_flight.items() if other[:2] == key[:2])
+        fixed += put_off * (most - max_in_flight[key])
         for rank in plan.stage(*key).all_ranks:
             free[rank] -= fixed
             running[rank] = max(running[rank], extra)
     free = {rank: num_bytes - running[rank] for rank, num_bytes in free.items()}
     stages = [key for key in max_in_flight if flow.has_backward(*key) and needed[key]]
+    splitting = {name for name, module in plan.modules.items() if module.splits_backward}
     for key in stages:
         for rank in plan.stage(*key).all_ranks:
             free[rank] -= max_in_flight[key] * needed[key]
@@ -237,7 +243,7 @@ def fitting_in_flight(
         ranks = plan.stage(*key).all_ranks
         num_microbatches = len(step.microbatches[key[0]][key[1]])
         more = min(min(free[rank] for rank in ranks) // needed[key], num_microbatches - max_in_flight[key])
-        if more > 0:
+        if more > 0 and key[0] not in splitting:  # whose other stages could then hold more, too
             max_in_flight[key] += more
             for rank in ranks:
                 free[rank] -= more * needed[key]

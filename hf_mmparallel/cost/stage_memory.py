@@ -22,6 +22,7 @@ from ..plan import (
     StorageSettings,
     stage_holds,
 )
+from ..plan.ownership import can_put_off
 from .activations import (
     DTYPE_BYTES,
     FULL,
@@ -346,6 +347,8 @@ def _stage_memory(
     # A backward allocates the gradients of a layer while those of the layer after it are reduced; those outside of
     # layers are reduced at its end.
     weights.largest += 2 * weights.reduced[is_layer].max() + weights.reduced[~is_layer].sum()
+    if splits_backward:  # what is not put off is reduced with what is
+        weights.largest += weights.at_once
     # a layer and the next one are gathered through buffers
     buffers = (3 if shards.reshards else 1) * weights.gathered[is_layer].max()
     if has_logits:
@@ -405,6 +408,7 @@ class _Weights:
     updated: float = 0.0  # trained weights that its optimizer updates
     updated_gradients: float = 0.0  # gradients of these
     master: float = 0.0  # those of `updated` that are copies of 16-bit weights
+    at_once: float = 0.0  # gradients that passes reduce and that can't be put off
     slices: float = 0.0  # those of `updated_gradients` that come beside all gradients when these are summed
     tied: float = 0.0  # gradients of tied weights, and of those that the ranks of a tp group hold whole
 
@@ -474,6 +478,8 @@ def _weights(
                 result.master += num_values / num_slices * FULL * has_master
             result.gradients[row] += gradient / (shards.count if reduces else 1)
             result.reduced[row] += gradient * reduces
+            if reduces and not can_put_off(spec.modules[module], spec.tied, p, index):
+                result.at_once += gradient
             result.updated_gradients += gradient / num_slices
             result.slices += gradient / num_slices if num_slices > 1 and not reduces else 0.0
             result.tied += gradient if over_tp or p.name in spec.tied else 0.0
@@ -515,7 +521,7 @@ def stage_memories(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, Stage
     result = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
-            kind = (name, stage.layers, stage.cp_size, stage.tp_size)
+            kind = (name, stage.layers, stage.cp_size, stage.tp_size, stage.splits_backward)
             if kind not in known:
                 known[kind] = stage_memory(costs, plan, name, stage)
             result[name, replica, index] = known[kind]

@@ -78,8 +78,8 @@ def splitting_stages(
     Whether each stage of `module` sends a gradient, and those of weights that can then be put off are at least a share
     of the matrix products in its backward.
     """
-    result = []
-    for index, layers in enumerate(ranges):
+    result, sends = [], has_trained_inputs
+    for layers, trains in zip(ranges, trainable_stages(module, tied, ranges), strict=True):
         put_off = whole = 0.0
         for parameter in module.parameters:
             if not stage_holds(layers, module.num_layers, parameter.layer) or len(parameter.shape) < 2:
@@ -87,7 +87,8 @@ def splitting_stages(
             active = parameter.num_elements * parameter.active_share * (not parameter.is_lookup)
             whole += active * (1 + parameter.trainable)
             put_off += active * can_put_off(module, tied, parameter, parameter.layer)
-        result.append((index > 0 or has_trained_inputs) and put_off > 0 and put_off >= least * whole)
+        result.append(sends and put_off > 0 and put_off >= least * whole)
+        sends = sends or trains
     return result
 
 
@@ -97,11 +98,15 @@ def default_splits(
     ranges: Sequence[tuple[int, int]],
     schedule: Schedule,
     recomputes: bool,
+    zero_stage: int,
     has_trained_inputs: bool,
 ) -> list[bool]:
     """Whether each stage of a module puts off gradients of weights under a schedule, unless the user says so."""
-    # inputs of linear layers stay, where recomputation would free them
-    if recomputes or not POLICIES[schedule].splits_backward:
+    # inputs of linear layers stay, where recomputation would free them; and whole gradients of other matrices, such as
+    # those of experts, where ZeRO would divide them at once
+    inside = [p for p in module.parameters if p.trainable and len(p.shape) > 1 and 0 <= p.layer < module.num_layers]
+    frees = zero_stage >= 2 and not all(can_put_off(module, tied, p, p.layer) for p in inside)
+    if recomputes or frees or not POLICIES[schedule].splits_backward:
         return [False] * len(ranges)
     return splitting_stages(module, tied, ranges, MIN_WEIGHT_SHARE, has_trained_inputs)
 

@@ -216,8 +216,8 @@ def _splits_backward(
 ) -> list[bool]:
     """Whether each stage of a module puts off gradients of weights."""
     if plugin.split_backward is None:
-        again = plugin.activation_checkpointing
-        return default_splits(module, tied, ranges, schedule, again, has_trained_inputs)
+        again, zero_stage = plugin.activation_checkpointing, plugin.zero_stage
+        return default_splits(module, tied, ranges, schedule, again, zero_stage, has_trained_inputs)
     if not plugin.split_backward:
         return [False] * len(ranges)
     result = splitting_stages(module, tied, ranges, 0.0, has_trained_inputs)

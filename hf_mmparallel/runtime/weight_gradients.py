@@ -8,10 +8,10 @@ The graph of the backward is gone by then. All else that is trained gets its gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -73,7 +73,9 @@ class WeightGradients:
             dtype = torch.get_autocast_dtype(kind)
             input, weight = input.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
-        return _Product.apply(input, weight, bias, layer, self)
+        # rows, since a view that a function of autograd returns can't be changed in place
+        rows = input.reshape(-1, input.shape[-1])
+        return _Product.apply(rows, weight, bias, layer, self).view(*input.shape[:-1], weight.shape[0])
 
     @contextmanager
     def put_off(self) -> Iterator[list[PutOffGradient]]:
@@ -91,14 +93,13 @@ class WeightGradients:
         return self._collected is not None
 
     @torch.no_grad()
-    def add(self, gradients: Sequence[PutOffGradient], reach: Callable[[int], None]) -> None:
+    def add(self, gradients: list[PutOffGradient], reach: Callable[[int], None]) -> None:
         """
-        Adds gradients that were put off to those of the parameters, from the last layer to the first. `reach` is
-        called with the index of each layer before its first one.
+        Adds gradients that were put off to those of the parameters, from the last layer to the first, and empties the
+        list, so that each is freed with its layer. `reach` is called with the index of each layer before its first.
         """
-        of_layer: dict[nn.Linear, list[PutOffGradient]] = {}
-        for gradient in gradients:
-            of_layer.setdefault(gradient.layer, []).append(gradient)
+        of_layer = _by_layer(gradients)
+        gradients.clear()
         outside = [layer for layer in of_layer if self._layer_of[layer] is None]
         within = sorted((layer for layer in of_layer if layer not in outside), key=lambda one: -self._place(one))
         reached: int | None = None
@@ -107,17 +108,22 @@ class WeightGradients:
             if index is not None and index != reached:
                 reached = index
                 reach(index)
-            first, *others = of_layer.pop(layer)
-            total = first.compute()
-            for other in others:  # of one chunk, in the order of its backward
-                total = total + other.compute()
-            _add(layer.weight, total)
+            # of one chunk, in the order of its backward
+            _add(layer.weight, reduce(torch.add, (one.compute() for one in of_layer.pop(layer))))
 
     def _place(self, layer: nn.Linear) -> int:
         """The layer of the module that a linear layer is in."""
         index = self._layer_of[layer]
         assert index is not None
         return index
+
+
+def _by_layer(gradients: Iterable[PutOffGradient]) -> dict[nn.Linear, list[PutOffGradient]]:
+    """Groups gradients by their linear layers, in the order of the first of each."""
+    result: dict[nn.Linear, list[PutOffGradient]] = {}
+    for gradient in gradients:
+        result.setdefault(gradient.layer, []).append(gradient)
+    return result
 
 
 def _computes_plainly(layer: nn.Linear) -> bool:
@@ -155,10 +161,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         input, weight = ctx.saved_tensors
-        tokens, of_output = input.reshape(-1, input.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         needs_input, _, needs_bias = ctx.needs_input_grad[:3]
-        of_input = of_output.mm(weight).view(input.shape) if needs_input else None
-        of_bias = of_output.sum(0) if needs_bias else None
-        later = PutOffGradient(ctx.layer, tokens, of_output)
+        of_input = gradient.mm(weight) if needs_input else None
+        of_bias = gradient.sum(0) if needs_bias else None
+        later = PutOffGradient(ctx.layer, input, gradient)
         of_weight = None if ctx.owner.collect(later) else later.compute()
         return of_input, of_weight, of_bias, None, None

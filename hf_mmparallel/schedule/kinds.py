@@ -102,4 +102,6 @@ IN_ORDER, FILLS, OPENS, CLOSES, ADDS_GRADIENTS = (
 )
 # the kinds that do all work of a forward and of a backward, by direction
 WHOLE_PASSES = tuple(kind for kind in KINDS.values() if kind.runs_layers and kind.of != "split")
+# the kinds that add gradients of weights, in stages with whole and with split backwards
+LAST_PASSES = tuple(next(k for k in KINDS.values() if k.adds_gradients and k.of == of) for of in ("whole", "split"))
 SENDS_GRADIENTS = np.array([kind.message == "grad" for kind in KINDS.values()])

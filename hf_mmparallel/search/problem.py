@@ -129,7 +129,8 @@ def _module_plan(
     trainable = trainable_stages(spec.modules[name], spec.tied, ranges)
     partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
     again = layout.activation_checkpointing
-    splits = default_splits(spec.modules[name], spec.tied, ranges, schedule, again, has_trained_inputs)
+    module = spec.modules[name]
+    splits = default_splits(module, spec.tied, ranges, schedule, again, layout.zero_stage, has_trained_inputs)
     grid = layout.cp_size * layout.tp_size
     replicas = []
     # The replica varies slowest, then the stage, then the cp rank.

@@ -132,7 +132,12 @@ def node_layouts(
         {name: layer for name, layer in selected.items() if layer is not None},
         tp_sizes=tp_sizes,
     )
-    schedule = (plugin.schedule or "1f1b") if plan is None else plan.schedule
+    schedule = "1f1b" if plan is None else plan.schedule
+    if plan is None and plugin.schedule not in (None, schedule):
+        raise ValueError(
+            f"`schedule={plugin.schedule!r}` can't be used with `resilience` and `auto=True`, whose plans run "
+            f"`{schedule!r}`. Leave it out, or give the sizes of all modules."
+        )
     named = args.microbatch_assignment if isinstance(args.microbatch_assignment, str) else None
     plans = PipelinePlans(chain, node_size, microbatches.most, schedule, named)
     between_s = 3600 * args.mean_time_between_failures_h

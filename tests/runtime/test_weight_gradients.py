@@ -42,7 +42,9 @@ class Tangle(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         hidden = self.frozen(self.twice(self.twice(self.first(input)).relu()))
-        return self.other(self.norm(self.one(hidden)).relu())
+        changed = self.one(hidden)
+        changed += hidden  # in place
+        return self.other(self.norm(changed).relu())
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -89,8 +91,9 @@ def test_the_gradients_of_several_chunks_are_those_of_whole_backwards(dtype, is_
     check(gradients_of(model))
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
 @pytest.mark.parametrize("family", ["llama_tied", "llava", "qwen2_5_vl", "qwen3_vl"])
-def test_what_stays_has_the_predicted_size(family):
+def test_what_stays_has_the_predicted_size(family, is_cast):
     model = tiny.FAMILIES[family]().train()
     spec = build_model_spec(model)
     plan = splitting(resolve_plan(spec, {}))
@@ -100,10 +103,14 @@ def test_what_stays_has_the_predicted_size(family):
     layers = nn.ModuleList(stage.own_layers.values())
     with owner.put_off() as gradients:
         tower = model.get_submodule(spec.language_model.tower)
-        tower(input_ids=torch.arange(24).view(2, 12) % 90 + 1)[0].square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            hidden = tower(input_ids=torch.arange(24).view(2, 12) % 90 + 1)[0]
+        hidden.float().square().sum().backward()
     tensors = [tensor for one in gradients for tensor in (one.input, one.output_gradient)]
     held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    memory = stage_memory(analytic_costs(spec, find_device("h100"), 4), plan, LM, plan.modules[LM].replicas[0][0])
+    memory = stage_memory(
+        analytic_costs(spec, find_device("h100"), 2 if is_cast else 4), plan, LM, plan.modules[LM].replicas[0][0]
+    )
     chunk = torch.tensor([0.0, 24.0, 1.0]).numpy()
     assert len(gradients) == sum(type(m) is nn.Linear for m in layers.modules())
     assert sum(held.values()) == pytest.approx(memory.put_off_bytes(chunk), rel=0.01)

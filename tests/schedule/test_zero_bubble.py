@@ -154,6 +154,17 @@ def test_a_stage_splits_where_weights_are_enough_of_its_backward():
         with pytest.raises(ValueError, match="split_backward"):
             resolve_plan(spec, modules)
     assert not resolve_plan(spec, {}, schedule="zero_bubble").modules[VISION].splits_backward
+    # nothing before the second stage is trained
+    frozen = {VISION: ModulePlugin(freeze=True), LM: ModulePlugin(pp_size=2, freeze=["embed", r"layers\.[01]\."])}
+    assert not resolve_plan(spec, frozen, schedule="zero_bubble").modules[LM].splits_backward
+    # ZeRO-2 divides gradients of experts at once, which would be whole until those of linear layers come
+    language = spec.modules[LM]
+    experts = replace(language.parameters[1], name="model.language_model.layers.0.experts", shape=(4, 16, 16))
+    mixture = replace(language, parameters=(*language.parameters, experts))
+    for zero_stage in (1, 2):
+        sizes = {LM: ModulePlugin(dp_size=2, pp_size=2, zero_stage=zero_stage)}
+        plan = resolve_plan(replace(spec, modules={**spec.modules, LM: mixture}), sizes, schedule="zero_bubble")
+        assert plan.modules[LM].splits_backward == (zero_stage == 1)
     with pytest.raises(ValueError, match="not known to the search"):
         MultimodalParallelPlugin({LM: ModulePlugin(split_backward=True)}, auto=True)
     MultimodalParallelPlugin(schedule="zero_bubble", auto=True)  # which the search keeps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -226,8 +227,10 @@ def test_too_few_that_are_left_save_the_run_and_say_so(tmp_path: Path):
     run = _run("two copies", tmp_path, ["1:5:optimizer:raise"])
     assert run.returncode == 1 and not run.results
     last = run.output.rstrip().splitlines()[-1]
-    assert "TooFewNodesError: " in last and "1 nodes" in last and "`checkpoint-5`" in last
-    saved = tmp_path / "run" / "checkpoint-5"
+    # The step counts unless the loss is known before its norm is.
+    saved = re.search(r"`(checkpoint-[45])`", last)
+    assert "TooFewNodesError: " in last and "1 nodes" in last and saved is not None
+    saved = tmp_path / "run" / saved[1]
     assert (saved / "trainer_state.json").is_file() and (saved / "model.safetensors").is_file()
     assert "Traceback" in run.output, "the process itself said it too"
 
