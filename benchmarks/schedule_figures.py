@@ -75,10 +75,10 @@ def examples() -> str:
 def schedule_means() -> str:
     """Step, bubble and memory of all schedules over those of 1F1B, means over the cases."""
     rows = [
-        f"| {name} | {row['step']:.3f} | {row['bubble_share']:.2f} | {row['memory']:.2f} |"
+        f"| {name} | {row['step']:.3f} | {row['alone']:.3f} | {row['bubble_share']:.2f} | {row['memory']:.2f} |"
         for name, row in result("schedules")["means"].items()
     ]
-    return table("| schedule | step | bubble | largest memory of a rank |", rows)
+    return table("| schedule | step | without gradient sums | bubble | largest memory of a rank |", rows)
 
 
 def schedule_cases() -> str:
@@ -86,7 +86,7 @@ def schedule_cases() -> str:
     rows = []
     for case in result("schedules")["cases"]:
         cells = [
-            f"{row['step']:.3f}, {row['bubble']:.0%}, {row['memory']:.2f}"
+            f"{row['step']:.3f}, {row['alone']:.3f}, {row['bubble']:.0%}, {row['memory']:.2f}"
             for row in (case["schedules"][name] for name in ("1f1b", "interleaved", "zero_bubble"))
         ]
         stages = " + ".join(map(str, case["stages"]))

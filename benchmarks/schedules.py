@@ -5,8 +5,8 @@ Batches of 256 samples with the sizes of four published datasets, an encoder of 
 or 3B, on A40s by operation counts: four replicas with the stages that Entrain's tables give them, 16 microbatches,
 packed rows. 1F1B also with samples in the order of the dataset, without deferral; all others defer by `hierarchical`.
 `interleaved` has two virtual stages on each rank of the pipelines, `zero_bubble` splits backwards, and the last row
-does both. A row is relative to 1F1B with deferral on the same batch, the mean over batches; memory is the largest of
-any rank, with weights, gradients and optimizer state.
+does both. A row is relative to 1F1B with deferral on the same batch, the mean over batches, also without the sums of
+gradients over the replicas; memory is the largest of any rank, with weights, gradients and optimizer state.
 
 ```bash
 python benchmarks/schedules.py
@@ -91,10 +91,13 @@ def simulated(model: str, plan: ParallelPlan, variant: Variant, sizes: SampleSiz
     step = arrange_step(plan, range(sizes.num_samples), workloads, MICROBATCH, variant.arrangement)
     groups = sync_groups(spec, plan)
     cost = StepCost(costs, plan, step, sizes, groups)
-    timeline = simulate(find_representatives(plan, groups), step, cost, cost.messages_ms, cost.sync_ms)
+    layout = find_representatives(plan, groups)
+    timeline = simulate(layout, step, cost, cost.messages_ms, cost.sync_ms)
+    alone = simulate(layout, step, cost, cost.messages_ms)
     levels = memory_timeline(costs, plan, step, sizes, timeline.task_times)
     return {
         "step_ms": timeline.iteration_ms,
+        "alone_ms": alone.iteration_ms,
         "bubble": timeline.bubble_fraction,
         "peak_gib": max(num_bytes.max() for _, num_bytes in levels.values()) / GIB,
     }
@@ -113,6 +116,7 @@ def compare(dataset: str, model: str, sizes: Sizes) -> dict[str, Any]:
     rows = {
         name: {
             "step": _mean([own["step_ms"] / base["step_ms"] for own, base in zip(rows, first, strict=True)]),
+            "alone": _mean([own["alone_ms"] / base["alone_ms"] for own, base in zip(rows, first, strict=True)]),
             "bubble": _mean([own["bubble"] for own in rows]),
             "memory": _mean([own["peak_gib"] / base["peak_gib"] for own, base in zip(rows, first, strict=True)]),
             "step_ms": _mean([own["step_ms"] for own in rows]),
@@ -146,6 +150,7 @@ def summary(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         rows = [(case["schedules"][name], case["schedules"]["1f1b"]) for case in cases]
         means[name] = {
             "step": _mean([own["step"] for own, _ in rows]),
+            "alone": _mean([own["alone"] for own, _ in rows]),
             "bubble_share": _mean([own["bubble"] / base["bubble"] for own, base in rows]),
             "memory": _mean([own["memory"] for own, _ in rows]),
         }
@@ -161,7 +166,8 @@ def main() -> None:
     cases = [compare(dataset, model, sizes) for dataset in PUBLISHED for model in PUBLISHED_MODELS]
     means = summary(cases)
     notes = [
-        f"{name}: step {row['step']:.3f}, bubble {row['bubble_share']:.2f} and memory {row['memory']:.2f} of 1F1B's."
+        f"{name}: step {row['step']:.3f} ({row['alone']:.3f} without sums), bubble {row['bubble_share']:.2f} and "
+        f"memory {row['memory']:.2f} of 1F1B's."
         for name, row in means.items()
     ]
     result = {"cases": cases, "means": means, "goals": GOALS, **common.machine(common.Shapes(), load)}

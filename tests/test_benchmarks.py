@@ -249,6 +249,15 @@ def test_templates_are_compared_with_the_paper(tmp_path):
         assert row[kind]["Oobleck"]["10m"]["rate"] > row[kind]["Varuna"]["10m"]["rate"]
 
 
+def test_schedules_are_compared_on_the_same_batches(tmp_path):
+    result = _quick("schedules", tmp_path)
+    assert len(result["cases"]) == 8
+    means = result["means"]
+    assert means["1f1b"] == {"step": 1.0, "alone": 1.0, "bubble_share": 1.0, "memory": 1.0}
+    assert means["zero_bubble"]["alone"] < 0.95 and means["zero_bubble"]["memory"] < 1.05
+    assert all(row["memory"] >= 0.99 for row in means.values())
+
+
 def test_split_backward_times_both_parts_and_virtual_stages(tmp_path):
     result = _quick("split_backward", tmp_path)
     assert [row["case"] for row in result["backwards"]] == ["plain", "recomputed", "LoRA", "autocast"]
