@@ -146,8 +146,8 @@ def measure_backward(case: str, sizes: Sizes) -> dict[str, Any]:
         loss = loss_of(split)
         with owner.put_off() as gradients:
             times["I"].append(clock.ms(loss.backward))
-        last = list(gradients)  # which the sums take out of theirs
-        times["W"].append(clock.ms(partial(owner.add, gradients, lambda layer: None)))
+        last = gradients
+        times["W"].append(clock.ms(lambda last=last: owner.add(owner.by_layer([last]), lambda layer: None)))
     # of weights, which are saved too, nothing is kept
     weights = {p.untyped_storage().data_ptr() for p in split.parameters()}
     with counting_storages() as saved:

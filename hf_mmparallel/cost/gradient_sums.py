@@ -53,9 +53,10 @@ def times_beside(index: NDArray, rest_ms: NDArray, transfer_ms: NDArray, efficie
 
 @dataclass(frozen=True)
 class _StageKind:
-    """Stages of one layout: one of them, their module and their replicas."""
+    """Stages of one layout: one of them, its place in its pipeline, their module and their replicas."""
 
     stage: Stage
+    place: int
     module: str
     replicas: NDArray
 
@@ -159,7 +160,7 @@ class GradientSumCosts:
             first.setdefault(kind, key)
             replicas.setdefault(kind, []).append(key[1])
         return tuple(
-            _StageKind(self.plan.stage(*key), key[0], np.array(replicas[kind])) for kind, key in first.items()
+            _StageKind(self.plan.stage(*key), key[2], key[0], np.array(replicas[kind])) for kind, key in first.items()
         )
 
     def _rest_ms(self, lane: _Lane, last_chunks: LastChunks) -> NDArray:
@@ -174,8 +175,11 @@ class GradientSumCosts:
             module = self.plan.modules[kind.module]
             table = layer_table(self.costs, kind.module, kind.stage.tp_size, module.activation_checkpointing)
             tokens, squares = sizes.min(axis=1).tolist()
-            last = LAST_PASSES[kind.stage.splits_backward]
-            backward_ms = table.task_ms(tokens, squares, kind.stage.cp_size, last)
+            splits = kind.stage.splits_backward
+            backward_ms = table.task_ms(tokens, squares, kind.stage.cp_size, LAST_PASSES[splits])
+            # A stage ends with as many tasks for weights as there are stages up to it, each of which computes some
+            # layers of all of their chunks.
+            backward_ms = backward_ms * (1 + splits * kind.place)
             rows = table.rows(kind.stage)
             done_ms = np.concatenate([[0.0], np.cumsum(backward_ms[rows])])
             # Nothing tells that the first layer of the stage is complete but the end of the backward.

@@ -26,7 +26,7 @@ from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues, StepMessages, Transport
 from .payloads import Payload, Payloads, num_tokens_of
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
-from .weight_gradients import PutOffGradient, WeightGradients
+from .weight_gradients import PutOffGradient, PutOffGradients, WeightGradients
 from .work import StepResult, counting_work
 
 LossFunction = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -149,6 +149,9 @@ class _Step:
         self.gradients: dict[tuple, dict[str, Tensor]] = {}
         # Task -> weight gradients that its input gradient left out.
         self.put_off: dict[tuple, list[PutOffGradient]] = {}
+        # Stage -> what its last tasks of that kind compute, each of them some layers of all of their chunks, so that
+        # the sums over ranks begin in the first of these tasks.
+        self.parts: dict[StageKey, list[PutOffGradients]] = {}
         own_actions = program.actions.get(executor.rank, ())
         self.unsent = Counter(a.message.source for a in own_actions if a.op == "send" and a.message is not None)
 
@@ -277,8 +280,12 @@ class _Step:
 
     def weight_gradient(self, task: Task) -> None:
         """Computes the gradients of weights that were put off."""
-        reach = partial(self.executor.functions.passes.reach, task)
-        self.executor.weight_gradients.add(self.put_off.pop(task.key), reach)
+        owner, passes, key = self.executor.weight_gradients, self.executor.functions.passes, task.stage_key
+        if not self.parts.get(key):
+            last = passes.last_weights.get(key, ())
+            tasks = last if task in last else (task,)
+            self.parts[key] = owner.cut(owner.by_layer(self.put_off.pop(one.key) for one in tasks), len(tasks))
+        owner.add(self.parts[key].pop(0), partial(passes.reach, task))
 
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:
         """Sums the gradients of each output of a task that its consumers returned."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -278,8 +279,10 @@ class LastBackward:
 
     def begin(self, is_empty: bool) -> None:
         """See [`StagePasses`]."""
-        adds = self._kinds.pop().adds_gradients
-        self._is_last = adds and not any(kind.adds_gradients for kind in self._kinds)
+        kind = self._kinds.pop()
+        # the last tasks that fill share the layers of all of their chunks among them
+        others = [other for other in self._kinds if not (kind.fills and other.fills)]
+        self._is_last = kind.adds_gradients and not any(other.closes or other.adds_gradients for other in others)
 
     def compute(self) -> None:
         """Does nothing, see [`StagePasses`]."""
@@ -317,11 +320,18 @@ class TaskHooks:
         self.by_stage = by_stage or {}
         self.runs: Mapping[str, Sequence[Run]] = {}  # encoder -> modalities that any rank encodes in this step
         self._last: dict[Task, list[StageKey]] = {}  # last task of a replica on this rank -> its other virtual stages
+        # stage whose sums begin in its last tasks -> those of them that fill, after which it has no others
+        self.last_weights: dict[StageKey, list[Task]] = {}
 
     def start_step(self, actions: Sequence[Action]) -> None:
         """Called before the first of this rank's actions in a step."""
         tasks = [action.task for action in actions if action.task is not None and _is_pass(action.task)]
         last = {task.stage_key[:2]: task for task in tasks}
+        self.last_weights = {
+            key: _last_that_fill([task for task in tasks if task.stage_key == key])
+            for key, passes in self.by_stage.items()
+            if isinstance(passes, LastBackward)
+        }
         self._last = {task: [] for task in last.values()}
         for key, passes in self.by_stage.items():
             kinds = [task.row for task in tasks if task.stage_key == key]
@@ -356,6 +366,11 @@ class TaskHooks:
         """The passes that a task is one of, none or those of its stage."""
         has_pass = _is_pass(task) and task.stage_key in self.by_stage
         return [self.by_stage[task.stage_key]] if has_pass else []
+
+
+def _last_that_fill(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks that fill behind all others of a stage."""
+    return list(takewhile(lambda task: task.row.fills, reversed(tasks)))[::-1]
 
 
 def _is_pass(task: Task) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class PutOffGradient:
     def compute(self) -> Tensor:
         """Returns the gradient `[out_features, in_features]`, as the backward of a linear layer computes it."""
         return self.output_gradient.t().mm(self.input)
+
+
+PutOffGradients = dict[nn.Linear, list[list[PutOffGradient]]]  # by linear layer and chunk
 
 
 class WeightGradients:
@@ -93,23 +97,39 @@ class WeightGradients:
         return self._collected is not None
 
     @torch.no_grad()
-    def add(self, gradients: list[PutOffGradient], reach: Callable[[int], None]) -> None:
+    def add(self, gradients: PutOffGradients, reach: Callable[[int], None]) -> None:
         """
-        Adds gradients that were put off to those of the parameters, from the last layer to the first, and empties the
-        list, so that each is freed with its layer. `reach` is called with the index of each layer before its first.
+        Adds gradients that were put off to those of the parameters, from the last layer to the first, and frees them.
+        `reach` is called with the index of each layer before its first one.
         """
-        of_layer = _by_layer(gradients)
-        gradients.clear()
-        outside = [layer for layer in of_layer if self._layer_of[layer] is None]
-        within = sorted((layer for layer in of_layer if layer not in outside), key=lambda one: -self._place(one))
         reached: int | None = None
-        for layer in [*outside, *within]:
+        while gradients:
+            layer = next(iter(gradients))
             index = self._layer_of[layer]
             if index is not None and index != reached:
                 reached = index
                 reach(index)
-            # of one chunk, in the order of its backward
-            _add(layer.weight, reduce(torch.add, (one.compute() for one in of_layer.pop(layer))))
+            for of_chunk in gradients.pop(layer):
+                _add(layer.weight, reduce(torch.add, (one.compute() for one in of_chunk)))
+
+    def by_layer(self, chunks: Iterable[list[PutOffGradient]]) -> PutOffGradients:
+        """Linear layer -> what is put off of it in each chunk, from the last layer to the first."""
+        found: PutOffGradients = {}
+        for chunk in chunks:
+            for layer, own in _by_layer(chunk).items():
+                found.setdefault(layer, []).append(own)
+        outside = [layer for layer in found if self._layer_of[layer] is None]
+        within = sorted((layer for layer in found if layer not in outside), key=lambda one: -self._place(one))
+        return {layer: found[layer] for layer in (*outside, *within)}
+
+    def cut(self, gradients: PutOffGradients, count: int) -> list[PutOffGradients]:
+        """Consecutive parts of what was put off, of about the same work."""
+        sizes = list(accumulate(layer.weight.numel() for layer in gradients))
+        result: list[PutOffGradients] = [{} for _ in range(count)]
+        for (layer, chunks), size in zip(gradients.items(), sizes, strict=True):
+            middle = size - layer.weight.numel() / 2
+            result[min(int(count * middle / sizes[-1]), count - 1)][layer] = chunks
+        return result
 
     def _place(self, layer: nn.Linear) -> int:
         """The layer of the module that a linear layer is in."""

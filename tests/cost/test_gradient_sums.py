@@ -26,9 +26,9 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import REST, pass_actions
-from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD, WHOLE_PASSES
+from hf_mmparallel.schedule.kinds import BACKWARD, FORWARD, LAST_PASSES, WHOLE_PASSES
 from tests.cost.models import PLAIN
-from tests.schedule.builders import make_plan, make_step, timeline_of
+from tests.schedule.builders import make_plan, make_step, splitting, timeline_of
 
 HIDDEN, LAYERS, VOCABULARY = 2048, 4, 1000
 EFFICIENCY = 0.6
@@ -99,6 +99,30 @@ def test_complete_layers_are_summed_in_the_last_backward(zero_stage, link, token
     assert found.start_ms == pytest.approx(np.array([start - 1e3 for start, _ in times]), abs=1e-6)
     total = 4 * sum(p.num_elements for p in cost.costs.spec.language_model.parameters)
     assert sum(sizes) == total and cost.sync_ms(0) < whole(total)
+
+
+def test_sums_of_split_backwards_begin_in_the_last_weight_gradients():
+    """Of the last stage they begin in two tasks, each of which has half of the layers of both of their chunks."""
+    spec, tokens = text_model(), 8192
+    device = replace(PLAIN, overlap_efficiency=EFFICIENCY, link_gb_per_s=100.0)
+    costs = analytic_costs(spec, device)
+    plan = splitting(resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}))
+    sizes = SampleSizes.uniform({LANGUAGE_MODEL: tokens}, 4)
+    cost = StepCost(costs, plan, contiguous_step(plan, range(4), 1), sizes, sync_groups(spec, plan))
+    table = layer_table(costs, LANGUAGE_MODEL)
+    weights_ms = table.task_ms(tokens, tokens**2, 1, LAST_PASSES[1])
+    for index, group in enumerate(cost.sync_groups):
+        (_, _, place), *_ = group.stages
+        start, stop = plan.modules[LANGUAGE_MODEL].replicas[0][place].layers
+        whole = all_reduce(device, group.ranks)
+        rest, buckets = [], []
+        for layer in reversed(range(start, stop)):
+            rows = weights_ms[0 if start == 0 else start + 1 : layer + 1]
+            rest += [(1 + place) * float(rows.sum()) if layer > start else 0.0] * 3
+            buckets += [4 * 4 * HIDDEN * HIDDEN] * 2 + [4 * (8 * HIDDEN + HIDDEN)]
+        buckets[-1] += 4 * VOCABULARY * HIDDEN * (start == 0)
+        _, length = queued(rest, [whole(num_bytes) for num_bytes in buckets], 1e3, EFFICIENCY)
+        assert cost.sync_ms(index) == pytest.approx(length - 1e3, abs=1e-9)
 
 
 def test_engines_that_sum_after_the_backward_hide_nothing():

@@ -53,7 +53,8 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_cast", [False, True])
-def test_the_gradients_of_several_chunks_are_those_of_whole_backwards(dtype, is_cast):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_gradients_of_several_chunks_are_those_of_whole_backwards(dtype, is_cast, at_once):
     torch.manual_seed(0)
     model, inputs = Tangle().to(dtype), torch.randn(3, 2, 5, 6, dtype=dtype)
 
@@ -81,10 +82,17 @@ def test_the_gradients_of_several_chunks_are_those_of_whole_backwards(dtype, is_
         put_off.append(gradients)
     assert model.twice.weight.grad is None and model.twice.bias.grad is not None
     assert model.one.weight.grad is not None  # that of two layers is not put off
-    for gradients in put_off:
+    if at_once:  # two tasks for the layers of all chunks
+        parts = owner.cut(owner.by_layer(put_off), 2)
+        assert all(parts) and sum(map(len, parts)) == 3
+    else:
+        parts = [owner.by_layer([gradients]) for gradients in put_off]
+    put_off.clear()
+    for gradients in parts:
         owner.add(gradients, reached.append)
+        assert not gradients
     check(gradients_of(model))
-    assert reached == [1, 0] * 3
+    assert reached == ([1, 0, 0] if at_once else [1, 0] * 3)
     model.zero_grad()
     for chunk in inputs:  # not put off
         run(chunk).backward()
