@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .parallel_plan import ParallelPlan, ShardingSettings, Stage, StageKey
 
@@ -67,48 +66,63 @@ def can_put_off(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], paramet
     return parameter.trainable and is_matrix and not is_head and parameter.name not in tied
 
 
-def splitting_stages(
-    module: ModuleSpec,
-    tied: Mapping[str, tuple[str, int]],
-    ranges: Sequence[tuple[int, int]],
-    least: float,
-    has_trained_inputs: bool,  # whether what the first stage receives needs a gradient
-) -> list[bool]:
-    """
-    Whether each stage of `module` sends a gradient, and those of weights that can then be put off are at least a share
-    of the matrix products in its backward.
-    """
-    result, sends = [], has_trained_inputs
-    for layers, trains in zip(ranges, trainable_stages(module, tied, ranges), strict=True):
-        put_off = whole = 0.0
-        for parameter in module.parameters:
-            if not stage_holds(layers, module.num_layers, parameter.layer) or len(parameter.shape) < 2:
-                continue
+def put_off_share(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], layers: tuple[int, int]) -> float:
+    """Share of the gradients that can be put off of the matrix products in the backward of a stage of `layers`."""
+    put_off = whole = 0.0
+    for parameter in module.parameters:
+        if stage_holds(layers, module.num_layers, parameter.layer) and len(parameter.shape) > 1:
             active = parameter.num_elements * parameter.active_share * (not parameter.is_lookup)
             whole += active * (1 + parameter.trainable)
             put_off += active * can_put_off(module, tied, parameter, parameter.layer)
-        result.append(sends and put_off > 0 and put_off >= least * whole)
-        sends = sends or trains
-    return result
+    return put_off / whole if whole else 0.0
 
 
-def default_splits(
-    module: ModuleSpec,
+def with_split_backwards(
+    plan: ParallelPlan,
+    modules: Mapping[str, ModuleSpec],  # with their frozen parameters marked
     tied: Mapping[str, tuple[str, int]],
-    ranges: Sequence[tuple[int, int]],
-    schedule: Schedule,
-    recomputes: bool,
-    zero_stage: int,
-    has_trained_inputs: bool,
-) -> list[bool]:
-    """Whether each stage of a module puts off gradients of weights under a schedule, unless the user says so."""
+    wanted: Mapping[str, bool | None] | None = None,  # module -> whether the user wants it; by default as the schedule
+) -> ParallelPlan:
+    """
+    The plan with the stages marked that put off gradients of weights, which only what sends a gradient does.
+
+    Raises:
+        `ValueError`: For a module that is to put off some and has none.
+    """
+    wanted = wanted or {}
+    if not plan.policy.splits_backward and not any(wanted.values()):
+        return plan
+    planned, sending = {}, set()  # modules that what follows them sends gradients to
+    for name, module in plan.modules.items():
+        given, spec = wanted.get(name), modules[name]
+        shares = {layers: put_off_share(spec, tied, layers) for layers in {s.layers for _, _, s in module.stages()}}
+        least = _least_share(plan, name, spec, tied) if given is None else 0.0 if given else math.inf
+        is_fed, rows = any(edge.target == name and edge.source in sending for edge in plan.edges), []
+        for replica in module.replicas:
+            sends, stages = is_fed, []
+            for stage in replica:
+                stages.append(replace(stage, splits_backward=sends and 0 < shares[stage.layers] >= least))
+                sends = sends or stage.trainable
+            rows.append(tuple(stages))
+            sending |= {name} if sends else set()
+        planned[name] = replace(module, replicas=tuple(rows))
+        if given and not planned[name].splits_backward:
+            raise ValueError(
+                f"`split_backward=True` of `{name}` has no effect: none of its stages both sends a gradient and "
+                "trains the weight of a linear layer in its layers or projector. Leave it out."
+            )
+    return replace(plan, modules=planned)
+
+
+def _least_share(plan: ParallelPlan, name: str, spec: ModuleSpec, tied: Mapping[str, tuple[str, int]]) -> float:
+    """The share of gradients that can be put off from which the stages of a module do so by default."""
+    module = plan.modules[name]
     # inputs of linear layers stay, where recomputation would free them; and whole gradients of other matrices, such as
     # those of experts, where ZeRO would divide them at once
-    inside = [p for p in module.parameters if p.trainable and len(p.shape) > 1 and 0 <= p.layer < module.num_layers]
-    frees = zero_stage >= 2 and not all(can_put_off(module, tied, p, p.layer) for p in inside)
-    if recomputes or frees or not POLICIES[schedule].splits_backward:
-        return [False] * len(ranges)
-    return splitting_stages(module, tied, ranges, MIN_WEIGHT_SHARE, has_trained_inputs)
+    inside = [p for p in spec.parameters if p.trainable and len(p.shape) > 1 and 0 <= p.layer < spec.num_layers]
+    divides = module.sharding.zero_stage >= 2 and not all(can_put_off(spec, tied, p, p.layer) for p in inside)
+    pays = plan.policy.splits_backward and not module.activation_checkpointing and not divides
+    return MIN_WEIGHT_SHARE if pays else math.inf
 
 
 @dataclass(frozen=True)

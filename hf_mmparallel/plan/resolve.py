@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 
 from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
-from .ownership import default_splits, partly_frozen_stages, splitting_stages, stage_parameters, trainable_stages
+from .ownership import partly_frozen_stages, stage_parameters, trainable_stages, with_split_backwards
 from .parallel_plan import ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
@@ -138,11 +138,11 @@ def resolve_plan(
     """
     reject_unknown_keys("The model", list(plugins), list(spec.modules))
     modules: dict[str, ModulePlan] = {}
-    trained: set[str] = set()  # modules that what follows them sends gradients to
+    specs: dict[str, ModuleSpec] = {}  # with their frozen parameters marked
     next_rank = 0
     for name, module in spec.modules.items():
         plugin = _with_virtual_stages(plugins.get(name, ModulePlugin()), module, schedule)
-        module = module.with_frozen(plugin.freeze)
+        module = specs[name] = module.with_frozen(plugin.freeze)
         host = None
         if plugin.colocate_with is not None:
             host = modules.get(plugin.colocate_with)
@@ -166,10 +166,6 @@ def resolve_plan(
         ranges = split_layers(module.num_layers, plugin, name)
         trainable = trainable_stages(module, spec.tied, ranges)
         partly = partly_frozen_stages(module, spec.tied, ranges)
-        feeds = any(edge.target == name and edge.source in trained for edge in spec.edges)
-        splits = _splits_backward(module, spec.tied, ranges, plugins.get(name, plugin), schedule, feeds)
-        if feeds or any(trainable):
-            trained.add(name)
         replicas = []
         for replica in range(plugin.dp_size):
             stages = []
@@ -181,7 +177,7 @@ def resolve_plan(
                     first = next_rank + place * plugin.cp_size * plugin.tp_size
                     starts = range(first, first + plugin.cp_size * plugin.tp_size, plugin.tp_size)
                     mesh = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
-                stages.append(Stage(layers, mesh, trainable[index], partly[index], splits[index]))
+                stages.append(Stage(layers, mesh, trainable[index], partly[index]))
             replicas.append(tuple(stages))
         if host is None:
             next_rank += plugin.num_ranks
@@ -192,6 +188,8 @@ def resolve_plan(
         )
         _check_sharding(name, modules[name])
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches)
+    wanted = {name: plugin.split_backward for name, plugin in plugins.items()}
+    plan = with_split_backwards(plan, specs, spec.tied, wanted)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
@@ -204,29 +202,6 @@ def _with_virtual_stages(plugin: ModulePlugin, module: ModuleSpec, schedule: Sch
     if is_given or plugin.pp_size == 1 or LAYERS_PER_VIRTUAL_STAGE * plugin.pp_size * vp_size > module.num_layers:
         return plugin
     return replace(plugin, vp_size=vp_size)
-
-
-def _splits_backward(
-    module: ModuleSpec,
-    tied: Mapping[str, tuple[str, int]],
-    ranges: Sequence[tuple[int, int]],
-    plugin: ModulePlugin,
-    schedule: Schedule,
-    has_trained_inputs: bool,  # whether what the first stage receives needs a gradient
-) -> list[bool]:
-    """Whether each stage of a module puts off gradients of weights."""
-    if plugin.split_backward is None:
-        again, zero_stage = plugin.activation_checkpointing, plugin.zero_stage
-        return default_splits(module, tied, ranges, schedule, again, zero_stage, has_trained_inputs)
-    if not plugin.split_backward:
-        return [False] * len(ranges)
-    result = splitting_stages(module, tied, ranges, 0.0, has_trained_inputs)
-    if not any(result):
-        raise ValueError(
-            f"`split_backward=True` of `{module.name}` has no effect: none of its stages both sends a gradient and "
-            "trains the weight of a linear layer in its layers or projector. Leave it out."
-        )
-    return result
 
 
 def _sizes(module: ModulePlan) -> tuple[int, int, int, int]:

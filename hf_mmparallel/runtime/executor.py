@@ -26,7 +26,7 @@ from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues, StepMessages, Transport
 from .payloads import Payload, Payloads, num_tokens_of
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
-from .weight_gradients import PutOffGradient, PutOffGradients, WeightGradients
+from .weight_gradients import PutOffGradient, PutOffGradients, WeightGradients, cut_by_work
 from .work import StepResult, counting_work
 
 LossFunction = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -284,7 +284,7 @@ class _Step:
         if not self.parts.get(key):
             last = passes.last_weights.get(key, ())
             tasks = last if task in last else (task,)
-            self.parts[key] = owner.cut(owner.by_layer(self.put_off.pop(one.key) for one in tasks), len(tasks))
+            self.parts[key] = cut_by_work(owner.by_layer(self.put_off.pop(one.key) for one in tasks), len(tasks))
         owner.add(self.parts[key].pop(0), partial(passes.reach, task))
 
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ The graph of the backward is gone by then. All else that is trained gets its gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,36 +114,26 @@ class WeightGradients:
                 _add(layer.weight, reduce(torch.add, (one.compute() for one in of_chunk)))
 
     def by_layer(self, chunks: Iterable[list[PutOffGradient]]) -> PutOffGradients:
-        """Linear layer -> what is put off of it in each chunk, from the last layer to the first."""
+        """Linear layer -> what is put off of it in each chunk; first those in no layer, then from the last one on."""
         found: PutOffGradients = {}
         for chunk in chunks:
-            for layer, own in _by_layer(chunk).items():
-                found.setdefault(layer, []).append(own)
-        outside = [layer for layer in found if self._layer_of[layer] is None]
-        within = sorted((layer for layer in found if layer not in outside), key=lambda one: -self._place(one))
-        return {layer: found[layer] for layer in (*outside, *within)}
-
-    def cut(self, gradients: PutOffGradients, count: int) -> list[PutOffGradients]:
-        """Consecutive parts of what was put off, of about the same work."""
-        sizes = list(accumulate(layer.weight.numel() for layer in gradients))
-        result: list[PutOffGradients] = [{} for _ in range(count)]
-        for (layer, chunks), size in zip(gradients.items(), sizes, strict=True):
-            middle = size - layer.weight.numel() / 2
-            result[min(int(count * middle / sizes[-1]), count - 1)][layer] = chunks
-        return result
-
-    def _place(self, layer: nn.Linear) -> int:
-        """The layer of the module that a linear layer is in."""
-        index = self._layer_of[layer]
-        assert index is not None
-        return index
+            own: dict[nn.Linear, list[PutOffGradient]] = {}
+            for gradient in chunk:
+                own.setdefault(gradient.layer, []).append(gradient)
+            for layer, gradients in own.items():
+                found.setdefault(layer, []).append(gradients)
+        places = {layer: self._layer_of[layer] for layer in found}
+        ordered = sorted(found, key=lambda layer: -math.inf if (place := places[layer]) is None else -place)
+        return {layer: found[layer] for layer in ordered}
 
 
-def _by_layer(gradients: Iterable[PutOffGradient]) -> dict[nn.Linear, list[PutOffGradient]]:
-    """Groups gradients by their linear layers, in the order of the first of each."""
-    result: dict[nn.Linear, list[PutOffGradient]] = {}
-    for gradient in gradients:
-        result.setdefault(gradient.layer, []).append(gradient)
+def cut_by_work(gradients: PutOffGradients, count: int) -> list[PutOffGradients]:
+    """Consecutive parts of what was put off, of about the same work."""
+    sizes = list(accumulate(layer.weight.numel() for layer in gradients))
+    result: list[PutOffGradients] = [{} for _ in range(count)]
+    for (layer, chunks), size in zip(gradients.items(), sizes, strict=True):
+        middle = size - layer.weight.numel() / 2
+        result[min(int(count * middle / sizes[-1]), count - 1)][layer] = chunks
     return result
 
 

@@ -12,7 +12,7 @@ from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
 from ..plan.methods import ARRANGEMENT_CANDIDATES, POLICIES, SCHEDULES, Schedule
-from ..plan.ownership import default_splits, partly_frozen_stages, trainable_stages
+from ..plan.ownership import partly_frozen_stages, trainable_stages, with_split_backwards
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE, ZERO_STAGES
 from ..steps.step_planner import Prediction
@@ -109,28 +109,20 @@ class Candidate:
             if name not in self.colocated_with:
                 starts[name] = first
                 first += layout.num_ranks
-        modules: dict[str, ModulePlan] = {}
-        trained: set[str] = set()  # modules that what follows them sends gradients to
+        modules = {}
         for name, layout in self.layouts.items():
             start = starts[self.colocated_with.get(name, name)]
-            feeds = any(edge.target == name and edge.source in trained for edge in spec.edges)
-            modules[name] = _module_plan(spec, name, layout, start, self.schedule, feeds)
-            if feeds or any(stage.trainable for _, _, stage in modules[name].stages()):
-                trained.add(name)
+            modules[name] = _module_plan(spec, name, layout, start)
         named = self.arrangement if isinstance(self.arrangement, str) else None  # a plan holds no function
-        return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=named)
+        plan = ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=named)
+        return with_split_backwards(plan, spec.modules, spec.tied)
 
 
-def _module_plan(
-    spec: ModelSpec, name: str, layout: Layout, first: int, schedule: Schedule, has_trained_inputs: bool
-) -> ModulePlan:
+def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> ModulePlan:
     stops = [sum(layout.layers[: index + 1]) for index in range(layout.pp_size)]
     ranges = [(stop - count, stop) for stop, count in zip(stops, layout.layers, strict=True)]
     trainable = trainable_stages(spec.modules[name], spec.tied, ranges)
     partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
-    again = layout.activation_checkpointing
-    module = spec.modules[name]
-    splits = default_splits(module, spec.tied, ranges, schedule, again, layout.zero_stage, has_trained_inputs)
     grid = layout.cp_size * layout.tp_size
     replicas = []
     # The replica varies slowest, then the stage, then the cp rank.
@@ -140,9 +132,11 @@ def _module_plan(
             start = first + (replica * layout.pp_size + index) * grid
             firsts = range(start, start + grid, layout.tp_size)
             mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
-            stages.append(Stage(layers, mesh, trainable[index], partly[index], splits[index]))
+            stages.append(Stage(layers, mesh, trainable[index], partly[index]))
         replicas.append(tuple(stages))
-    return ModulePlan(tuple(replicas), again, sharding=layout.sharding, storage=layout.storage)
+    return ModulePlan(
+        tuple(replicas), layout.activation_checkpointing, sharding=layout.sharding, storage=layout.storage
+    )
 
 
 @dataclass(frozen=True)

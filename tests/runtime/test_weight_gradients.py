@@ -12,7 +12,7 @@ from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.modeling import build_model_spec, prepare_stages
 from hf_mmparallel.plan import LANGUAGE_MODEL, resolve_plan
-from hf_mmparallel.runtime.weight_gradients import WeightGradients
+from hf_mmparallel.runtime.weight_gradients import WeightGradients, cut_by_work
 from tests import tiny
 from tests.schedule.builders import splitting
 
@@ -83,7 +83,7 @@ def test_the_gradients_of_several_chunks_are_those_of_whole_backwards(dtype, is_
     assert model.twice.weight.grad is None and model.twice.bias.grad is not None
     assert model.one.weight.grad is not None  # that of two layers is not put off
     if at_once:  # two tasks for the layers of all chunks
-        parts = owner.cut(owner.by_layer(put_off), 2)
+        parts = cut_by_work(owner.by_layer(put_off), 2)
         assert all(parts) and sum(map(len, parts)) == 3
     else:
         parts = [owner.by_layer([gradients]) for gradients in put_off]

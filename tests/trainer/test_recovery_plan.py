@@ -103,6 +103,11 @@ def test_stages_after_a_plan_of_the_user_have_its_sizes() -> None:
     assert layouts.planner.plans.chain.tp_sizes == {"vision": (2,), LANGUAGE_MODEL: (2,)}
 
 
+def test_a_schedule_that_found_plans_do_not_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="gpipe"):
+        layouts_of(MultimodalParallelPlugin.from_any({"auto": True, "schedule": "gpipe"}))
+
+
 # What a rank that joins is told
 
 
