@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -52,6 +52,24 @@ def default_cost(task: Task) -> float:
     return float(sum(part in ("forward", "inputs", "weights") for part in task.row.work))
 
 
+@dataclass(frozen=True)
+class _Rules:
+    """How a simulation orders the tasks of a rank, where several could be next."""
+
+    alternate: bool = False  # a stage waits for a forward after each backward
+    keeps_free: float = 0.0  # share of a task that fills in which stages rather wait for what can start
+    encoders_last: bool = False  # on ranks of other modules
+
+    def others(self, simulation: _Simulation, alternate: bool) -> Iterator[_Rules]:
+        """Rules that may make another order than these, which are the defaults, did in a simulation."""
+        if simulation.could_keep_free:  # with what follows they make nothing faster
+            yield from (_Rules(keeps_free=0.5), _Rules(keeps_free=1.0))
+        for last in (False, True)[: 1 + simulation.could_go_last]:
+            for waits in (False, True)[: 1 + (alternate and simulation.could_wait)]:
+                if waits or last:
+                    yield _Rules(waits, encoders_last=last)
+
+
 class _Tables:
     """
     The constants of a simulation as lists, with which an event takes a few microseconds.
@@ -70,7 +88,7 @@ class _Tables:
         parts: NDArray | None = None,
     ):
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
-        self.max_in_flight = [max_in_flight.get(key, math.inf) for key in graph.stages]
+        self.max_in_flight = [float(max_in_flight.get(key, math.inf)) for key in graph.stages]
         most: dict[tuple[str, int], float] = {}  # of any stage of a replica
         for key, limit in zip(graph.stages, self.max_in_flight, strict=True):
             most[key[:2]] = max(most.get(key[:2], 0.0), limit)
@@ -96,6 +114,7 @@ class _Tables:
             for of_stage, component in zip(ranks, self.component_of, strict=True)
         ]
         self.first_rank = [of_stage[0] for of_stage in self.ranks]
+        self.is_encoder = [key[0] in plan.encoders for key in graph.stages]
         # stage -> the first virtual stage of its rank, in which the turns of all of them are counted; the number of
         # the virtual stage, and the microbatches that pass through it in turn
         self.turns_of, self.round, self.width = _virtual_stages(plan)
@@ -140,12 +159,11 @@ def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
 class _Simulation:
     """A discrete-event simulation: free ranks run the ready task of highest priority."""
 
-    def __init__(self, tables: _Tables, alternate: bool = False, keeps_free: float = 0.0):
-        self.tables, self.alternate = tables, alternate
-        # share of a task that fills in which stages rather wait for what can start
-        self.keeps_free = keeps_free
+    def __init__(self, tables: _Tables, rules: _Rules):
+        self.tables, self.rules = tables, rules
         self.could_wait = False  # whether a stage ran a second backward in a row where alternating would have waited
         self.could_keep_free = False  # whether a stage filled a gap beyond the start of another task
+        self.could_go_last = False  # whether tasks of an encoder and of others could start on shared ranks
         num_stages, num_tasks = len(tables.ranks), tables.graph.num_tasks
         self.next = [0] * num_stages  # index of the next forward of each stage
         self.backwards: list[list[int]] = [[] for _ in range(num_stages)]  # heaps of ready backwards
@@ -168,7 +186,8 @@ class _Simulation:
 
     def run(self, part: int, limit_ms: float = math.inf) -> float | None:
         """Simulates a part until its end time; `None` if alternating stages deadlock, or if it reaches the limit."""
-        self.could_wait, self.could_keep_free, self.events, self.running = False, False, 0, []
+        self.could_wait = self.could_keep_free = self.could_go_last = False
+        self.events, self.running = 0, []
         tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
         stage_of, first_rank, component_of = tables.stage_of, tables.first_rank, tables.component_of
         followers, stops, in_order, fills = tables.followers, tables.stops, tables.in_order, tables.fills
@@ -177,7 +196,7 @@ class _Simulation:
         for component in tables.components_of_part[part]:
             dispatch(component, tables.components[component], now)
         while left:
-            if self.alternate and not running:
+            if self.rules.alternate and not running:
                 return None
             if running and running[0][0] >= limit_ms:
                 return None
@@ -217,8 +236,8 @@ class _Simulation:
         if task >= 0 or not filling or (self.phases is not None and not self.phases.is_due(filling[0])):
             return task
         length_ms = self.tables.times_ms[filling[0]]
-        if self.keeps_free:
-            return -1 if self._starts_before(stage, now + self.keeps_free * length_ms) else filling[0]
+        if self.rules.keeps_free:
+            return -1 if self._starts_before(stage, now + self.rules.keeps_free * length_ms) else filling[0]
         self.could_keep_free = self.could_keep_free or self._starts_before(stage, now + length_ms)
         return filling[0]
 
@@ -251,7 +270,7 @@ class _Simulation:
         if not backwards:
             return forward
         due = self.forward_due[tables.turns_of[stage]]
-        if due and (fits if self.alternate else forward >= 0):
+        if due and (fits if self.rules.alternate else forward >= 0):
             return forward
         if phases is None or phases.is_due(backwards[0]):
             self.could_wait |= due and fits
@@ -271,19 +290,28 @@ class _Simulation:
                 return
             candidates = [index for index in (self._candidate(stage, now) for stage in stages) if index >= 0]
             if candidates:
-                self._start(candidates[0] if len(candidates) == 1 else min(candidates, key=self._priority), now)
+                self._start(self._sorted(candidates)[0], now)
             return
         # Only stages that changed since the last time can start a task.
         free = [stage for stage in changed if not any(map(busy.__getitem__, tables.ranks[stage]))]
         candidates = [index for index in (self._candidate(stage, now) for stage in free) if index >= 0]
         # A start changes what no other stage could run next, only which ranks are free.
-        for index in sorted(candidates, key=self._priority):
+        for index in self._sorted(candidates):
             if not any(map(busy.__getitem__, tables.ranks[tables.stage_of[index]])):
                 self._start(index, now)
+
+    def _sorted(self, candidates: list[int]) -> list[int]:
+        """Tasks that could start on the ranks of a component, by priority."""
+        if len(candidates) > 1:
+            is_encoder, stage_of = self.tables.is_encoder, self.tables.stage_of
+            self.could_go_last = self.could_go_last or len({is_encoder[stage_of[index]] for index in candidates}) > 1
+            candidates.sort(key=self._priority)
+        return candidates
 
     def _priority(self, index: int) -> tuple[int, ...]:
         """Sort key of tasks of stages that share ranks: first backwards and forwards that are due, last what fills."""
         tables, stage = self.tables, self.tables.stage_of[index]
+        goes_last = self.rules.encoders_last and tables.is_encoder[stage]
         in_order, due = tables.in_order[index], self.forward_due[tables.turns_of[stage]]
         width, microbatch = tables.width[stage], tables.microbatch[index]
         # Forwards of virtual stages that are due come before backwards of others, and groups of microbatches pass
@@ -291,8 +319,9 @@ class _Simulation:
         if in_order:
             rank, turn = (-(width > 1) if due else 1), tables.round[stage]
         else:
-            rank, turn = 2 * tables.fills[index], -tables.round[stage]
-        return rank, microbatch // width, turn, microbatch, tables.chunk[index], stage, index
+            rank, turn = 0, -tables.round[stage]
+        fills = tables.fills[index]
+        return fills, goes_last, rank, microbatch // width, turn, microbatch, tables.chunk[index], stage, index
 
     def _start(self, index: int, now: float) -> None:
         tables = self.tables
@@ -415,7 +444,8 @@ def order_tasks(
     work.) Forwards of a stage run in the order of its chunks, backwards in the order in which their gradients arrive.
 
     What fills runs where a stage has nothing else to do. In further orders stages rather wait for what comes before
-    half of it is done, or all of it.
+    half of it is done, or all of it. On shared ranks earlier microbatches come first; in another order encoders fill
+    what the other modules leave (Optimus, Feng et al. 2024).
 
     If the input of the forward after a backward has not arrived, the stage runs another backward, if one is ready.
     Forwards then run in bursts, too, and delay the backwards that earlier stages wait for. With `alternate` another
@@ -433,26 +463,20 @@ def order_tasks(
         if order is not None:
             return order
     tables = _Tables(plan, graph, times_ms, max_in_flight, parts)
-    best = _Simulation(tables)
-    others: dict[tuple[bool, float], _Simulation] = {}
+    first = best = _Simulation(tables, _Rules())
+    others: dict[_Rules, _Simulation] = {}
     # parts are ordered one by one, and the events of each are numbered from 0
     for part in range(len(tables.tasks_of_part)):
         end_ms = best.run(part)
         assert end_ms is not None
-        for rules in _other_rules(alternate and best.could_wait, best.could_keep_free):
+        for rules in first.rules.others(best, alternate):
             if rules not in others:
-                others[rules] = _Simulation(tables, *rules)
+                others[rules] = _Simulation(tables, rules)
             other = others[rules]
             other_ms = other.run(part, end_ms)
             if other_ms is not None:
                 end_ms, best = other_ms, other if parts is None else best.adopt(other, part)
     return Order(np.array(best.started, np.int64), np.array(best.finished, np.int64))
-
-
-def _other_rules(could_wait: bool, could_keep_free: bool) -> list[tuple[bool, float]]:
-    """Pairs of `alternate` and `keeps_free` that may make another order."""
-    # both at once make nothing faster
-    return [(False, 0.5), (False, 1.0)] * could_keep_free + [(True, 0.0)] * could_wait
 
 
 def _in_windows(

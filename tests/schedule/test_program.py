@@ -66,8 +66,11 @@ def test_any_layout_has_a_program_that_loses_nothing_and_reads_back(case, traini
     assert {span.task for span in simulation.spans} == tasks
     assert simulation.iteration_ms >= least_ms(case, training) - 1e-9
     limits = in_flight_limits(case.plan, case.step)
-    # A microbatch is let in whole, so that its chunks may go over the limit by less than one.
-    assert all(peak < limits.get(key, math.inf) + 1 for key, peak in simulation.peak_in_flight.items())
+    # A microbatch is let in whole, so that its chunks may go over the limit by less than one; one without a backward,
+    # which saves nothing, is let in at any time, and counts while it runs.
+    passing = {task.stage_key for task in tasks if task.kind == "fwd" and Task("bwd", *task.key) not in tasks}
+    peaks = simulation.peak_in_flight.items()
+    assert all(peak < limits.get(key, math.inf) + 1 + (key in passing) for key, peak in peaks)
     assert all(program.has_backward(task) == (Task("bwd", *task.key) in tasks) for task in tasks if task.kind == "fwd")
     for number, group in enumerate(case.sync_groups):
         for rank in group.ranks:

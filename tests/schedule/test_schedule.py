@@ -200,6 +200,19 @@ def test_encoders_first_runs_encoders_at_both_ends(shared):
     assert [peaks[name, 0, stage] for name in ("vision", LANGUAGE_MODEL) for stage in range(2)] == [6, 6, 2, 1]
 
 
+@pytest.mark.parametrize(("num_ranks", "count"), [(2, 6), (4, 16)])
+def test_on_shared_ranks_encoders_fill_what_the_language_model_leaves(num_ranks, count):
+    """Equal stages take as long as in DIP's order, in which encoders hold all microbatches."""
+    ranks, rows = [[(rank,) for rank in range(num_ranks)]], [[[index] for index in range(count)]]
+    names = ("vision", LANGUAGE_MODEL)
+    found = {}
+    for schedule in ("1f1b", "encoders_first"):
+        found[schedule] = run(planned(dict.fromkeys(names, ranks), dict.fromkeys(names, rows), schedule=schedule))
+        assert found[schedule].iteration_ms == 3 * (2 * count + num_ranks - 1)
+    in_flight = {schedule: own.peak_in_flight["vision", 0, 0] for schedule, own in found.items()}
+    assert in_flight == {"1f1b": 2 * num_ranks, "encoders_first": count}
+
+
 @settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(4, 16), st.integers(0, 10**6))
 def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(encoder, language, count, seed):
