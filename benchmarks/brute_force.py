@@ -186,8 +186,9 @@ class Layouts:
             layer_ms = self._layer_ms(name, own, listed.num_microbatches)
             cut = partition_all(layer_ms, own.pp).partition(own.pp).layers
             layouts[name] = Layout(cut, own.dp, own.cp, own.tp, own.recomputed)
-        schedule, arrangement = self.problem.first_schedule, self.problem.first_arrangement
-        return Candidate(layouts, listed.hosts, listed.num_microbatches, schedule, arrangement)
+        problem = self.problem
+        schedule, vp_size = problem.schedules[0]
+        return Candidate(layouts, listed.hosts, listed.num_microbatches, schedule, problem.first_arrangement, vp_size)
 
 
 def _divides(tp: int, part) -> bool:
@@ -284,10 +285,10 @@ def brute_orders(problem: PlanningProblem, layouts: Sequence[Candidate], limit_s
     times: list[tuple[float, Candidate]] = []
     all_orders = list(itertools.product(layouts, problem.schedules, problem.arrangements))
     num_simulated = 0
-    for layout, schedule, arrangement in all_orders:
+    for layout, (schedule, vp_size), arrangement in all_orders:
         if time.process_time() - start > limit_s:
             break
-        candidate = replace(layout, schedule=schedule, arrangement=arrangement)
+        candidate = replace(layout, schedule=schedule, vp_size=vp_size, arrangement=arrangement)
         prediction = simulated(problem, candidate, 0)
         num_simulated += 1
         if prediction is not None:

@@ -59,6 +59,8 @@ class SchedulePolicy:
     fills_memory: bool = False  # as many microbatches in flight as fit, not the fewest that keep all stages busy
     vp_size: int = 1  # virtual stages of a rank of a pipeline, for modules that don't say how many
     splits_backward: bool = False  # whether weight gradients are put off, in modules that don't say whether
+    # numbers of virtual stages with which a search tries it; none where another schedule is never slower
+    searched: tuple[int, ...] = (1,)
 
     @property
     def is_plain(self) -> bool:
@@ -85,11 +87,11 @@ class SchedulePolicy:
 # both of which any schedule may have.
 POLICIES: Mapping[Schedule, SchedulePolicy] = {
     "1f1b": SchedulePolicy(),
-    "gpipe": SchedulePolicy(encoders=(0, 1), others=(0, 1)),
+    "gpipe": SchedulePolicy(encoders=(0, 1), others=(0, 1), searched=()),
     "eager": SchedulePolicy(fills_memory=True),
     "encoders_first": SchedulePolicy(encoders=(0, 2), others=(1, 1)),
-    "interleaved": SchedulePolicy(vp_size=2),
-    "zero_bubble": SchedulePolicy(splits_backward=True),
+    "interleaved": SchedulePolicy(vp_size=2, searched=(2, 4)),
+    "zero_bubble": SchedulePolicy(splits_backward=True, searched=(1, 2)),
 }
 
 SCHEDULES = tuple(POLICIES)

@@ -217,6 +217,15 @@ def virtual_stages(stages: Sequence[Stage]) -> int:
     return len(meshes) // count if count > 1 and meshes == meshes[:count] * (len(meshes) // count) else 1
 
 
+# by default; a stage runs the model's code around its layers once more, which takes the host as long as a few layers
+LAYERS_PER_VIRTUAL_STAGE = 4
+
+
+def fitting_virtual_stages(vp_size: int, pp_size: int, num_layers: int) -> int:
+    """`vp_size` for a pipeline of at least two ranks with enough layers for so many virtual stages, else 1."""
+    return vp_size if pp_size > 1 and num_layers >= LAYERS_PER_VIRTUAL_STAGE * pp_size * vp_size else 1
+
+
 @dataclass(frozen=True)
 class ParallelPlan:
     """

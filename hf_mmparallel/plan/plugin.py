@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .deepspeed_config import deepspeed_settings, read_deepspeed
-from .methods import POLICIES, SCHEDULES, Schedule
+from .methods import SCHEDULES, Schedule
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,
@@ -28,10 +28,13 @@ from .reading import plain_data, read_count, read_flag, read_list, read_mapping,
 AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
-CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
+CHOSEN_BY_SEARCH = (
+    *("layers_per_stage", "vp_size", "split_backward", "colocate_with"),
+    *("cp_method", "cp_mode", "cp_block"),
+)
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
-NOT_SEARCHED = ("deepspeed", "vp_size", "split_backward")
+NOT_SEARCHED = ("deepspeed",)
 # settings that a finished plan contains; the others are written beside the plan
 HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
 
@@ -147,7 +150,7 @@ class ModulePlugin:
                     f"`layers_per_stage={self.layers_per_stage}` must have one number of at least 1 for each of the "
                     f"{stages}."
                 )
-        if self.vp_size is not None and self.vp_size > 1 and self.pp_size == 1:
+        if self.vp_size is not None and self.vp_size > 1 and self.pp_size == 1 and self.colocate_with is None:
             raise ValueError(
                 f"`vp_size={self.vp_size}` has no effect with `pp_size=1`, whose rank has all layers. Leave it out, "
                 "or use a `pp_size` above 1."
@@ -393,15 +396,9 @@ class MultimodalParallelPlugin:
                 raise ValueError(f"`{name}` is given, but `auto=True` chooses it. Leave one of them out.")
         self.check_searched("leave `auto=True` out and lay out all modules")
 
-    def check_searched(self, remedy: str, schedule: Schedule | None = None) -> None:
-        """
-        Raises `ValueError` for a setting that a search can't keep, or a schedule given in place of the plugin's;
-        `remedy` says what to do to keep it.
-        """
+    def check_searched(self, remedy: str) -> None:
+        """Raises `ValueError` for a setting that a search can't keep; `remedy` says what to do to keep it."""
         default = ModulePlugin()
-        schedule = schedule or self.schedule
-        if schedule is not None and POLICIES[schedule].vp_size > 1:
-            raise ValueError(f"`schedule={schedule!r}` is not known to the search yet. Leave it out, or {remedy}.")
         for name, module in self.modules.items():
             for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
                 value = getattr(module, key)

@@ -9,12 +9,9 @@ from dataclasses import asdict, replace
 from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import partly_frozen_stages, stage_parameters, trainable_stages, with_split_backwards
-from .parallel_plan import ModulePlan, ParallelPlan, Stage
+from .parallel_plan import ModulePlan, ParallelPlan, Stage, fitting_virtual_stages
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
-
-# by default; a stage runs the model's code around its layers once more, which takes the host as long as a few layers
-LAYERS_PER_VIRTUAL_STAGE = 4
 
 
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
@@ -141,7 +138,7 @@ def resolve_plan(
     specs: dict[str, ModuleSpec] = {}  # with their frozen parameters marked
     next_rank = 0
     for name, module in spec.modules.items():
-        plugin = _with_virtual_stages(plugins.get(name, ModulePlugin()), module, schedule)
+        plugin = plugins.get(name, ModulePlugin())
         module = specs[name] = module.with_frozen(plugin.freeze)
         host = None
         if plugin.colocate_with is not None:
@@ -159,7 +156,10 @@ def resolve_plan(
                     f"`{name}` shares the ranks of `{plugin.colocate_with}` (dp, pp, tp, cp = {sizes}) and can't have "
                     f"{given}. Leave its sizes out."
                 )
-            plugin = ModulePlugin(*sizes, layers_per_stage=plugin.layers_per_stage)
+            dp_size, pp_size, tp_size, cp_size = sizes
+            own = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "cp_size": cp_size}
+            plugin = replace(plugin, **own, colocate_with=None)
+        plugin = _with_virtual_stages(plugin, module, schedule)
         _check_uncut(module, plugin.pp_size * (plugin.vp_size or 1))
         check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size)
@@ -171,7 +171,7 @@ def resolve_plan(
             stages = []
             for index, layers in enumerate(ranges):
                 if host is not None:
-                    mesh = host.replicas[replica][index].mesh
+                    mesh = host.replicas[replica][index % plugin.pp_size].mesh
                 else:
                     place = replica * plugin.pp_size + index % plugin.pp_size
                     first = next_rank + place * plugin.cp_size * plugin.tp_size
@@ -197,16 +197,15 @@ def resolve_plan(
 
 def _with_virtual_stages(plugin: ModulePlugin, module: ModuleSpec, schedule: Schedule) -> ModulePlugin:
     """The settings with the number of virtual stages that the schedule has by default."""
-    vp_size = POLICIES[schedule].vp_size
-    is_given = plugin.vp_size is not None or plugin.layers_per_stage is not None
-    if is_given or plugin.pp_size == 1 or LAYERS_PER_VIRTUAL_STAGE * plugin.pp_size * vp_size > module.num_layers:
+    if plugin.vp_size is not None or plugin.layers_per_stage is not None:
         return plugin
-    return replace(plugin, vp_size=vp_size)
+    vp_size = fitting_virtual_stages(POLICIES[schedule].vp_size, plugin.pp_size, module.num_layers)
+    return replace(plugin, vp_size=vp_size) if vp_size > 1 else plugin
 
 
 def _sizes(module: ModulePlan) -> tuple[int, int, int, int]:
     """Sizes of a module: dp, pp, tp, cp."""
-    return module.dp_size, len(module.replicas[0]), module.tp_size, module.cp_size
+    return module.dp_size, module.pp_size, module.tp_size, module.cp_size
 
 
 def check_world_size(plan: ParallelPlan, world_size: int) -> None:

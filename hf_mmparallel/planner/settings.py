@@ -288,4 +288,4 @@ def has_all_sizes(settings: Settings, spec: ModelSpec, num_ranks: int) -> bool:
 def check_searchable(settings: Settings) -> None:
     """Raises `ValueError` for settings of modules that a search can't respect."""
     remedy = f"give the sizes of all modules, for {settings.gpus} ranks together"
-    settings.plugin.check_searched(remedy, settings.schedule)
+    settings.plugin.check_searched(remedy)

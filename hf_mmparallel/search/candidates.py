@@ -299,6 +299,7 @@ class CandidateSpace:
             estimated.num_microbatches,
             problem.first_schedule,
             problem.first_arrangement,
+            problem.schedules[0][1],
         )
 
 

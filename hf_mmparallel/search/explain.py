@@ -10,7 +10,7 @@ from ..cost.stage_memory import GIB
 from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace
 from .problem import PlanningProblem, RankedPlan
-from .simulations import large_samples, shard_size
+from .simulations import AS_FAST, SURE_RATIO, cautious_ms, large_samples, shard_size
 
 _FULL_MEMORY_FRACTION = 0.9  # share of the memory limit above which a plan is called full
 _ONE_PERCENT_FRACTION = 0.005  # share that rounds to 1 %
@@ -82,6 +82,8 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     if slower < _EQUAL_TIME_TOLERANCE:
         needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
         words = f"{-slower:.1%} faster" if slower < -_EQUAL_TIME_TOLERANCE else "As fast"
+        if cautious_ms(other) > AS_FAST * cautious_ms(best):
+            return f"{words}: `{other.candidate.schedule}` has to gain {SURE_RATIO - 1:.0%}, since tasks are shorter."
         groups = [shard_size(plan.candidate) for plan in (best, other)]
         if groups[1] > groups[0]:
             return f"{words}: copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from ..arrange import Arrangement
@@ -13,7 +14,7 @@ from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
 from ..plan.methods import ARRANGEMENT_CANDIDATES, POLICIES, SCHEDULES, Schedule
 from ..plan.ownership import partly_frozen_stages, trainable_stages, with_split_backwards
-from ..plan.parallel_plan import ShardingSettings, StorageSettings
+from ..plan.parallel_plan import ShardingSettings, StorageSettings, fitting_virtual_stages
 from ..plan.plugin import STORAGE, ZERO_STAGES
 from ..steps.step_planner import Prediction
 
@@ -76,6 +77,7 @@ class Candidate:
     num_microbatches: int = 1  # of each replica of the language model
     schedule: Schedule = "1f1b"
     arrangement: str | Arrangement = "hierarchical"  # of batches
+    vp_size: int = 1  # virtual stages of each rank of a pipeline, in modules with enough layers
 
     @property
     def num_ranks(self) -> int:
@@ -112,15 +114,19 @@ class Candidate:
         modules = {}
         for name, layout in self.layouts.items():
             start = starts[self.colocated_with.get(name, name)]
-            modules[name] = _module_plan(spec, name, layout, start)
+            modules[name] = _module_plan(spec, name, layout, start, self.vp_size)
         named = self.arrangement if isinstance(self.arrangement, str) else None  # a plan holds no function
         plan = ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=named)
         return with_split_backwards(plan, spec.modules, spec.tied)
 
 
-def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> ModulePlan:
-    stops = [sum(layout.layers[: index + 1]) for index in range(layout.pp_size)]
-    ranges = [(stop - count, stop) for stop, count in zip(stops, layout.layers, strict=True)]
+def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int, vp_size: int) -> ModulePlan:
+    rounds = fitting_virtual_stages(vp_size, layout.pp_size, sum(layout.layers))
+    if min(layout.layers) < rounds:
+        rounds = 1
+    counts = [count // rounds + (number < count % rounds) for number in range(rounds) for count in layout.layers]
+    stops = list(accumulate(counts))
+    ranges = [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
     trainable = trainable_stages(spec.modules[name], spec.tied, ranges)
     partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
     grid = layout.cp_size * layout.tp_size
@@ -129,7 +135,7 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
     for replica in range(layout.dp_size):
         stages = []
         for index, layers in enumerate(ranges):
-            start = first + (replica * layout.pp_size + index) * grid
+            start = first + (replica * layout.pp_size + index % layout.pp_size) * grid
             firsts = range(start, start + grid, layout.tp_size)
             mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
             stages.append(Stage(layers, mesh, trainable[index], partly[index]))
@@ -160,6 +166,7 @@ class PlanningProblem:
     # optimizer state and frozen weights may be put into host memory where the user leaves that open; the device has to
     # say how large and how fast it is
     offloads: bool = True
+    splits: bool = True  # backwards can be split
     effort: int = 384  # simulation budget in tasks per rank: larger values simulate more candidates
     seed: int = 0  # of the batches drawn from `sizes`
 
@@ -212,12 +219,12 @@ class PlanningProblem:
         return ARRANGEMENT_CANDIDATES if self.memory_bytes is not None else (*ARRANGEMENT_CANDIDATES, "contiguous")
 
     @property
-    def schedules(self) -> tuple[Schedule, ...]:
-        """
-        The schedules to try. Virtual stages are not laid out, and split backwards, whose gain on GPUs has not been
-        measured, only if they are asked for.
-        """
-        return (self.schedule,) if self.schedule else tuple(s for s in SCHEDULES if POLICIES[s].is_plain)
+    def schedules(self) -> list[tuple[Schedule, int]]:
+        """The schedules to try, each with its numbers of virtual stages; split backwards only where they can be."""
+        if self.schedule:
+            return [(self.schedule, vp_size) for vp_size in POLICIES[self.schedule].searched or (1,)]
+        policies = {name: own for name, own in POLICIES.items() if self.splits or not own.splits_backward}
+        return [(name, vp_size) for name, policy in policies.items() for vp_size in policy.searched]
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
-from ..arrange import Arrangement
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES
 from ..plan import ModuleSpec
-from ..plan.methods import Schedule
+from ..plan.methods import POLICIES, Schedule
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace, diversify
@@ -26,6 +26,7 @@ from .simulations import (
     SMALL_STEP,
     Simulated,
     Simulations,
+    cautious_ms,
     distinct_sizes,
     in_order,
     key_of,
@@ -139,38 +140,50 @@ def try_orders(simulations: Simulations, share: float) -> None:
         waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
         if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
             continue
-        schedules = problem.schedules if waits else (first.candidate.schedule,)
+        schedules = problem.schedules if waits else [(first.candidate.schedule, first.candidate.vp_size)]
         orders, slice_tasks = _best_orders(simulations, first, schedules)
         num_tasks += slice_tasks
         for index, simulated in enumerate(layouts[:_MAX_REORDERED]):
-            for (schedule, arrangement), ratio in orders[: 1 if index else _ORDERS]:
+            for order, ratio in orders[: 1 if index else _ORDERS]:
                 if ratio * simulated.step_ms <= _ORDER_RATIO * simulations.best_ms:
-                    candidate = replace(simulated.candidate, schedule=schedule, arrangement=arrangement)
+                    candidate = replace(simulated.candidate, **order)
                     num_tasks += simulations.simulate_new(candidate, simulated.estimated)
 
 
 def _best_orders(
-    simulations: Simulations, first: Simulated, schedules: Sequence[Schedule]
-) -> tuple[list[tuple[tuple[Schedule, str | Arrangement], float]], int]:
+    simulations: Simulations, first: Simulated, schedules: Sequence[tuple[Schedule, int]]
+) -> tuple[list[tuple[dict[str, Any], float]], int]:
     """
     Other schedules and arrangements in the order of their slices' step times, each with the ratio of its time to that
     of the candidate's order; and the number of tasks of all slices.
     """
-    problem, candidate, times = simulations.problem, first.candidate, {}
+    problem, candidate, first_ms = simulations.problem, first.candidate, first.step_ms
     parts = 1 if candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
     known_ms = first.step_ms if parts == 1 and first.is_whole else first.slice_ms
-    for schedule, arrangement in itertools.product(schedules, problem.arrangements):
-        ordered = replace(candidate, schedule=schedule, arrangement=arrangement)
+    found: list[tuple[dict[str, Any], float]] = []
+    slower: set[tuple] = set()  # schedules and arrangements of which more virtual stages are not tried
+    for (schedule, vp_size), arrangement in itertools.product(schedules, problem.arrangements):
+        order = {"schedule": schedule, "vp_size": vp_size, "arrangement": arrangement}
+        ordered = replace(candidate, **order)
         if ordered == candidate and known_ms is not None:
-            times[schedule, arrangement] = known_ms
-            continue
-        found = simulations.slice(ordered, first.estimated, parts)
-        if found is not None:
-            times[schedule, arrangement] = found.step_ms
-    num_tasks = len(times) * candidate.num_tasks // parts
-    first_ms = times.pop((candidate.schedule, candidate.arrangement), first.step_ms)
-    orders = sorted(times, key=times.__getitem__)
-    return [(order, times[order] / first_ms) for order in orders], num_tasks
+            first_ms = known_ms
+        elif (schedule, arrangement) not in slower and (problem.schedule is not None or _differs(problem, ordered)):
+            sliced = simulations.slice(ordered, first.estimated, parts)
+            if sliced is None or sliced.step_ms > first_ms:
+                slower.add((schedule, arrangement))
+            if sliced is not None and ordered == candidate:
+                first_ms = sliced.step_ms
+            elif sliced is not None:
+                found.append((order, sliced.step_ms))
+    num_tasks = (1 + len(found)) * candidate.num_tasks // parts
+    return [(order, step_ms / first_ms) for order, step_ms in sorted(found, key=lambda own: own[1])], num_tasks
+
+
+def _differs(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Whether a candidate has the virtual stages and split backwards of its schedule in any module."""
+    modules = candidate.plan(problem.spec).modules.values()
+    splits = not POLICIES[candidate.schedule].splits_backward or any(own.splits_backward for own in modules)
+    return splits and (candidate.vp_size == 1 or any(own.vp_size > 1 for own in modules))
 
 
 def _shape(candidate: Candidate) -> tuple:
@@ -213,9 +226,10 @@ def finalists(simulations: Simulations, share: float, least: int) -> list[Ranked
 
 
 def _mean_ms(racer: tuple[Simulated, list[Prediction]]) -> float:
-    """Mean step time over the batches so far."""
+    """Mean step time over the batches so far, see [`cautious_ms`]."""
     simulated, others = racer
-    return (simulated.step_ms + sum(other.step_ms for other in others)) / (1 + len(others))
+    mean_ms = (simulated.step_ms + sum(other.step_ms for other in others)) / (1 + len(others))
+    return mean_ms * cautious_ms(simulated) / simulated.step_ms
 
 
 def _ranked(simulations: Simulations, simulated: Simulated, others: list[Prediction]) -> RankedPlan:

@@ -215,6 +215,7 @@ def _searched(
         seed=args.seed,
         zero_stages=ZERO_STAGES if args.optim in _ELEMENTWISE_OPTIMIZERS else (0,),
         offloads=args.optim in _CPU_OPTIMIZERS,
+        splits=not args.torch_compile,
     )
     result = search_plans(problem)
     best = result.best

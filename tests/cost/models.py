@@ -31,19 +31,19 @@ PLAIN = replace(
 """An H100 without launches and latencies, so that what is worked out by hand is operations and bytes."""
 
 
-def module(name: str, frozen: bool = False) -> ModuleSpec:
+def module(name: str, frozen: bool = False, num_layers: int = LAYERS) -> ModuleSpec:
     parameters = []
     shapes = {f"attn.{letter}_proj": (HIDDEN, HIDDEN) for letter in "qkvo"}
     shapes |= {"mlp.up": (WIDE, HIDDEN), "mlp.down": (HIDDEN, WIDE), "norm": (HIDDEN,)}
-    for layer in range(LAYERS):
+    for layer in range(num_layers):
         for part, shape in shapes.items():
             parameters.append(ParameterSpec(f"{name}.{layer}.{part}.weight", shape, layer, "bfloat16", not frozen))
     if name == LANGUAGE_MODEL:
         parameters.insert(0, ParameterSpec("embed_tokens.weight", (VOCABULARY, HIDDEN), -1, "bfloat16", not frozen))
     else:
-        parameters.append(ParameterSpec(f"{name}.projector", (HIDDEN, HIDDEN), LAYERS, "bfloat16"))
+        parameters.append(ParameterSpec(f"{name}.projector", (HIDDEN, HIDDEN), num_layers, "bfloat16"))
     features = () if name == LANGUAGE_MODEL else (FeatureSpec("image"),)
-    return ModuleSpec(name, f"{name}.layers", LAYERS, HIDDEN, 4, 4, WIDE, tuple(parameters), features)
+    return ModuleSpec(name, f"{name}.layers", num_layers, HIDDEN, 4, 4, WIDE, tuple(parameters), features)
 
 
 def model(frozen: tuple[str, ...] = (), tied: bool = True, **changes: Any) -> ModelSpec:

@@ -107,6 +107,10 @@ def test_colocation_shares_ranks_stage_by_stage():
     assert rows(resolve(host, {"colocate_with": "vision", **host}), LANGUAGE_MODEL) == rows(plan, LANGUAGE_MODEL)
     uneven = resolve(host, {"colocate_with": "vision", "layers_per_stage": [1, 3]})
     assert rows(uneven, LANGUAGE_MODEL)[0] == [((0, 1), ((0,),)), ((1, 4), ((1,),))]
+    rounds = resolve(host, {"colocate_with": "vision", "vp_size": 2})
+    assert rows(rounds, LANGUAGE_MODEL)[1] == [((i, i + 1), ((2 + i % 2,),)) for i in range(4)]
+    with pytest.raises(ValueError, match="`vp_size=2` .* no effect"):
+        resolve({"dp_size": 2}, {"colocate_with": "vision", "vp_size": 2})
 
 
 def test_freezing_is_not_undone():

@@ -93,6 +93,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {VISION: SPLIT2, LM: {**VP2, **SPLIT2}},
         {},
     ),
+    "llava, zero bubble and virtual stages on shared ranks": (
+        "llava",
+        2,
+        {"modules": {VISION: VP2, LM: {"colocate_with": VISION, "vp_size": 2}}, "schedule": "zero_bubble"},
+        {},
+    ),
     "llava, frozen vision, zero bubble": (
         "llava",
         3,
@@ -119,6 +125,7 @@ CORE = (
     "llava, interleaved",
     "llama, tied, tp 2, virtual stages, recomputed",
     "llava, zero bubble",
+    "llava, zero bubble and virtual stages on shared ranks",
     "llama, tied, tp 2, split backwards, recomputed",
     "llava, split backwards of copies, ZeRO-3",
 )
