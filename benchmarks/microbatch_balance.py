@@ -172,7 +172,7 @@ def make_plan(model: str, stages: tuple[int, int], replicas: int, schedule: str,
 
 
 class TaskTimes:
-    """Task -> ms: its samples' share of the stage, two forwards for a backward."""
+    """Task -> ms: its samples' share of the stage, two forwards for a backward, half of it for each of two parts."""
 
     def __init__(self, plan: ParallelPlan, step: StepPlan, workloads: Workloads, ranks: int = 1):
         self.plan, self.step, self.workloads, self.ranks = plan, step, workloads, ranks
@@ -182,7 +182,8 @@ class TaskTimes:
         share = self.plan.stage(task.module, task.replica, task.stage).num_layers / module.num_layers / self.ranks
         batch_indices = list(self.step.chunks[task.module, task.replica, task.microbatch][task.chunk])
         forward = share * float(self.workloads.forward_ms[task.module][batch_indices].sum())
-        return forward if task.kind == "fwd" else self.workloads.backward_ratio[task.module] * forward
+        parts = sum(part in ("inputs", "weights") for part in task.row.work) / 2
+        return self.workloads.backward_ratio[task.module] * forward * parts if parts else forward
 
 
 def stage_work(plan: ParallelPlan, workloads: Workloads) -> list[StageWork]:

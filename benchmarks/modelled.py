@@ -15,6 +15,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 
 from hf_mmparallel import MultimodalModel
 from hf_mmparallel.data.step_batch import StepBatch
+from hf_mmparallel.runtime import executor
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.schedule import Task
@@ -110,7 +111,8 @@ class SleepingStage:
             self.shapes[task] = [output.shape for output in outputs]
             return outputs
         inputs = [*(hidden or []), *(value for values in features.values() for value in values if value is not None)]
-        times = (self.costs[task], self.costs.get(Task("bwd", *task.key), 0.0))
+        backward = next((own for own in ("bwd", "bwd_input") if Task(own, *task.key) in self.costs), "")
+        times = (self.costs[task], self.costs.get(Task(backward, *task.key), 0.0))
         return list(_Sleep.apply(times, self.shapes[task], self.anchor, *inputs))  # type: ignore[arg-type]
 
 
@@ -129,6 +131,7 @@ def sleep_instead(engine: ParallelEngine, costs: Mapping[Task, float]) -> None:
         loss=lambda logits, *_: (logits.sum(), torch.tensor(1)),
         before_forward=lambda task: current.__setitem__(slice(None), [task]),
     )
+    executor._RUN["bwd_weight"] = lambda run, task: time.sleep(costs[task] / 1e3)
     engine.executor.stages = {
         key: SleepingStage(stage.stage if isinstance(stage, SleepingStage) else stage, engine, costs, current)
         for key, stage in engine.executor.stages.items()

@@ -22,6 +22,7 @@ TITLES = {
     "encoders_first": "encoders first",
     "interleaved": "interleaved",
     "zero_bubble": "zero bubble",
+    "zero_bubble_h2": "zero bubble, more memory",
 }
 
 
@@ -30,7 +31,7 @@ def example(schedule: Schedule) -> Timeline:
     An encoder on one rank in front of a pipeline of four, eight microbatches: a forward of a rank takes 1 ms, as do
     the gradients of its inputs and those of its weights.
     """
-    rounds, splits = (2 if schedule == "interleaved" else 1), schedule == "zero_bubble"
+    rounds, splits = (2 if schedule == "interleaved" else 1), "zero_bubble" in schedule
     count = RANKS * rounds
     stages = tuple(Stage((i, i + 1), ((1 + i % RANKS,),), splits_backward=splits) for i in range(count))
     modules = {"vision": ModulePlan(((Stage((0, 1), ((0,),)),),)), LANGUAGE_MODEL: ModulePlan((stages,))}
@@ -72,31 +73,49 @@ def examples() -> str:
     return table("| schedule | step | bubble | microbatches that a rank of the pipeline has at once |", rows)
 
 
-def schedule_means() -> str:
-    """Step, bubble and memory of all schedules over those of 1F1B, means over the cases."""
+def schedule_means(kind: str = "schedules") -> str:
+    """Step, bubble and memory of all schedules over those of the first one, means over the cases."""
     rows = [
-        f"| {name} | {row['step']:.3f} | {row['alone']:.3f} | {row['bubble_share']:.2f} | {row['memory']:.2f} |"
-        for name, row in result("schedules")["means"].items()
+        f"| {name} | {row['step']:.3f} | {row['longest']:.3f} | {row['alone']:.3f} | {row['bubble_share']:.2f} | "
+        f"{row['memory']:.2f} |"
+        for name, row in result("schedules")["means"][kind].items()
     ]
-    return table("| schedule | step | without gradient sums | bubble | largest memory of a rank |", rows)
+    return table("| schedule | step | longest | without gradient sums | bubble | largest memory of a rank |", rows)
 
 
 def schedule_cases() -> str:
-    """The same of each case, for split backwards and virtual stages."""
+    """The same of each case, for split backwards and virtual stages, and for shared ranks beside both kinds of DIP."""
     rows = []
     for case in result("schedules")["cases"]:
+        found, shared = case["schedules"], case["shared"]
         cells = [
-            f"{row['step']:.3f}, {row['alone']:.3f}, {row['bubble']:.0%}, {row['memory']:.2f}"
-            for row in (case["schedules"][name] for name in ("1f1b", "interleaved", "zero_bubble"))
+            *(f"{found[name]['step']:.3f}" for name in ("interleaved", "zero_bubble", "zero_bubble_h2")),
+            *(
+                f"{shared[name]['step']:.3f}, {shared[name]['step_ms'] / shared['DIP, equal times']['step_ms']:.3f}"
+                for name in ("1f1b", "zero_bubble", "zero_bubble, tapered")
+            ),
         ]
         stages = " + ".join(map(str, case["stages"]))
         rows.append(f"| {case['dataset']} | {case['model']} | {stages} | {' | '.join(cells)} |")
-    return table("| dataset | model | stages | `1f1b` | `interleaved` | `zero_bubble` |", rows)
+    head = "| dataset | model | stages | `interleaved` | `zero_bubble` | `zero_bubble_h2` | shared ranks: `1f1b` | "
+    return table(head + "`zero_bubble` | `zero_bubble`, `tapered` |", rows)
+
+
+def schedule_runs() -> str:
+    """Steps of the engine with modelled durations beside the predicted ones."""
+    rows = [
+        f"| {row['ranks']} | {row['schedule']} | {row['predicted_ms']:,.0f} ms | {row['measured_ms']:,.0f} ms | "
+        f"{row['measured_ms'] / row['predicted_ms']:.3f} |"
+        for row in result("schedule_runs")["rows"]
+    ]
+    return table("| ranks | schedule | predicted | measured | measured over predicted |", rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
     **{f"chart_{schedule}": partial(chart, schedule) for schedule in TITLES},  # type: ignore[arg-type]
     "schedule_examples": examples,
     "schedule_means": schedule_means,
+    "shared_means": partial(schedule_means, "shared"),
     "schedule_cases": schedule_cases,
+    "schedule_runs": schedule_runs,
 }

@@ -1,12 +1,17 @@
 """
 Schedules of the same plans and batches: step, bubble and peak memory in the simulator.
 
-Batches of 256 samples with the sizes of four published datasets, an encoder of Qwen2.5-VL in front of a Llama 3 of 1B
-or 3B, on A40s by operation counts: four replicas with the stages that Entrain's tables give them, 16 microbatches,
-packed rows. 1F1B also with samples in the order of the dataset, without deferral; all others defer by `hierarchical`.
-`interleaved` has two virtual stages on each rank of the pipelines, `zero_bubble` splits backwards, and the last row
-does both. A row is relative to 1F1B with deferral on the same batch, the mean over batches, also without the sums of
-gradients over the replicas; memory is the largest of any rank, with weights, gradients and optimizer state.
+Batches of 512 samples with the sizes of four published datasets, an encoder of Qwen2.5-VL in front of a Llama 3 of 1B
+or 3B, on A40s by operation counts: four replicas with as many stages as Entrain's tables give them, of about equal
+time, 32 microbatches, packed rows. 1F1B also with samples in the order of the dataset, without deferral; all others
+defer by `hierarchical`. `interleaved` has two virtual stages on each rank of the pipelines, `zero_bubble` splits
+backwards, `zero_bubble, interleaved` does both, and `zero_bubble_h2` has more microbatches in flight. A row is
+relative to 1F1B with deferral on the same batch, the mean over batches, also without the sums of gradients over the
+replicas; memory is the largest of any rank, with weights, gradients and optimizer state.
+
+The same on shared ranks, eight stages of each module on the same eight tp groups, relative to DIP: two encoder
+microbatches for each of the language model, all encoder forwards before and all encoder backwards after it, stages of
+equally many layers; and beside DIP with the stages of all others.
 
 ```bash
 python benchmarks/schedules.py
@@ -18,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +34,26 @@ from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.arrange import arrange_step
-from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads, find_device, memory_timeline
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.cost import (
+    CostModel,
+    StepCost,
+    analytic_costs,
+    batch_workloads,
+    find_device,
+    layer_table,
+    memory_timeline,
+)
+from hf_mmparallel.papers.baseline_layouts import even_layers
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, sync_groups
 from hf_mmparallel.plan.methods import Schedule
 from hf_mmparallel.schedule import find_representatives, simulate
+from hf_mmparallel.search.partition import partition_all
+from hf_mmparallel.search.problem import Candidate, Layout
 
-MICROBATCH = 4
+MICROBATCH, TP_SIZE = 4, 2
 GIB = 2**30
-GOALS = {"zero_bubble": 0.92, "interleaved_bubble": 0.6}  # of the step of 1F1B, of the bubble of 1F1B
+# of the step of 1F1B, of its bubble, and in every case of the step of DIP
+GOALS = {"zero_bubble": 0.92, "interleaved_bubble": 0.6, "shared": 0.97}
 
 
 @dataclass(frozen=True)
@@ -46,18 +63,26 @@ class Variant:
     schedule: Schedule
     arrangement: str = "hierarchical"
     vp_size: int = 1
-    splits: bool = False
+    even: bool = False  # stages have equally many layers, not about equal time
 
 
-VARIANTS = {
+VARIANTS = {  # on ranks of their own; the others are relative to the first
     "1f1b": Variant("1f1b"),
     "1f1b, no deferral": Variant("1f1b", "contiguous"),
     "gpipe": Variant("gpipe"),
     "eager": Variant("eager"),
     "encoders_first": Variant("encoders_first"),
     "interleaved": Variant("interleaved", vp_size=2),
-    "zero_bubble": Variant("zero_bubble", splits=True),
-    "zero_bubble, interleaved": Variant("zero_bubble", vp_size=2, splits=True),
+    "zero_bubble": Variant("zero_bubble"),
+    "zero_bubble, interleaved": Variant("zero_bubble", vp_size=2),
+    "zero_bubble_h2": Variant("zero_bubble_h2"),
+}
+SHARED = {
+    "DIP": Variant("encoders_first", "sub_microbatches", even=True),
+    "DIP, equal times": Variant("encoders_first", "sub_microbatches"),
+    "1f1b": Variant("1f1b"),
+    "zero_bubble": Variant("zero_bubble"),
+    "zero_bubble, tapered": Variant("zero_bubble", "tapered"),
 }
 
 
@@ -65,7 +90,7 @@ VARIANTS = {
 class Sizes:
     """Sizes of the simulations."""
 
-    batch: int = 256
+    batch: int = 512
     replicas: int = 4
     num_batches: int = 3
 
@@ -73,23 +98,27 @@ class Sizes:
 QUICK = Sizes(batch=32, replicas=1, num_batches=1)
 
 
-def plan_of(model: str, stages: Sequence[int], replicas: int, variant: Variant) -> ParallelPlan:
-    """Encoder and language model on ranks of their own, in pipelines of tp groups of two ranks."""
-    spec = PUBLISHED_MODELS[model].spec
-    sizes = {}
+def plan_of(
+    costs: CostModel, stages: Sequence[int], replicas: int, variant: Variant, sizes: SampleSizes, shares: bool = False
+) -> ParallelPlan:
+    """Encoder and language model on ranks of their own, or the same, in pipelines of tp groups of two ranks."""
+    layouts = {}
     for name, pp_size in zip((VISION, LANGUAGE_MODEL), stages, strict=True):
-        rounds = variant.vp_size if pp_size > 1 and spec.modules[name].num_layers >= 2 * pp_size else 1
-        sizes[name] = ModulePlugin(replicas, pp_size, 2, vp_size=rounds if rounds > 1 else None)
-    return resolve_plan(spec, sizes, schedule=variant.schedule)
+        mean = [MICROBATCH * float(values[name].mean()) for values in (sizes.tokens, sizes.squares)]
+        times = layer_table(costs, name, TP_SIZE).step_ms(*mean)
+        layers = even_layers(len(times), pp_size)
+        if not variant.even:
+            layers = partition_all(times, pp_size).partition(pp_size).layers
+        layouts[name] = Layout(layers, replicas, tp_size=TP_SIZE)
+    hosts = {VISION: LANGUAGE_MODEL} if shares else {}
+    return Candidate(layouts, hosts, 1, variant.schedule, vp_size=variant.vp_size).plan(costs.spec)
 
 
-def simulated(model: str, plan: ParallelPlan, variant: Variant, sizes: SampleSizes) -> dict[str, float]:
+def simulated(costs: CostModel, plan: ParallelPlan, variant: Variant, sizes: SampleSizes) -> dict[str, float]:
     """A step of one batch."""
-    spec = PUBLISHED_MODELS[model].spec
-    costs = replace(analytic_costs(spec, find_device("a40")), packing=True)
     workloads = batch_workloads(costs, plan, sizes)
     step = arrange_step(plan, range(sizes.num_samples), workloads, MICROBATCH, variant.arrangement)
-    groups = sync_groups(spec, plan)
+    groups = sync_groups(costs.spec, plan)
     cost = StepCost(costs, plan, step, sizes, groups)
     layout = find_representatives(plan, groups)
     timeline = simulate(layout, step, cost, cost.messages_ms, cost.sync_ms)
@@ -104,16 +133,28 @@ def simulated(model: str, plan: ParallelPlan, variant: Variant, sizes: SampleSiz
 
 
 def compare(dataset: str, model: str, sizes: Sizes) -> dict[str, Any]:
-    """All schedules on the batches of a dataset."""
-    shape = PUBLISHED[dataset]
-    stages = shape.stated.parallel_sizes[model]["entrain"]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
-    for seed in range(sizes.num_batches):
-        batch = shape.draw(sizes.batch, seed)
-        for name, variant in VARIANTS.items():
-            found[name].append(simulated(model, plan_of(model, stages, sizes.replicas, variant), variant, batch))
-    first = found["1f1b"]
+    """All schedules on the batches of a dataset, on ranks of their own and on shared ones."""
+    stated = PUBLISHED[dataset].stated.parallel_sizes[model]
     rows = {
+        kind: _rows(dataset, model, sizes, stated[system], variants, kind == "shared")
+        for kind, system, variants in (("schedules", "entrain", VARIANTS), ("shared", "dip", SHARED))
+    }
+    return {"dataset": dataset, "model": model, "stages": list(stated["entrain"]), **rows}
+
+
+def _rows(
+    dataset: str, model: str, sizes: Sizes, stages: Sequence[int], variants: Mapping[str, Variant], shares: bool
+) -> dict[str, dict[str, float]]:
+    """The means of each variant over the batches."""
+    costs = replace(analytic_costs(PUBLISHED_MODELS[model].spec, find_device("a40")), packing=True)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    for seed in range(sizes.num_batches):
+        batch = PUBLISHED[dataset].draw(sizes.batch, seed)
+        for name, variant in variants.items():
+            plan = plan_of(costs, stages, sizes.replicas, variant, batch, shares)
+            found[name].append(simulated(costs, plan, variant, batch))
+    first = found[next(iter(variants))]
+    return {
         name: {
             "step": _mean([own["step_ms"] / base["step_ms"] for own, base in zip(rows, first, strict=True)]),
             "alone": _mean([own["alone_ms"] / base["alone_ms"] for own, base in zip(rows, first, strict=True)]),
@@ -124,32 +165,36 @@ def compare(dataset: str, model: str, sizes: Sizes) -> dict[str, Any]:
         }
         for name, rows in found.items()
     }
-    return {"dataset": dataset, "model": model, "stages": list(stages), "schedules": rows}
 
 
 def _mean(values: Sequence[float]) -> float:
     return round(float(np.mean(values)), 4)
 
 
-def table_of(cases: Sequence[dict[str, Any]]) -> Table:
-    """The printed table: step over that of 1F1B, bubble, and memory over that of 1F1B."""
-    result = Table("dataset", "model", "stages", *VARIANTS, title="step / 1F1B, bubble, memory / 1F1B")
+def table_of(cases: Sequence[dict[str, Any]], kind: str, variants: Mapping[str, Variant]) -> Table:
+    """The printed table: step over that of the first variant, bubble, and memory over that of the first one."""
+    first = next(iter(variants))
+    title = f"{kind}: step / {first}, bubble, memory / {first}"
+    result = Table("dataset", "model", *variants, title=title)
     for case in cases:
         cells = [
             f"{row['step']:.3f}, {row['bubble']:.0%}, {row['memory']:.2f}"
-            for row in (case["schedules"][name] for name in VARIANTS)
+            for row in (case[kind][name] for name in variants)
         ]
-        result.add_row(case["dataset"], case["model"], "+".join(map(str, case["stages"])), *cells)
+        result.add_row(case["dataset"], case["model"], *cells)
     return result
 
 
-def summary(cases: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Means over the cases; of the bubble its share of that of 1F1B."""
+def summary(
+    cases: Sequence[dict[str, Any]], kind: str, variants: Mapping[str, Variant]
+) -> dict[str, dict[str, float]]:
+    """Means over the cases, and the longest step; of the bubble its share of that of the first variant."""
     means = {}
-    for name in VARIANTS:
-        rows = [(case["schedules"][name], case["schedules"]["1f1b"]) for case in cases]
+    for name in variants:
+        rows = [(case[kind][name], case[kind][next(iter(variants))]) for case in cases]
         means[name] = {
             "step": _mean([own["step"] for own, _ in rows]),
+            "longest": max(own["step"] for own, _ in rows),
             "alone": _mean([own["alone"] for own, _ in rows]),
             "bubble_share": _mean([own["bubble"] / base["bubble"] for own, base in rows]),
             "memory": _mean([own["memory"] for own, _ in rows]),
@@ -164,14 +209,17 @@ def main() -> None:
     options = parser.parse_args()
     load, sizes = os.getloadavg(), QUICK if options.quick else Sizes()
     cases = [compare(dataset, model, sizes) for dataset in PUBLISHED for model in PUBLISHED_MODELS]
-    means = summary(cases)
+    kinds = {"schedules": VARIANTS, "shared": SHARED}
+    means = {kind: summary(cases, kind, variants) for kind, variants in kinds.items()}
     notes = [
-        f"{name}: step {row['step']:.3f} ({row['alone']:.3f} without sums), bubble {row['bubble_share']:.2f} and "
-        f"memory {row['memory']:.2f} of 1F1B's."
-        for name, row in means.items()
+        f"{kind}, {name}: step {row['step']:.3f}, at most {row['longest']:.3f} ({row['alone']:.3f} without sums), "
+        f"bubble {row['bubble_share']:.2f} and memory {row['memory']:.2f} of the first's."
+        for kind, rows in means.items()
+        for name, row in rows.items()
     ]
     result = {"cases": cases, "means": means, "goals": GOALS, **common.machine(common.Shapes(), load)}
-    common.report("schedules", [table_of(cases)], notes, result, options.out)
+    tables = [table_of(cases, kind, variants) for kind, variants in kinds.items()]
+    common.report("schedules", tables, notes, result, options.out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from .._portable import weighted_sum
 from ..arrange.microbatch_counts import with_fastest_counts
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan, Workloads
 from ..schedule import GradientFlow, in_flight_1f1b, in_flight_eager, stage_depths
+from ..schedule.in_flight import further_in_flight
 from .activations import grouped_copies
 from .devices import Hardware
 from .layers import CostModel
@@ -220,10 +222,10 @@ def fitting_in_flight(
     flow = GradientFlow(plan)
     max_in_flight = in_flight_1f1b(plan, step)
     use = StepUse(costs, plan, step, sizes)
-    needed, running = {}, dict.fromkeys(free, 0.0)
+    needed, waiting, running = {}, {}, dict.fromkeys(free, 0.0)
     for key, memory in memories.items():
         fixed, needed[key], extra = use.of_stage(key, memory)
-        put_off = use.put_off_bytes(key, memory)
+        waiting[key] = put_off = use.put_off_bytes(key, memory)
         needed[key] = max(needed[key], put_off)
         # as many microbatches as any stage of the replica has in flight may wait for weight gradients
         most = max(limit for other, limit in max_in_flight.items() if other[:2] == key[:2])
@@ -233,20 +235,33 @@ def fitting_in_flight(
             running[rank] = max(running[rank], extra)
     free = {rank: num_bytes - running[rank] for rank, num_bytes in free.items()}
     stages = [key for key in max_in_flight if flow.has_backward(*key) and needed[key]]
-    splitting = {name for name, module in plan.modules.items() if module.splits_backward}
     for key in stages:
         for rank in plan.stage(*key).all_ranks:
             free[rank] -= max_in_flight[key] * needed[key]
     modules = list(plan.modules)
     # encoders first, whose features wait for no other module, then the language model, then generators
+    together: dict[tuple, list[StageKey]] = {}  # stages whose limits are raised together
     for key in sorted(stages, key=lambda key: (modules.index(key[0]), key)):
-        ranks = plan.stage(*key).all_ranks
-        num_microbatches = len(step.microbatches[key[0]][key[1]])
-        more = min(min(free[rank] for rank in ranks) // needed[key], num_microbatches - max_in_flight[key])
-        if more > 0 and key[0] not in splitting:  # whose other stages could then hold more, too
-            max_in_flight[key] += more
-            for rank in ranks:
-                free[rank] -= more * needed[key]
+        together.setdefault(key[:2] if plan.modules[key[0]].splits_backward else key, []).append(key)
+    for (name, replica, *_), keys in together.items():
+
+        def bytes_of(more: int, keys: list[StageKey] = keys) -> dict[int, float]:
+            """Rank -> bytes of so many more on the first stage, and, with split backwards, waiting on all of them."""
+            used: dict[int, float] = {}
+            for key, added in zip(keys, further_in_flight(len(keys), more), strict=True):
+                for rank in plan.stage(*key).all_ranks:
+                    used[rank] = used.get(rank, 0.0) + added * needed[key] + (more - added) * waiting[key]
+            return used
+
+        def exceeds(more: int, bytes_of=bytes_of) -> bool:
+            return any(num_bytes > free[rank] for rank, num_bytes in bytes_of(more).items())
+
+        left = int(len(step.microbatches[name][replica]) - max(max_in_flight[key] for key in keys))
+        more = bisect_left(range(1, left + 1), True, key=exceeds)  # the most that fit
+        for key, added in zip(keys, further_in_flight(len(keys), more), strict=True):
+            max_in_flight[key] += added
+        for rank, num_bytes in bytes_of(more).items():
+            free[rank] -= num_bytes
     return max_in_flight
 
 

@@ -41,7 +41,7 @@ def arrangement_name(arrangement: str | Callable[..., Any]) -> str:
 
 # The schedules as data: other code reads the fields of a `SchedulePolicy` and never compares schedule names.
 
-Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first", "interleaved", "zero_bubble"]
+Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first", "interleaved", "zero_bubble", "zero_bubble_h2"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SchedulePolicy:
 
 # Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2), `"interleaved"` that of
 # virtual stages (Narayanan et al. 2021, section 2.2), `"zero_bubble"` that of split backwards (ZB-H1, Qi et al. 2023),
-# both of which any schedule may have.
+# both of which any schedule may have, and `"zero_bubble_h2"` the same with more memory.
 POLICIES: Mapping[Schedule, SchedulePolicy] = {
     "1f1b": SchedulePolicy(),
     "gpipe": SchedulePolicy(encoders=(0, 1), others=(0, 1), searched=()),
@@ -92,6 +92,7 @@ POLICIES: Mapping[Schedule, SchedulePolicy] = {
     "encoders_first": SchedulePolicy(encoders=(0, 2), others=(1, 1)),
     "interleaved": SchedulePolicy(vp_size=2, searched=(2, 4)),
     "zero_bubble": SchedulePolicy(splits_backward=True, searched=(1, 2)),
+    "zero_bubble_h2": SchedulePolicy(splits_backward=True, fills_memory=True),
 }
 
 SCHEDULES = tuple(POLICIES)

@@ -67,8 +67,9 @@ class ModulePlugin:
         split_backward (`bool`, *optional*):
             Whether stages send the gradients of their inputs before they compute those of the weights of their linear
             layers, which then fill the bubbles of the pipeline: inputs of these layers, and gradients of their
-            outputs, stay that long. By default under the schedule `"zero_bubble"`, in stages where such weights are
-            at least 15 % of the work of a backward and activations are not recomputed; `True` splits all others, too.
+            outputs, stay that long. By default under `"zero_bubble"` and `"zero_bubble_h2"`, in stages where such
+            weights are at least 15 % of the work of a backward and activations are not recomputed; `True` splits all
+            others, too.
         freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
             `True` freezes the module with its projector, `"tower"` everything but the projector; other strings are
             regular expressions, searched for in parameter names.
@@ -327,7 +328,8 @@ class MultimodalParallelPlugin:
             `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
             `"interleaved"` is 1F1B with two virtual stages on each rank of a pipeline, see `vp_size` of the modules;
-            `"zero_bubble"` is 1F1B whose backwards are split, see `split_backward` of the modules.
+            `"zero_bubble"` is 1F1B whose backwards are split, see `split_backward` of the modules, and
+            `"zero_bubble_h2"` the same with forwards ahead as far as memory goes.
             Defaults to `"1f1b"`; with `auto` the search chooses one of the first four.
         num_microbatches (`int`, *optional*):
             Microbatches of each language-model replica, for plans without a Trainer, which computes it itself.

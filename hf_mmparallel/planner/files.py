@@ -53,8 +53,8 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         else "No Trainer runs it: the model has no generator.",
         "What may be edited; `hf-mmparallel simulate` with `--model` and `--dataset` then predicts the result:",
         "  planned_for: device, batch and samples of this prediction; the Trainer has its own.",
-        "  schedule: 1f1b, eager (forwards ahead as far as memory goes), gpipe, encoders_first, interleaved or "
-        "zero_bubble.",
+        "  schedule: 1f1b, eager (forwards ahead as far as memory goes), gpipe, encoders_first, interleaved, "
+        "zero_bubble or zero_bubble_h2.",
         "  replicas: the replicas of a module, each a list of stages.",
         "  layers: the first layer of a stage and the one after its last; consecutive within a replica.",
         "  ranks: a list of tp groups, one for each cp rank: a tp group shares the matrices, and cp ranks share the "

@@ -195,12 +195,35 @@ def _ahead(step: StepPlan, given: SampleLocations, target: str, max_in_flight: N
 
 
 def in_flight_eager(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
-    """Returns the limits under `"eager"` if memory is not known: those of 1F1B, plus two microbatches in encoders."""
-    encoders = plan.encoders
+    """
+    Returns the limits under `"eager"` if memory is not known: those of 1F1B, plus two microbatches in encoders. Stages
+    with split backwards have about twice as many, see [`further_in_flight`].
+    """
+    encoders, more = plan.encoders, dict[StageKey, int]()
+    for name, module in plan.modules.items():
+        for replica in module.with_stages:
+            count = len(module.replicas[replica])
+            added = further_in_flight(count, count - 1 if module.splits_backward else 0)
+            more.update({(name, replica, index): own for index, own in enumerate(added)})
+    longest = max(more.values())  # encoders are ahead of what they feed
+    more = {key: max(own, 2, longest) if key[0] in encoders else own for key, own in more.items()}
     # With the sample sizes of the published datasets this gives most of the speedup of unlimited memory, for a fifth
     # more activation memory instead of nearly twice as much. Raising the limit of the language model as well gives
     # nothing.
-    return {key: limit + 2 * (key[0] in encoders) for key, limit in in_flight_1f1b(plan, step).items()}
+    return {key: limit + more[key] for key, limit in in_flight_1f1b(plan, step).items()}
+
+
+def further_in_flight(num_stages: int, first: int) -> list[int]:
+    """
+    Further microbatches in flight on each stage of a pipeline where its first stage has `first` more, which is as many
+    as all of them may have waiting for weight gradients. With one less than there are stages in the first it is ZB-H2
+    (Qi et al. 2023, section 2.3): `2 (p - i) - 1` on stage `i` of `p`.
+    """
+    return (
+        [first * (num_stages - 1 - index) // (num_stages - 1) for index in range(num_stages)]
+        if num_stages > 1
+        else [first]
+    )
 
 
 def in_flight_limits(

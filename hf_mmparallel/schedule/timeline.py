@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -74,7 +75,8 @@ class Timeline:
     A step over time: its tasks in an order, with starts and ends that follow from durations.
 
     Each task starts as soon as its ranks are free and its messages have arrived, and a gradient sum once all of its
-    ranks have reached it. Sends and receives take no time on a rank.
+    ranks have reached it and their earlier sums are done; tasks go on beside it. Sends and receives take no time on a
+    rank.
     """
 
     layout: Representatives
@@ -143,7 +145,7 @@ class Timeline:
 
     @cached_property
     def sums(self) -> tuple[SumSpan, ...]:
-        """The time that gradient sums add, by start time."""
+        """The time that gradient sums take beside no task of their ranks, by start time."""
         result: dict[int, list[SumSpan]] = {}
         for number, (start, duration_ms) in enumerate(
             zip(self.sum_start_ms.tolist(), self.durations.sums.tolist(), strict=True)
@@ -152,11 +154,20 @@ class Timeline:
                 continue
             groups = (self.layout.whole_sync_groups[index].ranks for index in self.layout.represented[number])
             for rank in dict.fromkeys(chain.from_iterable(groups)):
-                spans, first = result.setdefault(rank, []), start
-                if spans and spans[-1].end_ms == first:  # consecutive sums are one span
-                    first = spans.pop().start_ms
-                spans.append(SumSpan(rank, first, start + duration_ms))
+                spans = result.setdefault(rank, [])
+                for first, end in _outside(start, start + duration_ms, self._tasks_ms[rank]):
+                    if spans and spans[-1].end_ms == first:  # consecutive sums are one span
+                        first = spans.pop().start_ms
+                    spans.append(SumSpan(rank, first, end))
         return tuple(sorted(chain.from_iterable(result.values()), key=lambda span: (span.start_ms, span.rank)))
+
+    @cached_property
+    def _tasks_ms(self) -> list[list[tuple[float, float]]]:
+        """Start and end of each task of each rank, in order."""
+        result: list[list[tuple[float, float]]] = [[] for _ in range(self.num_ranks)]
+        for span in self.spans:
+            result[span.rank].append((span.start_ms, span.end_ms))
+        return result
 
     @cached_property
     def busy_ms(self) -> dict[int, float]:
@@ -222,6 +233,17 @@ class Timeline:
         return {graph.stages[s]: round(max(peak, 0.0), 6) for s, peak in zip(stages.tolist(), peaks, strict=True)}
 
 
+def _outside(start: float, end: float, taken: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The parts of a time that are in none of others, which are in order."""
+    for other_start, other_end in taken[bisect_right(taken, start, key=lambda own: own[1]) :]:
+        if other_start > start:
+            yield start, min(other_start, end)
+        start = other_end
+        if start >= end:
+            return
+    yield start, end
+
+
 def simulate(
     layout: Representatives,
     step: StepPlan,
@@ -267,17 +289,21 @@ def retime(layout: Representatives, graph: TaskGraph, order: Order, parts: NDArr
     by_target = np.argsort(links[1], kind="stable")
     sources, messages_ms = links[0, by_target].tolist(), durations.messages[by_target].tolist()
     stops = [0, *np.cumsum(np.bincount(links[1], minlength=len(times_ms))).tolist()]
-    free_ms = [0.0] * layout.plan.world_size
+    # of each rank: the end of its last task, and of its last gradient sum
+    free_ms, summed_ms = ([0.0] * layout.plan.world_size for _ in range(2))
     start_ms, end_ms = [0.0] * len(times_ms), [0.0] * len(times_ms)
     for index in _run_order(layout, graph, order, parts, heads, len(sync_groups)):
-        own = ranks[place[index]]
+        own, is_sum = ranks[place[index]], index >= first_sum
         start = max([free_ms[rank] for rank in own])
+        if is_sum:
+            start = max(start, max([summed_ms[rank] for rank in own]))
         for number in range(stops[index], stops[index + 1]):
             start = max(start, end_ms[sources[number]] + messages_ms[number])
         start_ms[index] = start
         end_ms[index] = end = start + times_ms[index]
+        ended_ms = summed_ms if is_sum else free_ms
         for rank in own:
-            free_ms[rank] = end
+            ended_ms[rank] = end
     starts, ends = np.array(start_ms), np.array(end_ms)
     of_tasks = np.arange(first_sum) if graph.joint is None else graph.joint
     return Timeline(layout, graph, order, parts, durations, starts[of_tasks], ends[of_tasks], starts[first_sum:])

@@ -35,6 +35,9 @@ class LayoutEstimate:
         return self.dp_size * self.pp_size * self.kind.num_ranks
 
 
+BACKWARD_SHARE = 2 / 3  # of a forward and a backward, for estimates
+
+
 @dataclass(frozen=True)
 class LayoutTable:
     """Layouts of a module for one number of microbatches, as arrays of shape `[num_layouts]`."""
@@ -46,7 +49,8 @@ class LayoutTable:
     num_ranks: NDArray
     num_samples: NDArray  # mean samples per microbatch and replica
     slowest_stage_ms: NDArray  # forward and backward of a microbatch on the slowest stage
-    warm_up_ms: NDArray  # the same through all stages, plus gradient all-reduces
+    warm_up_ms: NDArray  # the same through all stages, plus gradient sums and the optimizer step
+    sums_ms: NDArray  # the gradient sums
     min_compute_ms: NDArray  # lower bound for the slowest rank, with perfectly even microbatches without padding
     mean_ms: NDArray  # mean compute time of a rank, without padding
     state_bytes: NDArray  # estimate for the first stage, besides activations
@@ -98,7 +102,7 @@ def _columns(
     least_whole = float(options.layer_ms(kind, num_samples, padded=False).sum())
     slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
     uneven, of_replicas = (options.unevenness(num_shares) for num_shares in (dp_size * count, dp_size))
-    sums = np.array([options.sync_ms(kind, dp_size, int(stages)) for stages in pp_size])
+    sums, updates = np.array([options.sums_and_update_ms(kind, dp_size, int(stages)) for stages in pp_size]).T
     running = options.running_bytes(kind, num_samples)
     saved, least_saved = (options.saved_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
     alike = {
@@ -114,7 +118,11 @@ def _columns(
         "num_ranks": num_ranks,
         "slowest_stage_ms": of_replicas * slowest,
         # A replica's microbatches average out on the slowest stage; the other stages wait for the largest one.
-        "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
+        "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest
+        + uneven * (through - slowest)
+        + sums
+        + updates,
+        "sums_ms": sums,
         "min_compute_ms": count * unpadded_ms,
         "mean_ms": count * least_whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size, dp_size=dp_size),
@@ -132,7 +140,8 @@ class Combinations:
     family: NDArray  # id of the configurations of all modules, and of which modules have several stages
     num_ranks: NDArray  # of all modules together
     slowest_stage_ms: NDArray  # a microbatch on the slowest stage
-    warm_up_ms: NDArray  # a microbatch through all stages in sequence
+    warm_up_ms: NDArray  # a microbatch through all stages in sequence, with gradient sums and the optimizer step
+    sums_ms: NDArray  # the gradient sums
     min_compute_ms: NDArray  # lower bound of the compute time of the slowest rank
     mean_ms: NDArray  # mean compute time of a rank; the maximum over modules on separate ranks
     mean_bytes: NDArray  # lower bound of the mean memory of a rank; the maximum over modules on separate ranks
@@ -141,7 +150,7 @@ class Combinations:
     def of(cls, name: str, table: LayoutTable) -> Combinations:
         """The layouts of one module."""
         family = 2 * table.kind + (table.pp_size > 1)
-        times = (table.slowest_stage_ms, table.warm_up_ms, table.min_compute_ms, table.mean_ms)
+        times = (table.slowest_stage_ms, table.warm_up_ms, table.sums_ms, table.min_compute_ms, table.mean_ms)
         return cls({name: np.arange(len(family))}, family, table.num_ranks, *times, table.mean_bytes)
 
     def __len__(self) -> int:
@@ -157,16 +166,21 @@ class Combinations:
         return self.take(np.flatnonzero(self.num_ranks == num_ranks))
 
     def colocate(self, other: Combinations) -> Combinations:
-        """Colocates modules on the same ranks: times and memory add up."""
+        """
+        Colocates modules on the same ranks: times and memory add up, but the sums of one run beside the last backward
+        of the other.
+        """
         first, second = _equal_pairs(self.num_ranks, other.num_ranks)
         left, right = self.take(first), other.take(second)
+        hidden = np.minimum(left.sums_ms, BACKWARD_SHARE * right.slowest_stage_ms * (right.sums_ms > 0))
         mean = left.mean_ms + right.mean_ms
         return Combinations(
             {**left.rows, **right.rows},
             _joined_family(left, right),
             left.num_ranks,
             left.slowest_stage_ms + right.slowest_stage_ms,
-            left.warm_up_ms + right.warm_up_ms,
+            left.warm_up_ms + right.warm_up_ms - hidden,
+            left.sums_ms + right.sums_ms - hidden,
             np.maximum(np.maximum(left.min_compute_ms, right.min_compute_ms), mean),
             mean,
             left.mean_bytes + right.mean_bytes,
@@ -192,6 +206,7 @@ class Combinations:
             left.num_ranks + right.num_ranks,
             np.maximum(left.slowest_stage_ms, right.slowest_stage_ms),
             left.warm_up_ms + right.warm_up_ms if in_series else np.maximum(left.warm_up_ms, right.warm_up_ms),
+            np.maximum(left.sums_ms, right.sums_ms),
             np.maximum(left.min_compute_ms, right.min_compute_ms),
             np.maximum(left.mean_ms, right.mean_ms),
             np.maximum(left.mean_bytes, right.mean_bytes),

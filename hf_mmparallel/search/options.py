@@ -140,7 +140,7 @@ class ModuleOptions:
         self._slowest_stages: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
         self._layers: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
         self._states: dict[tuple[ParallelConfig, int, bool], tuple[float, float, float]] = {}
-        self._sums: dict[tuple[ParallelConfig, int, int], float] = {}
+        self._sums: dict[tuple[ParallelConfig, int, int], tuple[float, float]] = {}
         self._unevenness: dict[int, float] = {}
         self._memories: dict[tuple, StageMemory] = {}
         self._collectives: dict[tuple[Collective, int, int], CollectiveTime] = {}
@@ -438,21 +438,25 @@ class ModuleOptions:
 
     def sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> float:
         """Time of a stage's gradient sums, of the optimizer step, and of gathering weights after it."""
+        return sum(self.sums_and_update_ms(kind, dp_size, pp_size))
+
+    def sums_and_update_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> tuple[float, float]:
+        """Time of a stage's gradient sums, and of the optimizer step with the gathering of weights after it."""
         key = kind, dp_size, pp_size
         if key not in self._sums:
             self._sums[key] = self._computed_sync_ms(kind, dp_size, pp_size)
         return self._sums[key]
 
-    def _computed_sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> float:
+    def _computed_sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> tuple[float, float]:
         stride, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
         weights, gradients = (num_bytes / stride for num_bytes in self._trained_bytes)
         update_ms = self._update_ms / stride / num_shards
         num_groups = dp_size * kind.cp_size // num_shards
-        result = update_ms + self._time_ms(all_reduce, gradients / num_shards, num_groups, stride * num_shards)
+        sums_ms = self._time_ms(all_reduce, gradients / num_shards, num_groups, stride * num_shards)
         if not kind.shares_passes:
-            result += self._time_ms(all_gather, gradients, num_shards, stride)
+            sums_ms += self._time_ms(all_gather, gradients, num_shards, stride)
         share = self._outer_share if kind.sharding.zero_stage >= GATHERS_IN_PASSES else 1.0
-        return result + self._time_ms(all_gather, share * weights, num_shards, stride)
+        return sums_ms, update_ms + self._time_ms(all_gather, share * weights, num_shards, stride)
 
     @cached_property
     def _outer_share(self) -> float:

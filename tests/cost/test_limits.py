@@ -14,7 +14,7 @@ from hf_mmparallel.cost.limits import batch_workloads, steady_in_flight
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Stage, resolve_plan
 from hf_mmparallel.schedule import in_flight_1f1b
-from tests.cost.models import VOCABULARY, h100, model, with_head
+from tests.cost.models import VOCABULARY, h100, model, text_model, with_head
 from tests.schedule.builders import timeline_of
 
 BUDGET = 2e8
@@ -154,6 +154,29 @@ def test_eager_fills_the_memory_and_keeps_to_it(name):
     assert all(peaks[key] <= fitting[key] for key in fitting)
     if name != "shared ranks":
         assert peaks["vision", 0, 0] > least["vision", 0, 0]
+
+
+def test_split_backwards_fill_the_memory_the_first_stage_the_most():
+    spec, sizes = text_model(), SampleSizes.uniform({LANGUAGE_MODEL: 300}, 16)
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=4)}, schedule="zero_bubble_h2")
+    step = contiguous_step(plan, range(16), 1)
+    least = in_flight_1f1b(plan, step)
+    first = simulated(plan, step, fitting_in_flight=least)
+    in_use = max(
+        own.total
+        for own in memory_per_rank(h100(spec), plan, step, sizes, first.peak_in_flight, first.peak_held).values()
+    )
+    found = {}
+    for share in (1.1, 1.3, 1.5):
+        fitting = fitting_in_flight(h100(spec), plan, step, sizes, share * in_use)
+        more = [fitting[key] - least[key] for key in sorted(least)]
+        found[share] = more[0]
+        assert more == sorted(more, reverse=True) and more[-1] == 0
+        timeline = simulated(plan, step, fitting_in_flight=fitting)
+        memory = memory_per_rank(h100(spec), plan, step, sizes, timeline.peak_in_flight, timeline.peak_held)
+        assert share - 0.1 <= max(own.total for own in memory.values()) / in_use <= share
+        assert timeline.iteration_ms <= first.iteration_ms
+    assert 0 < found[1.1] < found[1.3] < found[1.5] <= 12
 
 
 def test_encoders_run_ahead_first():

@@ -195,9 +195,12 @@ class _Simulation:
         max_in_flight: Mapping[StageKey, float],
         alternate: bool = False,
         keeps_free: float = 0.0,
+        encoders_last: bool = False,
     ):
         self.graph, self.times_ms, self.limits, self.alternate = graph, times_ms, max_in_flight, alternate
         self.keeps_free = keeps_free
+        self.encoders, self.encoders_last = plan.encoders, encoders_last
+        self.could_go_last = False  # whether an encoder and another module of an island could start at once
         self.could_keep_free = False  # whether a weight gradient ended after something else could have started
         self.ranks = ranks_of_stages(plan)
         self.islands = [[list(self.ranks)[i] for i in group] for group in connected(list(self.ranks.values()))]
@@ -241,7 +244,9 @@ class _Simulation:
         """Starts tasks on the island's free ranks, the best first, until none can start."""
         while True:
             candidates = [self._candidate(key, now) for key in island if not self.ranks[key] & self.busy]
-            index = min((i for i in candidates if i is not None), key=self._priority, default=None)
+            able = [i for i in candidates if i is not None]
+            self.could_go_last |= len({self.graph.tasks[i].module in self.encoders for i in able}) > 1
+            index = min(able, key=self._priority, default=None)
             if index is None:
                 return
             key = self.graph.tasks[index].stage_key
@@ -252,6 +257,11 @@ class _Simulation:
             self.start_ms[index], self.end_ms[index] = now, now + self.times_ms[index]
 
     def _priority(self, index: int) -> tuple:
+        task = self.graph.tasks[index]
+        goes_last = self.encoders_last and task.module in self.encoders
+        return task.kind == "bwd_weight", goes_last, self._turn(index)
+
+    def _turn(self, index: int) -> tuple:
         task = self.graph.tasks[index]
         first, number, width = self.virtual[task.stage_key]
         rank = {"fwd": 1, "bwd_weight": 2}.get(task.kind, 0)
@@ -347,10 +357,18 @@ def order_tasks(
     simulation = _Simulation(plan, graph, times_ms, max_in_flight)
     timeline = simulation.run()
     assert timeline is not None
-    for alternates, keeps_free in ((False, 0.5), (False, 1.0), (True, 0.0)):
-        if not (alternate and simulation.could_wait if alternates else simulation.could_keep_free):
+    could_wait = alternate and simulation.could_wait
+    could_go_last = simulation.could_go_last
+    for able, *rules in (
+        (simulation.could_keep_free, False, 0.5, False),
+        (simulation.could_keep_free, False, 1.0, False),
+        (could_wait, True, 0.0, False),
+        (could_go_last, False, 0.0, True),
+        (could_go_last and could_wait, True, 0.0, True),
+    ):
+        if not able:
             continue
-        other = _Simulation(plan, graph, times_ms, max_in_flight, alternates, keeps_free)
+        other = _Simulation(plan, graph, times_ms, max_in_flight, *rules)
         timeline = other.run(max(timeline.end_ms, default=0.0)) or timeline
     return timeline
 

@@ -4,9 +4,9 @@ A plain simulation of action lists, rank by rank: what timelines are tested agai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import pairwise
 
 from hf_mmparallel.plan import ParallelPlan, StageKey
 from hf_mmparallel.schedule import Action, Message, Program, Span, SumSpan, Task, default_cost
@@ -88,6 +88,7 @@ class _Replay:
                 barrier.messages += 1
         self.position = dict.fromkeys(program.actions, 0)
         self.time_ms = dict.fromkeys(program.actions, 0.0)
+        self.summed_ms = dict.fromkeys(program.actions, 0.0)  # end of the rank's last gradient sum, beside its tasks
         self.spans: list[Span] = []
         self.sums: dict[int, list[SumSpan]] = {}
 
@@ -120,6 +121,8 @@ class _Replay:
             if barrier is not None:
                 barrier.arrived.append(rank)
                 barrier.ready_ms = max(barrier.ready_ms, self.time_ms[rank])
+                if self.program.actions[rank][self.position[rank]].task is None:
+                    barrier.ready_ms = max(barrier.ready_ms, self.summed_ms[rank])
                 self._try_run(barrier, ready)
         stuck = {
             rank: actions[self.position[rank]]
@@ -129,8 +132,8 @@ class _Replay:
         if stuck:
             raise DeadlockError(f"The program deadlocks:\n{waiting_table(stuck)}")
         self.spans.sort(key=lambda span: (span.start_ms, span.rank))
-        end = max(self.time_ms.values(), default=0.0)
-        sums = sorted(chain.from_iterable(self.sums.values()), key=lambda span: (span.start_ms, span.rank))
+        end = max([*self.time_ms.values(), *self.summed_ms.values()], default=0.0)
+        sums = sorted(self._sums_beside_nothing(), key=lambda span: (span.start_ms, span.rank))
         return Replayed(tuple(self.spans), end, _peak_in_flight(self.spans), tuple(sums))
 
     def _advance(self, rank: int, ready: list[int]) -> _Barrier | None:
@@ -168,12 +171,30 @@ class _Replay:
         for rank in barrier.arrived:
             task = self.program.actions[rank][self.position[rank]].task
             self.position[rank] += 1
-            self.time_ms[rank] = end
+            (self.summed_ms if task is None else self.time_ms)[rank] = end
             if task is not None:
                 self.spans.append(Span(rank, task, barrier.ready_ms, end, barrier.duration_ms - self.own_ms[task]))
             elif barrier.duration_ms:
                 self._add_sum(rank, barrier.ready_ms, end)
         ready.extend(barrier.arrived)
+
+    def _sums_beside_nothing(self) -> Iterator[SumSpan]:
+        """The parts of gradient sums in which their ranks run no task."""
+        for rank, sums in self.sums.items():
+            own = [span for span in self.spans if span.rank == rank]
+            for span in sums:
+                cuts = {span.start_ms, span.end_ms, *(t.start_ms for t in own), *(t.end_ms for t in own)}
+                inside = sorted(cut for cut in cuts if span.start_ms <= cut <= span.end_ms)
+                free = [
+                    (start, end)
+                    for start, end in pairwise(inside)
+                    if not any(t.start_ms <= start and end <= t.end_ms for t in own)
+                ]
+                merged: list[SumSpan] = []
+                for start, end in free:
+                    first = merged.pop().start_ms if merged and merged[-1].end_ms == start else start
+                    merged.append(SumSpan(rank, first, end))
+                yield from merged
 
     def _add_sum(self, rank: int, start_ms: float, end_ms: float) -> None:
         """Records a gradient sum, merged with the previous one if it follows immediately."""

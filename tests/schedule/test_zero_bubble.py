@@ -95,6 +95,23 @@ def test_the_bubble_of_equal_stages_is_that_of_the_closed_form(num_ranks, times)
             assert most_between(timeline, stage, ("fwd",), ("bwd", "bwd_weight")) <= num_ranks
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 6])
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.8), (1.0, 1.3, 0.7)])
+def test_more_memory_leaves_the_first_forwards_alone(num_ranks, times):
+    """Qi et al. 2023, section 2.3: no rank of ZB-H2 waits between its first task and its last, if F = I = W."""
+    plan, step = pipeline(num_ranks, 3 * num_ranks)
+    timeline = timeline_of(
+        replace(plan, schedule="zero_bubble_h2"), step, np.array(times)[:, None].repeat(num_ranks, axis=1)
+    )
+    work_ms = 3 * num_ranks * sum(times)
+    assert timeline.iteration_ms == pytest.approx(work_ms + (num_ranks - 1) * times[0])
+    if len(set(times)) == 1:
+        for rank in range(num_ranks):
+            spans = [span for span in timeline.spans if span.rank == rank]
+            assert max(s.end_ms for s in spans) - min(s.start_ms for s in spans) == pytest.approx(work_ms)
+    assert max(timeline.peak_in_flight.values()) == max(timeline.peak_held.values()) == 2 * num_ranks - 1
+
+
 @pytest.mark.parametrize(("num_ranks", "vp_size", "num_microbatches"), [(2, 1, 4), (4, 1, 8), (8, 1, 32), (4, 2, 8)])
 def test_unlike_stages_take_no_longer_than_in_the_order_of_torch(num_ranks, vp_size, num_microbatches):
     plan, step = pipeline(num_ranks, num_microbatches, vp_size)

@@ -94,8 +94,8 @@ class Exhaustive:
             squares += len(part) * max(part) ** 2 * (2 if max(part) > min(part) else 1)  # a dense mask hides nothing
         return tokens / sum(lengths), squares / sum(n * n for n in lengths)
 
-    def _module(self, name: str, dp: int, pp: int, tp: int, again: bool, count: int) -> tuple[float, float]:
-        """Bottleneck and fill."""
+    def _module(self, name: str, dp: int, pp: int, tp: int, again: bool, count: int) -> tuple[float, float, float]:
+        """Bottleneck, fill, and the gradient sums in it."""
         problem, part = self.problem, self.problem.spec.modules[name]
         samples = problem.global_batch_size / dp / count
         tokens, squares = (float(own[name].mean()) for own in (problem.sizes.tokens, problem.sizes.squares))
@@ -114,12 +114,12 @@ class Exhaustive:
         sums = 2 * (dp - 1) / dp * 4 * trained / pp / tp / link
         # Master weights and two moments are read and written in four bytes, weights written in two, gradients moved
         # five times in four.
-        sums += trained * (3 * 2 * 4 + 2 + 5 * 4) / pp / tp / device.memory_bytes_per_ms
+        update = trained * (3 * 2 * 4 + 2 + 5 * 4) / pp / tp / device.memory_bytes_per_ms
         slowest = partition_all(layers, pp).partition(pp).slowest_stage_ms
         bottleneck = longest_first(times(dp), dp) * slowest
         uneven = longest_first(times(dp * count), dp * count)
         first = bottleneck if samples >= 1 else uneven * slowest
-        return bottleneck, first + uneven * (float(layers.sum()) - slowest) + sums
+        return bottleneck, first + uneven * (float(layers.sum()) - slowest) + sums + update, sums
 
     def best_ms(self) -> float:
         problem, batch = self.problem, self.problem.global_batch_size
@@ -142,6 +142,15 @@ class Exhaustive:
                         best = min(best, time)
         return best
 
+    @staticmethod
+    def together(first, *others) -> tuple[float, float, float]:
+        """Modules on the same ranks: of the sums of those before a trained one its last backward hides what it can."""
+        busy, fill, sums = first
+        for own_busy, own_fill, own_sums in others:
+            hidden = min(sums, 2 / 3 * own_busy) if own_sums else 0.0
+            busy, fill, sums = busy + own_busy, fill + own_fill - hidden, sums + own_sums - hidden
+        return busy, fill, sums
+
     def placed(self, language, own_ranks: int, found: dict, ranks: dict, count: int):
         """The step with each other module on its own ranks or the language model's, or all encoders together."""
         spec, total = self.problem.spec, self.problem.num_ranks
@@ -152,13 +161,13 @@ class Exhaustive:
                 continue
             if own_ranks + sum(ranks[name] for name in beside) != total:
                 continue
-            busy, fill = (language[place] + sum(found[name][place] for name in inside) for place in (0, 1))
+            busy, fill, _ = self.together(language, *(found[name] for name in inside))
             for side in (spec.encoders, spec.generators):
                 fill += max((found[name][1] for name in side if name in beside), default=0.0)
             yield fill + (count - 1) * max([busy, *(found[name][0] for name in beside)])
         shared = {ranks[name] for name in spec.encoders}
         if len(spec.encoders) == len(found) > 1 and shared == {total - own_ranks}:
-            busy, fill = (sum(own[place] for own in found.values()) for place in (0, 1))
+            busy, fill, _ = self.together(*found.values())
             yield language[1] + fill + (count - 1) * max(language[0], busy)
 
 
