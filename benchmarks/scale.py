@@ -7,7 +7,8 @@ from the sizes of samples to the `StepPlan` of the whole batch; `program` is the
 checks; `rest` the checksums that ranks compare, and the list of what the rank reads; `step` all of it. Once in a run
 come `sync_groups` and, with the `first` program, the layout with one rank for all that run the same list. `deep`: 64
 ranks to a replica of the language model, seven of which share 32 encoder replicas, 64 samples each in 32 microbatches.
-`unlike`: 2 n - 1 encoder replicas for n of the language model, so that nothing is divided: every rank plans all.
+`many`: 1,920 microbatches on 480 ranks. `unlike`: 2 n - 1 encoder replicas for n of the language model, so that
+nothing is divided: every rank plans all.
 
 ```bash
 python benchmarks/scale.py
@@ -65,6 +66,8 @@ class Sizes:
         batch_replicas (`int`): Replicas of the language model.
         deep_groups (`int`): Times 7 replicas of a deeper language model with 32 of the encoder, on 512 ranks.
         repeats (`int`): Timed calls.
+        many (`int`): Microbatches of each of `many_replicas` replicas.
+        many_replicas (`int`): Replicas of the language model.
     """
 
     replicas: tuple[int, ...] = (4, 32, 128, 512, 1024)
@@ -72,9 +75,11 @@ class Sizes:
     batch_replicas: int = 32
     deep_groups: int = 20
     repeats: int = 11
+    many: int = 40
+    many_replicas: int = 48
 
 
-QUICK = Sizes((2, 4), (64,), 2, 1, 1)
+QUICK = Sizes((2, 4), (64,), 2, 1, 1, 4, 2)
 
 
 def make_plan(language: ModulePlugin, vision: ModulePlugin, num_microbatches: int) -> ParallelPlan:
@@ -151,12 +156,14 @@ def measurements(sizes: Sizes) -> Iterator[dict[str, Any]]:
     for batch in sizes.batches:
         microbatch = max(MICROBATCH, batch // sizes.batch_replicas // SAMPLES)
         yield measure("batch", *divided(sizes.batch_replicas), batch, microbatch, sizes.repeats)
+    samples = sizes.many * sizes.many_replicas * MICROBATCH
+    yield measure("many", *divided(sizes.many_replicas), samples, MICROBATCH, sizes.repeats)
     groups = sizes.deep_groups
     language, vision = replace(DEEP, dp_size=7 * groups), ModulePlugin(dp_size=32 * groups, tp_size=2)
     yield measure("deep", language, vision, 7 * groups * 4 * SAMPLES, MICROBATCH, sizes.repeats)
     language, vision = divided(sizes.replicas[-1])
     unlike = replace(vision, dp_size=vision.dp_size - 1)
-    yield measure("unlike", language, unlike, SAMPLES * language.dp_size, MICROBATCH, 1)
+    yield measure("unlike", language, unlike, SAMPLES * language.dp_size, MICROBATCH, min(3, sizes.repeats))
 
 
 def divided(replicas: int) -> tuple[ModulePlugin, ModulePlugin]:
