@@ -145,7 +145,7 @@ def test_rank_balance_compares_arrangements_without_a_plan(tmp_path):
 
 def test_scale_times_what_a_rank_plans(tmp_path):
     result = _quick("scale", tmp_path)
-    assert [row["kind"] for row in result["rows"]] == ["ranks", "ranks", "batch", "deep", "unlike"]
+    assert [row["kind"] for row in result["rows"]] == ["ranks", "ranks", "batch", "many", "deep", "unlike"]
     for row in result["rows"]:
         assert row["planned_ranks"] == (10 if row["kind"] in ("ranks", "batch") else row["ranks"])
         assert all(row[f"{part}_ms"]["min"] > 0 for part in ("arrange", "program", "rest", "step", "sync_groups"))
@@ -252,10 +252,19 @@ def test_templates_are_compared_with_the_paper(tmp_path):
 def test_schedules_are_compared_on_the_same_batches(tmp_path):
     result = _quick("schedules", tmp_path)
     assert len(result["cases"]) == 8
-    means = result["means"]
-    assert means["1f1b"] == {"step": 1.0, "alone": 1.0, "bubble_share": 1.0, "memory": 1.0}
+    means, shared = result["means"]["schedules"], result["means"]["shared"]
+    first = {"step": 1.0, "longest": 1.0, "alone": 1.0, "bubble_share": 1.0, "memory": 1.0}
+    assert means["1f1b"] == shared["DIP"] == first
     assert means["zero_bubble"]["alone"] < 0.95 and means["zero_bubble"]["memory"] < 1.05
     assert all(row["memory"] >= 0.99 for row in means.values())
+    assert shared["zero_bubble"]["step"] < shared["1f1b"]["step"] and shared["zero_bubble"]["step"] < 0.95
+
+
+def test_schedules_run_on_ranks_that_sleep(tmp_path):
+    rows = _quick("schedule_runs", tmp_path)["rows"]
+    assert {row["ranks"] for row in rows} == {4, 8} and len(rows) == 16
+    # without sleep they would be done much sooner
+    assert all(0.7 * row["predicted_ms"] < row["measured_ms"] for row in rows)
 
 
 def test_split_backward_times_both_parts_and_virtual_stages(tmp_path):

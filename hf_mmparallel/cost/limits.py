@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,24 +244,24 @@ def fitting_in_flight(
     together: dict[tuple, list[StageKey]] = {}  # stages whose limits are raised together
     for key in sorted(stages, key=lambda key: (modules.index(key[0]), key)):
         together.setdefault(key[:2] if plan.modules[key[0]].splits_backward else key, []).append(key)
+
+    def used_bytes(keys: list[StageKey], more: int) -> dict[int, float]:
+        """Rank -> bytes of so many more on the first of some stages, and, with split backwards, waiting on them."""
+        used: dict[int, float] = {}
+        for key, added in zip(keys, further_in_flight(len(keys), more), strict=True):
+            for rank in plan.stage(*key).all_ranks:
+                used[rank] = used.get(rank, 0.0) + added * needed[key] + (more - added) * waiting[key]
+        return used
+
+    def exceeds(keys: list[StageKey], more: int) -> bool:
+        return any(num_bytes > free[rank] for rank, num_bytes in used_bytes(keys, more).items())
+
     for (name, replica, *_), keys in together.items():
-
-        def bytes_of(more: int, keys: list[StageKey] = keys) -> dict[int, float]:
-            """Rank -> bytes of so many more on the first stage, and, with split backwards, waiting on all of them."""
-            used: dict[int, float] = {}
-            for key, added in zip(keys, further_in_flight(len(keys), more), strict=True):
-                for rank in plan.stage(*key).all_ranks:
-                    used[rank] = used.get(rank, 0.0) + added * needed[key] + (more - added) * waiting[key]
-            return used
-
-        def exceeds(more: int, bytes_of=bytes_of) -> bool:
-            return any(num_bytes > free[rank] for rank, num_bytes in bytes_of(more).items())
-
         left = int(len(step.microbatches[name][replica]) - max(max_in_flight[key] for key in keys))
-        more = bisect_left(range(1, left + 1), True, key=exceeds)  # the most that fit
+        more = bisect_left(range(1, left + 1), True, key=partial(exceeds, keys))  # the most that fit
         for key, added in zip(keys, further_in_flight(len(keys), more), strict=True):
             max_in_flight[key] += added
-        for rank, num_bytes in bytes_of(more).items():
+        for rank, num_bytes in used_bytes(keys, more).items():
             free[rank] -= num_bytes
     return max_in_flight
 

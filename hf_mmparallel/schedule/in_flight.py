@@ -219,11 +219,9 @@ def further_in_flight(num_stages: int, first: int) -> list[int]:
     as all of them may have waiting for weight gradients. With one less than there are stages in the first it is ZB-H2
     (Qi et al. 2023, section 2.3): `2 (p - i) - 1` on stage `i` of `p`.
     """
-    return (
-        [first * (num_stages - 1 - index) // (num_stages - 1) for index in range(num_stages)]
-        if num_stages > 1
-        else [first]
-    )
+    if num_stages == 1:
+        return [first]
+    return [first * (num_stages - 1 - index) // (num_stages - 1) for index in range(num_stages)]
 
 
 def in_flight_limits(

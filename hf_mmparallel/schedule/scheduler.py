@@ -60,15 +60,6 @@ class _Rules:
     keeps_free: float = 0.0  # share of a task that fills in which stages rather wait for what can start
     encoders_last: bool = False  # on ranks of other modules
 
-    def others(self, simulation: _Simulation, alternate: bool) -> Iterator[_Rules]:
-        """Rules that may make another order than these, which are the defaults, did in a simulation."""
-        if simulation.could_keep_free:  # with what follows they make nothing faster
-            yield from (_Rules(keeps_free=0.5), _Rules(keeps_free=1.0))
-        for last in (False, True)[: 1 + simulation.could_go_last]:
-            for waits in (False, True)[: 1 + (alternate and simulation.could_wait)]:
-                if waits or last:
-                    yield _Rules(waits, encoders_last=last)
-
 
 class _Tables:
     """
@@ -463,13 +454,13 @@ def order_tasks(
         if order is not None:
             return order
     tables = _Tables(plan, graph, times_ms, max_in_flight, parts)
-    first = best = _Simulation(tables, _Rules())
+    best = _Simulation(tables, _Rules())
     others: dict[_Rules, _Simulation] = {}
     # parts are ordered one by one, and the events of each are numbered from 0
     for part in range(len(tables.tasks_of_part)):
         end_ms = best.run(part)
         assert end_ms is not None
-        for rules in first.rules.others(best, alternate):
+        for rules in _other_rules(best, alternate):
             if rules not in others:
                 others[rules] = _Simulation(tables, rules)
             other = others[rules]
@@ -477,6 +468,16 @@ def order_tasks(
             if other_ms is not None:
                 end_ms, best = other_ms, other if parts is None else best.adopt(other, part)
     return Order(np.array(best.started, np.int64), np.array(best.finished, np.int64))
+
+
+def _other_rules(simulation: _Simulation, alternate: bool) -> Iterator[_Rules]:
+    """Rules that may make another order than the default ones did in a simulation."""
+    if simulation.could_keep_free:  # with what follows they make nothing faster
+        yield from (_Rules(keeps_free=0.5), _Rules(keeps_free=1.0))
+    for last in (False, True)[: 1 + simulation.could_go_last]:
+        for waits in (False, True)[: 1 + (alternate and simulation.could_wait)]:
+            if waits or last:
+                yield _Rules(waits, encoders_last=last)
 
 
 def _in_windows(

@@ -83,7 +83,10 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
         needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
         words = f"{-slower:.1%} faster" if slower < -_EQUAL_TIME_TOLERANCE else "As fast"
         if cautious_ms(other) > AS_FAST * cautious_ms(best):
-            return f"{words}: `{other.candidate.schedule}` has to gain {SURE_RATIO - 1:.0%}, since tasks are shorter."
+            return (
+                f"{words}: `{other.candidate.schedule}` has to be {SURE_RATIO - 1:.0%} faster, since its tasks take a "
+                "little longer than predicted."
+            )
         groups = [shard_size(plan.candidate) for plan in (best, other)]
         if groups[1] > groups[0]:
             return f"{words}: copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}."

@@ -26,7 +26,7 @@ from .simulations import (
     SMALL_STEP,
     Simulated,
     Simulations,
-    cautious_ms,
+    caution,
     distinct_sizes,
     in_order,
     key_of,
@@ -229,7 +229,7 @@ def _mean_ms(racer: tuple[Simulated, list[Prediction]]) -> float:
     """Mean step time over the batches so far, see [`cautious_ms`]."""
     simulated, others = racer
     mean_ms = (simulated.step_ms + sum(other.step_ms for other in others)) / (1 + len(others))
-    return mean_ms * cautious_ms(simulated) / simulated.step_ms
+    return mean_ms * caution(simulated.candidate)
 
 
 def _ranked(simulations: Simulations, simulated: Simulated, others: list[Prediction]) -> RankedPlan:

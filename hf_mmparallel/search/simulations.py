@@ -60,9 +60,14 @@ def runs_large_samples_alone(prediction: Prediction) -> bool:
 SURE_RATIO = 1.03
 
 
+def caution(candidate: Candidate) -> float:
+    """What the predicted step time of a candidate is multiplied by to compare it with others."""
+    return 1.0 if POLICIES[candidate.schedule].is_plain else SURE_RATIO
+
+
 def cautious_ms(simulated: Simulated | RankedPlan) -> float:
     """Predicted step time, for virtual stages and split backwards longer by [`SURE_RATIO`]."""
-    return simulated.step_ms * (1.0 if POLICIES[simulated.candidate.schedule].is_plain else SURE_RATIO)
+    return simulated.step_ms * caution(simulated.candidate)
 
 
 # Slices of candidates, a part of their replicas that stands for all of them, and the state of their ranks.

@@ -99,6 +99,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"modules": {VISION: VP2, LM: {"colocate_with": VISION, "vp_size": 2}}, "schedule": "zero_bubble"},
         {},
     ),
+    "llava, zero bubble with more memory": ("llava", 3, {"modules": PP2, "schedule": "zero_bubble_h2"}, {}),
     "llava, frozen vision, zero bubble": (
         "llava",
         3,
