@@ -147,7 +147,7 @@ def test_scale_times_what_a_rank_plans(tmp_path):
     result = _quick("scale", tmp_path)
     assert [row["kind"] for row in result["rows"]] == ["ranks", "ranks", "batch", "many", "deep", "unlike"]
     for row in result["rows"]:
-        assert row["planned_ranks"] == (10 if row["kind"] in ("ranks", "batch") else row["ranks"])
+        assert row["planned_ranks"] == (10 if row["kind"] in ("ranks", "batch", "many") else row["ranks"])
         assert all(row[f"{part}_ms"]["min"] > 0 for part in ("arrange", "program", "rest", "step", "sync_groups"))
 
 
