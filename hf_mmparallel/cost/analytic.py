@@ -74,7 +74,7 @@ def layer_elementwise(
         return norms + _lookups(module_spec, uses, precision)
     if index >= module_spec.num_layers:
         share = min((shares[use.parameter.name] for use in uses if use.multiplies), default=1.0)
-        return norms + _after_layers(shape, precision, 1 / tp_size if engine.merged_sums else share, engine)
+        return norms + _after_layers(shape, precision, share, engine)
     result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
     for group in shape.feed_forwards:
         result += _feed_forward(module_spec, group, precision, tp_size, engine)
@@ -276,7 +276,7 @@ class AnalyticLayers:
             return Polynomial(), Polynomial()
         if not 0 <= index < module_spec.num_layers:
             words = [use for use in uses if (use.parameter.is_lookup if index < 0 else use.multiplies)]
-            is_cut = module_spec.name == LANGUAGE_MODEL and words and not self.engine.merged_sums
+            is_cut = module_spec.name == LANGUAGE_MODEL and words
             if not is_cut or any(use.parameter.replicated for use in words):
                 return Polynomial(), Polynomial()
             if index < 0:  # the sum of what the ranks look up
@@ -285,12 +285,9 @@ class AnalyticLayers:
             return all_reduce(self.device, ranks).of_tokens(tp_size * _LOSS_BYTES / 2), one
         if self.engine.hidden_sums:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
-        # outputs of the last matrix of each block, and input gradients of each other one, which transformers reduces
-        # one by one
-        split = [group for group in shape.feed_forwards if len(group) > 1]
-        split += [shape.attention] if is_split(shape.attention) else []
-        inputs = len(split) if self.engine.merged_sums else sum(len(group) - 1 for group in split)
-        return one * len(split), one * inputs
+        # outputs of the last matrix of each block, and the gradient of what its other matrices read
+        split = sum(len(group) > 1 for group in shape.feed_forwards) + is_split(shape.attention)
+        return one * split, one * split
 
 
 def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:

@@ -21,9 +21,6 @@ class Engine:
     # matrix products accumulate gradients in place
     fused: bool = False
     fused_loss: bool = False
-    # matrices with the same input all-reduce its gradient once over the tp group, and the loss is computed on
-    # vocabulary shards
-    merged_sums: bool = False
     hidden_sums: bool = False  # tensor-parallel all-reduces overlap with matrix products
     split_norms: bool = False  # the tp group splits the tokens of norms and residuals (sequence parallelism)
     blocking_messages: bool = False  # stages are idle while they send and receive

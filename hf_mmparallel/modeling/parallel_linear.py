@@ -40,11 +40,38 @@ def has_plain_form(layer: nn.Module, style: str, tp_size: int) -> TypeGuard[nn.L
     return style in _ROW_STYLES and layer.in_features % tp_size == 0
 
 
-def use_plain_tensors(layer: nn.Linear | nn.Embedding, style: str, mesh: DeviceMesh) -> None:
+class SharedInput:
     """
-    Lets a layer whose parameters are cut compute on plain tensors, in place. A column-parallel one takes all features
-    and returns those of this rank, or for the styles that gather, which are those of a head, lazy ones of all ranks; a
-    row-parallel one takes those of this rank and returns all. An embedding takes and returns all.
+    What column-parallel layers of one parent read, such as the projections of an attention layer: the gradients that
+    they have for the same input are added up before the ranks sum them, once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.num_readers = 0
+        self._input: Tensor | None = None
+        self._copy: Tensor | None = None
+        self._num_left = 0  # readers that have not asked for it
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Returns the input with gradients that are summed over the ranks."""
+        if self._copy is None or self._input is not input:
+            self._input, self._copy, self._num_left = input, SumGradients.apply(input, self.group), self.num_readers
+        copy = self._copy
+        self._num_left -= 1
+        if not self._num_left:
+            self._input = self._copy = None  # so that their memory is free when the backward has used them
+        return copy  # type: ignore[return-value]
+
+
+def use_plain_tensors(
+    layer: nn.Linear | nn.Embedding, style: str, mesh: DeviceMesh, shared: SharedInput | None = None
+) -> None:
+    """
+    Lets a layer whose parameters are cut compute on plain tensors, in place. A column-parallel one takes all features,
+    which are `shared` by those of its parent, and returns those of this rank, or for the styles that gather, which are
+    those of a head, lazy ones of all ranks; a row-parallel one takes those of this rank and returns all. An embedding
+    takes and returns all.
     """
     group = mesh.get_group()
     if isinstance(layer, nn.Embedding):
@@ -54,7 +81,7 @@ def use_plain_tensors(layer: nn.Linear | nn.Embedding, style: str, mesh: DeviceM
     if style in _ROW_STYLES:
         layer.forward = _row_parallel(layer, group)  # type: ignore[method-assign]
     elif style == "colwise":
-        layer.forward = _column_parallel(layer, group)  # type: ignore[method-assign]
+        layer.forward = _column_parallel(layer, shared or SharedInput(group))  # type: ignore[method-assign]
     else:
         return_lazy_logits(layer, group)
 
@@ -85,15 +112,16 @@ def _product(layer: nn.Linear) -> Callable[..., Tensor]:
     return getattr(layer, "multiply", functional.linear)
 
 
-def _column_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    name = group.group_name
+def _column_parallel(layer: nn.Linear, shared: SharedInput) -> Callable[[Tensor], Tensor]:
+    name = shared.group.group_name
+    shared.num_readers += 1
 
     def forward(input: Tensor) -> Tensor:
         features = input
         if input.requires_grad and torch.compiler.is_compiling():
             features = SumGradientsInGraph.apply(input, name)
-        elif input.requires_grad:
-            features = SumGradients.apply(input, group)
+        elif input.requires_grad and torch.is_grad_enabled():
+            features = shared(input)
         return _product(layer)(features, *_shards(layer))
 
     return forward

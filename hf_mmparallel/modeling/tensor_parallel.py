@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..plan import ModelSpec, ModuleSpec
 from .dtensors import from_shard
-from .parallel_linear import HEAD_STYLES, LOOKUP_STYLE, has_plain_form, use_plain_tensors
+from .parallel_linear import HEAD_STYLES, LOOKUP_STYLE, SharedInput, has_plain_form, use_plain_tensors
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -350,12 +352,13 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
         _localize_widths(attention, mesh.size())
     modules = dict(model.named_modules())
     others = {}
+    inputs: dict[str, SharedInput] = defaultdict(functools.partial(SharedInput, mesh.get_group()))  # by parent
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.plan.items():
         layer = modules.get(name)
         if layer is not None and has_plain_form(layer, style, mesh.size()):
-            use_plain_tensors(layer, style, mesh)
+            use_plain_tensors(layer, style, mesh, inputs[base_name(name).rpartition(".")[0]])
         else:
             others[name] = style
     apply_tensor_parallelism(model, mesh, others)

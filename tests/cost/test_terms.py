@@ -214,7 +214,7 @@ def test_an_optimizer_step_moves_weights_gradients_and_state():
 
 
 @pytest.mark.parametrize(
-    ("flag", "tp_size"), [("fused", 1), ("fused_loss", 1), ("merged_sums", 2), ("hidden_sums", 2), ("split_norms", 2)]
+    ("flag", "tp_size"), [("fused", 1), ("fused_loss", 1), ("hidden_sums", 2), ("split_norms", 2)]
 )
 def test_what_another_engine_does_is_faster(flag, tp_size):
     ours, theirs = (

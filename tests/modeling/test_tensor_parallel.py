@@ -9,6 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_mmparallel.modeling import build_model_spec
@@ -190,8 +191,18 @@ def adapted_words() -> None:
         assert not isinstance(model.get_input_embeddings().weight, DTensor)
 
 
-def special_cases() -> tuple[int, set[str]]:
-    """Sharded parameters of adapters, and those of which only the second layer is owned."""
+def count_sums() -> int:
+    """The all-reduces of a backward."""
+    model, batch = build("llama")
+    shard(model, build_model_spec(model))
+    loss = model.model(**batch, use_cache=False).last_hidden_state.sum()
+    with CommDebugMode() as backward:
+        loss.backward()
+    return backward.get_total_counts()
+
+
+def special_cases() -> tuple[int, set[str], int]:
+    """Sharded parameters of adapters, those of which only the second layer is owned, and sums of a backward."""
     with_odd_words(tied=False)
     with_odd_words(tied=True)
     adapted_words()
@@ -206,17 +217,18 @@ def special_cases() -> tuple[int, set[str]]:
         shard(dora, build_model_spec(dora))
     part, _ = build("llama")
     shard(part, build_model_spec(part), owned=".layers.1.")
-    return with_adapters(), {name for name, p in part.named_parameters() if isinstance(p, DTensor)}
+    return with_adapters(), {name for name, p in part.named_parameters() if isinstance(p, DTensor)}, count_sums()
 
 
 @pytest.mark.distributed
 def test_adapters_and_only_owned_parameters_before_the_weights_are_read_without_dora():
-    counts, sharded = run_distributed(special_cases, 2)[0]
+    counts, sharded, sums = run_distributed(special_cases, 2)[0]
     # The q and v adapters' B and the o, out, fc2 and down adapters' A of each layer, the head's B; features leave the
     # encoder before its last layer
     assert counts == 3 * 4 + 4 * 4 + 1
     names = {name for name, _ in tiny.FAMILIES["llama"]().named_parameters()}
     assert sharded == {name for name in names if ".layers.1." in name and "_proj" in name}
+    assert sums == 2 * tiny.TEXT["num_hidden_layers"]  # of what attention and the feed-forward of each layer read
 
 
 def test_a_vector_over_heads_that_no_style_cuts_is_refused():
