@@ -111,7 +111,8 @@ class Study:
 
     @property
     def engine(self) -> Engine:
-        known = {n: value for n, value in self.data["engine"].items() if n not in ("attention", "sharded_optimizer")}
+        of_model = ("attention", "sequence_parallel", "sharded_optimizer")
+        known = {name: value for name, value in self.data["engine"].items() if name not in of_model}
         if "message_gb_per_s" in known:
             known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
         return Engine(**{"wide_sums": False, "early_sums": False, **known})
@@ -174,13 +175,15 @@ def published_model(study_key: str, model: str) -> ModelSpec:
 
 @cache
 def model_spec(study_key: str, model: str) -> ModelSpec:
-    """The same with the attention of the study's engine."""
+    """The same with the attention of the study's engine, and sequence parallelism where that has it."""
     spec, study = published_model(study_key, model), next(own for own in studies() if own.key == study_key)
-    if study.data["engine"].get("attention") != "dense":
-        return spec
-    return replace(
-        spec, modules={**spec.modules, LANGUAGE_MODEL: replace(spec.modules[LANGUAGE_MODEL], attention="eager")}
+    engine, own = study.data["engine"], spec.language_model
+    own = replace(
+        own,
+        attention="eager" if engine.get("attention") == "dense" else own.attention,
+        sequence_parallel=engine.get("sequence_parallel", False),
     )
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: own})
 
 
 def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:

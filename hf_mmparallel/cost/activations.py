@@ -149,7 +149,7 @@ def saved_activations(
     split = tp_size if is_split(shape.attention) else 1
     # per squared token only if attention saves something for each pair of tokens
     saved = _attention_saved(shape, precision) * (1 / split) + _mask_saved(shape, precision)
-    saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, split) for norm in shape.norms))
+    saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, tp_size) for norm in shape.norms))
     for group in [shape.attention, *shape.feed_forwards]:
         saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision))
     for group in shape.feed_forwards:
@@ -259,13 +259,15 @@ def _mask_saved(shape: LayerShape, precision: Precision) -> Polynomial:
     return Polynomial(float(precision.compute)) if takes_mask else Polynomial()
 
 
-def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, split: int) -> float:
+def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int) -> float:
     """Saved bytes per token of a norm over the hidden state, or over queries or keys per head."""
     module_spec = shape.module_spec
     if not _ATTENTION.search(norm.name) or norm.size == module_spec.hidden_size:
-        return norm.saved_bytes(norm.size, precision.stream, precision.stream)
+        width = norm.size / module_spec.row_shares(tp_size)
+        return norm.saved_bytes(width, precision.stream, precision.stream)
     heads = module_spec.num_heads if "q" in norm.name.split(".")[-2] else module_spec.num_kv_heads
-    return norm.saved_bytes(heads * module_spec.head_width, precision.compute, precision.compute) / split
+    width = heads * module_spec.head_width / (tp_size if is_split(shape.attention) else 1)
+    return norm.saved_bytes(width, precision.compute, precision.compute)
 
 
 def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
@@ -374,9 +376,15 @@ def transient_memory(
         pairs = module_spec.num_heads * (FULL + precision.compute) if module_spec.attention == "eager" else 0
         forwards.append(Polynomial(pairs / split, 2 * width / split))
         backwards.append(Polynomial(pairs / split, width / split))
-    # A forward has the input of the stack and of the layer, the sum after attention and its norm; a backward the
-    # gradients of the output and the input.
-    return TransientMemory(_largest(forwards) + hidden * 4.0, _largest(backwards) + hidden * 2.0)
+    # A forward has the input of the stack and that of the layer, what the last block reads and what it returns; a
+    # backward the gradients of the output and the input.
+    in_forward, in_backward = 4.0, 2.0
+    if module_spec.row_shares(tp_size) > 1:
+        # Shares of what is between the blocks. All rows are in the input of the stack, gathered and in the product
+        # that is summed, and in the gradient of that.
+        share = 1 / tp_size
+        in_forward, in_backward = 3.0 + 3.0 * share, 1.0 + 2.0 * share
+    return TransientMemory(_largest(forwards) + hidden * in_forward, _largest(backwards) + hidden * in_backward)
 
 
 def _largest(polynomials: Sequence[Polynomial]) -> Polynomial:

@@ -20,7 +20,7 @@ from .activations import (
     saved_activations,
     with_trainable,
 )
-from .collectives import all_reduce
+from .collectives import all_gather, all_reduce
 from .devices import Hardware
 from .layers import BYTES_PER_VALUE, OURS, CostModel, Engine, LayerCost, Polynomial
 
@@ -69,28 +69,31 @@ def layer_elementwise(
     its parameters on a rank.
     """
     shape = LayerShape.of(module_spec, uses)
-    norms = total(_norm(shape, norm, precision, tp_size, engine) for norm in shape.norms)
+    inside = 0 <= index < module_spec.num_layers
+    row_shares = module_spec.row_shares(tp_size) if inside else 1
+    norms = total(_norm(shape, norm, precision, tp_size, row_shares, engine) for norm in shape.norms)
     if index < 0:
         return norms + _lookups(module_spec, uses, precision)
-    if index >= module_spec.num_layers:
+    if not inside:
         share = min((shares[use.parameter.name] for use in uses if use.multiplies), default=1.0)
         return norms + _after_layers(shape, precision, share, engine)
     result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
     for group in shape.feed_forwards:
         result += _feed_forward(module_spec, group, precision, tp_size, engine)
     residuals = 2 if shape.attention and shape.feed_forwards else 1
-    parts = tp_size if engine.split_norms else 1
-    result += Elementwise(residuals * 3.0 * precision.stream * module_spec.hidden_size / parts, residuals)
+    result += Elementwise(residuals * 3.0 * precision.stream * module_spec.hidden_size / row_shares, residuals)
     if precision.is_cast:
         widths = sum(matrix.width_in(module_spec.hidden_size) for matrix in shape.matrices)
         result += Elementwise((precision.stream + precision.compute) * widths, len(shape.matrices))
     return result
 
 
-def _norm(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
+def _norm(
+    shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, row_shares: int, engine: Engine
+) -> Elementwise:
     """One kernel, or the float32 operations of an RMS norm."""
     module_spec, value_bytes = shape.module_spec, precision.stream
-    width = norm.size / (tp_size if engine.split_norms else 1)
+    width = norm.size / row_shares
     if is_attention(norm.name) and norm.size != module_spec.hidden_size:
         heads = module_spec.num_heads if "q" in norm.name.split(".")[-2] else module_spec.num_kv_heads
         width = heads * module_spec.head_width / (tp_size if is_split(shape.attention) else 1)
@@ -267,22 +270,27 @@ class AnalyticLayers:
     def _sums(
         self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, tp_size: int, products_ms: float
     ) -> tuple[Polynomial, Polynomial]:
-        """Milliseconds of the tensor-parallel all-reduces of a layer in forward and backward."""
+        """Milliseconds of the tensor-parallel collectives of a layer in forward and backward."""
         shape = LayerShape.of(module_spec, uses)
         ranks = range(self.first_rank, self.first_rank + tp_size)
-        hidden = module_spec.hidden_size * self.value_bytes
+        hidden, inside = module_spec.hidden_size * self.value_bytes, 0 <= index < module_spec.num_layers
         one = all_reduce(self.device, ranks).of_tokens(hidden)
         if tp_size == 1:
             return Polynomial(), Polynomial()
-        if not 0 <= index < module_spec.num_layers:
+        gather = all_gather(self.device, ranks).of_tokens(hidden)
+        if not inside:
+            # rows that the ranks share are joined behind the layers, and their gradients before these
+            ends = gather if module_spec.sequence_parallel else Polynomial()
             words = [use for use in uses if (use.parameter.is_lookup if index < 0 else use.multiplies)]
-            is_cut = module_spec.name == LANGUAGE_MODEL and words
+            is_cut = bool(words) and module_spec.name == LANGUAGE_MODEL
             if not is_cut or any(use.parameter.replicated for use in words):
-                return Polynomial(), Polynomial()
+                return (Polynomial(), ends) if index < 0 else (ends, Polynomial())
             if index < 0:  # the sum of what the ranks look up
-                return one, Polynomial()
+                return one, ends
             # of a head that is split by rows each rank gathers the numbers of the loss from all others
-            return all_reduce(self.device, ranks).of_tokens(tp_size * _LOSS_BYTES / 2), one
+            return ends + all_reduce(self.device, ranks).of_tokens(tp_size * _LOSS_BYTES / 2), one
+        if module_spec.sequence_parallel:  # a reduce-scatter, and a gather before the next block
+            one = gather * 2.0
         if self.engine.hidden_sums:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
         # outputs of the last matrix of each block, and the gradient of what its other matrices read

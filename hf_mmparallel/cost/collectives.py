@@ -31,8 +31,8 @@ class CollectiveTime:
         return min(rate * num_bytes + latency_ms for rate, latency_ms in self.ways)
 
     def of_tokens(self, token_bytes: float) -> Polynomial:
-        """Milliseconds for bytes per token, in tokens, where there is one way."""
-        ((rate, latency_ms),) = self.ways
+        """Milliseconds for bytes per token, in tokens, of the way that is the fastest for many."""
+        rate, latency_ms = min(self.ways)
         return Polynomial(0.0, rate * token_bytes, latency_ms)
 
 

@@ -21,8 +21,7 @@ class Engine:
     # matrix products accumulate gradients in place
     fused: bool = False
     fused_loss: bool = False
-    hidden_sums: bool = False  # tensor-parallel all-reduces overlap with matrix products
-    split_norms: bool = False  # the tp group splits the tokens of norms and residuals (sequence parallelism)
+    hidden_sums: bool = False  # tensor-parallel collectives overlap with matrix products
     blocking_messages: bool = False  # stages are idle while they send and receive
     # point-to-point, inside a node and between nodes; by default that of the links
     message_gb_per_s: tuple[float, float] | None = None
@@ -88,12 +87,12 @@ class LayerCost:
     # hide; 0 if measured times include them
     launch_ms: tuple[float, float] = (0.0, 0.0)
     weight_launch_ms: float = 0.0  # part of the second one for the gradients of its weights
-    # tensor-parallel all-reduces, besides the forward and besides the gradient of its input
+    # tensor-parallel collectives, besides the forward and besides the gradient of its input
     sums: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
 
     @property
     def with_sums(self) -> LayerCost:
-        """The same cost with all-reduces included in the forward and in the gradient of the input."""
+        """The same cost with these collectives included in the forward and in the gradient of the input."""
         in_forward, in_backward = self.sums
         forward, data_gradient = self.forward + in_forward, self.data_gradient + in_backward
         return replace(self, forward=forward, data_gradient=data_gradient, sums=(Polynomial(), Polynomial()))
@@ -113,7 +112,7 @@ class LayerCosts(Protocol):
 
 @dataclass(frozen=True)
 class LayersWithoutSums:
-    """Layer costs with tensor-parallel all-reduces that take no time; see [`LayerCosts`]."""
+    """Layer costs with tensor-parallel collectives that take no time; see [`LayerCosts`]."""
 
     layers: LayerCosts
 

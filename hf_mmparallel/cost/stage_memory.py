@@ -212,11 +212,16 @@ def _layer_entry(
     transient = transient_memory(module_spec, costs.spec.uses.get((module_spec.name, index), ()), precision, tp_size)
     if recompute:  # only its input is saved; the rest exists while its backward runs
         return (
-            Polynomial(token=float(module_spec.hidden_size * precision.stream)),
+            _hidden(costs, module_spec) * (1 / module_spec.row_shares(tp_size)),
             transient.forward,
             saved + transient.backward,
         )
     return saved, transient.forward, transient.backward if saved != Polynomial() else Polynomial()
+
+
+def _hidden(costs: CostModel, module_spec: ModuleSpec) -> Polynomial:
+    """Bytes of a hidden state between layers."""
+    return Polynomial(token=float(module_spec.hidden_size * Precision.of(module_spec, costs.value_bytes).stream))
 
 
 def _array(polynomials: Iterable[Polynomial]) -> NDArray:
@@ -254,7 +259,7 @@ class _Head:
         uses = costs.spec.uses.get((module_spec.name, index), ())
         matrices = LayerShape.of(module_spec, uses).matrices if module_spec.name == LANGUAGE_MODEL else ()
         self.precision = Precision.of(module_spec, costs.value_bytes)
-        self.hidden = Polynomial(token=float(self.precision.stream * module_spec.hidden_size))
+        self.hidden = _hidden(costs, module_spec)
         self.num_words, self.is_cut, self.trained, self.value_bytes = 0.0, False, 0.0, FULL
         if matrices:
             matrix, shares = matrices[-1], parameter_shares(costs.spec, module_spec.name, index, tp_size)
@@ -334,6 +339,10 @@ def _stage_memory(
     """See [`stage_memory`]."""
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
     entries = _module_memory(costs, module, tp_size, checkpointing)
+    if not layers[0] and module_spec.row_shares(tp_size) > 1 and entries.needed[1]:
+        saved = entries.saved.copy()
+        saved[1] += _array([_hidden(costs, module_spec)])[0]  # all rows, from which the first layer takes its share
+        entries = replace(entries, saved=saved)
     layer_indices = [
         i for i in range(-1, module_spec.num_layers + 1) if stage_holds(layers, module_spec.num_layers, i)
     ]
@@ -488,9 +497,9 @@ def _weights(
 
 def _sent_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
     """The tensors that a stage sends."""
-    precision, is_last = Precision.of(module_spec, costs.value_bytes), stop == module_spec.num_layers
-    sent = feature_bytes(costs, module_spec) if is_last else float(module_spec.hidden_size * precision.stream)
-    out, gradient = Polynomial(token=sent), needed[-1] if is_last else needed[stop + 1]
+    is_last = stop == module_spec.num_layers
+    out = Polynomial(token=feature_bytes(costs, module_spec)) if is_last else _hidden(costs, module_spec)
+    gradient = needed[-1] if is_last else needed[stop + 1]
     # gradients of sent tensors are received and concatenated in a backward
     return (out, out, out * 2.0) if gradient else (Polynomial(), out, Polynomial())
 

@@ -357,9 +357,8 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
             link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
             kind = (name, stage.layers, stage.tp_size, link, first_rank, waits_ms, transfers)
             if kind not in known:
-                recompute = module.activation_checkpointing
-                table = layer_table(costs, name, stage.tp_size, recompute, first_rank)
-                known[kind] = _stage_cost(costs, name, stage, table, recompute, waits_ms)
+                table = layer_table(costs, name, stage.tp_size, module.activation_checkpointing, first_rank)
+                known[kind] = _stage_cost(costs, name, stage, table, waits_ms)
                 if transfers is not None:
                     known[kind] = _with_transfers(known[kind], stage, table, transfers)
             result[name, replica, index] = known[kind]
@@ -382,7 +381,11 @@ def _first_rank(costs: CostModel, stage: Stage) -> int:
 
 
 def _stage_cost(
-    costs: CostModel, module: str, stage: Stage, table: LayerTable, checkpointing: bool, waits_ms: float
+    costs: CostModel,
+    module: str,
+    stage: Stage,
+    table: LayerTable,
+    waits_ms: float,
 ) -> StageCost:
     module_spec, cp_size, tp_size = costs.spec.modules[module], stage.cp_size, stage.tp_size
     cost = table.stage(stage)

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from .dtensors import local
 from .lazy_logits import return_lazy_logits
-from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph
+from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph, sum_rows
 
 # The columns of a matrix are the features that it returns; its rows are those that it takes.
 _ROW_STYLES = ("rowwise",)
@@ -65,13 +65,20 @@ class SharedInput:
 
 
 def use_plain_tensors(
-    layer: nn.Linear | nn.Embedding, style: str, mesh: DeviceMesh, shared: SharedInput | None = None
+    layer: nn.Linear | nn.Embedding,
+    style: str,
+    mesh: DeviceMesh,
+    shared: SharedInput | None = None,
+    has_split_rows: bool = False,
 ) -> None:
     """
     Lets a layer whose parameters are cut compute on plain tensors, in place. A column-parallel one takes all features,
     which are `shared` by those of its parent, and returns those of this rank, or for the styles that gather, which are
     those of a head, lazy ones of all ranks; a row-parallel one takes those of this rank and returns all. An embedding
     takes and returns all.
+
+    In a block with split rows (see `sequence_parallel`) the block gathers them, and a row-parallel layer returns those
+    of this rank.
     """
     group = mesh.get_group()
     if isinstance(layer, nn.Embedding):
@@ -79,9 +86,10 @@ def use_plain_tensors(
         return
     layer.graph_inputs = None  # type: ignore[assignment]
     if style in _ROW_STYLES:
-        layer.forward = _row_parallel(layer, group)  # type: ignore[method-assign]
+        layer.forward = _row_parallel(layer, group, has_split_rows)  # type: ignore[method-assign]
     elif style == "colwise":
-        layer.forward = _column_parallel(layer, shared or SharedInput(group))  # type: ignore[method-assign]
+        shared = None if has_split_rows else shared or SharedInput(group)
+        layer.forward = _column_parallel(layer, shared)  # type: ignore[method-assign]
     else:
         return_lazy_logits(layer, group)
 
@@ -112,7 +120,9 @@ def _product(layer: nn.Linear) -> Callable[..., Tensor]:
     return getattr(layer, "multiply", functional.linear)
 
 
-def _column_parallel(layer: nn.Linear, shared: SharedInput) -> Callable[[Tensor], Tensor]:
+def _column_parallel(layer: nn.Linear, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
+    if shared is None:
+        return lambda input: _product(layer)(input, *_shards(layer))
     name = shared.group.group_name
     shared.num_readers += 1
 
@@ -127,13 +137,16 @@ def _column_parallel(layer: nn.Linear, shared: SharedInput) -> Callable[[Tensor]
     return forward
 
 
-def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, has_split_rows: bool) -> Callable[[Tensor], Tensor]:
     name = group.group_name
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = _shards(layer)
         product = _product(layer)(input, weight, None)
-        output = sum_in_graph(product, name) if torch.compiler.is_compiling() else Sum.apply(product, group)
+        if has_split_rows:
+            output = sum_rows(product, group)
+        else:
+            output = sum_in_graph(product, name) if torch.compiler.is_compiling() else Sum.apply(product, group)
         return output if bias is None else output + bias  # which each rank has whole
 
     return forward

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..plan import ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
-from .spec import inside, module_parts
+from .spec import inside, layers_of, module_parts
 from .stages import ModuleStage
-from .unowned import drop_unowned_parameters, replace_layers
+from .unowned import drop_unowned_parameters, identity_layer
 
 # Activation checkpointing, per tower.
 
@@ -114,7 +114,10 @@ def prepare_stages(
     drop_unowned_parameters(model, lambda name: name in shards and bool(shards[name].on_rank(rank)), device)
     for name, module in spec.modules.items():
         keep = {layer for (owner, _, _), stage in owned.items() if owner == name for layer in range(*stage.layers)}
-        replace_layers(model, module.stack, keep)
+        layers = layers_of(model, module.stack)
+        for index in range(len(layers)):
+            if index not in keep:
+                layers[index] = identity_layer(layers[index])
         if keep and plan.modules[name].activation_checkpointing:
             enable_checkpointing(model, module.tower, module.stack, recomputation)
     return {key: ModuleStage(model, spec, key[0], stage.layers, parts) for key, stage in owned.items()}

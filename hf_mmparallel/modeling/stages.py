@@ -267,6 +267,7 @@ class ModuleStage:
         is_whole = self.is_first and self.is_last
         self._interceptor = None if is_whole else LayerInterceptor.of(layers_of(model, self.module_spec.stack))
         self._checked = False
+        self.row_shares = 1  # ranks among which the rows that it receives are divided
         # the next forward with logits and targets records the model's own loss
         self.asks_own_loss = False
         self.own_loss: OwnLoss | None = None
@@ -321,7 +322,7 @@ class ModuleStage:
             return []
         if self.module_name == LANGUAGE_MODEL:
             batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
-            return [torch.Size((batch, length, self.module_spec.hidden_size))]
+            return [torch.Size((batch, -(-length // self.row_shares), self.module_spec.hidden_size))]
         shapes = []
         with torch.no_grad():
             for modality in self.present(inputs):  # one each for an encoder

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ..plan import ModelSpec, ModuleSpec
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .dtensors import from_shard
 from .parallel_linear import HEAD_STYLES, LOOKUP_STYLE, SharedInput, has_plain_form, use_plain_tensors
+from .sequence_parallel import SplitRows, find_blocks
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -317,8 +318,30 @@ def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, Seque
         parameters = tuple(
             replace(p, tp_dim=dim, tp_blocks=blocks) for p, (dim, blocks) in zip(module.parameters, cuts, strict=True)
         )
-        modules[name] = replace(module, parameters=parameters)
+        splits_rows = name == LANGUAGE_MODEL and all(
+            _splits_rows(model, module, _find_styles(model, module, size, every), size) for size in sizes
+        )
+        modules[name] = replace(module, parameters=parameters, sequence_parallel=splits_rows)
     return replace(spec, modules=modules)
+
+
+def _blocks_of(model: nn.Module, stack: str, styles: _Styles) -> dict[str, list[nn.Module] | None]:
+    """Name of each layer with a style -> its blocks, see `find_blocks`."""
+
+    def style_of(name: str) -> str:
+        return styles.plan.get(name, styles.plan.get(f"{name}.base_layer", ""))
+
+    held = {name[len(stack) + 1 :].partition(".")[0] for name in styles.plan if name.startswith(f"{stack}.")}
+    layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children() if name in held}
+    return {name: find_blocks(layer, name, style_of, styles.partial) for name, layer in layers.items()}
+
+
+def _splits_rows(model: nn.Module, module: ModuleSpec, styles: _Styles, tp_size: int) -> bool:
+    """Returns whether the ranks of a tp group can share the rows between the blocks of all layers of a module."""
+    blocks, modules = _blocks_of(model, module.stack, styles), dict(model.named_modules())
+    matrices = [name for name in styles.plan if name in modules and name.startswith(f"{module.stack}.")]
+    is_plain = all(has_plain_form(modules[name], styles.plan[name], tp_size) for name in matrices)
+    return is_plain and len(blocks) == module.num_layers and None not in blocks.values()
 
 
 def _check_same_cuts(module: ModuleSpec, by_size: Mapping[int, Sequence[tuple[int | None, int]]]) -> None:
@@ -353,12 +376,14 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
     modules = dict(model.named_modules())
     others = {}
     inputs: dict[str, SharedInput] = defaultdict(functools.partial(SharedInput, mesh.get_group()))  # by parent
+    blocks = _blocks_of(model, module.stack, styles) if module.sequence_parallel else {}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.plan.items():
         layer = modules.get(name)
         if layer is not None and has_plain_form(layer, style, mesh.size()):
-            use_plain_tensors(layer, style, mesh, inputs[base_name(name).rpartition(".")[0]])
+            has_split_rows = bool(blocks) and name.startswith(f"{module.stack}.")
+            use_plain_tensors(layer, style, mesh, inputs[base_name(name).rpartition(".")[0]], has_split_rows)
         else:
             others[name] = style
     apply_tensor_parallelism(model, mesh, others)
@@ -368,7 +393,17 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
             parent, _, attribute = name.rpartition(".")
             model.get_submodule(parent)._parameters[attribute] = model.get_parameter(owner)
     _check_placements(model, module, styles, owned)
-    return styles.partial
+    for name, of_layer in blocks.items():
+        assert of_layer is not None
+        SplitRows(model.get_submodule(name), of_layer, mesh.get_group())
+    # what is whole on each rank meets the rows or the heads of this one
+    inside = tuple(f"{layer}." for layer in blocks)
+    whole = {
+        p.name
+        for p in module.parameters
+        if p.name in owned and p.name.startswith(inside) and styles.cut(p.name, len(p.shape))[0] is None
+    }
+    return styles.partial | whole
 
 
 def _check_placements(model: nn.Module, module: ModuleSpec, styles: _Styles, owned: Collection[str]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.nn import functional
 
 from ..world import ACTIVITY
 
@@ -53,6 +56,76 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient, None
+
+
+# Rows `[samples, rows, features]`, of which each rank has a share; the last ones are padded with zeros.
+
+
+def _by_rank(values: Tensor, size: int) -> Tensor:
+    """Returns the rows of each rank, `[ranks, samples, rows, features]`."""
+    padded = functional.pad(values, (0, 0, 0, -values.shape[1] % size))
+    return padded.unflatten(1, (size, -1)).movedim(1, 0).contiguous()
+
+
+def _own_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _by_rank(values, group.size())[group.rank()].clone()  # so that the rows of others are free
+
+
+def _all_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int | None) -> Tensor:
+    rows = gather(values, group).movedim(0, 1).flatten(1, 2)
+    return rows if num_rows is None else rows.narrow(1, 0, num_rows)
+
+
+def _sum_of_own_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    of_ranks = _by_rank(values, group.size())
+    own = torch.empty_like(of_ranks[0])
+    run(dist.reduce_scatter_single, own.view(-1), of_ranks.view(-1), group=group)
+    return own
+
+
+class _OnRows(torch.autograd.Function):
+    """A function of rows, and that of the gradients."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        return function(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.adjoint(gradient), None, None
+
+
+def split_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the rows of this rank, of those that all ranks have alike."""
+    back = partial(_all_rows, group=group, num_rows=values.shape[1])
+    return _OnRows.apply(values, partial(_own_rows, group=group), back)
+
+
+def join_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor:
+    """Returns the rows of all ranks, with which each goes on alike."""
+    forth = partial(_all_rows, group=group, num_rows=num_rows)
+    return _OnRows.apply(values, forth, partial(_own_rows, group=group))
+
+
+def gather_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int | None) -> Tensor:
+    """Returns the rows of all ranks, with padding by default; their gradients are summed over the ranks."""
+    if torch.compiler.is_compiling():
+        rows = functional_collectives.all_gather_tensor_autograd(values, 1, group)
+        return rows if num_rows is None else rows.narrow(1, 0, num_rows)
+    forth = partial(_all_rows, group=group, num_rows=num_rows)
+    return _OnRows.apply(values, forth, partial(_sum_of_own_rows, group=group))
+
+
+def sum_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums over the ranks; each gets its own rows of the sum."""
+    if torch.compiler.is_compiling():
+        padded = functional.pad(values, (0, 0, 0, -values.shape[1] % group.size()))
+        return functional_collectives.reduce_scatter_tensor_autograd(padded, "sum", 1, group)
+    back = partial(_all_rows, group=group, num_rows=values.shape[1])
+    return _OnRows.apply(values, partial(_sum_of_own_rows, group=group), back)
 
 
 class GatherFeatures(torch.autograd.Function):

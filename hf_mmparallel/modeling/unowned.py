@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .spec import layers_of
 
 
 def is_unowned(parameter: Tensor) -> bool:
@@ -101,12 +99,3 @@ def identity_layer(layer: nn.Module) -> nn.Module:
     result.__dict__.update(returns_tuple=_returns_tuple(cls), is_identity_layer=True, gradient_checkpointing=False)
     result.train(layer.training)
     return result
-
-
-def replace_layers(model: nn.Module, stack: str, keep: Iterable[int]) -> None:
-    """Replaces the layers of a stack by identity layers, except those in `keep`."""
-    layers = layers_of(model, stack)
-    keep = set(keep)
-    for index in range(len(layers)):
-        if index not in keep:
-            layers[index] = identity_layer(layers[index])

@@ -103,6 +103,12 @@ class ModuleSpec:
     activation_copies: int = 1
     # attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has a window
     windows: tuple[int, ...] = ()
+    # whether the ranks of a tp group share the rows of norms and residuals in its layers
+    sequence_parallel: bool = False
+
+    def row_shares(self, tp_size: int) -> int:
+        """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
+        return tp_size if self.sequence_parallel else 1
 
     def window(self, layer: int) -> int:
         """Attention window of a layer in tokens, 0 for the whole sequence."""
@@ -188,6 +194,12 @@ class ModelSpec:
             for name in self.encoders
         )
         return (*into, *(Edge(LANGUAGE_MODEL, name) for name in self.generators))
+
+    @cached_property
+    def layers_with_features(self) -> frozenset[int]:
+        """The layers of the language model behind which it adds features to the hidden states (DeepStack)."""
+        features = (feature for name in self.encoders for feature in self.modules[name].features)
+        return frozenset(feature.layer for feature in features if feature.index is not None)
 
     def edge_features(self, source: str, target: str) -> tuple[FeatureSpec, ...] | None:
         """

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._device import Clock
 from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest, window_of
+from ..modeling.tp_collectives import split_rows
 from ..modeling.unowned import hidden_of
 from .layer_runs import Forward, Inputs, ModuleRuns, Skeleton, profile_clock
 
@@ -278,6 +279,8 @@ class _Part:
         hidden = torch.randn_like(hidden_of(args, kwargs))
         if self.layer is None:
             return partial(self.runs.run_after, batch, hidden), []
+        if hasattr(self.layer, "split_rows"):
+            hidden = split_rows(hidden, self.layer.split_rows.group)
         return partial(self.runs.run_layer, self.layer, args, kwargs, hidden), list(_tensors((args, kwargs)))
 
     def _timed(self, run: Callable[[], Forward], trained: bool) -> tuple[float, float]:

@@ -223,8 +223,13 @@ class Skeleton:
         try:
             if mesh is not None:
                 apply_module_tp(self.model, self.spec.modules[module], mesh, names)
-            yield stack[index] if is_layer else None
+            layer: Any = stack[index] if is_layer else None
+            if hasattr(layer, "split_rows"):
+                layer.split_rows.takes_all = layer.split_rows.returns_all = False  # as between layers
+            yield layer
         finally:
+            if is_layer and hasattr(stack[index], "split_rows"):
+                stack[index].split_rows.remove()  # type: ignore[operator]
             for owner, attribute, parameter in uses:
                 owner._parameters[attribute] = parameter
             if replaced is not None:

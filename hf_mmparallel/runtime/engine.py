@@ -28,6 +28,7 @@ from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.compiled_layers import Compilation, compile_layers
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
+from ..modeling.sequence_parallel import keep_rows_split
 from ..modeling.stages import cast_values
 from ..modeling.streamed_layers import StreamedLayers
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
@@ -63,6 +64,7 @@ from .local_shards import LocalShard
 from .message_queues import DistributedTransport
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
+from .payloads import keeps_rows_split
 from .sharded_model import ShardedModel
 from .step_check import SIGNS, StepCheck, StepTotals, add_up
 from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
@@ -180,6 +182,7 @@ class ParallelEngine(nn.Module):
         for names in place_weights(self.model, layers, self.device, load, self._shard):
             wanted = set(names)
             self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
+        self._keep_rows_split()
         if self.options.compilation is not None:
             compile_layers(layers, self.options.compilation)
         for name, module in self.plan.modules.items():
@@ -271,6 +274,21 @@ class ParallelEngine(nn.Module):
             owned = {name for name in held if (module, replica, index) in self.shards[name].stages}
             if mesh is not None and owned:
                 self.partial |= apply_module_tp(self.model, self.spec.modules[module], mesh, owned)
+
+    def _keep_rows_split(self) -> None:
+        """Joins the rows that tp groups share only where something else needs them, see `sequence_parallel`."""
+        for (name, replica, index), stage in self.stages.items():
+            borders = {(index - 1, index): stage.layers[0] - 1, (index, index + 1): stage.layers[1] - 1}
+            num_stages = len(self.plan.modules[name].replicas[replica])
+            kept = {
+                layer
+                for ends, layer in borders.items()
+                if 0 <= ends[0] < ends[1] < num_stages
+                and keeps_rows_split(self.plan, self.spec, *((name, replica, end) for end in ends))
+            }
+            if stage.layers[0] - 1 in kept:
+                stage.row_shares = self.plan.stage(name, replica, index).tp_size
+            keep_rows_split(stage.own_layers, self.spec.layers_with_features | ({*borders.values()} - kept))
 
     def plan_steps_with(self, planner: StepPlanner) -> None:
         """Names the planner of the training steps that follow, for callbacks and errors."""

@@ -293,7 +293,7 @@ class _Step:
         for payload, messages in _by_payload(self.queues.take_arrived(task)):
             crossed = payload.select_outputs(outputs)
             sizes = [num_tokens_of(output.shape) for output in crossed]
-            total = self.queues.sum_gradients(messages, sum(sizes), self.inputs.tp_group(task))
+            total = self.queues.sum_gradients(messages, sum(sizes))
             pieces = [
                 piece.view(output.shape).to(output.dtype)
                 for piece, output in zip(total.split(sizes), crossed, strict=True)

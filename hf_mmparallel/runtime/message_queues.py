@@ -282,7 +282,7 @@ class MessageQueues:
         dist.all_gather_single(full, padded, group=self.groups[route.consumers])
         return full[: route.num_tokens]
 
-    def sum_gradients(self, messages: Sequence[Incoming], num_tokens: int, tp_group: tuple[int, ...]) -> Tensor:
+    def sum_gradients(self, messages: Sequence[Incoming], num_tokens: int) -> Tensor:
         """Sums the gradients of the same outputs of a task that its consumers returned."""
         total = self.zeros(num_tokens, messages[0].payload)
         for incoming in messages:
@@ -293,6 +293,7 @@ class MessageQueues:
                         total[received.slice.start : received.slice.stop] += tokens
                     else:
                         total.index_add_(0, to_device(received.index, total.device), tokens)
+        tp_group = next(ranks for ranks in messages[0].payload.producer_mesh if self.rank in ranks)
         if num_tokens and len(tp_group) > 1:
             # the ranks hold the same tokens, and each received other slices
             dist.all_reduce(total, group=self.groups[tp_group])

@@ -27,6 +27,8 @@ from ..schedule.graph import GradientFlow
 # ranks, slice `i` goes from producer rank `i mod a` to consumer rank `i`, and the consumer ranks gather the slices.
 # The gradient takes the same way back: consumer rank `i` returns slice `i` (its gradient is replicated too), and the
 # producer ranks sum what they received. That is the adjoint, never an average.
+#
+# Where the ranks of both stages share the rows of hidden states (sequence parallelism), each hands its share to one.
 
 Mesh = tuple[tuple[int, ...], ...]
 
@@ -187,6 +189,8 @@ class Payloads:
     def _payload(self, producer: StageKey, consumer: StageKey) -> Payload:
         source, target = producer[0], consumer[0]
         meshes = [self.plan.stage(*key).mesh for key in (producer, consumer)]
+        if keeps_rows_split(self.plan, self.spec, producer, consumer):  # each rank hands over its own rows
+            meshes = [tuple((rank,) for tp_group in mesh for rank in tp_group) for mesh in meshes]
         features = outputs = None
         all_features = self.spec.edge_features(source, target)
         assert all_features is not None or source == target, f"`{source}` has no features for `{target}`"
@@ -204,6 +208,13 @@ class Payloads:
             outputs=outputs,
             num_outputs=len(all_features or ()),
         )
+
+
+def keeps_rows_split(plan: ParallelPlan, spec: ModelSpec, producer: StageKey, consumer: StageKey) -> bool:
+    """Returns whether the ranks of two stages share the rows between them as they do between layers."""
+    before, after = plan.stage(*producer), plan.stage(*consumer)
+    is_shared = producer[0] == consumer[0] and spec.modules[producer[0]].row_shares(before.tp_size) > 1
+    return is_shared and before.tp_size == after.tp_size and before.layers[1] - 1 not in spec.layers_with_features
 
 
 def ends_of(message: Message) -> tuple[Task, Task]:

@@ -16,6 +16,7 @@ from hf_mmparallel.cost import (
     training_flops,
 )
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
+from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -166,6 +167,27 @@ def test_attention_and_the_feed_forward_sum_the_gradient_of_what_they_read_once(
     assert found == pytest.approx(2 * ring + inputs + 2 * whole)
 
 
+def test_ranks_that_share_rows_divide_norms_and_gather_at_the_ends_of_a_stage():
+    whole = model(tied=False)
+    language_model = replace(whole.language_model, sequence_parallel=True)
+    shared = replace(whole, modules={**whole.modules, LANGUAGE_MODEL: language_model})
+    plugin = ModulePlugin(tp_size=2)
+    times = [cost_of(spec, language_model=plugin)(FORWARD) for spec in (whole, shared)]
+    # A gather and a reduce-scatter move what an all-reduce does; one more gather joins what leaves the stage.
+    divided = 20 * LAYERS * (NORM_BYTES + 2 * 3 * 2 * HIDDEN) / 2 * BYTE_MS
+    assert times[0] - times[1] == pytest.approx(divided - 20 * HIDDEN / H100.link_bytes_per_ms(range(2)))
+    saved = [h100(spec).layers.layer(LANGUAGE_MODEL, 1, 2).activations.token for spec in (whole, shared)]
+    assert saved[0] - saved[1] == pytest.approx((4 + 2) * HIDDEN / 2)  # of the norm, in float32 and normalized
+    again = ModulePlugin(tp_size=2, activation_checkpointing=True)
+    held = [
+        stage_memory(h100(spec), plan, LANGUAGE_MODEL, plan.stage(LANGUAGE_MODEL, 0, 0)).saved_bytes(CHUNK)
+        for spec in (whole, shared)
+        for plan in [resolve_plan(spec, {LANGUAGE_MODEL: again})]
+    ]
+    # The inputs of the layers; beside that of the first one all rows that it starts from stay, too.
+    assert held[0] - held[1] == pytest.approx(10 * (LAYERS / 2 - 1) * 2 * HIDDEN)
+
+
 def test_keys_that_take_longer_than_attention_cost_time():
     spec = model()
     alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2, cp_block=10))
@@ -191,6 +213,7 @@ def test_keys_that_take_longer_than_attention_cost_time():
     assert times[1] == pytest.approx((times[0] + read) / 2)  # attention hides it
 
 
+CHUNK = np.array([100.0, 10.0, 1.0])  # squared tokens, tokens, one
 MIXED = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [7]]})
 DEFERRED = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
 

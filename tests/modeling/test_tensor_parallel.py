@@ -13,6 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.sequence_parallel import keep_rows_split
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp, with_tp_dims
 from hf_mmparallel.plan import ModelSpec
 from tests import tiny
@@ -84,7 +85,8 @@ def check_equal(model: nn.Module, reference: nn.Module, batch: Batch, partial: s
     expected = dict(reference.named_parameters())
     torch.testing.assert_close(train_step(model, batch), train_step(reference, batch), rtol=2e-5, atol=2e-5)
     for name in sorted(partial):
-        dist.all_reduce(model.get_parameter(name).grad)
+        if (gradient := model.get_parameter(name).grad) is not None:
+            dist.all_reduce(gradient)
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, reference(**batch).logits, rtol=2e-5, atol=2e-5)
     floor = 1e-2 * max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
@@ -191,18 +193,28 @@ def adapted_words() -> None:
         assert not isinstance(model.get_input_embeddings().weight, DTensor)
 
 
-def count_sums() -> int:
-    """The all-reduces of a backward."""
-    model, batch = build("llama")
-    shard(model, build_model_spec(model))
-    loss = model.model(**batch, use_cache=False).last_hidden_state.sum()
-    with CommDebugMode() as backward:
-        loss.backward()
-    return backward.get_total_counts()
+def count_collectives() -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives by name in a backward of a language model, whose ranks share rows, and in one of an encoder."""
+    model, batch = build("llava")
+    spec = build_model_spec(model)
+    shard(model, spec)
+    stack = model.get_submodule(spec.language_model.stack)
+    keep_rows_split(dict(enumerate(stack)), {-1, len(stack) - 1})
+    tower = model.model.vision_tower
+    outputs = (
+        model.model.language_model(batch["input_ids"], use_cache=False).last_hidden_state,
+        tower(batch["pixel_values"].flatten(0, -4)).last_hidden_state,
+    )
+    found = []
+    for output in outputs:
+        with CommDebugMode() as backward:
+            output.sum().backward()
+        found.append({str(name): count for name, count in backward.get_comm_counts().items()})
+    return tuple(found)
 
 
-def special_cases() -> tuple[int, set[str], int]:
-    """Sharded parameters of adapters, those of which only the second layer is owned, and sums of a backward."""
+def special_cases() -> tuple[int, set[str], tuple[dict[str, int], dict[str, int]]]:
+    """Sharded parameters of adapters, those of which only the second layer is owned, and collectives of backwards."""
     with_odd_words(tied=False)
     with_odd_words(tied=True)
     adapted_words()
@@ -217,18 +229,26 @@ def special_cases() -> tuple[int, set[str], int]:
         shard(dora, build_model_spec(dora))
     part, _ = build("llama")
     shard(part, build_model_spec(part), owned=".layers.1.")
-    return with_adapters(), {name for name, p in part.named_parameters() if isinstance(p, DTensor)}, count_sums()
+    return (
+        with_adapters(),
+        {name for name, p in part.named_parameters() if isinstance(p, DTensor)},
+        count_collectives(),
+    )
 
 
 @pytest.mark.distributed
 def test_adapters_and_only_owned_parameters_before_the_weights_are_read_without_dora():
-    counts, sharded, sums = run_distributed(special_cases, 2)[0]
+    counts, sharded, (of_rows, of_sums) = run_distributed(special_cases, 2)[0]
     # The q and v adapters' B and the o, out, fc2 and down adapters' A of each layer, the head's B; features leave the
     # encoder before its last layer
     assert counts == 3 * 4 + 4 * 4 + 1
     names = {name for name, _ in tiny.FAMILIES["llama"]().named_parameters()}
     assert sharded == {name for name in names if ".layers.1." in name and "_proj" in name}
-    assert sums == 2 * tiny.TEXT["num_hidden_layers"]  # of what attention and the feed-forward of each layer read
+    # Of attention and the feed-forward in each layer: of the gradients of outputs, and of those of what they read; and
+    # that of the embeddings.
+    num_layers = tiny.TEXT["num_hidden_layers"]
+    assert of_rows == {"c10d._allgather_base_": 2 * num_layers + 1, "c10d._reduce_scatter_base_": 2 * num_layers}
+    assert of_sums == {"c10d.allreduce_": 2 * 4}
 
 
 def test_a_vector_over_heads_that_no_style_cuts_is_refused():

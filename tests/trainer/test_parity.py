@@ -44,6 +44,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl, copies and stages": ("qwen2_vl", 4, {VISION: {"dp_size": 2}, **PP2}, {}),
     "qwen2_5_vl, tp 1 to tp 2": ("qwen2_5_vl", 3, {LM: {"tp_size": 2}}, {}),
     "qwen3_vl, cut inside DeepStack, recomputed": ("qwen3_vl", 4, {VISION: AGAIN, LM: {"pp_size": 3, **AGAIN}}, {}),
+    "qwen3_vl, tp 2, cut inside DeepStack, recomputed": (
+        "qwen3_vl",
+        5,
+        {LM: {"tp_size": 2, "pp_size": 2, **AGAIN}},
+        {},
+    ),
     "voxtral, audio": ("voxtral", 3, PP2, {}),
     "llama, no encoder": ("llama_tied", 2, PP2, {"label_smoothing_factor": 0.1, **IN_CHUNKS}),
     "llama, tied, tp 2 with stages": ("llama_tied", 4, {LM: {"tp_size": 2, "pp_size": 2}}, {}),
