@@ -5,7 +5,8 @@ A layer without words uses the mask that the model requested.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -14,16 +15,36 @@ from transformers import masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .attention import bitfield_attention, cast_like_autocast
-from .words import BitfieldMask
+from .words import BitfieldMask, encode_words
 
 NAME = "bitfield"
 
 _NEITHER = (
-    "`{}` is a layer of a causal language model that got neither `attention_words` nor an `attention_mask`, so that "
-    "nothing says which tokens are of one sample. Pass `attention_words` to the model (int64 `[batch, length]`, as a "
-    "packing collator makes them), or an `attention_mask`. A model whose decoder layers keep arguments that they do "
+    "`{}` is a layer of a causal language model that got neither `attention_words` nor an `attention_mask`, and "
+    "whose `position_ids` never begin anew, so that nothing says which tokens are of one sample. Pass "
+    "`attention_words` to the model (int64 `[batch, length]`, as a packing collator makes them), or an "
+    "`attention_mask`. A model whose decoder layers keep arguments that they do "
     "not know from their attention (Nemotron, StableLM) can't be packed."
 )
+
+
+# The parts of a mask function of transformers that words and a window express.
+_PLAIN_PARTS = {
+    "causal_mask_function",
+    "and_masks.<locals>.and_mask",
+    "sliding_window_overlay.<locals>.inner_mask",
+    "packed_sequence_mask_function.<locals>.inner_mask",
+    "remap_positions_for_packed_sequence.<locals>.inner_mask",
+}
+
+
+def _parts_of(function: Callable) -> Iterator[Callable]:
+    """Yields a mask function and the mask functions that it combines."""
+    yield function
+    for value in getclosurevars(function).nonlocals.values():
+        for inner in value if isinstance(value, tuple) else (value,):
+            if callable(inner) and not isinstance(inner, Tensor):
+                yield from _parts_of(inner)
 
 
 def register() -> None:
@@ -43,6 +64,7 @@ class DeferredMask:
         self.arguments = arguments
         self.causal = causal
         self._built: dict[bool, Tensor | None] = {}
+        self._words: dict[tuple[int, ...], tuple[Tensor | None, bool, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -54,6 +76,42 @@ class DeferredMask:
     def is_default(self) -> bool:
         """Whether the mask is causal only by default, because no `attention_mask` was given."""
         return self.causal and self.arguments["attention_mask"] is None
+
+    def words(
+        self, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, position_ids: Tensor | None
+    ) -> tuple[Tensor | None, bool]:
+        """
+        Returns the words of rows whose samples are told apart by `seq_idx` `[batch, length]`, by the bounds
+        `cu_seq_lens` of a single row, or by position ids `[batch, length]` that begin anew, and whether they are; no
+        words where more than samples, causality and windows is in the mask.
+        """
+        if not self.is_default or self.shape[2] != self.shape[3]:
+            return None, False
+        given = seq_idx, cu_seq_lens, position_ids
+        key = tuple(map(id, given))
+        if key not in self._words:
+            samples = self._samples(*given)
+            has_words = samples is not None and self.chunk is None and self._parts <= _PLAIN_PARTS
+            words = encode_words(samples.expand(self.shape[0], -1) + 1) if has_words else None  # type: ignore[union-attr]
+            self._words[key] = words, samples is not None, given  # which keep their ids
+        return self._words[key][:2]
+
+    @property
+    def _parts(self) -> set[str]:
+        return {part.__qualname__ for part in _parts_of(self.arguments["mask_function"])}
+
+    def _samples(
+        self, seq_idx: Tensor | None, cu_seq_lens: Tensor | None, position_ids: Tensor | None
+    ) -> Tensor | None:
+        """Returns the sample of each token, from 0; `None` where nothing says it."""
+        if seq_idx is not None:
+            return seq_idx
+        if cu_seq_lens is not None and self.shape[0] == 1:
+            places = torch.arange(self.shape[2], device=cu_seq_lens.device)
+            return torch.bucketize(places, cu_seq_lens[1:], right=True)[None]
+        if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] != self.shape[2]:
+            return None
+        return masking_utils.find_packed_sequence_indices(position_ids)
 
     @property
     def num_seen(self) -> int:
@@ -133,6 +191,8 @@ def bitfield_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     attention_words: Any = None,
+    seq_idx: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
@@ -147,6 +207,10 @@ def bitfield_attention_forward(
         attention_words (*optional*):
             int64 words `[batch, length]` of all tokens up to the last query, a `SequenceShard` for a sequence that is
             sharded over ranks, or a dict of these by layer type. Only the layers of language models use them.
+        seq_idx (`torch.Tensor` of shape `[batch, length]`, *optional*):
+            The sample of each token of packed rows without words, as other packing collators give it.
+        cu_seq_lens_q (`torch.Tensor` of shape `[samples + 1]`, *optional*): The bounds of the samples of one such row.
+            Without either, position ids that begin anew tell samples apart.
 
     Returns:
         `tuple[torch.Tensor, None]`: The output `[batch, query_length, heads, head_dim]`.
@@ -158,6 +222,10 @@ def bitfield_attention_forward(
     _refuse(module, dropout, attention_mask, kwargs)
     softcap = softcap or 0.0
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_words is None and isinstance(attention_mask, DeferredMask) and not torch.compiler.is_compiling():
+        attention_words, is_told = attention_mask.words(seq_idx, cu_seq_lens_q, kwargs.get("position_ids"))
+        if is_told:
+            module.__dict__["samples_are_told_apart"] = True  # also in rows of one, whose position ids say nothing
     if attention_words is None or _layer_kind(module) is None:
         output = _attend_by_mask(module, query, key, value, attention_mask, scaling, is_causal, softcap, s_aux)
         return output, None
@@ -297,7 +365,8 @@ def _attend_by_mask(
     plain = not softcap and sinks is None
     if isinstance(mask, DeferredMask):
         # In training the words of packed rows may be lost on their way; generation of a model in train mode has none.
-        if mask.is_default and module.training and torch.is_grad_enabled():
+        is_lost = mask.is_default and not getattr(module, "samples_are_told_apart", False)
+        if is_lost and module.training and torch.is_grad_enabled():
             raise ValueError(_NEITHER.format(type(module).__name__))
         is_causal = mask.causal
         mask = mask.build(may_skip=plain)

@@ -108,17 +108,48 @@ def test_a_model_that_computes_with_its_mask_is_told_what_it_got():
     assert not hasattr(mask, "device") and mask.num_seen == 4
 
 
-def test_position_ids_that_start_again_do_not_take_the_place_of_words():
-    model, batch = build("llama"), text_batch(rows=1, length=8)
+SAMPLES = torch.tensor([[0] * 9 + [1] * 14 + [2]])
+POSITIONS = torch.tensor([[*range(9), *range(14), 0]])
+APART = {
+    "position ids": {"position_ids": POSITIONS},
+    "the sample of each token": {"seq_idx": SAMPLES.int()},
+    "bounds": {"cu_seq_lens_q": torch.tensor([0, 9, 23, 24], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("given", APART)
+@pytest.mark.parametrize("family", ["llama", *WINDOWED, "qwen2_vl"])
+def test_what_tells_samples_apart_takes_the_place_of_words(family, given, built_masks):
+    """What `DataCollatorWithFlattening` and TRL's packing pass."""
+    model, batch = build(family), text_batch(rows=1, length=24)
     del batch["attention_mask"]
-    position_ids = torch.arange(8)[None] % 4
-    with pytest.raises(ValueError, match="neither"):
-        run(model, batch, "bitfield", position_ids=position_ids)
-    model.eval()  # in which they cut the row, as under any other attention
-    logits = [model(batch["input_ids"], position_ids=position_ids, use_cache=False).logits]
+    apart = dict(APART[given])
+    if family == "qwen2_vl" and "position_ids" in apart:  # of text, by which masks are made, and three of M-RoPE
+        apart["position_ids"] = POSITIONS.expand(4, 1, 24)
+    positions = {name: value for name, value in apart.items() if name == "position_ids"}
+    expected = run(model, batch, "bitfield", attention_words=encode_words(SAMPLES + 1), **positions)
+    assert_same(run(model, batch, "bitfield", **apart), expected, tolerance=1e-6)
+    assert built_masks == []
+    run(model, batch, "bitfield", position_ids=torch.arange(24)[None])  # a row of one sample, which says nothing
     model.set_attn_implementation("eager")
-    logits.append(torch.cat([model(part).logits for part in batch["input_ids"].split(4, dim=1)], dim=1))
-    torch.testing.assert_close(*logits)
+    if positions and family != "gpt_oss":  # whose own masks do not follow position ids
+        starts = model.eval()(**batch, **positions, use_cache=False).logits
+        parts = batch["input_ids"].split([9, 14, 1], dim=1)
+        torch.testing.assert_close(starts, torch.cat([model(part).logits for part in parts], dim=1))
+
+
+def test_samples_that_are_told_apart_keep_what_else_is_in_a_mask(built_masks):
+    """The tokens of an image see each other in both directions, which no ids say: the model's own mask is built."""
+    model, batch = build("gemma3"), batch_of("gemma3")
+    first = {name: value[:1] for name, value in batch.items() if name not in ("attention_mask", "labels")}
+    length = first["input_ids"].shape[1]
+    positions = torch.cat([torch.arange(length - 3), torch.arange(3)])[None]
+    outputs = []
+    for attention in ("eager", _in_text("gemma3")):
+        model.set_attn_implementation(attention)
+        outputs.append(model.train()(**first, position_ids=positions, use_cache=False).logits)
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
+    assert (1, 1, length, length) in built_masks
 
 
 @pytest.mark.parametrize("training", [True, False])
