@@ -8,11 +8,21 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 from trl import SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-import hf_mmparallel  # noqa: F401 (registers "bitfield")
+from hf_mmparallel import PackingCollator
 from tests import tiny
+from tests.data import processors
+from tests.data.conversations import random_image
 
 PACKED = {
     "packing": {"packing": True, "max_length": 24},
@@ -34,18 +44,52 @@ def samples() -> Dataset:
     return Dataset.from_list([{"input_ids": row.tolist()} for row in rows])
 
 
-def losses(attention: str, folder: Path, **settings: Any) -> list[float]:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**tiny.TEXT, "pad_token_id": 0, "eos_token_id": 1}))
-    model.set_attn_implementation(attention)
-    settings = {"per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "bf16": False, **settings}
-    args = SFTConfig(folder, report_to="none", save_strategy="no", **settings)
-    trainer = SFTTrainer(model, args, train_dataset=samples(), processing_class=tokenizer())
+def losses(trainer: SFTTrainer) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def arguments(folder: Path, **settings: Any) -> SFTConfig:
+    settings = {"per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "bf16": False, **settings}
+    return SFTConfig(folder, report_to="none", save_strategy="no", **settings)
+
+
+def of_text(attention: str, folder: Path, **settings: Any) -> SFTTrainer:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**tiny.TEXT, "pad_token_id": 0, "eos_token_id": 1}))
+    model.set_attn_implementation(attention)
+    args = arguments(folder, **settings)
+    return SFTTrainer(model, args, train_dataset=samples(), processing_class=tokenizer())
+
+
 @pytest.mark.parametrize("how", PACKED)
 def test_supervised_fine_tuning_with_packed_rows(how: str, tmp_path: Path) -> None:
-    found, expected = (losses(attention, tmp_path, **PACKED[how]) for attention in ("bitfield", "sdpa"))
+    found, expected = (losses(of_text(attention, tmp_path, **PACKED[how])) for attention in ("bitfield", "sdpa"))
+    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5)
+
+
+def of_images(folder: Path, packed: bool) -> SFTTrainer:
+    """Answers of several lengths to questions about images; `PackingCollator` packs what TRL's collator pads."""
+    processor = processors.llava()
+    ids = {"image_token_id": processor.tokenizer.image_token_id, "vision_feature_select_strategy": "full"}
+    vision = CLIPVisionConfig(**{**tiny.VISION, "image_size": 8, "patch_size": 4})
+    text = LlamaConfig(**{**tiny.TEXT, "vocab_size": len(processor.tokenizer), "pad_token_id": 0})
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, **ids))
+    collator = DataCollatorForVisionLanguageModeling(processor, max_length=None)
+    if packed:
+        model.set_attn_implementation({"text_config": "bitfield"})
+        collator = PackingCollator(collator, model)
+    questions = ["which digit is" + index % 5 * " this" for index in range(12)]
+    chats = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": "three seven"[: 5 + index % 6]}]
+        for index, question in enumerate(questions)
+    ]
+    rows = [{"images": [random_image((8, 8), seed)], "messages": chat} for seed, chat in enumerate(chats)]
+    args = arguments(folder, max_length=None)
+    return SFTTrainer(model, args, collator, train_dataset=Dataset.from_list(rows), processing_class=processor)
+
+
+def test_supervised_fine_tuning_with_packed_images(tmp_path: Path) -> None:
+    found, expected = (losses(of_images(tmp_path, packed)) for packed in (True, False))
     assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5)
