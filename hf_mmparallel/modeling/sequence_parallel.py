@@ -67,7 +67,7 @@ def _is_block(block: nn.Module, prefix: str, style_of: Callable[[str], str], par
         linear = getattr(child, "base_layer", child)
         if type(linear) is nn.Linear:
             styles.append(style_of(f"{prefix}.{name}"))
-        elif not partial.issuperset(parameters):
+        elif not set(partial).issuperset(parameters):
             return False
     is_own = not list(block.parameters(recurse=False))
     return is_own and styles.count("rowwise") == 1 and 1 <= styles.count("colwise") == len(styles) - 1

@@ -279,8 +279,9 @@ class _Part:
         hidden = torch.randn_like(hidden_of(args, kwargs))
         if self.layer is None:
             return partial(self.runs.run_after, batch, hidden), []
-        if hasattr(self.layer, "split_rows"):
-            hidden = split_rows(hidden, self.layer.split_rows.group)
+        rows: Any = getattr(self.layer, "split_rows", None)
+        if rows is not None:
+            hidden = split_rows(hidden, rows.group)
         return partial(self.runs.run_layer, self.layer, args, kwargs, hidden), list(_tensors((args, kwargs)))
 
     def _timed(self, run: Callable[[], Forward], trained: bool) -> tuple[float, float]:

@@ -223,8 +223,12 @@ class PlanningProblem:
         """The schedules to try, each with its numbers of virtual stages; split backwards only where they can be."""
         if self.schedule:
             return [(self.schedule, vp_size) for vp_size in POLICIES[self.schedule].searched or (1,)]
-        policies = {name: own for name, own in POLICIES.items() if self.splits or not own.splits_backward}
-        return [(name, vp_size) for name, policy in policies.items() for vp_size in policy.searched]
+        return [
+            (name, vp_size)
+            for name, policy in POLICIES.items()
+            if self.splits or not policy.splits_backward
+            for vp_size in policy.searched
+        ]
 
 
 @dataclass(frozen=True)

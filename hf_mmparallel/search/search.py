@@ -140,7 +140,8 @@ def try_orders(simulations: Simulations, share: float) -> None:
         waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
         if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
             continue
-        schedules = problem.schedules if waits else [(first.candidate.schedule, first.candidate.vp_size)]
+        own: list[tuple[Schedule, int]] = [(first.candidate.schedule, first.candidate.vp_size)]
+        schedules = problem.schedules if waits else own
         orders, slice_tasks = _best_orders(simulations, first, schedules)
         num_tasks += slice_tasks
         for index, simulated in enumerate(layouts[:_MAX_REORDERED]):
