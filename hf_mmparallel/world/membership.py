@@ -107,6 +107,7 @@ class Membership:
         self._ending = threading.Lock()
         self._ended = 0  # newest generation for which the collectives have been ended
         self._acknowledged = 0  # newest generation that the main thread knows of
+        self._abandoned = -1  # newest generation whose members did not all meet
         self._known: list[Generation] = []
         self._waiting: tuple[int, ...] = ()
         self._asks = False  # has let others in, and waits for the generation that has them
@@ -234,7 +235,7 @@ class Membership:
 
     def next_generation(self, timeout_s: float | None) -> Generation:
         """
-        Waits for a generation newer than the one that this process works in.
+        Waits for a generation newer than the one that this process works in, and than those that have not all met.
 
         Args:
             timeout_s (`float` or `None`): Seconds to wait; `None` for no limit.
@@ -270,7 +271,7 @@ class Membership:
 
     def _is_decided(self) -> bool:
         """Whether there is a newer generation: with this process if it joins, as an answer if it lets others in."""
-        newer = self._newer()
+        newer = [generation for generation in self._newer() if generation.number > self._abandoned]
         if self._asks:
             newer = newer if any(self.id in generation.answered for generation in newer) else []
         return bool(newer) and (self.generation is not None or self.id in newer[-1].ids)
@@ -284,7 +285,7 @@ class Membership:
             timeout_s (`float`, *optional*): Seconds to wait; without a limit if left out.
 
         Returns:
-            `bool`: Whether all have come; `False` if there is a newer generation.
+            `bool`: Whether all have come; `False` if there is a newer generation, or a member has finished.
 
         Raises:
             `TimeoutError`: With the members that have not come.
@@ -300,7 +301,10 @@ class Membership:
             raise TimeoutError(
                 f"Processes {missing} have not come to the meeting of generation {number} within {timeout_s:g} s."
             ) from None
-        return self._store.get(keys.meeting_key(number)).decode() == keys.MET
+        has_met = self._store.get(keys.meeting_key(number)).decode() == keys.MET
+        if not has_met:  # what takes its place, a newer generation or the end, may not have arrived here yet
+            self._abandoned = number
+        return has_met
 
     def enter(self, generation: Generation) -> None:
         """From now on this process works in this generation."""
