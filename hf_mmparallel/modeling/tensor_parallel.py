@@ -309,17 +309,15 @@ def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, Seque
     for name, module in spec.modules.items():
         every = {parameter.name for parameter in module.parameters}
         sizes = [size for size in (tp_sizes or {}).get(name, ()) if size > 1] or [1]
-        by_size = {}
-        for size in sizes:
-            styles = _find_styles(model, module, size, every)
-            by_size[size] = [styles.cut(p.name, len(p.shape)) for p in module.parameters]
+        styles = {size: _find_styles(model, module, size, every) for size in sizes}
+        by_size = {size: [own.cut(p.name, len(p.shape)) for p in module.parameters] for size, own in styles.items()}
         _check_same_cuts(module, by_size)
         cuts = by_size[sizes[0]]
         parameters = tuple(
             replace(p, tp_dim=dim, tp_blocks=blocks) for p, (dim, blocks) in zip(module.parameters, cuts, strict=True)
         )
         splits_rows = name == LANGUAGE_MODEL and all(
-            _splits_rows(model, module, _find_styles(model, module, size, every), size) for size in sizes
+            _splits_rows(model, module, own, size) for size, own in styles.items()
         )
         modules[name] = replace(module, parameters=parameters, sequence_parallel=splits_rows)
     return replace(spec, modules=modules)

@@ -109,10 +109,6 @@ class StepInputs:
         """Returns the cp rank of this rank in the mesh of a task."""
         return self.planned_stage(task).cp_rank_of(self.rank)
 
-    def tp_group(self, task: Task) -> tuple[int, ...]:
-        """Returns the tp group of this rank in the mesh of a task, whose ranks have the same tokens."""
-        return self.planned_stage(task).mesh[self.cp_rank(task)]
-
     def is_last(self, task: Task) -> bool:
         """Returns whether the task's stage is the last one of its replica."""
         return task.stage == len(self.plan.modules[task.module].replicas[task.replica]) - 1

@@ -178,6 +178,9 @@ def test_nodes_take_the_places_where_least_is_copied(cluster: str) -> None:
                 assert num_bytes <= copied(planner, before, planner.plans.of(others, state.microbatches))
 
 
+MISJUDGED = {"qwen2_5_omni": 0.0178, "qwen3_vl": 0.007}
+
+
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("memory_bytes", [None, 9.5e6])
 def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes: float | None) -> None:
@@ -199,8 +202,10 @@ def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes
                 )
                 assert ours <= theirs * (1 + 1e-9)  # in closed form, which chooses the templates
                 plans_ = chosen.fastest(left), single.fastest(left)
-                # The simulation of the fastest few differs: 1.8 % in the worst of these cases, 0 in all but two.
-                assert chosen.step_ms(plans_[0]) <= single.step_ms(plans_[1]) * 1.02
+                # The closed form is up to 7 % above the simulation, and misjudges one number of nodes of two models.
+                is_misjudged = (num_nodes, node_size, sizes, memory_bytes) == (2, 4, (1,), None)
+                above = MISJUDGED.get(family, 1e-6) if is_misjudged else 1e-6
+                assert chosen.step_ms(plans_[0]) <= single.step_ms(plans_[1]) * (1 + above)
                 compared += sizes != (1, 2)
     assert compared
 
