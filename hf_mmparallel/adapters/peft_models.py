@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.utils import is_peft_available
 
 from ..plan import ModelSpec
 from .adapter import (
@@ -56,6 +57,8 @@ def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) 
 
 def is_peft_model(model: Any) -> bool:
     """Returns whether a model is a `PeftModel` or has layers with adapters."""
+    if not is_peft_available():
+        return False
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -66,6 +69,8 @@ def is_peft_model(model: Any) -> bool:
 
 def base_model_of(model: Any) -> Any:
     """Returns the model that a `PeftModel` wraps, and other models unchanged."""
+    if not is_peft_available():
+        return model
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
@@ -207,9 +212,11 @@ def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapp
 
 def with_adapters_of(model: Any, blank: Any) -> Any:
     """Gives a base model on the meta device the adapters of another model, as a `PeftModel` if that is one."""
+    configs = getattr(model, "peft_config", None) or {}
+    if not configs:
+        return blank
     from peft import PeftModel, get_peft_model
 
-    configs = getattr(model, "peft_config", None) or {}
     for name, config in configs.items():
         config = copy.deepcopy(config)
         if hasattr(config, "init_lora_weights"):
@@ -221,6 +228,5 @@ def with_adapters_of(model: Any, blank: Any) -> Any:
                 blank = get_peft_model(blank, config, adapter_name=name)
             else:
                 blank.add_adapter(config, name)
-    if configs:
-        blank.peft_config = copy.deepcopy(configs)
+    blank.peft_config = copy.deepcopy(configs)
     return blank

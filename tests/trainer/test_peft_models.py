@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.adapters.peft_models import is_peft_model, unwrap_peft_model
+from hf_mmparallel.adapters import peft_models
+from hf_mmparallel.adapters.peft_models import base_model_of, is_peft_model, unwrap_peft_model, with_adapters_of
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.trainer.build import adapter_configs
 from tests import tiny
@@ -33,6 +35,14 @@ LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v
 PARTS = ["multi_modal_projector"]
 THREE_STEPS = {"max_steps": 3, "warmup_steps": 0}
 BIASED = {**THREE_STEPS, "learning_rate": 0.1}
+
+
+def test_models_without_adapters_need_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, blank = tiny.FAMILIES["llama"](), tiny.FAMILIES["llama"]()
+    monkeypatch.setattr(peft_models, "is_peft_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "peft", None)  # an import fails
+    assert not is_peft_model(model) and base_model_of(model) is model
+    assert with_adapters_of(model, blank) is blank
 
 
 def adapted(name: str = "default", **settings: Any) -> Any:
