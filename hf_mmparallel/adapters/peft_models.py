@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import is_peft_available
+from transformers.utils.import_utils import is_peft_available
 
 from ..plan import ModelSpec
 from .adapter import (
