@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .composed import MultimodalConfig, MultimodalModel
     from .data import ChatCollator, PackingCollator
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
-    from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments
+    from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments, parallelize
+    from .trainer.sft import MultimodalSFTConfig, MultimodalSFTTrainer
 
 __version__ = "0.1.0"
 
@@ -26,12 +27,15 @@ __all__ = [
     "MultimodalModel",
     "MultimodalParallelPlugin",
     "MultimodalParallelTrainer",
+    "MultimodalSFTConfig",
+    "MultimodalSFTTrainer",
     "MultimodalTrainingArguments",
     "PackingCollator",
     "ParallelMetricsCallback",
     "ParallelPlan",
     "TimelineCallback",
     "__version__",
+    "parallelize",
 ]
 
 _MODULE_OF = {
@@ -42,11 +46,14 @@ _MODULE_OF = {
     "MultimodalModel": ".composed",
     "MultimodalParallelPlugin": ".plan",
     "MultimodalParallelTrainer": ".trainer",
+    "MultimodalSFTConfig": ".trainer.sft",
+    "MultimodalSFTTrainer": ".trainer.sft",
     "MultimodalTrainingArguments": ".trainer",
     "PackingCollator": ".data",
     "ParallelMetricsCallback": ".callbacks",
     "ParallelPlan": ".plan",
     "TimelineCallback": ".callbacks",
+    "parallelize": ".trainer",
 }
 
 

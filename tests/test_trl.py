@@ -1,28 +1,48 @@
-"""TRL's own trainers with `"bitfield"` attention, against `"sdpa"`."""
+"""TRL's own trainers with `"bitfield"` attention against `"sdpa"`, and plans under them against one process."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from hf_mmparallel import PackingCollator
+from hf_mmparallel import (
+    MultimodalSFTConfig,
+    MultimodalSFTTrainer,
+    MultimodalTrainingArguments,
+    PackingCollator,
+    parallelize,
+)
 from tests import tiny
 from tests.data import processors
 from tests.data.conversations import random_image
+from tests.distributed import run_distributed
 
 PACKED = {
     "packing": {"packing": True, "max_length": 24},
@@ -33,8 +53,10 @@ PACKED = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<eos>": 1}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), pad_token="<pad>", eos_token="<eos>")
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, 90)}}
+    model = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>")
 
 
 def samples() -> Dataset:
@@ -44,22 +66,47 @@ def samples() -> Dataset:
     return Dataset.from_list([{"input_ids": row.tolist()} for row in rows])
 
 
-def losses(trainer: SFTTrainer) -> list[float]:
+LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
+
+
+def logs(trainer: Any) -> list[dict[str, float]]:
+    """What each step of a training logs."""
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [{name: entry[name] for name in LOGGED} for entry in trainer.state.log_history if "loss" in entry]
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in logs(trainer)]
 
 
 def arguments(folder: Path, **settings: Any) -> SFTConfig:
+    """Those of stock TRL, or ours with a plan or `ours=True`."""
     settings = {"per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1, "bf16": False, **settings}
-    return SFTConfig(folder, report_to="none", save_strategy="no", **settings)
+    kind = SFTConfig
+    if settings.pop("ours", False) or "parallel" in settings:
+        kind = MultimodalSFTConfig
+        settings = {"global_batch_size": 4, **settings}
+    return kind(folder, report_to="none", save_strategy="no", **settings)
 
 
-def of_text(attention: str, folder: Path, **settings: Any) -> SFTTrainer:
+def trainer_of(model: Any, args: SFTConfig, collator: Any = None, **given: Any) -> Any:
+    cls: Any = MultimodalSFTTrainer if isinstance(args, MultimodalSFTConfig) else SFTTrainer
+    return cls(model, args, collator, **given)
+
+
+def llama(attention: str, kind: Any = LlamaForCausalLM) -> Any:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**tiny.TEXT, "pad_token_id": 0, "eos_token_id": 1}))
+    config = LlamaConfig(**{**tiny.TEXT, "pad_token_id": 0, "eos_token_id": 1, "num_labels": 1})
+    model = kind(config)
     model.set_attn_implementation(attention)
+    return model
+
+
+def of_text(attention: str, folder: Path, peft_config: Any = None, **settings: Any) -> Any:
     args = arguments(folder, **settings)
-    return SFTTrainer(model, args, train_dataset=samples(), processing_class=tokenizer())
+    return trainer_of(
+        llama(attention), args, train_dataset=samples(), processing_class=tokenizer(), peft_config=peft_config
+    )
 
 
 @pytest.mark.parametrize("how", PACKED)
@@ -68,28 +115,138 @@ def test_supervised_fine_tuning_with_packed_rows(how: str, tmp_path: Path) -> No
     assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5)
 
 
-def of_images(folder: Path, packed: bool) -> SFTTrainer:
-    """Answers of several lengths to questions about images; `PackingCollator` packs what TRL's collator pads."""
+def of_images(folder: Path, packed: bool, **settings: Any) -> Any:
+    """Answers of several lengths to questions about images; `PackingCollator` packs what stock TRL's collator pads."""
     processor = processors.llava()
     ids = {"image_token_id": processor.tokenizer.image_token_id, "vision_feature_select_strategy": "full"}
     vision = CLIPVisionConfig(**{**tiny.VISION, "image_size": 8, "patch_size": 4})
     text = LlamaConfig(**{**tiny.TEXT, "vocab_size": len(processor.tokenizer), "pad_token_id": 0})
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, **ids))
-    collator = DataCollatorForVisionLanguageModeling(processor, max_length=None)
-    if packed:
+    args = arguments(folder, max_length=None, **settings)
+    collator = None
+    if packed and not isinstance(args, MultimodalSFTConfig):
         model.set_attn_implementation({"text_config": "bitfield"})
-        collator = PackingCollator(collator, model)
+        collator = PackingCollator(DataCollatorForVisionLanguageModeling(processor, max_length=None), model)
     questions = ["which digit is" + index % 5 * " this" for index in range(12)]
     chats = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": "three seven"[: 5 + index % 6]}]
         for index, question in enumerate(questions)
     ]
     rows = [{"images": [random_image((8, 8), seed)], "messages": chat} for seed, chat in enumerate(chats)]
-    args = arguments(folder, max_length=None)
-    return SFTTrainer(model, args, collator, train_dataset=Dataset.from_list(rows), processing_class=processor)
+    return trainer_of(model, args, collator, train_dataset=Dataset.from_list(rows), processing_class=processor)
 
 
 def test_supervised_fine_tuning_with_packed_images(tmp_path: Path) -> None:
-    found, expected = (losses(of_images(tmp_path, packed)) for packed in (True, False))
-    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5)
+    expected = losses(of_images(tmp_path, False))
+    assert len(expected) == 3
+    for ours in (of_images(tmp_path, True), of_images(tmp_path, True, ours=True, packing=True)):
+        assert isinstance(ours.data_collator, PackingCollator) and losses(ours) == pytest.approx(expected, rel=1e-5)
+
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+PLANS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pipeline, packed": ("bitfield", {"parallel": {"language_model": {"pp_size": 2}}, "packing": True}),
+    "tensor parallel, padded": ("sdpa", {"parallel": {"language_model": {"tp_size": 2}}}),
+    "copies, LoRA": ("sdpa", {"parallel": {"language_model": {"dp_size": 2}}, "peft_config": LORA}),
+}
+
+
+ON_RANK = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+
+
+def on_ranks(folder: str) -> dict[str, list[dict[str, float]]]:
+    torch.set_num_threads(1)
+    found = {}
+    for name, (attention, settings) in PLANS.items():
+        given = {**ON_RANK, "max_length": None, **settings}
+        if "peft_config" in given:
+            given["peft_config"] = LoraConfig(**given["peft_config"])
+        found[name] = logs(of_text(attention, Path(folder), **given))
+    images = {"parallel": {"vision": {}, "language_model": {}}, **ON_RANK}
+    for packing in (True, False):
+        found[f"images, {packing=}"] = logs(of_images(Path(folder), packing, packing=packing, **images))
+    return found
+
+
+@pytest.mark.distributed
+def test_plans_give_the_logs_of_stock_trl(tmp_path: Path) -> None:
+    text = logs(of_text("sdpa", tmp_path, max_length=None))
+    adapted = logs(of_text("sdpa", tmp_path, LoraConfig(**LORA), max_length=None))
+    images = logs(of_images(tmp_path, False))
+    for rank in run_distributed(on_ranks, 2, str(tmp_path), timeout=240):
+        assert len(rank) == 5
+        for name, found in rank.items():
+            expected = images if "images" in name else adapted if "LoRA" in name else text
+            assert len(found) == len(expected) == 3
+            for got, want in zip(found, expected, strict=True):
+                assert got == pytest.approx(want, rel=2e-5), name
+
+
+class OwnLoss(SFTTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+@dataclass
+class PlannedDPOConfig(DPOConfig, MultimodalTrainingArguments):
+    """For a Trainer whose loss no plan can compute."""
+
+
+def test_what_a_plan_can_not_compute_is_refused(tmp_path: Path) -> None:
+    plan = {"parallel": {"language_model": {"pp_size": 2}}}
+    for setting in ({"loss_type": "dft"}, {"activation_offloading": True}):
+        with pytest.raises(ValueError, match=next(iter(setting))):
+            of_text("sdpa", tmp_path, **plan, **setting)
+    cases = ((OwnLoss, MultimodalSFTConfig, samples()), (DPOTrainer, PlannedDPOConfig, preferences()))
+    for trainer, config, data in cases:
+        args = config(tmp_path, report_to="none", bf16=False, **plan)
+        with pytest.raises(ValueError, match=f"{trainer.__name__}.compute_loss"):
+            parallelize(trainer)(llama("sdpa"), args, train_dataset=data, processing_class=tokenizer())
+
+
+def preferences() -> Dataset:
+    """Prompts with an answer that is chosen and one that is rejected, of several lengths."""
+    rows = [row["input_ids"] for row in samples()]
+    texts = [" ".join(f"w{token}" for token in row) for row in rows]
+    keys = ("prompt", "chosen", "rejected")
+    return Dataset.from_list([dict(zip(keys, texts[i : i + 3], strict=True)) for i in range(0, 12, 3)])
+
+
+def preference_losses(trainer_class: Any, config_class: Any, attention: str, folder: Path) -> list[float]:
+    """Losses of a trainer whose model has the attention function, for 3 steps."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {}
+    if config_class is GRPOConfig:  # in effect greedy, so that rounding can't change what is drawn
+        given = {"num_generations": 2, "max_completion_length": 6, "temperature": 1e-4}
+    args = config_class(
+        folder,
+        **given,
+        per_device_train_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+    )
+    model = llama(attention, LlamaForSequenceClassification if trainer_class is RewardTrainer else LlamaForCausalLM)
+    given = {"train_dataset": preferences(), "processing_class": tokenizer()}
+    if trainer_class is GRPOTrainer:
+        given["reward_funcs"] = lambda completions, **_: [float(number) for number in range(len(completions))]
+    elif trainer_class is DPOTrainer:
+        given["ref_model"] = llama(attention)
+    trainer = trainer_class(model=model, args=args, **given)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "trainer_class, config_class",
+    [(DPOTrainer, DPOConfig), (RewardTrainer, RewardConfig), (GRPOTrainer, GRPOConfig)],
+)
+def test_preferences_and_rewards(trainer_class: Any, config_class: Any, tmp_path: Path) -> None:
+    found, expected = (
+        preference_losses(trainer_class, config_class, attention, tmp_path) for attention in ("bitfield", "sdpa")
+    )
+    assert len(found) == 3 and found == pytest.approx(expected, rel=1e-4, abs=1e-6)

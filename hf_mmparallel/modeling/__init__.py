@@ -6,7 +6,7 @@ Uses `plan`, `kernels`, `adapters` and the world; imported by `composed`, `profi
 
 from .features import count_feature_tokens
 from .lazy_logits import whole_logits
-from .loss import token_loss
+from .loss import accuracy_and_entropy, token_loss
 from .prepare import prepare_stages
 from .spec import ModulePart, build_model_spec, module_parts
 from .stages import ModuleStage
@@ -16,6 +16,7 @@ from .unowned import is_unowned
 __all__ = [
     "ModulePart",
     "ModuleStage",
+    "accuracy_and_entropy",
     "build_model_spec",
     "check_causal",
     "check_supported",

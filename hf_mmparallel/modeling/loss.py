@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .._device import to_device
-from .lazy_logits import of_tokens
+from ..plan import MAX_LOGITS
+from .lazy_logits import of_tokens, whole_logits
 
 IGNORE_INDEX = -100
 """Label of tokens that are no targets, as in transformers."""
@@ -21,12 +22,9 @@ def token_loss(
     number of target tokens in int64, both scalars, of logits `[batch, sequence, vocabulary]` and labels `[batch,
     sequence]`. Labels in host memory are counted there. Of lazy logits those of the targets alone are computed.
     """
-    # with `shifted`, label `i` is already the target of position `i` of `logits` (`shift_labels`)
-    targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-    tokens = (targets.flatten() != IGNORE_INDEX).nonzero().flatten()
-    num_tokens = torch.tensor(len(tokens))
-    targets, tokens = to_device((targets.flatten()[tokens], tokens), logits.device)
-    logits, targets = of_tokens(logits, tokens).unsqueeze(0), targets.unsqueeze(0)
+    logits, targets = of_targets(logits, labels, shifted)
+    num_tokens = torch.tensor(len(targets))
+    logits, targets = logits.unsqueeze(0), targets.unsqueeze(0)
     if label_smoothing:  # weight of the uniform distribution in the target
         loss = _smoothed_loss(logits, targets, label_smoothing)
     else:
@@ -34,6 +32,35 @@ def token_loss(
             logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets, num_items_in_batch=1
         )
     return loss, num_tokens
+
+
+def of_targets(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
+    """
+    Returns the logits `[targets, vocabulary]` and the words `[targets]` of the target tokens; with `shifted`, a label
+    is already the target of its own position of the logits (`shift_labels`).
+    """
+    targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+    tokens = (targets.flatten() != IGNORE_INDEX).nonzero().flatten()
+    targets, tokens = to_device((targets.flatten()[tokens], tokens), logits.device)
+    return of_tokens(logits, tokens), targets
+
+
+@torch.no_grad()
+def accuracy_and_entropy(logits: Tensor, labels: Tensor, shifted: bool = False) -> Tensor:
+    """
+    Returns float32 sums `[3]` over target tokens: how often the target has the highest logit, the entropy of the
+    predictions in nats, and their number. Arguments are those of [`token_loss`]; logits are computed in chunks.
+    """
+    logits, targets = of_targets(logits.detach(), labels, shifted)
+    size = max(1, MAX_LOGITS // logits.shape[-1])
+    sums = torch.zeros(3, device=logits.device)
+    sums[2] = len(targets)
+    for start in range(0, len(targets), size):
+        chunk = whole_logits(logits[start : start + size]).float()
+        log_probs = chunk.log_softmax(-1)
+        sums[0] += (chunk.argmax(-1) == targets[start : start + size]).sum()
+        sums[1] -= (log_probs.exp() * log_probs).sum()
+    return sums
 
 
 def _smoothed_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:

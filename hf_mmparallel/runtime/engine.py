@@ -24,7 +24,7 @@ from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
-from ..modeling import module_parts, prepare_stages, token_loss
+from ..modeling import accuracy_and_entropy, module_parts, prepare_stages, token_loss
 from ..modeling.compiled_layers import Compilation, compile_layers
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
@@ -86,6 +86,7 @@ class EngineOptions:
     compilation: Compilation | None = None  # of the layers
     forward_context: Callable[[], AbstractContextManager] = nullcontext  # such as autocast
     module_settings: Mapping[str, ModulePlugin] = field(default_factory=dict)  # by module, saved with the plan
+    token_metrics: bool = False  # accuracy and entropy of the predictions are summed for the log
     can_change_plan: bool = False  # a copy of the model without weights is kept, for a new layout
 
 
@@ -123,6 +124,7 @@ class ParallelEngine(nn.Module):
         self.signs = dict.fromkeys(SIGNS, False)  # what this rank has noticed
         self.num_signs = dict.fromkeys(SIGNS, 0)  # how many ranks have noticed it, after the last training step
         self.step_index = 0
+        self._token_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of `accuracy_and_entropy`
         self.asked: Any = None  # when the last training step was asked for, a mark of the clock
         self.data_ms = 0.0  # how long this rank waited for it
 
@@ -219,6 +221,7 @@ class ParallelEngine(nn.Module):
         self.passes = TaskHooks({key: of_stage for key, of_stage in passes.items() if of_stage is not None})
         functions = StepFunctions(
             lambda logits, labels, shifted: token_loss(self.model, logits, labels, smoothing, shifted),
+            accuracy_and_entropy if self.options.token_metrics else None,
             self.gradient_sync.start,
             self._seed_task,
             self.options.forward_context,
@@ -425,7 +428,20 @@ class ParallelEngine(nn.Module):
         # the first step only the executor does, in host memory.
         first = self._first_step is not None
         with nullcontext() if first else patch_environment(transformers_disable_torch_check="1"):
-            return self.executor.run(batch.program, batch, out_of_memory, on_logits)
+            result = self.executor.run(batch.program, batch, out_of_memory, on_logits)
+        for task, sums in result.token_metrics.items():
+            if self.leads_cp_rank(task):
+                self._token_sums += sums
+        return result
+
+    def take_token_metrics(self) -> tuple[float, float] | None:
+        """
+        Returns the mean accuracy and entropy over all target tokens since the last call, `None` without any.
+        Collective.
+        """
+        sums = self.world.all_reduce(self._token_sums, activity="token metrics").tolist()
+        self._token_sums.zero_()
+        return (sums[0] / sums[2], sums[1] / sums[2]) if sums[2] else None
 
     def _agree_on_modalities(self, batch: StepBatch) -> dict[str, list[str]]:
         """

@@ -38,6 +38,7 @@ class StepFunctions:
     """What an executor calls beside the stages."""
 
     loss: LossFunction  # (logits, labels, are they shifted) -> (sum over target tokens, their number)
+    token_metrics: Callable[[Tensor, Tensor, bool], Tensor] | None = None  # other sums over target tokens, for the log
     start_sum: Callable[[int], None] = lambda index: None  # starts a gradient sum of the plan, by its index
     before_forward: Callable[[Task], None] = lambda task: None  # may seed the forward
     forward_context: Callable[[], AbstractContextManager] = nullcontext  # such as autocast
@@ -251,7 +252,10 @@ class _Step:
         labels = batch.get("labels") if shifted is None else shifted
         if labels is None:
             return []
-        loss, count = self.executor.functions.loss(logits, labels, shifted is not None)
+        functions = self.executor.functions
+        if functions.token_metrics is not None:
+            self.result.token_metrics[task] = functions.token_metrics(logits, labels, shifted is not None)
+        loss, count = functions.loss(logits, labels, shifted is not None)
         self.result.losses[task] = (loss.detach(), count)
         return [loss]
 

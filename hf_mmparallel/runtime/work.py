@@ -161,6 +161,7 @@ class StepResult:
     clock: Clock
     # forward of the last stage -> (sum over target tokens, number of target tokens)
     losses: dict[Task, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    token_metrics: dict[Task, Tensor] = field(default_factory=dict)  # other sums over target tokens, if asked for
     work: dict[str, WorkSums] = field(default_factory=dict)
     marks: list[tuple[Task, Any, Any]] = field(default_factory=list)  # of the clock: each task's start and end
     started_s: float = field(default_factory=time.time)  # by the host's clock

@@ -1,6 +1,7 @@
-"""The Trainer and its arguments. Nothing imports it but users; in it only this file imports `trainer.py`."""
+"""The Trainer and its arguments. Nothing imports it but users; `sft.py` needs TRL, and is loaded by its names."""
 
 from .arguments import MultimodalTrainingArguments
+from .parallelize import parallelize
 from .trainer import MultimodalParallelTrainer
 
-__all__ = ["MultimodalParallelTrainer", "MultimodalTrainingArguments"]
+__all__ = ["MultimodalParallelTrainer", "MultimodalTrainingArguments", "parallelize"]

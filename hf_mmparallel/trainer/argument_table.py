@@ -226,15 +226,20 @@ def is_default(args: Any, name: str) -> bool:
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raises `ValueError` for the first argument that can't hold under a plan."""
-    for name, entry in ARGUMENTS.items():
-        if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):
-            raise _refusal(f"`{name}={value_of(args, name)!r}`", entry)
+    refuse_settings(args, ARGUMENTS)
     recomputation: Any = args.activation_checkpointing_kwargs or {}
     if args.torch_compile and recomputation.get("offload"):
         raise ValueError(
             "`torch_compile=True` can't be used with `offload` of `activation_checkpointing_kwargs`: a compiled layer "
             "is one graph with its recomputation, whose inputs stay on the device. Leave one of them out."
         )
+
+
+def refuse_settings(args: TrainingArguments, table: Mapping[str, Refused | WithoutEffect]) -> None:
+    """Raises `ValueError` for the first argument of a table that is refused."""
+    for name, entry in table.items():
+        if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):
+            raise _refusal(f"`{name}={value_of(args, name)!r}`", entry)
 
 
 def check_launcher(args: TrainingArguments) -> None:

@@ -331,6 +331,11 @@ class MultimodalTrainingArguments(TrainingArguments):
         if self.resilience is not None:
             self.resilience = ResilienceSettings.from_dict(self.resilience).to_dict()  # type: ignore[arg-type]
 
+    @property
+    def row_packing(self) -> bool | None:
+        """Whether the samples of a microbatch share a row."""
+        return self.packing
+
     def to_dict(self) -> dict[str, Any]:
         """The arguments as plain values, with the name of a function."""
         values = super().to_dict()

@@ -306,6 +306,7 @@ def build_engine(
     # of each forward, such as autocast
     forward_context: Callable[[], AbstractContextManager],
     joins: bool = False,
+    token_metrics: bool = False,
 ) -> tuple[ParallelEngine, int]:
     """
     Prepares this rank's part of a model, in place; returns the engine, and the samples of a global batch. Collective.
@@ -336,6 +337,7 @@ def build_engine(
         compilation=compilation_settings(args),
         forward_context=forward_context,
         module_settings=plugin.modules,
+        token_metrics=token_metrics,
         can_change_plan=args.resilience is not None,
     )
     return ParallelEngine(prepared.model, spec, plan, world, options), global_batch_size

@@ -146,7 +146,7 @@ class EngineState:
     def begin_without_plan(self, args: Any, plugin: MultimodalParallelPlugin | None) -> None:
         """Prepares the batches of the stock Trainer, and warns of settings without effect. Collective."""
         trainer = self.trainer
-        self.pack(bool(getattr(args, "packing", None)))
+        self.pack(bool(getattr(args, "row_packing", None)))
         if getattr(args, "save_on_preemption", False):
             trainer.add_callback(PreemptionCallback(trainer.world))
         if getattr(args, "microbatch_assignment", None) is not None:
@@ -172,7 +172,7 @@ class EngineState:
     ) -> None:
         """Decides on packing and a plan, and makes the engine. Collective."""
         trainer = self.trainer
-        trainer.rows = row_choice(args.packing, prepared.model, prepared.spec, trainer.data_collator)
+        trainer.rows = row_choice(args.row_packing, prepared.model, prepared.spec, trainer.data_collator)
         prepared = replace(prepared, costs=replace(prepared.costs, packing=trainer.rows.packed))
         if args.resilience is not None:
             modules = plugin.modules if plugin.plan is None else module_settings(plugin.plan)
@@ -199,7 +199,7 @@ class EngineState:
                 layouts = node_layouts(prepared, MultimodalParallelPlugin(plan=plan), args, self._typical_batch(count))
             self.layouts = layouts, layouts.planner.adopt(plan)
         trainer.engine, trainer.global_batch_size = build.build_engine(
-            prepared, args, plugin, trainer.world, self.forward_context, self.joins
+            prepared, args, plugin, trainer.world, self.forward_context, self.joins, trainer.logs_token_metrics
         )
         if self.joins:
             trainer.args.eval_on_start = False  # the training has begun

@@ -214,18 +214,16 @@ def check_overrides(cls: type, ours: type, assigned: Collection[str] = ()) -> No
     """
     order = cls.__mro__
     for number, owner in enumerate(order):
-        if owner in ours.__mro__:
+        if owner in ours.__mro__ or owner in getattr(cls, "works_with", ()):
             continue
+        is_called = number < order.index(ours)
         for name, entry in METHODS.items():
             if name not in vars(owner):
                 continue
             remedy = None
-            if issubclass(owner, Trainer) and not issubclass(owner, ours):
-                remedy = (
-                    f"A `{owner.__name__}` can't be mixed in: use `MultimodalParallelTrainer` alone, with the data "
-                    f"collator of `{owner.__name__}` and `remove_unused_columns=False`, or {_WITHOUT}."
-                )
-            _check(f"`{owner.__name__}.{name}`", entry, number < order.index(ours), remedy)
+            if issubclass(owner, Trainer) and not is_called:
+                remedy = f"Use `parallelize({owner.__name__})`, or {_WITHOUT}."
+            _check(f"`{owner.__name__}.{name}`", entry, is_called, remedy)
     for name, entry in METHODS.items():
         if name in assigned:
             _check(f"`{name}` of this `{cls.__name__}`", entry, is_called=True)

@@ -86,6 +86,7 @@ class MultimodalParallelTrainer(Trainer):
     """
 
     loss_is_scaled_for_ga: bool | None = True
+    logs_token_metrics = False  # whether accuracy and entropy of the predictions are summed
     is_planned: bool
     args: Any
     model: Any
@@ -96,7 +97,7 @@ class MultimodalParallelTrainer(Trainer):
     lr_scheduler: Any
     engine: ParallelEngine | None  # this rank's part of the model; `None` for the stock Trainer
     search: AutoSearch | None  # for the plan, on rank 0
-    sample_tokens: Callable | None  # sample -> module -> its tokens
+    sample_tokens: Callable | None = None  # sample -> module -> its tokens
     model_spec: ModelSpec
     global_batch_size: int  # samples, under a plan
     rows: RowChoice  # whether samples are packed, under a plan
@@ -115,11 +116,12 @@ class MultimodalParallelTrainer(Trainer):
         check_launch(args)
         self._run = EngineState(self, joins_job())
         self._survival = Survival(self, self._run)
-        self.sample_tokens = sample_tokens
+        if sample_tokens is not None:
+            self.sample_tokens = sample_tokens
         self.engine = self.search = None
         plugin = getattr(args, "plugin", None)
         self.is_planned = plugin is not None and not build.is_single_process(plugin, args.world_size)
-        if getattr(args, "packing", None):
+        if getattr(args, "row_packing", None):
             plugin = build.with_packing(plugin)
         check_columns(given, model, self.is_planned)
         if self.is_planned:

@@ -1,0 +1,131 @@
+"""TRL's `SFTTrainer` with a layout for each module: TRL makes the samples, the plan's engine runs the steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.base_trainer import _BaseTrainer
+
+from ..data.defaults import columns_of
+from .argument_table import Refused, refuse_settings
+from .arguments import MultimodalTrainingArguments
+from .parallelize import parallelize
+from .trainer import MultimodalParallelTrainer
+
+
+@dataclass
+class MultimodalSFTConfig(SFTConfig, MultimodalTrainingArguments):
+    """
+    The arguments of [`MultimodalSFTTrainer`]: those of `trl.SFTConfig` and of [`MultimodalTrainingArguments`].
+
+    Args:
+        packing (`bool`, *optional*):
+            Under a plan, and for samples with images, puts the samples of a microbatch one after the other in one row,
+            as [`MultimodalTrainingArguments`] does; so does `padding_free`. Otherwise TRL's own packing.
+    """
+
+    _VALID_DICT_FIELDS = [*{*SFTConfig._VALID_DICT_FIELDS, *MultimodalTrainingArguments._VALID_DICT_FIELDS}]
+
+    packing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Put several samples into one row, without padding: those of a microbatch under a plan and for "
+            "samples with images, otherwise as `packing_strategy` says.",
+        },
+    )
+
+    @property
+    def row_packing(self) -> bool | None:
+        """Whether the samples of a microbatch share a row; `packing` is TRL's."""
+        return vars(self).get("packs_microbatches")
+
+
+_LEAVE_OUT = "Leave it out, or train without `parallel`."
+_SFT_ARGUMENTS: Mapping[str, Refused] = {
+    "loss_type": Refused(lambda value: value == "dft", "the loss is the model's own, summed over targets", _LEAVE_OUT),
+    "activation_offloading": Refused(
+        bool, "stages keep their own activations", 'Use `activation_checkpointing_kwargs={"offload": True}`.'
+    ),
+}
+
+
+class SFTData:
+    """Overrides in front of `SFTTrainer`: packed rows of microbatches, and what its `compute_loss` logs."""
+
+    logs_token_metrics = True
+    works_with: tuple[type, ...] = ()
+
+    def __init__(
+        self, model: Any, args: Any = None, *positional: Any, sample_tokens: Callable | None = None, **kwargs: Any
+    ):
+        trainer: Any = self
+        if sample_tokens is not None:
+            trainer.sample_tokens = sample_tokens
+        planned = getattr(args, "plugin", None) is not None
+        if planned:
+            refuse_settings(args, _SFT_ARGUMENTS)
+        dataset = positional[1] if len(positional) > 1 else kwargs.get("train_dataset")
+        if planned or {"image", "images"} & set(columns_of(dataset) or ()):
+            args = _with_row_packing(args)
+        super().__init__(model, args, *positional, **kwargs)  # type: ignore[call-arg]
+        if trainer.is_planned and trainer.aux_loss_enabled:
+            raise ValueError(
+                f"`router_aux_loss_coef={trainer.router_aux_loss_coef}` adds a loss over the experts' load in the "
+                "whole batch, which microbatches can't add up. Set it to 0.0, or train without `parallel`."
+            )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Counts the tokens of all ranks, as `compute_loss` does without a plan."""
+        trainer: Any = self
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if trainer.is_planned:
+            trainer._total_train_tokens += trainer._run.steps.totals.num_real_tokens
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds accuracy and entropy of the tokens since the last log. Collective."""
+        trainer: Any = self
+        if trainer.is_planned:
+            found = trainer._survival.complete(trainer.engine.take_token_metrics)
+            if found is not None:
+                names = ("mean_token_accuracy", "entropy", "num_tokens")
+                values = (*found, trainer._total_train_tokens)
+                mode = "train" if trainer.model.training else "eval"
+                trainer._metrics[mode].update({name: [value] for name, value in zip(names, values, strict=True)})
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Adds the plan and the measured efficiency to TRL's model card."""
+        trainer: Any = self
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        if trainer.engine is not None and trainer.is_world_process_zero():
+            trainer._run.write_model_card()
+
+
+SFTData.works_with = (SFTData, SFTTrainer, _BaseTrainer)  # their overrides do what a plan needs, or the same as it
+
+
+class SFTSteps(MultimodalParallelTrainer):
+    """[`MultimodalParallelTrainer`] behind `SFTTrainer`, which hands it a whole model and samples."""
+
+    def __init__(self, model: Any, args: Any, **kwargs: Any):
+        if getattr(args, "plugin", None) is not None:
+            args.ddp_find_unused_parameters = None  # TRL's choice for DDP
+        super().__init__(model, args, **kwargs)
+
+
+def _with_row_packing(args: Any) -> Any:
+    """A copy of the arguments in which TRL packs nothing, and microbatches are packed if it should have been."""
+    if not isinstance(args, MultimodalSFTConfig):
+        return args
+    args = copy.copy(args)
+    vars(args)["packs_microbatches"] = True if args.packing or args.padding_free else args.packing
+    args.packing = args.padding_free = args.eval_packing = False
+    return args
+
+
+MultimodalSFTTrainer = parallelize(SFTTrainer)
