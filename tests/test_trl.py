@@ -202,7 +202,7 @@ def test_what_a_plan_can_not_compute_is_refused(tmp_path: Path) -> None:
     for trainer, config, data in cases:
         args = config(tmp_path, report_to="none", bf16=False, **plan)
         with pytest.raises(ValueError, match=f"{trainer.__name__}.compute_loss"):
-            parallelize(trainer)(llama("sdpa"), args, train_dataset=data, processing_class=tokenizer())
+            parallelize(trainer)(llama("sdpa"), args=args, train_dataset=data, processing_class=tokenizer())
 
 
 def preferences() -> Dataset:

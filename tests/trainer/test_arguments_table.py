@@ -499,8 +499,8 @@ def test_trainers_of_other_libraries_that_are_mixed_in(warned: list[str]):
     def check(*bases: type) -> None:
         check_overrides(type("Mixed", bases, {}), ours)
 
-    for bases in ((sft, ours), (ours, sft)):
-        with pytest.raises(ValueError, match=r"`SFTTrainer.compute_loss` .*`remove_unused_columns=False`"):
+    for bases, remedy in (((sft, ours), "Remove the override"), ((ours, sft), r"Use `parallelize\(SFTTrainer\)`")):
+        with pytest.raises(ValueError, match=f"`SFTTrainer.compute_loss` .*{remedy}"):
             check(*bases)
     check(logging, ours)
     assert warned == []
