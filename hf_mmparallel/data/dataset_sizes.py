@@ -13,6 +13,7 @@ from transformers import default_data_collator
 from ..plan import ModelSpec, SampleSizes
 from .defaults import default_collator
 from .layer_tokens import measure_layers
+from .sample_formats import find_formats, known_formats
 from .sample_sizes import size_source
 from .size_sources import draw_samples
 
@@ -92,7 +93,7 @@ def measure_dataset(
         dataset = dataset.select(draw_samples(total, num_samples, seed))
     names = dataset.column_names
     loaded = None
-    if columns is None and "messages" in names and "input_ids" not in names:
+    if columns is None and find_formats(names) and "input_ids" not in names:
         loaded = _load_processor(source, processor)
     sizes = size_source(dataset, None, spec, columns, None, loaded)
     if sizes is None:
@@ -184,7 +185,7 @@ def _load_processor(source: str, processor: Callable[[], Any] | None) -> Any:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
     raise ValueError(
-        f"The samples of `{source}` are conversations (`messages`), whose tokens the model's processor counts, and it "
+        f"The samples of `{source}` are conversations or texts, whose tokens the model's processor counts, and it "
         f"can't be loaded: {reason}. Name its folder in `processor`, or columns with the numbers of tokens in "
         "`token_columns`."
     )
@@ -194,15 +195,16 @@ def _nothing_says(source: str, names: Sequence[str], processor: Any) -> str:
     """Which columns a dataset lacks."""
     if processor is not None and not hasattr(processor, "apply_chat_template"):
         return (
-            f"The samples of `{source}` are conversations (`messages`), and `{type(processor).__name__}` has no chat "
+            f"The samples of `{source}` are conversations or texts, and `{type(processor).__name__}` has no chat "
             "template to count their tokens with. Name another `processor`."
         )
-    if "messages" in names:
+    if find_formats(names):
         return (
-            f"Nothing says the sizes of the samples of `{source}`: their images have to be fetched or decoded. If "
+            f"Nothing says the sizes of the samples of `{source}`: their media have to be fetched or decoded. If "
             f"columns hold the numbers of tokens, name them in `token_columns`; it has {list(names)}."
         )
     return (
-        f"Dataset `{source}` has the columns {list(names)}. It lacks `input_ids` (token ids), `messages` "
-        "(conversations), or numbers of tokens; if some hold these, name them in `token_columns`."
+        f"Dataset `{source}` has the columns {list(names)}. It lacks `input_ids` (token ids), those of "
+        f"conversations or texts ({known_formats()}), or numbers of tokens; if some hold these, name them in "
+        "`token_columns`."
     )
