@@ -1,5 +1,6 @@
 """TRL's own trainers with `"bitfield"` attention, against `"sdpa"`."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
-from hf_mmparallel import PackingCollator
+from hf_mmparallel import ChatCollator, PackingCollator
 from tests import tiny
 from tests.data import processors
 from tests.data.conversations import random_image
@@ -93,3 +94,38 @@ def of_images(folder: Path, packed: bool) -> SFTTrainer:
 def test_supervised_fine_tuning_with_packed_images(tmp_path: Path) -> None:
     found, expected = (losses(of_images(tmp_path, packed)) for packed in (True, False))
     assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5)
+
+
+STRINGS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + eos_token }}\n{% endfor %}"
+STRINGS += "{% if add_generation_prompt %}<assistant>{% endif %}"
+QUESTION, ANSWER = ([{"role": role, "content": text}] for role, text in (("user", "which"), ("assistant", "seven")))
+FORMATS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "which digit"}, {"text": "three</s>"}],
+    "strings": [
+        {"prompt": "which", "completion": " digit"},
+        {"prompt": "wh", "completion": "ich"},  # tokens that merge
+        {"prompt": "", "completion": "seven</s>"},
+    ],
+    "messages": [
+        {"prompt": QUESTION, "completion": ANSWER},
+        {"prompt": QUESTION + ANSWER, "completion": QUESTION + ANSWER},
+    ],
+    "ShareGPT": [
+        {"conversations": [{"from": "user", "value": "which"}, {"from": "assistant", "value": "seven"}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_and_targets_of_formats(name: str, tmp_path: Path) -> None:
+    words = copy.deepcopy(processors.tokenizer())
+    words.chat_template = STRINGS
+    model = LlamaForCausalLM(LlamaConfig(**{**tiny.TEXT, "vocab_size": len(words), "pad_token_id": 0}))
+    data = Dataset.from_list(FORMATS[name])
+    trainer = SFTTrainer(model, arguments(tmp_path), train_dataset=data, processing_class=words)
+    collator = ChatCollator(words)
+    for own, wanted in zip(FORMATS[name], trainer.train_dataset, strict=True):
+        found = collator.encode(own)
+        assert found["input_ids"].tolist() == wanted["input_ids"]
+        if name != "ShareGPT":  # TRL's default has loss on all tokens of a conversation
+            assert found["labels"].tolist() == wanted["labels"]

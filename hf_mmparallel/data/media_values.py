@@ -6,6 +6,7 @@ import base64
 import io
 import os
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from .image_shapes import blank_array
 from .image_sizes import UnknownSizeError, decode_image, image_size
 
 _SECONDS = 30.0  # for the answer to a URL
+_EXACT = ("WAV", "WAVEX", "FLAC", "AIFF")  # files of sound whose header has the number of samples
 
 
 def locate(
@@ -78,15 +80,12 @@ def blank_audio(value: Any, rate: int) -> np.ndarray:
             f"The length of a sound of type `{type(value).__name__}` is not known before it is read."
         )
     try:
-        import soundfile
-    except ImportError as error:
-        raise UnknownSizeError("The length of a sound in a file is read with `soundfile`. Install it.") from error
-    try:
-        header = soundfile.info(value if data is None else io.BytesIO(data))
-    except soundfile.LibsndfileError as error:
-        raise UnknownSizeError(f"The header of a sound can't be read without decoding it: {error}") from error
-    if header.samplerate != rate:  # decoders differ in how many samples they make
-        raise UnknownSizeError(f"A sound of {header.samplerate} Hz is resampled to {rate} Hz.")
+        header = import_module("soundfile").info(value if data is None else io.BytesIO(data))
+    except (ImportError, RuntimeError) as error:
+        raise UnknownSizeError(f"`soundfile` can't read how long a sound is: {error}") from error
+    # elsewhere the number of samples depends on what decodes and resamples them
+    if header.samplerate != rate or header.format not in _EXACT:
+        raise UnknownSizeError(f"A {header.format} file of {header.samplerate} Hz has to be decoded for {rate} Hz.")
     return np.zeros(header.frames, dtype=np.float32)
 
 

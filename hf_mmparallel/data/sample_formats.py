@@ -186,7 +186,7 @@ def _with_parts(
         for message in messages
     ]
     placed = {_kind(part) for message in result for part in message.get("content") or ()}
-    lacking = [{"type": kind} for kind, values in given.items() if kind not in placed for _ in values]
+    lacking = [{"type": kind} for kind in kinds if kind not in placed for _ in given[kind]]
     first = next((place for place, message in enumerate(messages) if message.get("role") == "user"), None)
     if first is not None and isinstance(messages[first].get("content"), str):
         result[first]["content"][:0] = lacking

@@ -35,15 +35,23 @@ def choose_collator(args: Arguments, given: dict[str, Any], model: Any) -> Argum
     if not isinstance(collator, ChatCollator):
         return args
     for name, dataset in _datasets(given).items():
-        columns = columns_of(dataset)
-        if formats := find_formats(columns, collator.formats):
-            first, *others = (f"{one.name} ({known_formats([one])})" for one in formats)
-            rest = f", those without it are {' or '.join(others)}" if others else ""
-            logger.info(f"`{name}` has the columns {columns}: its samples are {first}{rest}.")
+        if sentence := format_sentence(name, dataset, collator):
+            logger.info(sentence)
     if args.remove_unused_columns:
         args = copy.copy(args)
         args.remove_unused_columns = False  # its columns are no arguments of the model
     return args
+
+
+def format_sentence(name: str, dataset: Any, collator: Any) -> str | None:
+    """In which formats a collator reads the samples of a dataset; `None` where it reads token ids."""
+    collator, columns = innermost(collator), columns_of(dataset)
+    formats = find_formats(columns, collator.formats) if isinstance(collator, ChatCollator) else []
+    if not formats:
+        return None
+    first, *others = (f"{one.name} ({known_formats([one])})" for one in formats)
+    rest = f", and where that is empty {' or '.join(others)}" if others else ""
+    return f"`{name}` has the columns {columns}; its samples are read as {first}{rest}."
 
 
 def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> None:
@@ -102,9 +110,9 @@ def _check_chat(name: str, dataset: Any, columns: list[str], collator: ChatColla
             f"`messages_column={other!r}`."
         )
     row = None if is_stream(dataset) else stored_row(dataset, 0)
-    for column in formats[0].turns if isinstance(row, Mapping) else ():
-        for message in row[column] if isinstance(row.get(column), list) else ():
-            read_message(message, f"`{name}`")
+    turns = [row.get(column) for column in formats[0].turns] if isinstance(row, Mapping) else []
+    for message in (message for own in turns if isinstance(own, list) for message in own):
+        read_message(message, f"`{name}`")
 
 
 def _check_untokenised(name: str, columns: list[str], processor: Any, known: set[str], is_planned: bool) -> None:
