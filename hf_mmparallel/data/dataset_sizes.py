@@ -11,6 +11,7 @@ from typing import Any
 from transformers import default_data_collator
 
 from ..plan import ModelSpec, SampleSizes
+from .chat_collator import ChatCollator
 from .defaults import default_collator
 from .layer_tokens import measure_layers
 from .sample_formats import find_formats, known_formats
@@ -81,6 +82,7 @@ def measure_dataset(
     split: str | None = None,  # `train`, or the only one, when left out
     num_samples: int = 4096,
     seed: int = 0,
+    image_folder: str | None = None,  # of relative paths of images, videos and audio
 ) -> MeasuredSamples:
     """
     Measures samples of a dataset, drawn at random if there are more than `num_samples`, see [`size_source`].
@@ -92,16 +94,21 @@ def measure_dataset(
     if total > num_samples:
         dataset = dataset.select(draw_samples(total, num_samples, seed))
     names = dataset.column_names
-    loaded = None
+    loaded = collator = None
     if columns is None and find_formats(names) and "input_ids" not in names:
         loaded = _load_processor(source, processor)
-    sizes = size_source(dataset, None, spec, columns, None, loaded)
+        collator, _ = default_collator(dataset, loaded)
+        if isinstance(collator, ChatCollator):
+            collator.image_folder = image_folder
+    sizes = size_source(dataset, collator, spec, columns, None, loaded)
     if sizes is None:
         raise ValueError(_nothing_says(source, names, loaded))
     if sizes.counts_rows:
-        collator, raw = default_collator(dataset, loaded, model)
-        known = {*inspect.signature(model.forward).parameters, *_LABELS}  # the Trainer leaves these
-        readable = dataset if raw else dataset.select_columns([name for name in names if name in known])
+        readable = dataset
+        if collator is None:
+            collator, _ = default_collator(dataset, None, model)
+            known = {*inspect.signature(model.forward).parameters, *_LABELS}  # the Trainer leaves these
+            readable = dataset.select_columns([name for name in names if name in known])
         layers = measure_layers(model, spec, readable, collator or default_data_collator, sizes)
         sizes = sizes.with_layers(layers)
     return MeasuredSamples(sizes(range(len(dataset))), total, split)
