@@ -1,5 +1,6 @@
 """TRL's own trainers with `"bitfield"` attention against `"sdpa"`, and plans under them against one process."""
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from trl import (
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
 from hf_mmparallel import (
+    ChatCollator,
     MultimodalSFTConfig,
     MultimodalSFTTrainer,
     MultimodalTrainingArguments,
@@ -250,3 +252,37 @@ def test_preferences_and_rewards(trainer_class: Any, config_class: Any, tmp_path
         preference_losses(trainer_class, config_class, attention, tmp_path) for attention in ("bitfield", "sdpa")
     )
     assert len(found) == 3 and found == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+STRINGS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] + eos_token }}\n{% endfor %}"
+STRINGS += "{% if add_generation_prompt %}<assistant>{% endif %}"
+QUESTION, ANSWER = ([{"role": role, "content": text}] for role, text in (("user", "which"), ("assistant", "seven")))
+FORMATS: dict[str, list[dict[str, Any]]] = {
+    "text": [{"text": "which digit"}, {"text": "three</s>"}],
+    "strings": [
+        {"prompt": "which", "completion": " digit"},
+        {"prompt": "wh", "completion": "ich"},  # tokens that merge
+        {"prompt": "", "completion": "seven</s>"},
+    ],
+    "messages": [
+        {"prompt": QUESTION, "completion": ANSWER},
+        {"prompt": QUESTION + ANSWER, "completion": QUESTION + ANSWER},
+    ],
+    "ShareGPT": [
+        {"conversations": [{"from": "user", "value": "which"}, {"from": "assistant", "value": "seven"}]},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tokens_and_targets_of_formats(name: str, tmp_path: Path) -> None:
+    words = copy.deepcopy(processors.tokenizer())
+    words.chat_template = STRINGS
+    data = Dataset.from_list(FORMATS[name])
+    trainer = SFTTrainer(llama("sdpa"), arguments(tmp_path), train_dataset=data, processing_class=words)
+    collator = ChatCollator(words)
+    for own, wanted in zip(FORMATS[name], trainer.train_dataset, strict=True):
+        found = collator.encode(own)
+        assert found["input_ids"].tolist() == wanted["input_ids"]
+        if name != "ShareGPT":  # TRL's default has loss on all tokens of a conversation
+            assert found["labels"].tolist() == wanted["labels"]

@@ -269,7 +269,8 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN|MODULE=COLUMN,...",
         help="columns with the tokens of a sample in the language model, or in each module",
     )
-    group.add_argument("--processor", metavar="PATH|ID", help="processor for conversations (the model's)")
+    group.add_argument("--processor", metavar="PATH|ID", help="processor for conversations and texts (the model's)")
+    group.add_argument("--image-folder", metavar="PATH", help="folder of relative paths of images, videos and audio")
     group.add_argument("--num-samples", type=positive, metavar="N", help="maximum number of measured samples (4096)")
     group.add_argument("--seed", type=not_negative, metavar="N", help="seed of the drawn samples (0)")
     group.add_argument(

@@ -1,13 +1,13 @@
-"""Collator of conversations with images."""
+"""Collator of conversations and texts with media."""
 
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import ProcessorMixin
@@ -15,9 +15,10 @@ from transformers.utils import logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..modeling.loss import IGNORE_INDEX
-from .image_shapes import blank_array, without_pixels
-from .image_sizes import decode_image, image_size
-from .token_collator import TOKEN_FIELDS, PretokenizedCollator, is_left_out, require_column
+from .image_shapes import without_pixels
+from .media_values import BLANKS, READERS, locate
+from .sample_formats import FORMATS, MEDIA_COLUMNS, Chat, SampleFormat, read_sample
+from .token_collator import TOKEN_FIELDS, PretokenizedCollator, is_left_out
 
 logger = logging.get_logger(__name__)
 
@@ -25,28 +26,48 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Span = tuple[int, int]
 
+# kind of media -> where processors have what reads it, and the name of their argument for it
+_PROCESSORS = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("audio_processor", "feature_extractor"),
+}
+_ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
+
 
 class ChatCollator:
     """
-    Batches conversations with images: applies the processor's chat template, tokenises, and labels the assistant's
-    answers. Prompts, padding and image placeholders have the label -100.
+    Batches conversations and texts with images, videos and audio: applies the processor's chat template, tokenises,
+    and labels the assistant's answers. Prompts, padding and placeholders of media have the label -100.
+
+    Each sample is in the first of these formats all of whose columns it has:
+
+    - `messages`, with a `role` and a `content`: a string, or parts such as `{"type": "text", "text": ...}` and
+      `{"type": "image"}`.
+    - `prompt` and `completion`, two strings or two lists of messages: the whole completion is labelled.
+    - `conversations` of ShareGPT and Llava, with `from` and `value`.
+    - `text`, without a template: all of its tokens are labelled.
+
+    Media are in parts (`{"type": "image", "image": ...}`) or, in their order, in the columns `images` or `image`,
+    `videos` or `video`, and `audios` or `audio`. In strings `<image>`, `<video>` and `<audio>` stand for them. Images
+    are of Pillow, arrays, files as bytes (`{"bytes": ...}`) or in base64 (`data:` URLs), paths or URLs.
 
     Answers are marked by `{% generation %}` in the template. Without such blocks, an answer is the text that the
     template adds to the preceding conversation with its generation prompt, up to the token that ends the turn. A token
-    that is partly in an answer belongs to it.
+    that is partly in an answer belongs to it. A completion begins at the first token that differs from those of the
+    prompt alone.
 
     Args:
         processor ([`~transformers.ProcessorMixin`]):
-            A processor with a chat template, a fast tokenizer and an image processor.
+            A processor with a chat template and a fast tokenizer, or such a tokenizer.
         max_length (`int`, *optional*): Longest sample in tokens.
         on_too_long (`str`, *optional*, defaults to `"raise"`):
-            `"raise"`, or `"truncate"` to drop tokens at the end; truncating image placeholders raises an error.
-        messages_column (`str`, *optional*, defaults to `"messages"`):
-            Messages with a `role` and a `content`: a string, or parts `{"type": "text", "text": ...}` and
-            `{"type": "image"}`.
-        images_column (`str`, *optional*, defaults to `"images"`):
-            The image or images of a sample, in the order of the parts; not needed if the parts contain their images.
+            `"raise"`, or `"truncate"` to drop tokens at the end; truncating placeholders of media raises an error.
+        messages_column (`str`, *optional*):
+            The column of messages, if it has another name; samples of other formats are then refused.
+        images_column (`str`, *optional*): The column of images, if it has another name.
         pad_to_multiple_of (`int`, *optional*): Pads the length up to a multiple of this.
+        image_folder (`str`, *optional*): Folder of relative paths of images, videos and audio.
 
     Example:
 
@@ -62,9 +83,10 @@ class ChatCollator:
         processor: ProcessorMixin,
         max_length: int | None = None,
         on_too_long: Literal["raise", "truncate"] = "raise",
-        messages_column: str = "messages",
-        images_column: str = "images",
+        messages_column: str | None = None,
+        images_column: str | None = None,
         pad_to_multiple_of: int | None = None,
+        image_folder: str | None = None,
     ):
         if on_too_long not in ("raise", "truncate"):
             raise ValueError(f"`on_too_long={on_too_long!r}` is not known. Use 'raise' or 'truncate'.")
@@ -78,36 +100,47 @@ class ChatCollator:
         self.template = _chat_template(processor)
         self.max_length = max_length
         self.on_too_long = on_too_long
-        self.messages_column = messages_column
-        self.images_column = images_column
+        self.formats: Sequence[SampleFormat] = FORMATS
+        if messages_column is not None:
+            self.formats = (SampleFormat("messages", (messages_column,), (messages_column,)),)
+        self.media_columns = MEDIA_COLUMNS if images_column is None else {**MEDIA_COLUMNS, "image": (images_column,)}
+        self.image_folder = image_folder
+        self._media_processors = _media_processors(processor)
         pad_token_id = self.tokenizer.pad_token_id
         self.collate = PretokenizedCollator(
             pad_token_id=0 if pad_token_id is None else pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
         self._takes_parts = self._template_takes_parts()
         self.decodes = frozenset(["Image"])
+        self._blank: frozenset[str] = frozenset()  # kinds of media of which only the size is read
         self._left_out: Collection[str] | None = ()
         self._with_media: ChatCollator | None = None
 
     def without_media(self, entries: Collection[str] | None = None) -> ChatCollator:
         """
-        A collator of the same batches without pixels, which decodes no image; `self` if pixels are not among
-        `entries`.
+        A collator of the same batches without pixels and features of sound, which decodes no media; `self` if none of
+        `entries` are made of media.
 
-        The size of an image is read from its header, and the image processor runs on a blank image of that size, so
-        that placeholders and integers such as grids are the same. If that is not possible, for an image behind a URL
-        or a processor that needs more than the size, the image is decoded; this is logged once.
+        The size of a medium is read from its header, and its processor runs on a blank one of that size, so that
+        placeholders and integers such as grids are the same. If that is not possible, for a medium behind a URL, a
+        file of a video, or a processor that needs more than the size, it is decoded; this is logged once.
 
         Args:
             entries (`Collection[str]`, *optional*):
                 Floating-point entries to leave out; by default all except token fields.
         """
-        image_processor = getattr(self.processor, "image_processor", None)
-        if entries is not None and image_processor is not None and image_processor.model_input_names[0] not in entries:
+        blank = [
+            kind
+            for kind, processor in self._media_processors.items()
+            if entries is None or processor.model_input_names[0] in entries
+        ]
+        if entries is not None and not blank:
             return self
         bare = copy.copy(self)
-        bare.processor = without_pixels(self.processor)
-        bare.decodes = frozenset()
+        bare._blank = frozenset(blank)
+        if "image" in blank:
+            bare.processor = without_pixels(self.processor)
+            bare.decodes = frozenset()
         bare._left_out = entries
         bare._with_media = self
         return bare
@@ -115,13 +148,13 @@ class ChatCollator:
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """
         Args:
-            samples (`Sequence[Mapping[str, Any]]`): Conversations, each with any number of images.
+            samples (`Sequence[Mapping[str, Any]]`): Conversations or texts, each with any number of media.
 
         Returns:
             `dict[str, Tensor]`: The model's inputs, and `labels` of shape `(batch, length)`.
 
         Raises:
-            `ValueError`: For a missing column, images that don't match their placeholders, or a too long sample.
+            `ValueError`: For an unknown format, media that don't match their placeholders, or a too long sample.
         """
         return self.collate([self.encode(sample, index) for index, sample in enumerate(samples)])
 
@@ -132,76 +165,86 @@ class ChatCollator:
     ) -> dict[str, Tensor]:
         """Encodes one sample as token fields without a batch dimension, including `labels`, and media."""
         if self._with_media is None:
-            return self._encode(sample, index, decode_image)
+            return self.encode_by_size(sample, index)
         try:
             fields = self.encode_by_size(sample, index)
             fields = {name: value for name, value in fields.items() if not is_left_out(name, value, self._left_out)}
-            if wanted := [name for name, value in fields.items() if is_left_out(name, value, None)]:
+            read = [self._media_processors[kind] for kind in self._media_processors.keys() - self._blank]
+            known = {name for processor in read for name in processor.model_input_names}
+            if wanted := [
+                name for name, value in fields.items() if is_left_out(name, value, None) and name not in known
+            ]:
                 raise ValueError(f"{wanted} depend on pixels and are not left out.")
         except Exception as error:  # processors raise errors of any type
             fields = self._with_media.encode(sample, index)  # raises, too, if the sample is bad
             logger.warning_once(
-                "`%s` can't process an image from its size alone, so images are decoded where only text is needed: %s",
+                "`%s` can't process media from their sizes alone, so they are decoded where only text is needed: %s",
                 type(self.processor).__name__,
                 type(error).__name__,
             )
-            logger.debug("No size of an image in sample %d of a batch: %s", index, error)
+            logger.debug("No size of a medium in sample %d of a batch: %s", index, error)
         return {name: value for name, value in fields.items() if not is_left_out(name, value, self._left_out)}
 
     def encode_by_size(self, sample: Mapping[str, Any], index: int = 0) -> dict[str, Tensor]:
         """
-        [`~ChatCollator.encode`] for [`~ChatCollator.without_media`]: zeros for pixels, no image is decoded or fetched.
+        [`~ChatCollator.encode`] without a way out where a size is not known: of a collator of
+        [`~ChatCollator.without_media`] there are zeros for pixels, and nothing is decoded or fetched.
 
-        Raises `UnknownSizeError` for an image whose size no header of a local file gives, `OSError` for an unreadable
+        Raises `UnknownSizeError` for a medium whose size no header of a local file gives, `OSError` for an unreadable
         file.
         """
-        return self._encode(sample, index, blank_image)
-
-    def _encode(self, sample: Mapping[str, Any], index: int, read: Callable[[Any], Any]) -> dict[str, Tensor]:
-        """Encodes one sample, with images read by `read`."""
-        require_column(sample, self.messages_column)
-        messages, images = self.messages_and_images(sample, index)
-        images = [read(image) for image in images]
-        text, spans = self.text_and_answers(messages, index)
-        options = self.text_options(text)
+        chat = self.read(sample, index)
+        media = {kind: [self.medium(kind, value) for value in values] for kind, values in chat.media.items()}
+        text, spans, prompt = self.text_and_targets(chat, index)
+        special = self.special_tokens(text, chat)
+        options: dict[str, Any] = {"return_offsets_mapping": True, "return_tensors": "pt", **special}
         if isinstance(self.processor, ProcessorMixin):
-            options["return_text_replacement_offsets"] = True
-            options["images"] = images or None
+            options |= {"return_text_replacement_offsets": True, "images": None}
+            options |= {_ARGUMENTS[kind]: values for kind, values in media.items()}
+            options |= {"sampling_rate": self._rate} if "audio" in media else {}
         encoded = dict(self.processor(text=[text], **options))
         offsets = encoded.pop("offset_mapping")[0]
         replaced = encoded.pop("text_replacement_offsets", ())
         replacements = list(replaced[0]) if len(replaced) else []
-        if images and len(replacements) != len(images):
+        if (num_media := sum(map(len, media.values()))) and len(replacements) != num_media:
             raise ValueError(
-                f"`{type(self.processor).__name__}` does not return the positions of the {len(images)} images of "
-                f"sample {index} of the batch. Tokenise the dataset yourself, with `labels`."
+                f"`{type(self.processor).__name__}` does not return the positions of the {num_media} "
+                f"{' and '.join(media)} parts of sample {index} of the batch. Tokenise the dataset yourself, with "
+                "`labels`."
             )
         fields = {name: value[0] if name in TOKEN_FIELDS else value for name, value in encoded.items()}
         placeholder = torch.zeros_like(fields["input_ids"], dtype=torch.bool)
         for replacement in replacements:
             placeholder |= _overlap(offsets, replacement["new_span"])
-        answer = torch.zeros_like(placeholder)
+        target = torch.zeros_like(placeholder)
         for span in spans:
-            answer |= _overlap(offsets, _shifted(span, replacements))
-        fields["labels"] = fields["input_ids"].masked_fill(~answer | placeholder, IGNORE_INDEX)
-        fields = self._fit(fields, placeholder, index)
+            target |= _overlap(offsets, _shifted(span, replacements))
+        if prompt is not None:
+            ids = self.tokenizer(_expanded(prompt, text, replacements), **special)["input_ids"] if prompt else []
+            target = _after(fields, ids)
+        fields["labels"] = fields["input_ids"].masked_fill(~target | placeholder, IGNORE_INDEX)
+        fields = self._fit(fields, placeholder, index, list(media))
         if (fields["labels"] == IGNORE_INDEX).all():
+            cut = " within `max_length`" if target.any() else ""
+            roles = ", ".join(sorted({str(message.get("role")) for message in chat.messages})) or "none"
             logger.warning_once(
-                "A conversation has no targets: it has no message of the role `assistant`%s; its roles are %s. It "
-                "adds nothing to the loss. This is logged once for all such conversations.",
-                " within `max_length`" if spans else "",
-                ", ".join(sorted({str(message.get("role")) for message in messages})) or "none",
+                "A sample has no targets%s. It adds nothing to the loss. This is logged once for all such samples.",
+                f": its completion is empty{cut}"
+                if prompt is not None
+                else f": it has no message of the role `assistant`{cut}; its roles are {roles}",
             )
         return fields
 
-    def _fit(self, fields: dict[str, Tensor], placeholder: Tensor, index: int) -> dict[str, Tensor]:
+    def _fit(
+        self, fields: dict[str, Tensor], placeholder: Tensor, index: int, kinds: Sequence[str]
+    ) -> dict[str, Tensor]:
         """Truncates a sample to `max_length`, or raises `ValueError`."""
         length = placeholder.shape[0]
         if self.max_length is None or length <= self.max_length:
             return fields
         num_media = int(placeholder[self.max_length :].sum())
         if self.on_too_long == "raise" or num_media:
-            reason = f", and truncation would drop {num_media} image tokens" if num_media else ""
+            reason = f", and truncation would drop {num_media} {' and '.join(kinds)} tokens" if num_media else ""
             remedy = "a larger `max_length`" if num_media else "`on_too_long='truncate'` or a larger `max_length`"
             raise ValueError(
                 f"Sample {index} of the batch has {length} tokens, more than `max_length={self.max_length}`{reason}. "
@@ -209,58 +252,58 @@ class ChatCollator:
             )
         return {name: v[..., : self.max_length] if name in TOKEN_FIELDS else v for name, v in fields.items()}
 
-    def text_options(self, text: str) -> dict[str, Any]:
-        """Keyword arguments of the processor for a rendered text."""
+    def special_tokens(self, text: str, chat: Chat) -> dict[str, Any]:
+        """Arguments that keep the tokenizer from adding special tokens to those of the template."""
         begins = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
-        special = {"add_special_tokens": False} if begins else {}
-        return {"return_offsets_mapping": True, "return_tensors": "pt", **special}
+        # as `apply_chat_template` of a tokenizer does
+        is_rendered = not isinstance(self.processor, ProcessorMixin) and not chat.is_text
+        return {"add_special_tokens": False} if begins or is_rendered else {}
 
-    def messages_and_images(self, sample: Mapping[str, Any], index: int) -> tuple[list[dict], list[Any]]:
-        """Messages in the form that the template expects, and the images in the order of their parts."""
-        given = sample.get(self.images_column)
-        given = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-        rest, images, messages = iter(given), [], []
-        for message in sample[self.messages_column]:
-            message = {key: value for key, value in message.items() if value is not None}
-            require_role(message, f"sample {index} of the batch")
-            content = message.get("content")
-            if isinstance(content, str) and self._takes_parts:
-                message["content"] = [{"type": "text", "text": content}]
-            elif isinstance(content, (list, tuple)):
-                parts = []
-                for part in content:
-                    part = {key: value for key, value in part.items() if value is not None}
-                    if part.get("type") == "image":
-                        image = next((part[key] for key in ("image", "url", "path") if key in part), None)
-                        images.append(next(rest, None) if image is None else image)
-                        part = {"type": "image"}
-                    elif part.get("type") != "text":
-                        raise ValueError(
-                            f"Sample {index} of the batch has a content part of type `{part.get('type')}`; only "
-                            "'text' and 'image' are supported. Tokenise the dataset yourself, with `labels`."
-                        )
-                    parts.append(part)
-                message["content"] = parts if self._takes_parts else "".join(part.get("text", "") for part in parts)
-            messages.append(message)
-        num_left = len(list(rest))
-        if num_left or any(image is None for image in images):
-            raise ValueError(
-                f"Sample {index} of the batch has {len(images)} image parts in `{self.messages_column}` and "
-                f"{len(given)} images in `{self.images_column}`. Give one part `{{'type': 'image'}}` for each image."
-            )
-        return messages, images
+    def read(self, sample: Mapping[str, Any], index: int) -> Chat:
+        """A sample with messages in the form that the template expects."""
+        chat = read_sample(sample, index, tuple(self._media_processors), self.formats, self.media_columns)
+        for message in chat.messages if chat.is_text or not self._takes_parts else ():
+            if isinstance(parts := message.get("content"), list):
+                message["content"] = "".join(
+                    part.get("text") or getattr(self.processor, f"{part['type']}_token", "") for part in parts
+                )
+        return chat
 
-    def text_and_answers(self, messages: list[dict], index: int) -> tuple[str, list[Span]]:
-        """The conversation as text, and the character spans of the assistant's answers."""
+    def medium(self, kind: str, value: Any) -> Any:
+        """A medium as the processor takes it, or a blank one of its size."""
+        made = (BLANKS if kind in self._blank else READERS)[kind]
+        return made(locate(value, self.image_folder), self._rate)
+
+    @property
+    def _rate(self) -> int:
+        """Samples per second of audio."""
+        return getattr(self._media_processors.get("audio"), "sampling_rate", 16_000)
+
+    def text_and_targets(self, chat: Chat, index: int) -> tuple[str, list[Span], str | None]:
+        """
+        The sample as text, the character spans of the assistant's answers, and the prompt alone of a sample in which
+        all that follows has loss.
+        """
+        if chat.num_prompts is None:
+            return *self._text_and_answers(chat, index), None
+        prompt = chat.messages[: chat.num_prompts]
+        if not chat.is_text:
+            text, _ = self._render(chat.messages, **chat.options)
+            return text, [], self._render(prompt, add_generation_prompt=True, **chat.options)[0] if prompt else ""
+        text, end = "".join(message["content"] for message in chat.messages), self.tokenizer.eos_token or ""
+        return text.removesuffix(end) + end, [], "".join(message["content"] for message in prompt)
+
+    def _text_and_answers(self, chat: Chat, index: int) -> tuple[str, list[Span]]:
+        """A conversation as text, and the character spans of the assistant's answers."""
         if GENERATION_BLOCK.search(self.template):
-            return self._render(messages, return_assistant_tokens_mask=True)
-        text, _ = self._render(messages)
+            return self._render(chat.messages, return_assistant_tokens_mask=True, **chat.options)
+        text, _ = self._render(chat.messages, **chat.options)
         spans = []
-        for turn, message in enumerate(messages):
+        for turn, message in enumerate(chat.messages):
             if message.get("role") != "assistant":
                 continue
-            before, _ = self._render(messages[:turn], add_generation_prompt=True)
-            after, _ = self._render(messages[: turn + 1])
+            before, _ = self._render(chat.messages[:turn], add_generation_prompt=True, **chat.options)
+            after, _ = self._render(chat.messages[: turn + 1], **chat.options)
             if not (text.startswith(before) and text.startswith(after) and len(before) <= len(after)):
                 raise ValueError(
                     f"The chat template renders turn {turn} of sample {index} of the batch differently if more turns "
@@ -278,7 +321,9 @@ class ChatCollator:
     def _render(self, messages: list[dict], **options: Any) -> tuple[str, list[Span]]:
         """The rendered text, and the spans of its generation blocks."""
         texts, spans = render_jinja_template(
-            conversations=[messages], chat_template=self.template, **self.tokenizer.special_tokens_map, **options
+            conversations=[messages],
+            chat_template=self.template,
+            **{**self.tokenizer.special_tokens_map, **options},
         )
         return texts[0], [(int(start), int(end)) for start, end in spans[0]] if spans else []
 
@@ -291,14 +336,14 @@ class ChatCollator:
         return "probe" in text and "'type'" not in text and '"type"' not in text
 
 
-def require_role(message: Mapping[str, Any], where: str) -> None:
-    """Raises `ValueError` for a message without a `role`."""
-    if "role" not in message:
-        raise ValueError(
-            f"A message of {where} has {sorted(message)} and no `role`. Give each message a `role` and a `content` "
-            "(in the format of LLaVA these are `from` and `value`, with the roles `human` and `gpt` for `user` and "
-            "`assistant`)."
-        )
+def _media_processors(processor: Any) -> dict[str, Any]:
+    """Kind of media -> the part of a processor that reads it."""
+    found = {}
+    for kind, names in _PROCESSORS.items():
+        parts = (getattr(processor, name, None) for name in names)
+        if (part := next((part for part in parts if part is not None), None)) is not None:
+            found[kind] = part
+    return found
 
 
 def _chat_template(processor: Any) -> str:
@@ -327,9 +372,24 @@ def _shifted(span: Span, replacements: Sequence[Mapping[str, Any]]) -> Span:
     return start, end
 
 
-def blank_image(value: Any) -> np.ndarray:
-    """A blank image of the size of another image, which is not decoded."""
-    return blank_array(image_size(value))
+def _expanded(prompt: str, text: str, replacements: Sequence[Mapping[str, Any]]) -> str:
+    """A prompt with expanded placeholders, which are those of the text that it is the beginning of."""
+    common = len(os.path.commonprefix([prompt, text]))
+    for replacement in reversed(replacements):
+        start, end = replacement["span"]
+        if end <= common:
+            prompt = prompt[:start] + replacement["replacement"] + prompt[end:]
+    return prompt
+
+
+def _after(fields: Mapping[str, Tensor], prompt: Sequence[int]) -> Tensor:
+    """Mask of the tokens from the first that is not the prompt's on, as in TRL's `completion_mask`."""
+    mask = fields.get("attention_mask", torch.ones_like(fields["input_ids"])) != 0
+    ids = fields["input_ids"][mask]
+    length = min(len(ids), len(prompt))
+    unlike = torch.nonzero(ids[:length] != torch.tensor(prompt[:length], dtype=ids.dtype))
+    first = int(unlike[0]) if len(unlike) else length
+    return mask & (mask.cumsum(0) > first)
 
 
 # Token ids of many conversations in one tokenizer call, to measure their sizes.
@@ -360,13 +420,15 @@ def encode_together(
     waiting: dict[bool, list[tuple[int, str, dict[str, Any]]]] = {}
     for position, index in enumerate(indices):
         try:
-            messages, images = collator.messages_and_images(read(index), position)
-            text, _ = collator.text_and_answers(messages, position)
-            options = collator.text_options(text)
-            kind = "add_special_tokens" in options
-            if kind not in settings:
-                settings[kind] = _settings(processor, options)
-            expanded = _expand(processor, text, [blank_image(image) for image in images], settings[kind])
+            chat = collator.read(read(index), position)
+            if chat.media.keys() - {"image"}:
+                continue
+            text, _, _ = collator.text_and_targets(chat, position)
+            special = collator.special_tokens(text, chat)
+            if (kind := bool(special)) not in settings:
+                settings[kind] = _settings(processor, {"return_tensors": "pt", **special})
+            images = [collator.medium("image", image) for image in chat.media.get("image", ())]
+            expanded = _expand(processor, text, images, settings[kind])
         except Exception as error:  # encoding it alone raises the error again
             logger.debug("Sample %d is encoded alone: %s", index, error)
             continue

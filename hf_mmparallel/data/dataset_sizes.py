@@ -11,8 +11,10 @@ from typing import Any
 from transformers import default_data_collator
 
 from ..plan import ModelSpec, SampleSizes
+from .chat_collator import ChatCollator
 from .defaults import default_collator
 from .layer_tokens import measure_layers
+from .sample_formats import find_formats, known_formats
 from .sample_sizes import size_source
 from .size_sources import draw_samples
 
@@ -80,6 +82,7 @@ def measure_dataset(
     split: str | None = None,  # `train`, or the only one, when left out
     num_samples: int = 4096,
     seed: int = 0,
+    image_folder: str | None = None,  # of relative paths of images, videos and audio
 ) -> MeasuredSamples:
     """
     Measures samples of a dataset, drawn at random if there are more than `num_samples`, see [`size_source`].
@@ -91,16 +94,21 @@ def measure_dataset(
     if total > num_samples:
         dataset = dataset.select(draw_samples(total, num_samples, seed))
     names = dataset.column_names
-    loaded = None
-    if columns is None and "messages" in names and "input_ids" not in names:
+    loaded = collator = None
+    if columns is None and find_formats(names) and "input_ids" not in names:
         loaded = _load_processor(source, processor)
-    sizes = size_source(dataset, None, spec, columns, None, loaded)
+        collator, _ = default_collator(dataset, loaded)
+        if isinstance(collator, ChatCollator):
+            collator.image_folder = image_folder
+    sizes = size_source(dataset, collator, spec, columns, None, loaded)
     if sizes is None:
         raise ValueError(_nothing_says(source, names, loaded))
     if sizes.counts_rows:
-        collator, raw = default_collator(dataset, loaded, model)
-        known = {*inspect.signature(model.forward).parameters, *_LABELS}  # the Trainer leaves these
-        readable = dataset if raw else dataset.select_columns([name for name in names if name in known])
+        readable = dataset
+        if collator is None:
+            collator, _ = default_collator(dataset, None, model)
+            known = {*inspect.signature(model.forward).parameters, *_LABELS}  # the Trainer leaves these
+            readable = dataset.select_columns([name for name in names if name in known])
         layers = measure_layers(model, spec, readable, collator or default_data_collator, sizes)
         sizes = sizes.with_layers(layers)
     return MeasuredSamples(sizes(range(len(dataset))), total, split)
@@ -184,7 +192,7 @@ def _load_processor(source: str, processor: Callable[[], Any] | None) -> Any:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
     raise ValueError(
-        f"The samples of `{source}` are conversations (`messages`), whose tokens the model's processor counts, and it "
+        f"The samples of `{source}` are conversations or texts, whose tokens the model's processor counts, and it "
         f"can't be loaded: {reason}. Name its folder in `processor`, or columns with the numbers of tokens in "
         "`token_columns`."
     )
@@ -194,15 +202,16 @@ def _nothing_says(source: str, names: Sequence[str], processor: Any) -> str:
     """Which columns a dataset lacks."""
     if processor is not None and not hasattr(processor, "apply_chat_template"):
         return (
-            f"The samples of `{source}` are conversations (`messages`), and `{type(processor).__name__}` has no chat "
+            f"The samples of `{source}` are conversations or texts, and `{type(processor).__name__}` has no chat "
             "template to count their tokens with. Name another `processor`."
         )
-    if "messages" in names:
+    if find_formats(names):
         return (
-            f"Nothing says the sizes of the samples of `{source}`: their images have to be fetched or decoded. If "
+            f"Nothing says the sizes of the samples of `{source}`: their media have to be fetched or decoded. If "
             f"columns hold the numbers of tokens, name them in `token_columns`; it has {list(names)}."
         )
     return (
-        f"Dataset `{source}` has the columns {list(names)}. It lacks `input_ids` (token ids), `messages` "
-        "(conversations), or numbers of tokens; if some hold these, name them in `token_columns`."
+        f"Dataset `{source}` has the columns {list(names)}. It lacks `input_ids` (token ids), those of "
+        f"conversations or texts ({known_formats()}), or numbers of tokens; if some hold these, name them in "
+        "`token_columns`."
     )

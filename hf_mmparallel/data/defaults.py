@@ -16,6 +16,7 @@ from ..modeling.spec import ModulePart, find_stack, module_parts
 from .chat_collator import ChatCollator
 from .global_batches import GlobalBatch
 from .randomness import seeded
+from .sample_formats import find_formats
 from .skeleton import entered_shape, make_skeleton
 from .streams import StreamWindow, is_stream
 from .token_collator import TOKEN_FIELDS, PretokenizedCollator, as_array, is_left_out
@@ -138,7 +139,10 @@ def default_collator(
     for not being arguments of the model; `None` leaves the choice to the stock Trainer.
     """
     columns = columns_of(dataset)
-    if "messages" in columns and hasattr(processor, "apply_chat_template"):
+    formats = find_formats(columns)
+    if "input_ids" in columns and "messages" not in columns:
+        formats = []  # of texts that are tokenised already
+    if formats and hasattr(processor, "apply_chat_template"):
         return ChatCollator(processor), True
     if "input_ids" in columns and "labels" in columns:
         form = None if model is None else item_form(model, first_samples(dataset))

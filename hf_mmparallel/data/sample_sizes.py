@@ -17,6 +17,7 @@ from .bad_samples import stored_rows
 from .chat_collator import ChatCollator
 from .defaults import default_collator
 from .image_sizes import UnknownSizeError
+from .sample_formats import find_formats
 from .size_measures import (
     ChatMeasure,
     ColumnMeasure,
@@ -152,7 +153,7 @@ class _Choice:
         collator: Any = self.collator or default_collator(dataset, self.processor)[0]
         while hasattr(collator, "collator"):
             collator = collator.collator
-        if isinstance(collator, ChatCollator) and collator.messages_column in names:
+        if isinstance(collator, ChatCollator) and find_formats(names, collator.formats):
             return ChatMeasure(collator, tokens)
         return None
 

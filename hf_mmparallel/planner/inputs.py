@@ -137,7 +137,7 @@ class Samples:
 def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
     """Reads the samples of `--dataset`; raises `ValueError` if it can't be read, or samples can't be measured."""
     if args.dataset is None:
-        for name in ("token_columns", "processor", "split"):
+        for name in ("token_columns", "processor", "split", "image_folder"):
             if getattr(args, name) is not None:
                 raise ValueError(f"`--{name.replace('_', '-')}` has no effect without `--dataset`. Give both.")
         return Samples("all samples alike")
@@ -164,6 +164,7 @@ def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
         args.split,
         args.num_samples,
         args.seed,
+        args.image_folder,
     )
     drawn = dataset.sizes.num_samples
     count = f"all {drawn:,}" if drawn == dataset.num_samples else f"{drawn:,} of {dataset.num_samples:,}"

@@ -35,6 +35,7 @@ from ..steps.communication import with_communication
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner, most_memory
 from .arguments import AUTO, MultimodalTrainingArguments
 from .build import RowChoice
+from .columns import format_sentence
 from .loaders import base_planner, training_planner
 from .model_card import SCHEDULE, WORKLOADS
 from .oversized_samples import LargeSamples
@@ -300,6 +301,8 @@ class PlanReport:
             f"Global batch of {self.global_batch_size} samples: {range_text(counts)} microbatches of {per_microbatch} "
             f"samples on each language-model replica, schedule {plan.schedule}."
         ]
+        if sentence := format_sentence("train_dataset", context.train_dataset, context.collator):
+            lines.append(sentence)
         if cp_size == 1:
             lines.append(str(self.rows))
         lines += arrangement_lines(arrangement_name(planner.arrangement), size_origin(context), prediction)

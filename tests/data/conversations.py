@@ -34,6 +34,17 @@ def conversation(sizes: Sequence[Size], seed: int = 0) -> dict:
     return {"messages": turns, "images": [random_image(size, seed + i) for i, size in enumerate(sizes)]}
 
 
+def llava_json(sample: dict) -> dict:
+    """A conversation as a row of Llava's JSON has it."""
+    names = {"user": "human", "assistant": "gpt"}
+    turns = []
+    for message in sample["messages"]:
+        parts = ["<image>" if part["type"] == "image" else part["text"] for part in message["content"]]
+        turns.append({"from": names.get(message["role"], message["role"]), "value": "\n".join(parts)})
+    images = sample["images"]
+    return {"conversations": turns, **({"image": images[0] if len(images) == 1 else images} if images else {})}
+
+
 def image_file(size: Size, kind: str = "PNG", orientation: int | None = None) -> bytes:
     """An image as a file of some kind, with an EXIF orientation."""
     buffer = io.BytesIO()

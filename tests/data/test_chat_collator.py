@@ -139,7 +139,7 @@ def test_a_sample_too_long():
         ({"messages": [say("user", None)]}, "1 image parts in `messages` and 0 images"),
         ({"messages": [say("user", "x")], "images": [image(1)]}, "0 image parts in `messages` and 1 images"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "`audio`"),
-        ({"messages": [{"from": "human", "value": "x"}]}, r"sample 0 .*\['from', 'value'\] and no `role`"),
+        ({"messages": [{"speaker": "a", "value": "x"}]}, r"sample 0 .*\['speaker', 'value'\] and no `role`"),
         ({"messages": [say("user", None)], "images": [{"bytes": b"no image", "path": None}]}, "cannot identify"),
     ],
 )

@@ -1,6 +1,8 @@
 """Sizes of datasets without a Trainer: files, folders, columns, tokens, conversations, and what can't be measured."""
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +12,15 @@ import pytest
 from datasets import Dataset, DatasetDict
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.dataset_sizes import check_hub, measure_dataset, open_dataset
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.planner.inputs import read_model
 
 from .. import tiny
+from .conversations import conversation, image_file, llava_json
+from .processors import llava
 
 NUM_SAMPLES = 50
 COLUMNS = {"language_model": "length", "vision": "patches"}
@@ -76,6 +81,20 @@ def test_tokenised_samples_are_measured_as_the_trainer_does(spec, model, tmp_pat
     found = measure_dataset(str(tmp_path), model, spec)
     assert found.sizes.tokens["language_model"].tolist() == list(range(5, 13))
     assert set(found.sizes.tokens["vision"].tolist()) == {5}  # four patches and the class token
+
+
+def test_llava_json_is_measured_with_its_images_in_a_folder(model, tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(image_file((8, 8)))
+    processor = llava()
+    (tmp_path / "data.json").write_text(json.dumps([{**llava_json(conversation([(8, 8)])), "image": "a.png"}] * 3))
+    spec = replace(build_model_spec(model), placeholders={"image": processor.tokenizer.image_token_id})
+    folder = str(tmp_path / "images")
+    found = measure_dataset(str(tmp_path / "data.json"), model, spec, None, lambda: processor, image_folder=folder)
+    batch = ChatCollator(processor)([conversation([(8, 8)])])
+    assert found.sizes.tokens["language_model"].tolist() == [batch["input_ids"].shape[1]] * 3
+    with pytest.raises(ValueError, match="`token_columns`"):
+        measure_dataset(str(tmp_path / "data.json"), model, spec, None, lambda: processor)
 
 
 def test_splits(columns, tmp_path):

@@ -30,7 +30,7 @@ from hf_mmparallel import ChatCollator, MultimodalParallelTrainer, MultimodalTra
 from hf_mmparallel.trainer import agreement, evaluation
 from hf_mmparallel.trainer.start_checks import check_model
 from tests import tiny
-from tests.data.conversations import conversation
+from tests.data.conversations import conversation, llava_json
 from tests.data.processors import PROCESSORS, tokenizer
 from tests.distributed import run_distributed
 from tests.folders import made_once
@@ -212,20 +212,20 @@ def chats(count: int, column: str = "messages", assistant: str = "assistant") ->
     return result
 
 
-LLAVA_FORMAT = [{"id": str(i), "conversations": [{"from": "human", "value": "a"}]} for i in range(4)]
+UNKNOWN_ROLE, NO_ROLE = [{"from": "someone", "value": "a"}], [{"speaker": "human", "value": "a"}]
 SENTENCES = {
     "no processor": "`train_dataset` .*`messages`.*`processing_class`",
     "no template": "`PreTrainedConfig`",
     "wrong name": r"`train_dataset` .*`messages`.*`ChatCollator`.*\['talks', 'images'\]",
     "wrong name, wrapped": "`train_dataset` .*`messages`.*`ChatCollator`",
-    "Llava's format": "`train_dataset` .*`conversations`, .* `from` to `role`",
-    "Llava's messages": r"`train_dataset` .*\['from', 'value'\].* `role`",
+    "unknown role": "`train_dataset` .*'someone'.*human",
+    "no role": r"`train_dataset` .*\['speaker', 'value'\].* `role`",
     "nothing": r"\['question', 'answer'\].*`messages`",
     "no assistant": "`labels` are -100",
 }
 
 
-def chat(column: str = "messages") -> ChatCollator:
+def chat(column: str | None = "messages") -> ChatCollator:
     return ChatCollator(PROCESSORS["llava"](), max_length=99, messages_column=column)
 
 
@@ -236,8 +236,8 @@ def refusals(parallel: Any) -> dict[str, str]:
         "no template": (chats(4), {"processing_class": PreTrainedConfig()}),
         "wrong name": (talks, {"data_collator": chat()}),
         "wrong name, wrapped": (talks, {"data_collator": PackingCollator(chat(), model)}),
-        "Llava's format": (LLAVA_FORMAT, {"processing_class": PROCESSORS["llava"]()}),
-        "Llava's messages": (Dataset.from_list(LLAVA_FORMAT), {"data_collator": chat("conversations")}),
+        "unknown role": ([{"conversations": UNKNOWN_ROLE}] * 4, {"data_collator": chat(None)}),
+        "no role": (Dataset.from_list([{"talks": NO_ROLE}] * 4), {"data_collator": chat("talks")}),
         "nothing": (Dataset.from_list([{"question": "a", "answer": "b"}] * 4), {}),
     }
     if parallel:
@@ -256,6 +256,7 @@ def _chat_runs() -> tuple[dict[str, str], list[runs.Run]]:
     processor: Any = {"processing_class": PROCESSORS["llava"]()}
     return refusals(plan), [
         on_rank(chat_model(), chats(8), plan, processor),
+        on_rank(chat_model(), [llava_json(sample) for sample in chats(8)], plan, processor),
         on_rank(chat_model(), chats(8, "talks"), plan, {"data_collator": chat("talks")}),
         on_rank(model, chats(8), plan, {"data_collator": PackingCollator(chat(), model)}),
     ]

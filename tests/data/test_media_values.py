@@ -1,0 +1,193 @@
+"""Images, sound and videos in the forms that samples have them: read alike, and measured without being read."""
+
+import base64
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import ProcessorMixin, Qwen2AudioProcessor, WhisperFeatureExtractor
+
+from hf_mmparallel.data import ChatCollator
+from hf_mmparallel.data.image_sizes import UnknownSizeError
+from hf_mmparallel.data.media_values import blank_audio, read_audio, read_image
+from hf_mmparallel.data.size_measures import ChatMeasure, TokenMeasure
+from hf_mmparallel.plan import LANGUAGE_MODEL
+
+from .conversations import broken, image_file, random_image, say
+from .processors import PROCESSORS, TURNS, llava, tokenizer
+
+FILE = image_file((20, 9))
+ASK = [{"from": "human", "value": "<image>\nwhich digit"}, {"from": "gpt", "value": "three"}]
+
+
+class Answers(BaseHTTPRequestHandler):
+    """One image, and nothing else."""
+
+    def do_GET(self) -> None:
+        found = self.path == "/a.png"
+        self.send_response(200 if found else 404)
+        self.end_headers()
+        self.wfile.write(FILE if found else b"not found")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = HTTPServer(("localhost", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_port}"
+    server.shutdown()
+
+
+def lacks(found: dict[str, Any], whole: dict[str, Any], *floats: str) -> bool:
+    return found.keys() == whole.keys() - set(floats) and all(torch.equal(found[name], whole[name]) for name in found)
+
+
+def test_an_image_is_the_same_from_wherever_it_is_read(url: str, tmp_path: Path, loads: list[Any]):
+    (tmp_path / "a.png").write_bytes(FILE)
+    collator = ChatCollator(llava(), image_folder=str(tmp_path))
+    data = f"data:image/png;base64,{base64.b64encode(FILE).decode()}"
+    local = ["a.png", Path("a.png"), str(tmp_path / "a.png"), {"bytes": None, "path": "a.png"}, data]
+    local += [{"bytes": FILE, "path": "none.png"}, {"bytes": FILE}]
+    lean = [collator.without_media().encode_by_size({"conversations": ASK, "image": value}) for value in local]
+    assert not loads
+    wanted = collator([{"conversations": ASK, "image": random_image((20, 9))}])
+    for value in (*local, f"{url}/a.png", {"bytes": None, "path": f"{url}/a.png"}):
+        assert lacks(collator([{"conversations": ASK, "image": value}]), wanted)
+    assert all(torch.equal(own["input_ids"], wanted["input_ids"][0]) for own in lean)
+    fetched = collator.without_media()([{"conversations": ASK, "image": f"{url}/a.png"}])
+    assert lacks(fetched, wanted, "pixel_values")
+
+
+def test_what_can_not_be_fetched_or_read_is_an_error_of_the_sample(url: str, tmp_path: Path):
+    collator = ChatCollator(llava(), image_folder=str(tmp_path))
+    (tmp_path / "broken.png").write_bytes(broken(FILE))
+    for value in (f"{url}/none.png", "http://localhost:1/a.png", "none.png", "broken.png"):
+        with pytest.raises(Exception, match=r"identify|refused|none\.png|broken|truncated"):
+            collator([{"conversations": ASK, "image": value}])
+    with pytest.raises(UnknownSizeError):
+        collator.without_media().encode_by_size({"conversations": ASK, "image": f"{url}/a.png"})
+
+
+def of_sound() -> Qwen2AudioProcessor:
+    named = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+    template = (TURNS % (("<|AUDIO|>",) * 2)).replace("== 'image'", "== 'audio'")
+    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    return Qwen2AudioProcessor(extractor, tokenizer(**named), chat_template=template)
+
+
+def sound(length: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(length).astype(np.float32)
+
+
+def heard(value: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "<audio>\nwhich digit"}, {"role": "assistant", "content": "three"}]
+    return {"messages": turns, "audio": value}
+
+
+def test_sound_becomes_what_the_processor_makes_of_it():
+    processor = of_sound()
+    collator = ChatCollator(processor)
+    array = sound(9000)
+    for value in (array, {"array": array.tolist(), "sampling_rate": 16_000}, {"array": np.stack([array, array])}):
+        batch = collator([heard(value)])
+        assert processor.tokenizer.decode(batch["labels"][batch["labels"] != -100]) == "three</s>"
+        messages = [say("user", "which digit"), say("assistant", "three")]
+        messages[0]["content"].insert(0, {"type": "audio", "audio": array})
+        wanted = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
+        assert lacks({name: batch[name] for name in wanted}, dict(wanted))
+        assert lacks(collator.without_media()([heard(value)]), batch, "input_features")
+        inside = collator([{"messages": messages}])
+        assert lacks(inside, batch)
+    assert collator.without_media(["pixel_values"]) is collator
+
+
+@pytest.mark.parametrize("length", [500, 4001, 7000])
+def test_sound_of_another_rate_is_resampled_and_as_long_as_is_measured(length: int):
+    wave = np.sin(np.arange(length, dtype=np.float32) / 50)
+    value = {"array": wave, "sampling_rate": 8_000}
+    assert len(read_audio(value, 16_000)) == len(blank_audio(value, 16_000)) == 2 * length
+    assert read_audio(value, 16_000)[::2] == pytest.approx(wave, abs=0.05)
+    token = of_sound().audio_token_id
+    collator = ChatCollator(of_sound())
+    measure = ChatMeasure(collator, TokenMeasure({"audio": (("audio", token),), LANGUAGE_MODEL: ()}))
+    ids = collator([heard(value)])["input_ids"]
+    wanted = {"audio": [int((ids == token).sum())], LANGUAGE_MODEL: [ids.shape[1]]}
+    assert measure(heard(value)) == wanted and measure.together([heard(value)].__getitem__, [0]) == [wanted]
+
+
+def test_a_file_of_sound_is_read_by_transformers(tmp_path: Path):
+    soundfile = pytest.importorskip("soundfile")
+    array = sound(9000)
+    soundfile.write(tmp_path / "a.flac", array / 10, 16_000)
+    collator = ChatCollator(of_sound(), image_folder=str(tmp_path))
+    for value in ("a.flac", {"bytes": (tmp_path / "a.flac").read_bytes(), "path": None}):
+        batch = collator([heard(value)])
+        lean = collator.without_media().encode_by_size(heard(value))
+        assert torch.equal(lean["input_ids"], batch["input_ids"][0])
+
+
+class Frames:
+    """A video processor that treats frames as images: those of transformers need torchvision."""
+
+    merge_size = 2
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+    def __init__(self, image_processor: Any):
+        self.image_processor = image_processor
+
+    def __call__(self, videos: list[Any], **options: Any) -> dict[str, Any]:
+        found = [self.image_processor(list(video), return_tensors="pt") for video in videos]
+        grids = [torch.tensor([len(own["image_grid_thw"]), *own["image_grid_thw"][0, 1:]]) for own in found]
+        return {
+            "pixel_values_videos": torch.cat([own["pixel_values"] for own in found]),
+            "video_grid_thw": torch.stack(grids),
+        }
+
+
+def of_videos() -> ProcessorMixin:
+    processor: Any = PROCESSORS["qwen2_vl"]()
+    processor.video_processor = Frames(processor.image_processor)
+    kind = "{% if part['type'] == 'image' %}<image>{% elif part['type'] == 'video' %}<video>"
+    processor.chat_template = processor.chat_template.replace("{% if part['type'] == 'image' %}<image>", kind)
+    return processor
+
+
+def test_frames_of_a_video_and_images_beside_it(tmp_path: Path):
+    frames = [random_image((28, 36), seed) for seed in range(4)]
+    for place, frame in enumerate(frames):
+        frame.save(tmp_path / f"{place}.png")
+    collator = ChatCollator(of_videos(), image_folder=str(tmp_path))
+    ask = [{"from": "human", "value": "<image>\n<video>\nwhich digit"}, {"from": "gpt", "value": "three"}]
+    names = [f"{place}.png" for place in range(4)]
+    array = np.stack([np.asarray(frame) for frame in frames])
+    batches = []
+    for form in ({"video": frames}, {"videos": [names]}, {"video": array}):
+        sample = {"conversations": ask, "image": frames[0], **form}
+        batches.append(collator([sample]))
+        lean = collator.without_media()
+        assert lacks(lean([sample]), batches[-1], "pixel_values", "pixel_values_videos")
+        assert lacks(collator.without_media(["pixel_values"])([sample]), batches[-1], "pixel_values")
+        assert lean.encode_by_size(sample)["input_ids"].shape == batches[-1]["input_ids"].shape[1:]
+    assert all(lacks(own, batches[0]) for own in batches)
+    ids = batches[0]["input_ids"][0].tolist()
+    count = {name: ids.count(collator.tokenizer.convert_tokens_to_ids(name)) for name in ("<image>", "<video>")}
+    assert count["<video>"] == 4 * count["<image>"] > 0
+
+
+def test_videos_that_only_another_reader_takes_are_refused():
+    sample = {"conversations": [{"from": "human", "value": "<video>"}], "video": {"bytes": b"0", "path": None}}
+    with pytest.raises(ValueError, match=r"`dict`.*Video\(decode=False\)"):
+        ChatCollator(of_videos())([sample])
+
+
+def test_an_image_that_is_read_already_is_kept():
+    image = random_image((8, 8))
+    assert read_image(image) is image
