@@ -167,7 +167,9 @@ def on_ranks(folder: str) -> dict[str, list[dict[str, float]]]:
         found[name] = logs(of_text(attention, Path(folder), **given))
     images = {"parallel": {"vision": {}, "language_model": {}}, **ON_RANK}
     for packing in (True, False):
-        found[f"images, {packing=}"] = logs(of_images(Path(folder), packing, packing=packing, **images))
+        trainer = of_images(Path(folder), packing, packing=packing, **images)
+        found[f"images, {packing=}"] = logs(trainer)
+        assert trainer.training_sizes.of_rank(trainer.train_dataset) is not None  # samples are arranged by sizes
     return found
 
 

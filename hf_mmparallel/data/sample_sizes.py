@@ -17,6 +17,7 @@ from .bad_samples import stored_rows
 from .chat_collator import ChatCollator
 from .defaults import default_collator
 from .image_sizes import UnknownSizeError
+from .media import innermost
 from .sample_formats import find_formats
 from .size_measures import (
     ChatMeasure,
@@ -57,8 +58,8 @@ def size_source(
     Finds out how the samples of a dataset can be measured; `None` where all have to count the same.
 
     By the first of these that there is: `columns`; `function`; the dataset's own `token_counts(index)`, which returns
-    what `function` does; token ids, of which placeholders count for encoders; conversations for [`ChatCollator`],
-    whose placeholders are expanded from the sizes of images in the headers of their files.
+    what `function` does; token ids, of which placeholders count for encoders; conversations for [`ChatCollator`]
+    or TRL's collators, whose placeholders are expanded from the sizes of images in the headers of their files.
 
     Nothing is fetched or decoded. A conversation that does not say its size, with an image behind a URL say, or whose
     file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such; of a
@@ -150,9 +151,10 @@ class _Choice:
         tokens = TokenMeasure.of(self.spec)
         if "input_ids" in names:
             return tokens
-        collator: Any = self.collator or default_collator(dataset, self.processor)[0]
-        while hasattr(collator, "collator"):
-            collator = collator.collator
+        collator = innermost(self.collator)
+        if not isinstance(collator, ChatCollator):  # TRL's make the same tokens of conversations
+            processor = self.processor if collator is None else getattr(collator, "processor", None)
+            collator = default_collator(dataset, processor)[0]
         if isinstance(collator, ChatCollator) and find_formats(names, collator.formats):
             return ChatMeasure(collator, tokens)
         return None
