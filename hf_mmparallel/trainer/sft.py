@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trl import SFTConfig, SFTTrainer
 from trl.trainer.base_trainer import _BaseTrainer
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
 
 from ..data.defaults import columns_of
 from .argument_table import Refused, refuse_settings
