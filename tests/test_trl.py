@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -120,6 +121,8 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
 def test_tokens_and_targets_of_formats(name: str, tmp_path: Path) -> None:
     words = copy.deepcopy(processors.tokenizer())
     words.chat_template = STRINGS
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", words.bos_token_id)])
+    words.backend_tokenizer.post_processor = begin  # of texts; templates write it themselves, or do without
     model = LlamaForCausalLM(LlamaConfig(**{**tiny.TEXT, "vocab_size": len(words), "pad_token_id": 0}))
     data = Dataset.from_list(FORMATS[name])
     trainer = SFTTrainer(model, arguments(tmp_path), train_dataset=data, processing_class=words)
