@@ -149,7 +149,7 @@ def of_videos() -> ProcessorMixin:
     return processor
 
 
-def test_frames_of_a_video_and_images_beside_it(tmp_path: Path):
+def test_frames_of_a_video_and_images_beside_it(tmp_path: Path, loads: list[Any]):
     frames = [random_image((28, 36), seed) for seed in range(4)]
     for place, frame in enumerate(frames):
         frame.save(tmp_path / f"{place}.png")
@@ -166,6 +166,9 @@ def test_frames_of_a_video_and_images_beside_it(tmp_path: Path):
         assert lacks(collator.without_media(["pixel_values"])([sample]), batches[-1], "pixel_values")
         assert lean.encode_by_size(sample)["input_ids"].shape == batches[-1]["input_ids"].shape[1:]
     assert all(lacks(own, batches[0]) for own in batches)
+    loads.clear()
+    file = {"conversations": ask, "image": {"bytes": (tmp_path / "0.png").read_bytes()}, "video": array}
+    assert lacks(collator.without_media(["pixel_values"])([file]), batches[0], "pixel_values") and not loads
     ids = batches[0]["input_ids"][0].tolist()
     count = {name: ids.count(collator.tokenizer.convert_tokens_to_ids(name)) for name in ("<image>", "<video>")}
     assert count["<video>"] == 4 * count["<image>"] > 0
