@@ -34,8 +34,9 @@ def locate(
         return path if path.startswith(("http://", "https://")) else {**value, "path": path}
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    is_path = isinstance(value, str) and "://" not in value and not value.startswith("data:")
-    return os.path.join(folder, value) if is_path and folder is not None else value
+    if folder is None or not isinstance(value, str) or "://" in value or value.startswith("data:"):
+        return value
+    return os.path.join(folder, value)
 
 
 def read_image(value: Any, rate: int | None = None) -> Any:
