@@ -12,6 +12,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -280,6 +281,8 @@ FORMATS: dict[str, list[dict[str, Any]]] = {
 def test_tokens_and_targets_of_formats(name: str, tmp_path: Path) -> None:
     words = copy.deepcopy(processors.tokenizer())
     words.chat_template = STRINGS
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", words.bos_token_id)])
+    words.backend_tokenizer.post_processor = begin  # of texts; templates write it themselves, or do without
     data = Dataset.from_list(FORMATS[name])
     trainer = SFTTrainer(llama("sdpa"), arguments(tmp_path), train_dataset=data, processing_class=words)
     collator = ChatCollator(words)

@@ -220,7 +220,11 @@ class ChatCollator:
         for span in spans:
             target |= _overlap(offsets, _shifted(span, replacements))
         if prompt is not None:
-            ids = self.tokenizer(_expanded(prompt, text, replacements), **special)["input_ids"] if prompt else []
+            ids = (
+                self.tokenizer(_expanded(prompt, text, replacements), **special)["input_ids"]
+                if chat.num_prompts
+                else []
+            )
             target = _after(fields, ids)
         fields["labels"] = fields["input_ids"].masked_fill(~target | placeholder, IGNORE_INDEX)
         fields = self._fit(fields, placeholder, index, list(media))

@@ -140,8 +140,8 @@ def default_collator(
     """
     columns = columns_of(dataset)
     formats = find_formats(columns)
-    if "input_ids" in columns and "messages" not in columns:
-        formats = []  # of texts that are tokenised already
+    if "messages" not in columns and not {"input_ids", "labels", "label"}.isdisjoint(columns):
+        formats = []  # of texts that are tokenised already, or are inputs with another target
     if formats and hasattr(processor, "apply_chat_template"):
         return ChatCollator(processor), True
     if "input_ids" in columns and "labels" in columns:

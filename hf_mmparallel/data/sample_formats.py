@@ -86,18 +86,18 @@ def read_sample(
     no placeholder of a kind, its media come before the first message of the user, as in TRL. Raises `ValueError` for a
     sample without a known format, and for media that do not match their placeholders.
     """
-    name = f"ample {index} of the batch" + (f" (`id` {sample['id']!r})" if "id" in sample else "")
+    name = f"sample {index} of the batch" + (f" (`id` {sample['id']!r})" if "id" in sample else "")
     found = find_formats([column for column, value in sample.items() if value is not None], formats)
     if not found:
         raise ValueError(
-            f"A sample has the columns of one of these formats: {known_formats(formats)}; s{name} has "
-            f"{sorted(sample)}. Rename a column, or give a `data_collator` of your own."
+            f"None of the known formats ({known_formats(formats)}) has the columns of {name}: {sorted(sample)}. "
+            "Rename one, or give a `data_collator` of your own."
         )
-    turns = [_turns(sample[column], column, name) for column in found[0].turns]
+    turns = [_turns(sample[column], f"`{column}` of {name}", found[0]) for column in found[0].turns]
     messages = [message for own in turns for message in own]
     if len({"role" in message for message in messages}) > 1:
         raise ValueError(
-            f"S{name} has text beside messages in {list(found[0].turns)}. Give strings in all of these, or messages."
+            f"There is text beside messages in {list(found[0].turns)} of {name}. Give strings in all, or messages."
         )
     system = sample.get("system")
     if found[0].turns == ("conversations",) and system and messages and messages[0]["role"] != "system":
@@ -111,8 +111,8 @@ def read_sample(
             continue
         if kind not in kinds:
             raise ValueError(
-                f"S{name} has a part of the type `{part.get('type')}`, and its processor takes {_listed(kinds)}. Use "
-                "another processor, or tokenise the dataset yourself, with `labels`."
+                f"There is a part of the type `{part.get('type')}` in {name}, and its processor takes "
+                f"{_listed(kinds)}. Use another processor, or tokenise the dataset yourself, with `labels`."
             )
         value = _medium(part, kind)
         media[kind].append(next(rest[kind], None) if value is None else value)
@@ -121,14 +121,14 @@ def read_sample(
     for kind, values in media.items():
         if given[kind] and kind not in kinds:
             raise ValueError(
-                f"S{name} has {kind}s, and its processor takes {_listed(kinds)}. Use another processor, or remove the "
-                "column."
+                f"There are {kind}s in {name}, and its processor takes {_listed(kinds)}. Use another processor, or "
+                "remove the column."
             )
         if any(value is None for value in values) or next(rest[kind], None) is not None:
             column = next((own for own in columns[kind] if sample.get(own) is not None), columns[kind][0])
             raise ValueError(
-                f"S{name} has {len(values)} {kind} parts in `{found[0].turns[0]}` and {len(given[kind])} {kind}s in "
-                f"`{column}`. Give one part `{{'type': '{kind}'}}`, or `<{kind}>` in a string, for each {kind}."
+                f"There are {len(values)} {kind} parts in `{found[0].turns[0]}` and {len(given[kind])} {kind}s in "
+                f"`{column}` of {name}. Give one part `{{'type': '{kind}'}}`, or `<{kind}>` in a string, for each."
             )
     num_prompts = found[0].num_prompts
     return Chat(
@@ -146,29 +146,31 @@ def read_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         return message
     if "from" not in message:
         raise ValueError(
-            f"A message of {where} has {sorted(message)} and no `role`. Give each message a `role` and a `content`, "
+            f"A message in {where} has {sorted(message)} and no `role`. Give each message a `role` and a `content`, "
             "or `from` and `value` as in ShareGPT."
         )
     given = message.pop("from")
     if given not in _ROLES:
-        raise ValueError(f"A message of {where} is `from` {given!r}. Use one of {', '.join(_ROLES)}.")
+        raise ValueError(f"A message in {where} is `from` {given!r}. Use one of {', '.join(_ROLES)}.")
     return {"role": _ROLES[given], "content": message.pop("value", ""), **message}
 
 
-def _turns(value: Any, column: str, name: str) -> list[dict[str, Any]]:
+def _turns(value: Any, where: str, one: SampleFormat) -> list[dict[str, Any]]:
     """A text as a message without a role, or messages with `role` and `content`."""
-    if isinstance(value, str):
+    takes_text, takes_messages = one.num_prompts is not None, one.num_prompts != 0
+    if takes_text and isinstance(value, str):
         return [{"content": value}]
-    if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise ValueError(f"S{name} has a `{type(value).__name__}` in `{column}`. Give a string or a list of messages.")
-    return [read_message(message, f"s{name}") for message in value]
+    if takes_messages and isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value):
+        return [read_message(message, where) for message in value]
+    known = [*["a string"] * takes_text, *["a list of messages"] * takes_messages]
+    raise ValueError(f"A `{type(value).__name__}` is in {where}. Give {' or '.join(known)}.")
 
 
 def _given(sample: Mapping[str, Any], kind: str, columns: Sequence[str], name: str) -> list[Any]:
     """The media of one kind in the columns of a sample."""
     filled = {column: sample[column] for column in columns if sample.get(column) is not None}
     if len(filled) > 1:
-        raise ValueError(f"S{name} has {kind}s in both {list(filled)}. Remove one of these columns.")
+        raise ValueError(f"There are {kind}s in both {list(filled)} of {name}. Remove one of these columns.")
     for column, value in filled.items():
         # a list in `video` is the frames of one
         return list(value) if isinstance(value, (list, tuple)) and column != "video" else [value]

@@ -119,16 +119,18 @@ def _check_untokenised(name: str, columns: list[str], processor: Any, known: set
     """Raises `ValueError` for a dataset without token ids that no collator is given for."""
     formats = [one for one in find_formats(columns) if known.isdisjoint(one.turns)]
     if not formats:
-        if is_planned:
+        if is_planned and not find_formats(columns):
             raise ValueError(f"Nothing of `{name}` can be given to the model: {missing_columns(columns)}")
         return
+    if not is_planned and formats[0].num_prompts is not None:
+        return
     found = f"{formats[0].name} ({known_formats(formats[:1])})"
-    if processor is None and (is_planned or formats[0].num_prompts is None):
+    if processor is None:
         raise ValueError(
             f"`{name}` has samples of the format {found}, but the Trainer has no `processing_class` to make tokens of "
             "them. Pass the model's processor: `processing_class=AutoProcessor.from_pretrained(...)`."
         )
-    if processor is not None and not hasattr(processor, "apply_chat_template"):
+    if not hasattr(processor, "apply_chat_template"):
         raise ValueError(
             f"`{name}` has samples of the format {found}, but a `{type(processor).__name__}` has no chat template to "
             "make tokens of them. Pass the model's processor as `processing_class`."

@@ -4,6 +4,7 @@ import copy
 import io
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import datasets
 import numpy as np
@@ -43,6 +44,17 @@ def llava_json(sample: dict) -> dict:
         turns.append({"from": names.get(message["role"], message["role"]), "value": "\n".join(parts)})
     images = sample["images"]
     return {"conversations": turns, **({"image": images[0] if len(images) == 1 else images} if images else {})}
+
+
+def sound(length: int) -> np.ndarray:
+    """Noise."""
+    return np.random.default_rng(0).standard_normal(length).astype(np.float32)
+
+
+def heard(value: Any) -> dict:
+    """A question about sound."""
+    turns = [{"role": "user", "content": "<audio>\nwhich digit"}, {"role": "assistant", "content": "three"}]
+    return {"messages": turns, "audio": value}
 
 
 def image_file(size: Size, kind: str = "PNG", orientation: int | None = None) -> bytes:

@@ -56,6 +56,15 @@ def llava(template: str | None = MARKED) -> LlavaProcessor:
     )
 
 
+def of_sound(name: str = "AudioFlamingo3") -> Any:
+    """A processor of sound, in windows of a second."""
+    template = (TURNS % (("<audio>",) * 2)).replace("== 'image'", "== 'audio'")
+    extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    named = {"audio_token": "<audio>", "audio_bos_token": "<sound>", "audio_eos_token": "</sound>"}
+    cls = getattr(transformers, f"{name}Processor")
+    return cls(extractor, tokenizer(**named), chat_template=template, audio_token="<audio>")
+
+
 def _family(
     name: str, image: dict[str, Any], token: str = "<image>", tokens: dict[str, str] | None = None, **options: Any
 ) -> Callable[[], ProcessorMixin]:

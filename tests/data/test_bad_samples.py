@@ -19,7 +19,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolv
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
-from .conversations import broken, conversation, image_file, stored, without_decoding
+from .conversations import broken, conversation, image_file, llava_json, stored, without_decoding
 from .processors import PROCESSORS
 
 SPEC = model_spec()
@@ -87,6 +87,22 @@ def test_of_a_corrupt_image_the_ranks_of_the_language_model_read_the_header_only
         assert [bad_of(batch) for batch in found] == [{}, {2: (2, "charts/2.png")}, *[{}] * 4]  # rank 1 has an encoder
         read = [batch for batch in found if isinstance(batch, StepBatch)]
         assert 2 in [index for batch in read for key in batch.batches for index in batch.step.chunks[key[:3]][key[3]]]
+
+
+def test_an_image_that_can_not_be_fetched_is_a_bad_sample_of_every_rank_that_needs_its_size():
+    url = "http://localhost:1/2.png"
+    rows = [
+        {**llava_json(conversation([(40, 30)])), "image": without_decoding(image_file((40, 30)))} for _ in range(4)
+    ]
+    rows[2]["image"] = url
+    inputs = {"vision": frozenset(["pixel_values", "image_grid_thw"])}
+    found = []
+    for rank in range(PLAN.world_size):
+        steps = make(rank, rows)
+        steps.readers = readers(rows, ChatCollator(PROCESSORS["qwen2_vl"]()), SPEC, inputs)
+        found.append(steps.__getitems__(GlobalBatch((0, 1, 2, 3), 0, 4)))
+    bad = [bad_of(batch) for batch in found]
+    assert {2: (2, url)} in bad and all(own in ({}, {2: (2, url)}) for own in bad)
 
 
 def test_the_samples_that_a_collator_cannot_take_are_found_one_by_one():

@@ -45,6 +45,9 @@ def test_token_ids_are_padded_with_the_processors_token(make, processor, pad):
 def test_conversations_go_to_the_chat_collator_with_their_columns_and_all_else_to_the_trainer(make):
     collator, raw = default_collator(make(CHATS), llava())
     assert isinstance(collator, ChatCollator) and raw
+    for rows in ([{"conversations": [], "image": "a"}], [{"prompt": "a", "completion": "b"}], [{"text": "a"}]):
+        assert isinstance(default_collator(make(rows), llava())[0], ChatCollator)
+        assert default_collator(make([{**rows[0], "label": 1}]), llava()) == (None, False)
     for dataset in (None, Sized(), Sized([(1, 2)]), make([{"input_ids": [1]}]), make(CHATS), iter(TOKENS)):
         assert default_collator(dataset, SimpleNamespace(pad_token_id=0)) == (None, False)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import ProcessorMixin, Qwen2AudioProcessor, WhisperFeatureExtractor
+from transformers import ProcessorMixin
 
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.image_sizes import UnknownSizeError
@@ -18,8 +18,8 @@ from hf_mmparallel.data.media_values import blank_audio, read_audio, read_image
 from hf_mmparallel.data.size_measures import ChatMeasure, TokenMeasure
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
-from .conversations import broken, image_file, random_image, say
-from .processors import PROCESSORS, TURNS, llava, tokenizer
+from .conversations import broken, heard, image_file, random_image, say, sound
+from .processors import PROCESSORS, llava, of_sound
 
 FILE = image_file((20, 9))
 ASK = [{"from": "human", "value": "<image>\nwhich digit"}, {"from": "gpt", "value": "three"}]
@@ -76,24 +76,12 @@ def test_what_can_not_be_fetched_or_read_is_an_error_of_the_sample(url: str, tmp
         collator.without_media().encode_by_size({"conversations": ASK, "image": f"{url}/a.png"})
 
 
-def of_sound() -> Qwen2AudioProcessor:
-    named = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
-    template = (TURNS % (("<|AUDIO|>",) * 2)).replace("== 'image'", "== 'audio'")
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
-    return Qwen2AudioProcessor(extractor, tokenizer(**named), chat_template=template)
+SOUNDS = ("Qwen2Audio", "AudioFlamingo3")
 
 
-def sound(length: int) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(length).astype(np.float32)
-
-
-def heard(value: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": "<audio>\nwhich digit"}, {"role": "assistant", "content": "three"}]
-    return {"messages": turns, "audio": value}
-
-
-def test_sound_becomes_what_the_processor_makes_of_it():
-    processor = of_sound()
+@pytest.mark.parametrize("family", SOUNDS)
+def test_sound_becomes_what_the_processor_makes_of_it(family: str):
+    processor = of_sound(family)
     collator = ChatCollator(processor)
     array = sound(9000)
     for value in (array, {"array": array.tolist(), "sampling_rate": 16_000}, {"array": np.stack([array, array])}):
@@ -109,14 +97,15 @@ def test_sound_becomes_what_the_processor_makes_of_it():
     assert collator.without_media(["pixel_values"]) is collator
 
 
+@pytest.mark.parametrize("family", SOUNDS)
 @pytest.mark.parametrize("length", [500, 4001, 7000])
-def test_sound_of_another_rate_is_resampled_and_as_long_as_is_measured(length: int):
+def test_sound_of_another_rate_is_resampled_and_as_long_as_is_measured(length: int, family: str):
     wave = np.sin(np.arange(length, dtype=np.float32) / 50)
     value = {"array": wave, "sampling_rate": 8_000}
     assert len(read_audio(value, 16_000)) == len(blank_audio(value, 16_000)) == 2 * length
     assert read_audio(value, 16_000)[::2] == pytest.approx(wave, abs=0.05)
-    token = of_sound().audio_token_id
-    collator = ChatCollator(of_sound())
+    collator = ChatCollator(of_sound(family))
+    token = collator.processor.audio_token_id
     measure = ChatMeasure(collator, TokenMeasure({"audio": (("audio", token),), LANGUAGE_MODEL: ()}))
     ids = collator([heard(value)])["input_ids"]
     wanted = {"audio": [int((ids == token).sum())], LANGUAGE_MODEL: [ids.shape[1]]}
@@ -160,7 +149,7 @@ def of_videos() -> ProcessorMixin:
     return processor
 
 
-def test_frames_of_a_video_and_images_beside_it(tmp_path: Path):
+def test_frames_of_a_video_and_images_beside_it(tmp_path: Path, loads: list[Any]):
     frames = [random_image((28, 36), seed) for seed in range(4)]
     for place, frame in enumerate(frames):
         frame.save(tmp_path / f"{place}.png")
@@ -177,6 +166,9 @@ def test_frames_of_a_video_and_images_beside_it(tmp_path: Path):
         assert lacks(collator.without_media(["pixel_values"])([sample]), batches[-1], "pixel_values")
         assert lean.encode_by_size(sample)["input_ids"].shape == batches[-1]["input_ids"].shape[1:]
     assert all(lacks(own, batches[0]) for own in batches)
+    loads.clear()
+    file = {"conversations": ask, "image": {"bytes": (tmp_path / "0.png").read_bytes()}, "video": array}
+    assert lacks(collator.without_media(["pixel_values"])([file]), batches[0], "pixel_values") and not loads
     ids = batches[0]["input_ids"][0].tolist()
     count = {name: ids.count(collator.tokenizer.convert_tokens_to_ids(name)) for name in ("<image>", "<video>")}
     assert count["<video>"] == 4 * count["<image>"] > 0

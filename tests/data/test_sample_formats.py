@@ -137,15 +137,17 @@ def test_columns_say_the_format(columns: list[str], names: list[str]):
         ({"question": "a", "answer": "b"}, r"`prompt` with `completion`.*\['answer', 'question'\]"),
         (
             {**llava_json(SAMPLE), "image": FILES, "id": "a7"},
-            "`id` 'a7'.* 1 image parts in `conversations` and 2 image",
+            "1 image parts in `conversations` and 2 images in `image` of sample 0 .*`id` 'a7'",
         ),
         ({"conversations": SHAREGPT, "image": None}, "1 image parts .* 0 images"),
         ({"text": ASK, "image": FILES[0]}, "0 image parts .* 1 images in `image`"),
         ({**SAMPLE, "image": FILES[0]}, r"\['images', 'image'\]"),
-        ({"messages": TEXTS, "videos": ["a.mp4"]}, "has videos.* text and image"),
+        ({"messages": TEXTS, "videos": ["a.mp4"]}, "videos in sample 0 .* text and image"),
         ({"conversations": [{"from": "someone", "value": "a"}]}, "'someone'.*human"),
         ({"prompt": ASK, "completion": TEXTS[2:]}, "text beside messages"),
-        ({"messages": {"role": "user"}}, "`dict` in `messages`"),
+        ({"messages": {"role": "user"}}, "`dict` is in `messages` of sample 0"),
+        ({"conversations": "which digit"}, "`str` is in `conversations`.* messages"),
+        ({"text": TEXTS}, "`list` is in `text`.* a string"),
     ],
 )
 def test_what_no_format_has_is_refused(sample: dict[str, Any], words: str, media: bool):

@@ -13,25 +13,31 @@ import torch
 from datasets import Dataset
 from torch import nn
 from transformers import (
+    AudioFlamingo3Config,
+    AudioFlamingo3EncoderConfig,
+    AudioFlamingo3ForConditionalGeneration,
     LlamaConfig,
     LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    default_data_collator,
     set_seed,
 )
 
 from hf_mmparallel import ChatCollator, MultimodalParallelTrainer, MultimodalTrainingArguments, PackingCollator
 from hf_mmparallel.trainer import agreement, evaluation
+from hf_mmparallel.trainer.columns import format_sentence
 from hf_mmparallel.trainer.start_checks import check_model
 from tests import tiny
-from tests.data.conversations import conversation, llava_json
-from tests.data.processors import PROCESSORS, tokenizer
+from tests.data.conversations import conversation, heard, llava_json, sound
+from tests.data.processors import PROCESSORS, of_sound, tokenizer
 from tests.distributed import run_distributed
 from tests.folders import made_once
 
@@ -275,6 +281,40 @@ def test_chat_collators_keep_their_columns_and_missing_ones_are_named(on_ranks: 
         assert [row["loss"] for row in run.logs] == pytest.approx([row["loss"] for row in wanted.logs], rel=1e-5)
 
 
+def sound_model() -> PreTrainedModel:
+    processor = of_sound()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    audio = AudioFlamingo3EncoderConfig(**sizes, num_mel_bins=8, max_source_positions=50)
+    text = Qwen2Config(**{**tiny.TEXT, "vocab_size": len(processor.tokenizer) + 8})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AudioFlamingo3ForConditionalGeneration(
+            AudioFlamingo3Config(audio_config=audio, text_config=text, audio_token_id=processor.audio_token_id)
+        )
+
+
+def _of_sound(parallel: Any = None) -> runs.Run:
+    """A run on sound of some lengths, and on texts."""
+    rows = [heard(sound(3000 + 3700 * index)) for index in range(6)]
+    rows += [{"prompt": "which", "completion": "seven"}, {"text": "which digit"}]
+    return on_rank(sound_model(), rows, parallel, {"processing_class": of_sound()})
+
+
+@pytest.mark.distributed
+def test_sound_and_texts_of_several_formats_train_alike_under_a_plan(on_ranks: list[dict[str, Any]]):
+    runs.assert_same_run(on_ranks[0]["sound"], _of_sound())
+
+
+def test_the_format_of_samples_is_said():
+    sentence = format_sentence("train_dataset", [{"conversations": [], "image": "a", "text": "a"}], chat(None))
+    assert sentence is not None and re.search(
+        r"`train_dataset` .*\['conversations', 'image', 'text'\].* text", sentence
+    )
+    assert "Llava" in sentence and "ShareGPT" not in sentence
+    assert format_sentence("train_dataset", [{"input_ids": [1]}], chat(None)) is None
+    assert format_sentence("train_dataset", [{"text": "a"}], default_data_collator) is None
+
+
 def tokens_of(rows: dict[str, list[Any]]) -> dict[str, Any]:
     """What a transform makes of conversations that a dataset stores."""
     ids = [[5 + len(str(messages)) % 7, 6, 7, 8, 9] for messages in rows["messages"]]
@@ -318,6 +358,7 @@ def _on_a_rank() -> dict[str, Any]:
     return {
         "forms": _all_forms(),
         "chats": _chat_runs(),
+        "sound": _of_sound({"audio": {}}),
         "transformed": _transformed({LM: {"pp_size": 2}}),
         "without targets": _without_targets(),
     }
