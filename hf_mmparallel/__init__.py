@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .composed import MultimodalConfig, MultimodalModel
     from .data import ChatCollator, PackingCollator
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
-    from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments
+    from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments, ParallelModel, prepare
 
 __version__ = "0.1.0"
 
@@ -29,9 +29,11 @@ __all__ = [
     "MultimodalTrainingArguments",
     "PackingCollator",
     "ParallelMetricsCallback",
+    "ParallelModel",
     "ParallelPlan",
     "TimelineCallback",
     "__version__",
+    "prepare",
 ]
 
 _MODULE_OF = {
@@ -45,8 +47,10 @@ _MODULE_OF = {
     "MultimodalTrainingArguments": ".trainer",
     "PackingCollator": ".data",
     "ParallelMetricsCallback": ".callbacks",
+    "ParallelModel": ".trainer",
     "ParallelPlan": ".plan",
     "TimelineCallback": ".callbacks",
+    "prepare": ".trainer",
 }
 
 

@@ -267,9 +267,10 @@ class PlanReport:
     searched: SampleSizes | None = None  # sizes of the samples that the plan was searched for with
     planned_for: PlannedFor | None = None  # what the plan of a file was made for
 
-    def show(self) -> StepReport:
+    def show(self, folder: Path | None = None) -> StepReport:
         """
-        Prints the plan with the predicted bubble and balance, draws the step into the output folder, and returns it.
+        Prints the plan with the predicted bubble and balance, draws the step into a folder if one is given, and
+        returns it.
         """
         engine, args = self.engine, self.sizes.context.args
         request = PlannedFor(seed=args.seed) if self.planned_for is None else self.planned_for
@@ -282,8 +283,9 @@ class PlanReport:
         warn_of_few_microbatches(planner, prediction.planned.step)
         if prediction.large is not None and prediction.large.num_over:
             logger.warning(prediction.large.warning)
-        with not_worth_a_run("The picture of the predicted step"):
-            draw_prediction(Path(str(args.output_dir)), arrangement_name(planner.arrangement), prediction)
+        if folder is not None:
+            with not_worth_a_run("The picture of the predicted step"):
+                draw_prediction(folder, arrangement_name(planner.arrangement), prediction)
         return prediction
 
     def lines(self, planner: StepPlanner, prediction: StepReport) -> list[str]:
