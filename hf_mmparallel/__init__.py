@@ -12,13 +12,14 @@ from ._registration import register
 if TYPE_CHECKING:
     from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
     from .composed import MultimodalConfig, MultimodalModel
-    from .data import ChatCollator, PackingCollator
+    from .data import ArrangedBatchSampler, ChatCollator, PackingCollator
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
     from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments, ParallelModel, prepare
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrangedBatchSampler",
     "ChatCollator",
     "EngineCallback",
     "ModulePlugin",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "ArrangedBatchSampler": ".data",
     "ChatCollator": ".data",
     "EngineCallback": ".callbacks",
     "ModulePlugin": ".plan",
