@@ -81,8 +81,8 @@ class ArrangedBatchSampler(RankBatchSampler, Sampler[list[int]]):
         self.sizes = np.asarray(sizes, dtype=np.float64)
         if self.sizes.ndim != 1 or not np.all(self.sizes > 0) or not np.all(np.isfinite(self.sizes)):
             raise ValueError(
-                f"`sizes` of shape {self.sizes.shape} are no positive numbers, one for each sample. Give each sample's "
-                "work, such as its tokens."
+                f"`sizes` of shape {self.sizes.shape} are no positive numbers, one for each sample. Give the "
+                "work of each, such as its tokens."
             )
         self.padded, self.arrangement = padded, arrangement
         order: Any = SequentialSampler(self.sizes)

@@ -185,7 +185,8 @@ class EvenOrder:
 
 class RankBatchSampler:
     """
-    A batch sampler with the batches of one rank, which accelerate must not divide among ranks again, or of all in turn.
+    A batch sampler with the batches of one rank, which accelerate must not divide among ranks again, or with one of
+    each rank in turn.
     """
 
     def __init__(

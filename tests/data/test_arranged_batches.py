@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from accelerate.data_loader import prepare_data_loader
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader
 from hf_mmparallel import ArrangedBatchSampler
 
 SIZES = np.ceil(np.random.default_rng(0).lognormal(5, 1, 96)).tolist()
-COUNTS = {"batch_size": 3, "num_replicas": 4, "accumulation_steps": 2}
+COUNTS: dict[str, Any] = {"batch_size": 3, "num_replicas": 4, "accumulation_steps": 2}
 
 
 def batches_of(**settings) -> list[list[list[int]]]:
