@@ -22,13 +22,14 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import RandomSampler, SequentialSampler
 from transformers import PreTrainedModel
-from transformers.trainer_callback import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from ..data.defaults import packing_collator
 from ..data.global_batches import FILE as POSITION
 from ..data.step_batch import StepBatch
-from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan
 from ..plan.reading import reject_unknown_keys
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizer_checkpoint import save_optimizer
@@ -51,7 +52,7 @@ from .optimizer_state import SCHEDULER, load_optimizer_and_scheduler, scheduler_
 from .start_checks import check_launch, check_trainer
 from .start_report import PlanReport
 from .training_sizes import RunContext, TrainingSizes
-from .training_steps import TrainingSteps, check_trainer_state, save_trainer_state
+from .training_steps import TrainingSteps, check_trainer_state
 
 logger = get_logger(__name__)
 
@@ -507,10 +508,16 @@ class _Run:
             groups = save_optimizer(self.optimizer, engine.sharded, writes, self.groups)
             if world.is_first:
                 if scheduler is not None:
-                    state = scheduler_of_groups(scheduler.state_dict(), groups)
-                    torch.save(state, writes.folder / SCHEDULER)
-                save_trainer_state(writes.folder, TrainerState(global_step=self.num_steps), [])
+                    torch.save(scheduler_of_groups(scheduler.state_dict(), groups), writes.folder / SCHEDULER)
+                self._trainer_state().save_to_json(str(writes.folder / TRAINER_STATE_NAME))
                 self.steps.save(writes.folder, self.num_steps)
+
+    def _trainer_state(self) -> TrainerState:
+        """What a Trainer needs to go on."""
+        samples = self.args.per_device_train_batch_size
+        return TrainerState(
+            global_step=self.num_steps, train_batch_size=samples, stateful_callbacks=[TrainerControl()]
+        )
 
     def load_state(self, folder: Path, scheduler: Any) -> None:
         """See [`ParallelModel.load_state`]."""
@@ -574,6 +581,16 @@ def _drop_columns(collator: Any, model: Any, args: Any) -> Callable[[Any, str], 
     return drop
 
 
+def on_one_process(plugin: MultimodalParallelPlugin, spec: ModelSpec) -> MultimodalParallelPlugin:
+    """A layout of sizes that are all 1 with all modules on one rank."""
+    if plugin.plan is not None:
+        return plugin
+    first, *others = spec.modules
+    modules = {name: plugin.modules.get(name, ModulePlugin()) for name in spec.modules}
+    modules |= {name: replace(modules[name], colocate_with=first) for name in others}
+    return replace(plugin, modules=modules)
+
+
 def _lay_out(
     model: Any,
     optimizer: Any,
@@ -595,6 +612,8 @@ def _lay_out(
             "it from the model, such as `lambda model: AdamW(model.parameters())`."
         )
     groups = group_names(optimizer, prepared.model)
+    if build.is_single_process(plugin, world.size):
+        plugin = on_one_process(plugin, prepared.spec)
     args = choose_collator(args, given, prepared.model)
     collator, processor = given["data_collator"], given["processing_class"]
     rows = build.row_choice(args.packing, prepared.model, prepared.spec, collator)
