@@ -84,14 +84,14 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     straight = loop.run()
     straight.metrics = loop.model.evaluate(loop.data[:7])
     loop.model.save_pretrained(folder / "model")
-    half = runs.parallel_run(FAMILY, TWO, bf16=True, **ARGUMENTS)
+    resumed = Loop(TWO).resumed(folder / "trainer" / "checkpoint-2")
     AcceleratorState._reset_state()
     return {
         "Trainer": trainer,
         "straight": straight,
-        "Trainer, bf16": half,
+        "from a Trainer's checkpoint": resumed,
         "bf16": Loop(TWO, Accelerator(cpu=True, mixed_precision="bf16")).run(),
-        "from a Trainer's checkpoint": Loop(TWO, Accelerator(cpu=True)).resumed(folder / "trainer" / "checkpoint-2"),
+        "Trainer, bf16": runs.parallel_run(FAMILY, TWO, bf16=True, **ARGUMENTS),
         "Trainer, from a loop's state": runs.saving_run(FAMILY, folder / "other", TWO, folder / "state", **ARGUMENTS),
     }
 
