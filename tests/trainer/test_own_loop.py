@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from transformers import LlavaForConditionalGeneration, Trainer, get_cosine_schedule_with_warmup
 
 from hf_mmparallel import prepare
@@ -42,12 +43,14 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
 class Loop:
     """A loop with the optimizer and the schedule of the Trainer's run."""
 
-    def __init__(self, plan: Any, accelerator: Accelerator | None = None, **settings: Any):
+    def __init__(
+        self, plan: Any, accelerator: Accelerator | None = None, foreach: bool | None = None, **settings: Any
+    ):
         torch.set_num_threads(1)
         model = tiny.FAMILIES[FAMILY]()
         self.accelerator = accelerator or Accelerator(cpu=True)
         self.data = tiny.make_dataset(FAMILY, runs.SAMPLES)
-        optimizer = AdamW(groups_of(model), lr=RATE, eps=EPSILON)
+        optimizer = AdamW(groups_of(model), lr=RATE, eps=EPSILON, foreach=foreach)
         self.schedule = get_cosine_schedule_with_warmup(optimizer, runs.COMMON["warmup_steps"], STEPS)
         words = {"data_collator": tiny.collate(FAMILY), "seed": runs.COMMON["seed"], **BATCHES, **settings}
         self.model, self.optimizer, self.loader = prepare(self.accelerator, model, optimizer, self.data, plan, **words)
@@ -58,7 +61,7 @@ class Loop:
         """Trains up to a step; the weights on rank 0."""
         while self.model.num_steps < num_steps:
             for step in self.loader:
-                rate = self.schedule.get_last_lr()[0]
+                rate = float(self.schedule.get_last_lr()[0])
                 loss = self.model.step(step)
                 norm = self.model.clip_grad_norm_(runs.COMMON["max_grad_norm"])
                 self.optimizer.step()
@@ -97,7 +100,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
 
 
 def four_ranks(folder: Path) -> dict[str, Any]:
-    loop = Loop(TP_AND_COPIES)
+    loop = Loop(TP_AND_COPIES, foreach=True)  # whole and cut parameters in one group
     loop.run(2)
     loop.model.save_state(folder / "four", loop.schedule)
     return {
@@ -189,3 +192,134 @@ def test_steps_are_run_in_order_and_epochs_left_early_go_on(loop: Loop, tmp_path
     assert loop.model.num_steps == 2 and loop.loader.epoch == 0
     rest = [step.global_batch.samples for step in loop.loader]
     assert rest[0] == second.global_batch.samples and len(rest) == 2 and loop.loader.epoch == 1
+
+
+def warmed_up(optimizer: Any) -> Any:
+    """A schedule of two, one after the other."""
+    parts = [LinearLR(optimizer, 0.1, total_iters=1), CosineAnnealingLR(optimizer, STEPS)]
+    return SequentialLR(optimizer, parts, [1])
+
+
+def test_any_schedule_goes_on(loop: Loop, tmp_path: Path):
+    loop.schedule = warmed_up(loop.optimizer)
+    loop.run(2)
+    loop.model.save_state(tmp_path / "state", loop.schedule)
+    rates = [row["learning_rate"] for row in loop.run().logs]
+    other = Loop({})
+    other.schedule = warmed_up(other.optimizer)
+    assert [row["learning_rate"] for row in other.resumed(tmp_path / "state").logs] == rates[2:]
+    assert len(set(rates)) == STEPS
+    plain = Loop({})
+    with pytest.raises(ValueError, match="scheduler"):
+        plain.model.load_state(tmp_path / "state")
+    plain.model.save_state(tmp_path / "plain")
+    plain.model.load_state(tmp_path / "plain")
+    with pytest.raises(ValueError, match="scheduler"):
+        plain.model.load_state(tmp_path / "plain", plain.schedule)
+
+
+def test_an_optimizer_of_a_function_trains_a_folder_and_the_adapters_of_a_plan(tmp_path: Path):
+    tiny.FAMILIES["llama"]().save_pretrained(tmp_path / "base")
+    data = tiny.make_dataset("llama", 4)
+    plan = {LM: {"peft_config": {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}}}
+    model, optimizer, loader = prepare(
+        Accelerator(cpu=True),
+        tmp_path / "base",
+        lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0),
+        data,
+        plan,
+        per_device_train_batch_size=2,
+    )
+    assert model.global_batch_size == 2 and len(loader) == 2
+    for step in loader:
+        model.step(step)
+        optimizer.step()
+    adapted = {name: p for name, p in model.gather().named_parameters() if "lora_B" in name}
+    assert len(adapted) == tiny.NUM_LAYERS and all(p.abs().sum() > 0 for p in adapted.values())
+    model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"learning_rate": 1.0}, "learning_rate=1.0"),
+        ({"max_grad_norm": 1.0}, "clip_grad_norm_"),
+        ({"bf16": True}, "Accelerator"),
+        ({"logging_steps": 1}, "logging_steps=1"),
+        ({"seeed": 1}, "seed"),
+        ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
+        ({"global_batch_size": 7, "gradient_accumulation_steps": 2}, "global_batch_size=7"),
+    ],
+)
+def test_settings_of_a_trainers_loop_are_refused(settings: dict[str, Any], named: str):
+    with pytest.raises(ValueError, match=named):
+        Loop({}, **settings)
+
+
+def _accelerated(model: Any) -> Any:
+    return Accelerator(cpu=True).prepare(AdamW(model.parameters()))
+
+
+def _stepped(model: Any) -> Any:
+    optimizer = AdamW(model.parameters())
+    model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "named"),
+    [
+        (_accelerated, {}, "accelerator.prepare"),
+        (_stepped, {}, "has state"),
+        (lambda model: torch.optim.Adagrad(model.parameters()), {}, "Adagrad"),
+        (lambda model: AdamW(tiny.FAMILIES["llama"]().parameters()), {}, "not the model's"),
+        (lambda model: list(model.parameters()), {}, "`list`"),
+        (
+            lambda model: AdamW(model.parameters()),
+            {LM: {"peft_config": {"peft_type": "LORA", "target_modules": ["q_proj"]}}},
+            "peft_config",
+        ),
+        (
+            lambda model: AdamW(model.parameters()),
+            {LM: {"deepspeed": {"gradient_clipping": 1.0}}},
+            "gradient_clipping",
+        ),
+        (lambda model: AdamW(model.parameters()), "auto", "hf-mmparallel plan"),
+        (lambda model: AdamW(model.parameters()), {LM: {"tp_size": 2}}, "2 ranks"),
+    ],
+)
+def test_optimizers_and_plans_that_can_not_be_used_are_refused(make: Any, plan: Any, named: str):
+    model = tiny.FAMILIES["llama"]()
+    with pytest.raises(ValueError, match=named):
+        prepare(Accelerator(cpu=True), model, make(model), tiny.make_dataset("llama", 4), plan)
+
+
+def test_accelerators_that_wrap_models_or_split_batches_are_refused():
+    model = tiny.FAMILIES["llama"]()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):
+        prepare(accelerator, model, AdamW(model.parameters()), tiny.make_dataset("llama", 4), {})
+
+
+def test_what_would_take_a_part_for_the_whole_is_refused(loop: Loop, tmp_path: Path):
+    model = loop.model
+    for name in ("parameters", "state_dict", "forward", "generate"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(model, name)
+    with pytest.raises(TypeError, match="model.step"):
+        model(input_ids=None)
+    with pytest.raises(ValueError, match="norm_type=1"):
+        model.clip_grad_norm_(1.0, norm_type=1)
+    loss = model.train().step(next(iter(loop.loader)))
+    with pytest.raises(RuntimeError, match="does not require grad"):  # a second backward
+        loop.accelerator.backward(loss)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match="no state"):
+        model.save_state(tmp_path, loop.schedule)
+    with pytest.raises(ValueError, match="accelerator.prepare"):
+        model.save_state(tmp_path / "state", loop.accelerator.prepare(loop.schedule))
