@@ -208,7 +208,7 @@ def arrangement_lines(arrangement: str, origin: str, prediction: StepReport) -> 
     if prediction.balances is None:
         return [
             f"Sizes of samples are unknown, all count the same, and `{arrangement}` arranges them by their number. "
-            "Give `token_columns`, or `sample_tokens` to the Trainer."
+            "Give `token_columns` or `sample_tokens`."
         ]
     old, new = ({name: number_text(b.std_ms(name)) for name in b.forward_ms} for b in prediction.balances)
     step_ms, before_ms = number_text(prediction.step_ms), number_text(prediction.before_ms or 0.0)
