@@ -40,6 +40,8 @@ SETTINGS = (
     "label_smoothing_factor",
     "activation_checkpointing",
     "activation_checkpointing_kwargs",
+    "gradient_checkpointing",
+    "gradient_checkpointing_kwargs",
     "torch_compile",
     "torch_compile_backend",
     "torch_compile_mode",

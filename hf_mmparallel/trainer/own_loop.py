@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from ..data.defaults import packing_collator
 from ..data.global_batches import FILE as POSITION
 from ..data.step_batch import StepBatch
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
+from ..plan.resolve import sharding_without_effect
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizer_checkpoint import save_optimizer
 from ..runtime.optimizer_loading import load_optimizer
@@ -37,7 +40,7 @@ from ..world import World, raise_on_all_ranks
 from . import build
 from .agreement import SampleAgreement, check_same_folder
 from .argument_table import check_arguments
-from .arguments import MultimodalTrainingArguments, check_own_loop
+from .arguments import MultimodalTrainingArguments, check_own_loop, deepspeed_keys_without_effect
 from .auto import warn_of_other_settings
 from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns
@@ -96,6 +99,11 @@ class ParallelModel:
         return self._run.engine.plan
 
     @property
+    def config(self) -> Any:
+        """The configuration of the whole model."""
+        return self._run.engine.model.config
+
+    @property
     def engine(self) -> ParallelEngine:
         """This rank's part of the model."""
         return self._run.engine
@@ -149,7 +157,7 @@ class ParallelModel:
         """
         if norm_type != 2:
             raise ValueError(f"`norm_type={norm_type}` is not summed over ranks. Use 2.")
-        with raise_on_all_ranks("norm of the gradient"):
+        with self._run.block("norm of the gradient"):
             norm = self.engine.gradient_norm()
             self.engine.clip(norm, max_norm)
         return norm
@@ -178,7 +186,7 @@ class ParallelModel:
         Returns the whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over;
         `None` on other ranks. With adapters it is a `PeftModel`.
         """
-        with raise_on_all_ranks("gathering the model"):
+        with self._run.block("gathering the model"):
             return self.engine.sharded.gather_model()
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -190,7 +198,7 @@ class ParallelModel:
             folder (`str` or `Path`): The same on all ranks, which share the file system.
         """
         world = self.engine.world
-        with raise_on_all_ranks("saving the model"):
+        with self._run.block("saving the model"):
             check_same_folder(str(folder), "folder", world)
             writes = Writes(folder)
             with save_errors(writes.path):
@@ -210,7 +218,7 @@ class ParallelModel:
         Raises:
             `ValueError`: For a folder with other files in it.
         """
-        with raise_on_all_ranks(f"saving `{Path(folder).name}`"):
+        with self._run.block(f"saving `{Path(folder).name}`"):
             self._run.save_state(Path(folder), scheduler)
 
     def load_state(self, folder: str | Path, scheduler: Any = None) -> None:
@@ -225,7 +233,7 @@ class ParallelModel:
         Raises:
             `ValueError`: For a folder without a state that can be read, or of another model.
         """
-        with raise_on_all_ranks("loading the state"):
+        with self._run.block("loading the state"):
             self._run.load_state(Path(folder), scheduler)
 
 
@@ -249,11 +257,21 @@ class ParallelLoader:
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[StepBatch]:
+        steps = self._steps()
+        self._run.steps_of_loop = weakref.ref(steps)  # they end when the loop drops them
+        return steps
+
+    def _steps(self) -> Iterator[StepBatch]:
         epoch, run = self.epoch, self._run
-        run.steps.begin_epoch(epoch)
-        while (step := run.read()) is not None:
-            yield step
-        run.steps.end_epoch(epoch)
+        # one block for all steps: each begins and ends a watcher of the other ranks
+        with raise_on_all_ranks("training loop"):
+            run.steps.begin_epoch(epoch)
+            while (step := run.read()) is not None:
+                try:
+                    yield step
+                except GeneratorExit:  # the user has left the loop, which is no failure
+                    return
+            run.steps.end_epoch(epoch)
         self.epoch = epoch + 1
 
 
@@ -273,6 +291,19 @@ class _Run:
     num_steps: int = 0
     loader: ParallelLoader | None = None
     current: StepBatch | None = None  # the step that was read last
+    steps_of_loop: Callable[[], Any] = lambda: None  # the generator of the loop that runs
+
+    @contextmanager
+    def block(self, activity: str) -> Iterator[None]:
+        """A block of [`raise_on_all_ranks`], also inside of the loop, which does not see the failures of its body."""
+        try:
+            with raise_on_all_ranks(activity):
+                yield
+        except Exception as error:
+            steps = self.steps_of_loop()
+            if steps is not None and self.engine.world.size > 1:
+                steps.throw(error)
+            raise
 
     @property
     def training(self) -> Any:
@@ -290,15 +321,15 @@ class _Run:
 
     def step(self, step: StepBatch) -> torch.Tensor:
         """See [`ParallelModel.step`]."""
-        if step is not self.current or step is None:
-            raise ValueError(
-                f"`model.step` runs the step that the loader has yielded last, not this `{type(step).__name__}`. Run "
-                "steps in their order, in a loop over the loader that `prepare` returned."
-            )
-        self._set_mode("train")
-        for parameter in (*self.engine.trained, *self.engine.updated):
-            parameter.grad = None
-        with raise_on_all_ranks("training step"):
+        with self.block("training step"):
+            if step is not self.current or step is None:
+                raise ValueError(
+                    f"`model.step` runs the step that the loader has yielded last, not this `{type(step).__name__}`. "
+                    "Run steps in their order, in a loop over the loader that `prepare` returned."
+                )
+            self._set_mode("train")
+            for parameter in (*self.engine.trained, *self.engine.updated):
+                parameter.grad = None
             totals = self.steps.run(self.num_steps)
         self.steps.step_counts()
         self.num_steps += 1
@@ -311,7 +342,7 @@ class _Run:
 
     def evaluate(self, dataset: Any, compute_metrics: Any, preprocess_logits: Any) -> dict[str, float]:
         """See [`ParallelModel.evaluate`]."""
-        with raise_on_all_ranks("evaluation"):
+        with self.block("evaluation"):
             self._set_mode("eval")
             loader = self.loaders.evaluation(dataset, lambda _: None, "Evaluation")
             samples = SampleAgreement(self.args.on_bad_sample == "skip", self.engine.world, "evaluation dataset")
@@ -429,6 +460,8 @@ def _lay_out(
     if rows.packed or engine.plan.modules[LANGUAGE_MODEL].cp_size > 1:
         collator = packing_collator(collator, engine.model)
     give_part(optimizer, groups, engine)
+    for sentence in (*deepspeed_keys_without_effect(plugin.modules), *sharding_without_effect(engine.plan.modules)):
+        logger.warning(sentence)
     drop = _drop_columns(collator, engine.model, args)
     args = build.plan_arguments(args)
     dataset = given["train_dataset"]

@@ -16,7 +16,7 @@ from transformers import LlavaForConditionalGeneration, Trainer, get_cosine_sche
 
 from hf_mmparallel import prepare
 from tests import tiny
-from tests.distributed import run_distributed
+from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
 
@@ -159,6 +159,17 @@ def test_a_loop_on_four_ranks_goes_on_under_another_plan(four: Any, reference: r
         assert all(rank[name].logs == four[0][name].logs for rank in four)
 
 
+def failing_loop() -> None:
+    loop = Loop(TWO)
+    for step in loop.loader:
+        loop.model.step(step if loop.model.engine.rank == 0 else None)  # type: ignore[arg-type]
+
+
+@pytest.mark.distributed
+def test_a_failure_of_one_rank_in_the_loop_is_raised_on_all():
+    assert_ranks_raise(failing_loop, 2, match="`model.step` runs the step")
+
+
 # On one process, without a launch.
 
 
@@ -167,10 +178,16 @@ def loop() -> Loop:
     return Loop({})
 
 
-def test_one_process_has_the_same_loop(loop: Loop, reference: runs.Run):
+@pytest.mark.parametrize("packing", [None, True])
+def test_one_process_has_the_same_loop(reference: runs.Run, packing: bool | None):
+    loop = Loop({}, packing=packing)
     runs.assert_same_run(loop.run(), reference)
     assert loop.accelerator.mixed_precision == "no"  # nothing has reset its state
     assert loop.model.num_steps == STEPS and len(loop.loader) == 3 and loop.loader.epoch == 1
+    metrics = loop.model.evaluate(loop.data[:7], lambda evaluated: {"count": len(evaluated.label_ids)})
+    assert metrics["eval_count"] == 7 and metrics["eval_loss"] == pytest.approx(
+        reference.metrics["eval_loss"], rel=1e-3
+    )
 
 
 def test_steps_are_run_in_order_and_epochs_left_early_go_on(loop: Loop, tmp_path: Path):
