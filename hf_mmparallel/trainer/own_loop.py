@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from ..data.defaults import packing_collator
+from ..data.defaults import DefaultCollator, packing_collator
 from ..data.global_batches import FILE as POSITION
 from ..data.step_batch import StepBatch
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
@@ -71,6 +71,8 @@ _NOT_HERE = {
     "generate": "`model.gather()` returns the whole model on rank 0",
 }
 _NOT_HERE |= {"named_parameters": _NOT_HERE["parameters"], "load_state_dict": "`model.load_state` reads a folder"}
+# which `accelerator.unwrap_model` reads
+_NOT_HERE["_modules"] = "there is nothing to unwrap, call its methods on all ranks"
 
 
 class ParallelModel:
@@ -382,6 +384,9 @@ class _Run:
         check_schedule(scheduler)
 
         def check() -> None:
+            steps = self.steps_of_loop()
+            if steps is not None and steps.gi_frame is not None:
+                raise ValueError("`model.load_state` moves to another place in the data. Call it before the loop.")
             check_trainer_state(folder)
             if not (folder / POSITION).is_file():
                 raise ValueError(f"`{folder}` says nothing of a position in the data. Give a folder of `save_state`.")
@@ -420,13 +425,8 @@ def _drop_columns(collator: Any, model: Any, args: Any) -> Callable[[Any, str], 
     """Dataset and its name -> both it and its collator without the columns that the model does not read."""
     known = [*inspect.signature(model.forward).parameters, "labels", "label", "label_ids", *encoder_columns(model)]
 
-    def drop(dataset: Any, description: str) -> tuple[Any, Any]:
-        if not args.remove_unused_columns:
-            return dataset, collator
-        name = type(model).__name__
-        return dataset, RemoveColumnsCollator(collator, known, logger, name, description)
-
-    return drop
+    lean = RemoveColumnsCollator(collator, known) if args.remove_unused_columns else collator
+    return lambda dataset, _: (dataset, lean)
 
 
 def _lay_out(
@@ -453,7 +453,8 @@ def _lay_out(
     if build.is_single_process(plugin, world.size):
         plugin = on_one_process(plugin, prepared.spec)
     args = choose_collator(args, given, prepared.model)
-    collator, processor = given["data_collator"], given["processing_class"]
+    processor = given["processing_class"]
+    collator = given["data_collator"] or DefaultCollator(processor)  # nothing is known of the columns of a stream
     rows = build.row_choice(args.packing, prepared.model, prepared.spec, collator)
     prepared = replace(prepared, costs=replace(prepared.costs, packing=rows.packed))
     engine, global_batch_size = build.build_engine(prepared, args, plugin, world, lambda: accelerator.autocast())

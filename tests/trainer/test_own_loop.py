@@ -328,6 +328,8 @@ def test_what_would_take_a_part_for_the_whole_is_refused(loop: Loop, tmp_path: P
     for name in ("parameters", "state_dict", "forward", "generate"):
         with pytest.raises(AttributeError, match=name):
             getattr(model, name)
+    with pytest.raises(AttributeError, match="unwrap"):
+        loop.accelerator.unwrap_model(model)
     with pytest.raises(TypeError, match="model.step"):
         model(input_ids=None)
     with pytest.raises(ValueError, match="norm_type=1"):
@@ -335,6 +337,11 @@ def test_what_would_take_a_part_for_the_whole_is_refused(loop: Loop, tmp_path: P
     loss = model.train().step(next(iter(loop.loader)))
     with pytest.raises(RuntimeError, match="does not require grad"):  # a second backward
         loop.accelerator.backward(loss)
+    steps = iter(loop.loader)
+    loop.model.step(next(steps))
+    loop.model.save_state(tmp_path / "state", loop.schedule)
+    with pytest.raises(ValueError, match="before the loop"):
+        model.load_state(tmp_path / "state", loop.schedule)
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError, match="no state"):
         model.save_state(tmp_path, loop.schedule)
