@@ -12,14 +12,21 @@ from ._registration import register
 if TYPE_CHECKING:
     from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
     from .composed import MultimodalConfig, MultimodalModel
-    from .data import ChatCollator, PackingCollator
+    from .data import ArrangedBatchSampler, ChatCollator, PackingCollator
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
-    from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments, parallelize
+    from .trainer import (
+        MultimodalParallelTrainer,
+        MultimodalTrainingArguments,
+        ParallelModel,
+        parallelize,
+        prepare,
+    )
     from .trainer.sft import MultimodalSFTConfig, MultimodalSFTTrainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrangedBatchSampler",
     "ChatCollator",
     "EngineCallback",
     "ModulePlugin",
@@ -32,13 +39,16 @@ __all__ = [
     "MultimodalTrainingArguments",
     "PackingCollator",
     "ParallelMetricsCallback",
+    "ParallelModel",
     "ParallelPlan",
     "TimelineCallback",
     "__version__",
     "parallelize",
+    "prepare",
 ]
 
 _MODULE_OF = {
+    "ArrangedBatchSampler": ".data",
     "ChatCollator": ".data",
     "EngineCallback": ".callbacks",
     "ModulePlugin": ".plan",
@@ -51,9 +61,11 @@ _MODULE_OF = {
     "MultimodalTrainingArguments": ".trainer",
     "PackingCollator": ".data",
     "ParallelMetricsCallback": ".callbacks",
+    "ParallelModel": ".trainer",
     "ParallelPlan": ".plan",
     "TimelineCallback": ".callbacks",
     "parallelize": ".trainer",
+    "prepare": ".trainer",
 }
 
 

@@ -4,6 +4,7 @@ Reads datasets and makes the inputs of each task: readers, sample sizes, collato
 Uses `steps`, `modeling` and below; may be imported by the engine, the planner and the Trainer.
 """
 
+from .arranged_batches import ArrangedBatchSampler
 from .chat_collator import ChatCollator
 from .context_tokens import cut_row, shard_row
 from .defaults import default_collator
@@ -11,6 +12,7 @@ from .packing import PackingCollator, unpack
 from .token_collator import PretokenizedCollator
 
 __all__ = [
+    "ArrangedBatchSampler",
     "ChatCollator",
     "PackingCollator",
     "PretokenizedCollator",

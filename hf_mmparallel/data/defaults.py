@@ -15,6 +15,7 @@ from transformers import default_data_collator as stack
 from ..modeling.spec import ModulePart, find_stack, module_parts
 from .chat_collator import ChatCollator
 from .global_batches import GlobalBatch
+from .packing import PackingCollator
 from .randomness import seeded
 from .sample_formats import find_formats
 from .skeleton import entered_shape, make_skeleton
@@ -148,6 +149,13 @@ def default_collator(
         form = None if model is None else item_form(model, first_samples(dataset))
         return DefaultCollator(processor, form), False
     return None, False
+
+
+def packing_collator(collator: Any, model: Any) -> PackingCollator:
+    """A collator in one that packs, unless it does so already."""
+    if isinstance(collator, DefaultCollator):
+        collator.marks_tokens = True  # so that padding differs from tokens
+    return collator if isinstance(collator, PackingCollator) else PackingCollator(collator, model)
 
 
 def columns_of(dataset: Any) -> list[str]:

@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -183,21 +184,25 @@ class EvenOrder:
 
 
 class RankBatchSampler:
-    """A batch sampler with the batches of one rank, which accelerate must not divide among ranks again."""
+    """
+    A batch sampler with the batches of one rank, which accelerate must not divide among ranks again, or with one of
+    each rank in turn.
+    """
 
     def __init__(
         self,
         global_batches: GlobalBatchSampler,  # over an `EvenOrder`
         # global batch -> rank -> batch -> batch indices
         arrange: Callable[[GlobalBatch], Sequence[Sequence[Sequence[int]]]],
-        rank: int,
+        rank: int | None,  # `None` for one batch of each rank in turn
         batch_size: int,  # mean samples of a batch of one rank
         num_ranks: int,
     ):
         self.global_batches = global_batches
         self.arrange = arrange
         self.rank = rank
-        self.batch_size = batch_size
+        self.mean_size = batch_size
+        self.batch_size = None  # read by accelerate: the number of samples varies
         self.num_ranks = num_ranks
         self.drop_last = False  # read by accelerate: the order has dropped what is to be dropped
 
@@ -210,13 +215,16 @@ class RankBatchSampler:
         self.global_batches.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return -(-len(self.global_batches.sampler) // (self.batch_size * self.num_ranks))
+        of_rank = -(-len(self.global_batches.sampler) // (self.mean_size * self.num_ranks))
+        return of_rank if self.rank is not None else of_rank * self.num_ranks
 
     def __iter__(self) -> Iterator[list[int]]:
         for global_batch in self.global_batches:
             for bad in global_batch.bad.values():  # the same on every rank
                 raise BadSampleError(f"{bad} Remove it from the dataset.")
-            for batch_indices in self.arrange(global_batch)[self.rank]:
+            ranks = self.arrange(global_batch)
+            in_turn = chain.from_iterable(zip(*ranks, strict=True)) if self.rank is None else ranks[self.rank]
+            for batch_indices in in_turn:
                 yield [global_batch.samples[batch_index] for batch_index in batch_indices]
 
 

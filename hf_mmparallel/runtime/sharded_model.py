@@ -40,7 +40,7 @@ from ..modeling.checkpoint_reader import (
     another_model,
 )
 from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
-from ..modeling.loading import blank_peft_model
+from ..modeling.loading import blank_peft_model, check_gatherable, whole_model
 from ..modeling.tensor_parallel import base_name
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, track_activity
@@ -80,6 +80,11 @@ class ShardedModel:
         shards = self.shards[name]
         tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
         return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
+
+    def write_adapter_card(self, folder: str | Path) -> None:
+        """Writes or updates `peft`'s model card of an adapter, by which the Hub links it to its base."""
+        if self.adapter is not None:
+            self.peft_model.create_or_update_model_card(str(folder))
 
     @functools.cached_property
     def peft_model(self) -> Any:
@@ -341,6 +346,12 @@ class ShardedModel:
             if world.is_first:
                 result[name] = tensor
         return result if world.is_first else None
+
+    def gather_model(self) -> Any:
+        """Returns the whole model, a `PeftModel` with adapters, in the host memory of rank 0, `None` elsewhere."""
+        check_gatherable(self.model)
+        state = self.gather_state_dict(all_buffers=True)
+        return None if state is None else whole_model(self.model, self.spec, state, self.adapter)
 
     def gather_state_dict(self, all_buffers: bool = False) -> dict[str, torch.Tensor] | None:
         """Returns the whole model's state dict, with tied names, in the host memory of rank 0, `None` elsewhere."""

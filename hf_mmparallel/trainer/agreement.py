@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -88,6 +90,12 @@ class SampleAgreement:
             item = dataset.again(item, batch_indices)
         assert isinstance(item, StepBatch)
         return item
+
+    def batches(self, loader: Any) -> Iterator[StepBatch]:
+        """The steps of a loader, without samples that can't be read. Collective, see [`~SampleAgreement.agree`]."""
+        items = iter(loader)
+        while (batch := self.agree(next(items, None), loader.dataset)) is not None:
+            yield batch
 
     def _bad_batch_indices(self, item: StepBatch | UnreadableBatch) -> list[int]:
         flags = torch.zeros(len(item.global_batch.samples), dtype=torch.uint8)

@@ -64,6 +64,17 @@ def check_global_batch(modules: Mapping[str, ModulePlugin], global_batch_size: i
             _check_equal(name, "train_batch_size", config["train_batch_size"], "global_batch_size", global_batch_size)
 
 
+def check_own_loop(modules: Mapping[str, ModulePlugin]) -> None:
+    """Raises `ValueError` for settings of a module's DeepSpeed configuration that belong to the user's own loop."""
+    for name, config in _configs(modules):
+        for key in ("optimizer", "scheduler", "gradient_clipping"):
+            if config.get(key) not in (None, "auto"):
+                raise ValueError(
+                    f"`{key}={config[key]!r}` in `deepspeed` of `{name}` is for a Trainer: in a loop of your own the "
+                    "optimizer, its schedule and clipping are yours. Remove it."
+                )
+
+
 def check_optimizer_class(modules: Mapping[str, ModulePlugin], given: Mapping[str, Any]) -> None:
     """Raises `ValueError` for an optimizer given to the Trainer beside that of a DeepSpeed configuration."""
     for name, config in _configs(modules):
@@ -298,8 +309,10 @@ class MultimodalTrainingArguments(TrainingArguments):
     @cached_property
     def _setup_devices(self) -> torch.device:
         """The device; `ddp_timeout` holds on the CPU, too, where the stock arguments leave it out."""
+        # by an `Accelerator` that is there already
+        is_configured = getattr(self.accelerator_config, "use_configured_state", False)
         device = super()._setup_devices
-        if self.use_cpu:
+        if self.use_cpu and not is_configured:
             limit_collectives(self.ddp_timeout_delta)
         return device
 

@@ -20,10 +20,13 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from ..drawing.workload_chart import number_text
+from ..plan import save_layout
 from ..resilience.save_interval import best_save_interval_s, expected_slowdown
+from ..runtime.engine import ParallelEngine
 from ..runtime.host_memory import available_bytes_per_rank
 from ..runtime.writes import FolderSave, HostCopies, Writes, save_errors
 from ..world import World
+from .auto import SAVED_PLAN
 from .start_report import stderr_console
 
 logger = get_logger(__name__)
@@ -195,6 +198,14 @@ class CheckpointSaves:
         with save_errors(writes.path):
             yield writes
         writes.finish(self.world)
+
+
+def write_beside_weights(folder: Path, engine: ParallelEngine, processor: Any) -> None:
+    """Writes the plan, the processor and the model card of an adapter, on one rank."""
+    engine.sharded.write_adapter_card(folder)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    save_layout(folder / SAVED_PLAN, engine.plan, engine.options.module_settings)
 
 
 def save_advice(blocked_s: float, write_s: float, step_s: float | None, args: TrainingArguments) -> str:

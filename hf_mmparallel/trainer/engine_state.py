@@ -36,11 +36,11 @@ from ..callbacks import (
 )
 from ..callbacks.preemption import noting_signals
 from ..cost import CostModel
-from ..data.defaults import DefaultCollator
+from ..data.defaults import packing_collator
 from ..data.packing import PackingCollator
 from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
-from ..modeling.loading import blank_model, check_gatherable, fill, whole_model
+from ..modeling.loading import blank_model, check_gatherable, fill
 from ..modeling.loss import IGNORE_INDEX
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
@@ -224,7 +224,8 @@ class EngineState:
         answer = None if trainer.search is None else trainer.search.answer
         searched = None if answer is None else answer.inputs.samples.measured
         size, made_for = trainer.global_batch_size, self.planned_for
-        report = PlanReport(trainer._engine, trainer.training_sizes, size, trainer.rows, searched, made_for).show()
+        report = PlanReport(trainer._engine, trainer.training_sizes, size, trainer.rows, searched, made_for)
+        report = report.show(Path(trainer.args.output_dir))
         self.arrangement = self.arrangement if report.choice is None else report.choice.arrangement
         self.steps.limits.has_warned = report.large is not None and report.large.num_over > 0
         if trainer.search is not None:
@@ -271,10 +272,8 @@ class EngineState:
     def pack(self, wanted: bool) -> None:
         """Wraps the collator in one that packs, if that is wanted."""
         trainer = self.trainer
-        if wanted and isinstance(trainer.data_collator, DefaultCollator):
-            trainer.data_collator.marks_tokens = True  # so that padding differs from tokens
-        if wanted and not isinstance(trainer.data_collator, PackingCollator):
-            trainer.data_collator = PackingCollator(trainer.data_collator, trainer.model)
+        if wanted:
+            trainer.data_collator = packing_collator(trainer.data_collator, trainer.model)
 
     def prepare_optimizer(self, optimizer: Any) -> None:
         """Gives a new optimizer its parts of the weights and its hooks. Collective."""
@@ -298,10 +297,8 @@ class EngineState:
             if has_divided_weights(trainer.model):
                 return gather_divided(whole, trainer.model_wrapped, trainer.is_world_process_zero())
             return whole if trainer.is_world_process_zero() else None
-        check_gatherable(trainer.model)
         with raise_on_all_ranks("gathering the model"):
-            state = engine.sharded.gather_state_dict(all_buffers=True)
-        return None if state is None else whole_model(trainer.model, engine.spec, state, engine.sharded.adapter)
+            return engine.sharded.gather_model()
 
     def write_model_card(self) -> None:
         """Adds the plan, its picture and the measured efficiency to the stock model card, on one rank."""
@@ -311,11 +308,6 @@ class EngineState:
         run = model_card.RunSummary(trainer.state.log_history, next(compared, None), next(survived, None))
         folder = Path(trainer.args.output_dir)
         model_card.write_model_card(folder, trainer.engine, trainer.global_batch_size, run)
-
-    def write_adapter_card(self, folder: str) -> None:
-        """Writes or updates `peft`'s model card of an adapter, by which the Hub links it to its base."""
-        if self.trainer._engine.sharded.adapter is not None:
-            self.trainer._engine.sharded.peft_model.create_or_update_model_card(folder)
 
     def parallel_metrics(self) -> dict[str, float]:
         """The numbers that callbacks add to a log. Collective."""
@@ -434,8 +426,7 @@ class EngineState:
     def evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
         """The batches of a loader, without samples that can't be read."""
         trainer = self.trainer
-        batches = iter(dataloader)
-        while (batch := self.evaluation_samples.agree(next(batches, None), dataloader.dataset)) is not None:
+        for batch in self.evaluation_samples.batches(dataloader):
             yield batch
             trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
 

@@ -98,10 +98,12 @@ def _with_groups(
     """A schedule's state with lists that have an entry for each group; settings that groups lack come from `own`."""
     result = dict(state)
     settings = {"_last_lr": "lr", "base_lrs": "initial_lr"}
+    num_saved = len(state.get("_last_lr") or state.get("base_lrs") or ())  # groups; other lists, as of the schedules
+    # in a `SequentialLR`, have nothing to do with them
     for name, value in state.items():
         setting = settings.get(name)
         if setting and all(setting in group for group in groups):
             result[name] = [group[setting] for group in groups]
-        elif isinstance(value, list) and len(value) != len(groups):
+        elif isinstance(value, list) and len(value) == num_saved != len(groups):
             result[name] = own.get(name, (value[:1] or [None]) * len(groups))
     return result

@@ -209,7 +209,7 @@ def arrangement_lines(arrangement: str, origin: str, prediction: StepReport) -> 
     if prediction.balances is None:
         return [
             f"Sizes of samples are unknown, all count the same, and `{arrangement}` arranges them by their number. "
-            "Give `token_columns`, or `sample_tokens` to the Trainer."
+            "Give `token_columns` or `sample_tokens`."
         ]
     old, new = ({name: number_text(b.std_ms(name)) for name in b.forward_ms} for b in prediction.balances)
     step_ms, before_ms = number_text(prediction.step_ms), number_text(prediction.before_ms or 0.0)
@@ -268,9 +268,10 @@ class PlanReport:
     searched: SampleSizes | None = None  # sizes of the samples that the plan was searched for with
     planned_for: PlannedFor | None = None  # what the plan of a file was made for
 
-    def show(self) -> StepReport:
+    def show(self, folder: Path | None = None) -> StepReport:
         """
-        Prints the plan with the predicted bubble and balance, draws the step into the output folder, and returns it.
+        Prints the plan with the predicted bubble and balance, draws the step into a folder if one is given, and
+        returns it.
         """
         engine, args = self.engine, self.sizes.context.args
         request = PlannedFor(seed=args.seed) if self.planned_for is None else self.planned_for
@@ -283,8 +284,9 @@ class PlanReport:
         warn_of_few_microbatches(planner, prediction.planned.step)
         if prediction.large is not None and prediction.large.num_over:
             logger.warning(prediction.large.warning)
-        with not_worth_a_run("The picture of the predicted step"):
-            draw_prediction(Path(str(args.output_dir)), arrangement_name(planner.arrangement), prediction)
+        if folder is not None:
+            with not_worth_a_run("The picture of the predicted step"):
+                draw_prediction(folder, arrangement_name(planner.arrangement), prediction)
         return prediction
 
     def lines(self, planner: StepPlanner, prediction: StepReport) -> list[str]:

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from .._environment import joins_job
 from .._files import readable
 from ..data.step_batch import StepBatch
-from ..plan import ModelSpec, MultimodalParallelPlugin, ParallelPlan, save_layout
+from ..plan import ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime import optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
 from ..runtime.out_of_memory import name_optimizer_in_errors
@@ -35,8 +35,9 @@ from . import build, optimizer_state
 from .agreement import check_output_folder, check_same_folder
 from .argument_table import check_arguments, check_launcher
 from .arguments import MultimodalTrainingArguments, check_optimizer_class
-from .auto import SAVED_PLAN, AutoSearch, warn_of_other_settings
+from .auto import AutoSearch, warn_of_other_settings
 from .build import RowChoice
+from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
@@ -434,12 +435,9 @@ class MultimodalParallelTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Writes the files beside the weights: processor, arguments, plan, and the model card of an adapter."""
         output_dir = str(output_dir or self.args.output_dir)
-        self._run.write_adapter_card(output_dir)
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processor is not None:
-            processor.save_pretrained(output_dir)
+        write_beside_weights(Path(output_dir), self._engine, processor)
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
-        save_layout(Path(output_dir) / SAVED_PLAN, self._engine.plan, self._engine.options.module_settings)
 
     @under_plan
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -556,7 +554,7 @@ class MultimodalParallelTrainer(Trainer):
         if self.engine is None:
             return super().create_model_card(*args, **kwargs)
         # the stock Trainer calls it for adapters
-        self.model.create_or_update_model_card = self._run.write_adapter_card
+        self.model.create_or_update_model_card = self._engine.sharded.write_adapter_card
         try:
             super().create_model_card(*args, **kwargs)
         finally:

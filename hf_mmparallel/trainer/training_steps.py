@@ -86,14 +86,6 @@ class DataProgress:
             max_steps += position.global_step - epoch * steps_per_epoch - done
         return epochs, steps_per_epoch, *others, max_steps
 
-    def save(self, folder: Path, global_step: int, num_skipped: int, memory_ratio: Mark | None = None) -> None:
-        """Writes the position into a checkpoint, with the memory ratio."""
-        learned = self.position.memory_ratio if memory_ratio is None else list(memory_ratio)
-        position = dataclasses.replace(
-            self.position, global_step=global_step, num_skipped=num_skipped, memory_ratio=learned
-        )
-        position.save(folder)
-
 
 logger = get_logger(__name__)
 
@@ -163,7 +155,7 @@ class TrainingSteps:
         self.totals = StepTotals(torch.zeros(()), 0, 0, 0)  # of the last step over all ranks
         self._targets = TargetCount()
         self.limits = LimitWatch()
-        self._training: TrainingLoader | None = None
+        self.training: TrainingLoader | None = None  # the loader in use
         self._items: Iterator[StepBatch | UnreadableBatch] | None = None  # of the epoch
         self._given: Any = None  # the iterator that `_items` is, or has replaced
         self._batch: StepBatch | None = None  # the last one, unless the plan has changed since
@@ -180,11 +172,11 @@ class TrainingSteps:
         """Lets the steps that follow be those of a loader, for callbacks, errors and the memory ratio."""
         self.engine.plan_steps_with(training.run_planner)
         self.memory_ratio = training.memory_ratio
-        self._training = training
+        self.training = training
 
     def check_reads(self, loader: Any) -> None:
         """Raises `ValueError` for a loader that [`TrainingSteps.follow_plan`] could not read from a position."""
-        if self._training is None or loader is not self._training.loader:
+        if self.training is None or loader is not self.training.loader:
             raise ValueError(
                 f"`get_train_dataloader` returned a `{type(loader).__name__}` of its own, which can't be read again "
                 "from a position when ranks are lost, as `resilience` has to. Return the inherited method's loader; "
@@ -203,15 +195,33 @@ class TrainingSteps:
 
     def follow_plan(self) -> None:
         """Plans steps by the plan that the engine has now, from the one after the last that counts."""
-        assert self._training is not None
-        self._training = self._training.with_plan(self.engine)
-        self.engine.plan_steps_with(self._training.run_planner)
+        assert self.training is not None
+        self.training = self.training.with_plan(self.engine)
+        self.engine.plan_steps_with(self.training.run_planner)
         if hasattr(self._items, "_shutdown_workers"):
             self._items._shutdown_workers()  # type: ignore[union-attr]
-        self.progress.position, self.samples.num_skipped = self._done, self._num_skipped_done
-        self._items = self._training.items_after(self._done)
-        self._batch = None
+        self._go_on()
         self.samples.compare_again()
+
+    def _go_on(self) -> None:
+        """Reads the steps after the last that counts."""
+        assert self.training is not None
+        self.progress.position, self.samples.num_skipped = self._done, self._num_skipped_done
+        self._items = self.training.items_after(self._done)
+        self._batch = None
+
+    def begin_epoch(self, number: int) -> None:
+        """Reads the steps of an epoch of the loader in use, those after the last step that counts. Collective."""
+        assert self.training is not None
+        global_batches: Any = self.training.loader.batch_sampler
+        with raise_on_all_ranks("reading samples"):
+            global_batches.set_epoch(number)
+            self._go_on()
+
+    def end_epoch(self, number: int) -> None:
+        """Notes that all steps of an epoch count."""
+        self.progress.position = dataclasses.replace(self.progress.position, epoch=number + 1, num_samples=0)
+        self.step_counts()
 
     def enter_epoch(self, items: Iterator[StepBatch | UnreadableBatch]) -> None:
         """Reads from the items of an epoch of the training loader from now on, which a change of the plan replaces."""
@@ -240,8 +250,8 @@ class TrainingSteps:
         """Computes the gradients of the global batch that was read last, after `index` steps. Collective."""
         batch = self._batch
         if batch is None:  # the plan has changed since
-            assert self._training is not None
-            batch = self.read(self._training.dataset, index + 1)
+            assert self.training is not None
+            batch = self.read(self.training.dataset, index + 1)
             assert batch is not None
         self.totals = self.engine.train_step(batch, index)
         self._targets.saw(self.totals.num_targets, is_first=not index)
@@ -257,6 +267,12 @@ class TrainingSteps:
         return self.totals.num_real_tokens if counted == "non_padding" else self.totals.num_tokens
 
     def save(self, folder: Any, global_step: int) -> None:
-        """Writes the position in the data into a checkpoint."""
+        """Writes the position in the data after the last step that counts into a checkpoint."""
         learned = None if self.memory_ratio is None else self.memory_ratio.learned
-        self.progress.save(folder, global_step, self.samples.num_skipped, learned)
+        position = dataclasses.replace(
+            self._done,
+            global_step=global_step,
+            num_skipped=self._num_skipped_done,
+            memory_ratio=self._done.memory_ratio if learned is None else list(learned),
+        )
+        position.save(folder)
