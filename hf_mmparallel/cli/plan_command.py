@@ -9,18 +9,21 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ..cost.stage_memory import gib_text
 from ..drawing.gantt import chrome_trace, gantt_png
 from ..plan import save_layout
 from ..plan.methods import published_method
 from ..planner.answer import Answer, Inputs, check_memory, solve
-from ..planner.files import WhatIfs, figures, page_of, plan_line, save_plan
+from ..planner.files import WhatIfs, figures, page_of, save_plan
 from ..planner.inputs import read_model
 from ..planner.settings import Settings, read_layout
 from ..planner.text import (
-    layout_text,
+    module_layout,
     ms_text,
     new_console,
+    plan_text,
     plural,
+    print_answer,
     print_gantt,
     print_labelled,
     print_runners_up,
@@ -60,13 +63,12 @@ def run_plan(args: argparse.Namespace) -> None:
         comparison = baseline_plans(answer)
     console = new_console()
     stability = []
-    if answer.inputs.samples.measured is not None:
+    if args.explain and answer.inputs.samples.measured is not None:
         sizes = answer.inputs.samples.sizes(source, answer.settings)
         stability = published_method("stable batch")(answer.costs, answer.plan, sizes, answer.global_batch_size)
-    report(console, answer, stability)
-    warn_of_memory(console, answer)
-    if answer.result is not None:
-        print_runners_up(console, answer.result, args.explain)
+    report(console, answer, args.explain, stability)
+    if args.explain and answer.result is not None:
+        print_runners_up(console, answer.result)
     elif args.explain:
         console.print(
             "The sizes are given, so that there are no other plans to explain. Leave some out, with `--gpus`."
@@ -75,8 +77,9 @@ def run_plan(args: argparse.Namespace) -> None:
     if what_ifs:
         console.print(what_if_table(answer, what_ifs), highlight=False)
     if comparison:
-        console.print(comparison_table(answer, comparison), highlight=False)
-    print_gantt(console, answer.drawn)
+        console.print(comparison_table(answer, comparison, args.explain), highlight=False)
+    if args.explain:
+        print_gantt(console, answer.drawn)
     if args.output:
         save_plan(args.output, answer, args.command_line)
         console.print(f"Plan written to {args.output}", highlight=False, soft_wrap=True)
@@ -84,6 +87,8 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.dry_run:
         check_memory(answer)
         console.print(dry_run_text(answer), highlight=False, soft_wrap=True)
+    warn_of_memory(console, answer)
+    print_answer(console, answer)
 
 
 def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
@@ -140,11 +145,11 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
         "tokens/s": [f"{a.tokens_per_second:,.0f}" for a in answers],
         "MFU": [f"{a.flops_utilisation:.1%}" for a in answers],
         "bubble": [f"{a.prediction.timeline.bubble_fraction:.1%}" for a in answers],
-        "GiB, fullest rank": [f"{a.peak_gib:.3g}" for a in answers],
+        "GiB, fullest rank": [gib_text(a.peak_bytes) for a in answers],
         "GPUs": [f"{a.plan.world_size:,}" for a in answers],
     }
     for name in before.plan.modules:
-        rows[name] = [layout_text(a.plan, name).replace(", ", "\n") for a in answers]
+        rows[name] = [module_layout(a.plan, name).replace(", ", "\n") for a in answers]
     for label, cells in rows.items():
         table.add_row(label, *cells)
     return table
@@ -157,24 +162,28 @@ def baseline_plans(answer: Answer) -> tuple[ComparedPlan, ...]:
     return published_method("compare")(answer.result.problem, answer.result)
 
 
-def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:
-    """Table with a row for the plan, and one for each baseline."""
+def comparison_table(answer: Answer, others: Sequence[ComparedPlan], explain: bool) -> Table:
+    """Table with a row for the plan, and one for each baseline; with `explain` their layouts."""
     table = Table(title="Beside other methods", title_justify="left")
     for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
         right = column != "method"
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
     bubble = answer.prediction.timeline.bubble_fraction
-    numbers = [f"{bubble:.1%}", f"{answer.peak_gib:.3g}", f"{answer.flops_utilisation:.1%}"]
-    layouts = plan_line(answer.plan).replace("; ", "\n")
-    table.add_row(f"this plan\n{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=True)
+    numbers = [f"{bubble:.1%}", gib_text(answer.peak_bytes), f"{answer.flops_utilisation:.1%}"]
+    layouts = "\n".join(["", *plan_text(answer.plan).split("; ")] if explain else [])
+    table.add_row(f"this plan{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=explain)
+    limit = answer.settings.memory_bytes or math.inf
     for other in others:
-        cells = [""] * 5
-        if not math.isnan(other.step_ms):  # NaN without a plan
+        cells, parts = [""] * 5, [other.title]
+        has_step = not math.isnan(other.step_ms)  # NaN without a plan
+        if has_step:
             slower = f"{other.step_ms / answer.step_ms - 1:+.1%}"
-            gib, mfu = f"{other.peak_memory_gib:.3g}", f"{other.flops_utilisation:.1%}"
+            gib, mfu = gib_text(other.peak_memory_bytes), f"{other.flops_utilisation:.1%}"
             cells = [ms_text(other.step_ms), slower, f"{other.bubble_fraction:.1%}", gib, mfu]
-        text = "\n".join(part for part in (other.title, other.layout.replace("; ", "\n"), other.note) if part)
-        table.add_row(text, *cells, end_section=True)
+            parts[0] += ", does not fit" if other.peak_memory_bytes > limit else ""
+        if explain or not has_step:
+            parts += [other.layout.replace("; ", "\n"), other.note]
+        table.add_row("\n".join(filter(None, parts)), *cells, end_section=explain)
     return table
 
 

@@ -17,6 +17,7 @@ from ..planner.text import (
     ms_text,
     new_console,
     plan_table,
+    print_answer,
     print_gantt,
     print_labelled,
     report,
@@ -50,15 +51,16 @@ def run_simulate(args: argparse.Namespace) -> None:
     costs = inputs.costs(settings)
     answer = predict_plan(settings, inputs, costs, plan_for_model(settings.plugin, costs.spec, None))
     console = new_console()
-    report(console, answer)
-    warn_of_memory(console, answer)
+    report(console, answer, args.explain)
     print_gantt(console, answer.drawn)
     write_files(console, args, answer)
+    warn_of_memory(console, answer)
+    print_answer(console, answer)
 
 
 def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: ParallelPlan) -> None:
     """Simulates a step with forwards of 1 ms and backwards of 2 ms on every stage."""
-    for name in ("dataset", "profile", "html", "json", "freeze", "generator"):
+    for name in ("dataset", "profile", "html", "json", "freeze", "generator", "explain"):
         if getattr(args, name):
             raise ValueError(f"`--{name}` has no effect without `--model`. Give the model of the plan.")
     size = settings.microbatch_size or 1

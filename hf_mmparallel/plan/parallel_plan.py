@@ -69,6 +69,20 @@ class StorageSettings:
         return bool(self.master_weights) or self.offload_optimizer or self.offload_params
 
 
+def layout_text(
+    sizes: Mapping[str, Any], sharding: ShardingSettings, storage: StorageSettings, is_recomputed: bool
+) -> str:
+    """The layout of a module in words, without sizes of 1: `dp 2 x tp 4, ZeRO-3 over 8, recomputed`."""
+    words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if str(size) != "1") or "one rank"]
+    if sharding.zero_stage:
+        over = "" if sharding.shard_size is None else f" over {sharding.shard_size}"
+        words.append(f"ZeRO-{sharding.zero_stage}{over}")
+    words += ["weights kept"] * (not sharding.reshard_after_forward)
+    words += ["optimizer on the CPU"] * storage.offload_optimizer
+    words += ["frozen weights in host memory"] * storage.offload_params
+    return ", ".join([*words, *["recomputed"] * is_recomputed])
+
+
 @dataclass(frozen=True)
 class Stage:
     """
@@ -182,14 +196,16 @@ class ModulePlan:
 
     @property
     def layout(self) -> str:
-        """The sizes as text: `dp 2 x pp 1 x tp 1`."""
-        context = f" x cp {self.cp_size}" if self.cp_size > 1 else ""
-        zero = f", ZeRO-{self.sharding.zero_stage}" if self.sharding.zero_stage else ""
-        offloaded = ", optimizer on the CPU" if self.storage.offload_optimizer else ""
-        offloaded += ", frozen weights in host memory" if self.storage.offload_params else ""
-        tp_size = "/".join(map(str, self.tp_sizes))
-        virtual = f" x vp {self.vp_size}" if self.vp_size > 1 else ""
-        return f"dp {self.dp_size} x pp {self.pp_size}{virtual}{context} x tp {tp_size}{zero}{offloaded}"
+        """Sizes, sharding and recomputation, see [`layout_text`]; `pp 2/3` if replicas differ."""
+        depths = sorted({len({stage.all_ranks for stage in self.replicas[d]}) for d in self.with_stages})
+        sizes = {
+            "dp": self.dp_size,
+            "pp": "/".join(map(str, depths)),
+            "vp": self.vp_size,
+            "cp": self.cp_size,
+            "tp": "/".join(map(str, self.tp_sizes)),
+        }
+        return layout_text(sizes, self.sharding, self.storage, self.activation_checkpointing)
 
     @property
     def num_layers(self) -> int:

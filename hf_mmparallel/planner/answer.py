@@ -11,7 +11,9 @@ from pathlib import Path
 
 from ..arrange import plan_for_batch
 from ..cost import CostModel, RankMemory, fitting_tokens
+from ..cost.analytic import AnalyticLayers
 from ..cost.calibration import costs_from, read_costs
+from ..cost.stage_memory import gib_text
 from ..drawing.gantt import rank_ranges
 from ..plan import (
     LANGUAGE_MODEL,
@@ -96,6 +98,11 @@ class Answer:
         return bound_of(self.predictions, self.settings.memory_bytes)
 
     @property
+    def is_guess(self) -> bool:
+        """Whether times say nothing of a real device: by operation counts of a CPU, whose figures are nominal."""
+        return self.settings.device.name == "cpu" and isinstance(self.costs.layers, AnalyticLayers)
+
+    @property
     def planned_for(self) -> PlannedFor:
         """What the plan was made for, to be stored beside it."""
         inputs = self.inputs
@@ -138,9 +145,9 @@ class Answer:
         return most_memory(self.predictions)
 
     @property
-    def peak_gib(self) -> float:
+    def peak_bytes(self) -> float:
         """Peak memory of the fullest rank."""
-        return max(memory.total_gib for memory in self.memory.values())
+        return max(memory.total for memory in self.memory.values())
 
 
 def solve(settings: Settings, inputs: Inputs) -> Answer:
@@ -250,16 +257,16 @@ def _memory_for(
 
 def check_memory(answer: Answer) -> None:
     """Raises `ValueError` for the fullest rank if a rank needs more memory than the limit."""
-    limit_gib = answer.settings.memory_gib
+    limit = answer.settings.memory_bytes
     memory = answer.memory
-    if limit_gib is None or answer.peak_gib <= limit_gib:
+    if limit is None or answer.peak_bytes <= limit:
         return
-    over = [rank for rank, need in memory.items() if need.total_gib > limit_gib]
+    over = [rank for rank, need in memory.items() if need.total > limit]
     fullest = max(over, key=lambda rank: memory[rank].total)
-    needed = memory[fullest].total_gib
+    needed = memory[fullest].total
     names = sorted({name for name, _, _ in answer.plan.stages_of_rank(fullest)})
     raise ValueError(
-        f"Rank {fullest} ({', '.join(names)}) needs about {needed:.1f} GiB, {needed - limit_gib:.1f} more than the "
-        f"{answer.settings.memory_text}; in total {len(over)} ranks need more: {rank_ranges(over)}. "
+        f"Rank {fullest} ({', '.join(names)}) needs about {gib_text(needed)} GiB, {gib_text(needed - limit)} more "
+        f"than the {answer.settings.memory_text}; in total {len(over)} ranks need more: {rank_ranges(over)}. "
         f"Raise `pp` or `tp` of `{names[0]}`, lower `--microbatch-size`, or set `checkpointing=true`."
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cost.stage_memory import GIB
-from ..plan import LANGUAGE_MODEL, ParallelPlan, layout_data
-from ..search.problem import ComparedPlan, RankedPlan
+from ..plan import LANGUAGE_MODEL, layout_data
+from ..search.problem import ComparedPlan
 from .answer import Answer
-from .text import batch_text, layout_text, layouts_text, origins, plan_cells, samples_text, summary
+from .text import batch_text, origins, plan_cells, plan_text, samples_text, summary
 
 if TYPE_CHECKING:
     from ..page import PlanPage
@@ -127,7 +127,7 @@ def figures(
     result = answer.result
     if result is not None:
         data["runners_up"] = [
-            {"step_ms": plan.step_ms, "layouts": str(plan.candidate), "reason": reason}
+            {"step_ms": plan.step_ms, "layouts": plan_text(plan.plan), "reason": reason}
             for plan, reason in zip(result.runners_up, result.reasons, strict=True)
         ]
         data["search"] = {
@@ -171,7 +171,7 @@ def _figures(answer: Answer) -> dict[str, Any]:
         "tokens_per_second": answer.tokens_per_second,
         "flops_utilisation": answer.flops_utilisation,
         "bubble_fraction": prediction.timeline.bubble_fraction,
-        "peak_memory_gib": answer.peak_gib,
+        "peak_memory_gib": answer.peak_bytes / GIB,
     }
 
 
@@ -215,24 +215,14 @@ def page_of(
         memory=MemoryCurves(curves, {}, None if limit is None else limit * GIB),
         workloads=workloads,
         runners_up=[
-            PlanChoice(f"plan {number}", one_line(ranked), ranked.step_ms, reason)
+            PlanChoice(f"plan {number}", plan_text(ranked.plan), ranked.step_ms, reason)
             for number, (ranked, reason) in enumerate(others, start=2)
         ],
         comparison=[
             *(PlanChoice(other.title, other.layout, _finite(other.step_ms), other.note) for other in comparison),
-            *(PlanChoice(f"what if {text}", plan_line(other.plan), other.step_ms) for text, other in what_ifs),
+            *(PlanChoice(f"what if {text}", plan_text(other.plan), other.step_ms) for text, other in what_ifs),
         ],
         step_ms=answer.step_ms,
         command=shlex.join(command),
         versions=versions,
     )
-
-
-def one_line(ranked: RankedPlan) -> str:
-    """The layouts of a ranked plan on one line."""
-    return "; ".join(layouts_text(ranked).splitlines())
-
-
-def plan_line(plan: ParallelPlan) -> str:
-    """The layouts of a plan on one line."""
-    return "; ".join(f"{name}: {layout_text(plan, name)}" for name in plan.modules)
