@@ -163,9 +163,13 @@ def add_env_parser(commands: Any) -> None:
 
 
 def _run_plan(args: argparse.Namespace) -> None:
-    from .plan_command import run_plan
+    from ..planner.progress import Phases
 
-    run_plan(args)
+    with Phases() as phases:
+        phases.begin("Starting", is_short=True)
+        from .plan_command import run_plan
+
+        run_plan(args, phases)
 
 
 def _run_simulate(args: argparse.Namespace) -> None:
@@ -174,9 +178,13 @@ def _run_simulate(args: argparse.Namespace) -> None:
 
         run_replay(args)
         return
-    from .simulate_command import run_simulate
+    from ..planner.progress import Phases
 
-    run_simulate(args)
+    with Phases() as phases:
+        phases.begin("Starting", is_short=True)
+        from .simulate_command import run_simulate
+
+        run_simulate(args, phases)
 
 
 def _run_env(args: argparse.Namespace) -> None:

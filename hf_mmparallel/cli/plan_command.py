@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +16,7 @@ from ..plan.methods import published_method
 from ..planner.answer import Answer, Inputs, check_memory, solve
 from ..planner.files import WhatIfs, figures, page_of, save_plan
 from ..planner.inputs import read_model
+from ..planner.progress import Phases
 from ..planner.settings import Settings, read_layout
 from ..planner.text import (
     module_layout,
@@ -31,23 +32,26 @@ from ..planner.text import (
 )
 from ..search.problem import ComparedPlan
 
+NUM_BASELINES = 6
 MOST_LOSSES = 24  # rows of losses one by one
 # arguments for the plan of one number of ranks
 ONE_PLAN_ONLY = ("effort", "explain", "compare", "what_if", "dry_run", "picture", "html", "json", "trace")
 
 
-def run_plan(args: argparse.Namespace) -> None:
+def run_plan(args: argparse.Namespace, phases: Phases) -> None:
     """
-    Runs `hf-mmparallel plan`; raises `ValueError`, with a remedy, for settings that contradict each other or do not
-    fit.
+    Runs `hf-mmparallel plan`, and says what it is doing; raises `ValueError`, with a remedy, for settings that
+    contradict each other or do not fit.
     """
     if args.failures is None and args.nodes is not None:
         raise ValueError(f"`--nodes {args.nodes}` has no effect without `--failures`. Give both, or `--gpus`.")
     settings = Settings.of(args, **read_layout(args))
     if args.failures is not None:
-        print_surviving_plans(args, settings)
+        phases.begin("Planning for failures", is_short=True)
+        print_surviving_plans(args, settings, phases)
         return
     changed = [(text, settings.with_changes(text)) for text in args.what_if]
+    phases.begin(f"Reading {args.model}", is_short=True)
     source = read_model(args.model, settings.plugin.modules, args.generator)
     for text, changed_settings in [("", settings), *changed]:  # checked before anything takes time
         changed_settings.frozen_spec(source.spec)
@@ -57,10 +61,22 @@ def run_plan(args: argparse.Namespace) -> None:
                 f"`--what-if {text}`: the times of `{args.profile}` were measured on one device, in one dtype. Leave "
                 "`--profile` out to compare others."
             )
+    if args.dataset:
+        phases.begin(f"Measuring samples of {args.dataset}", is_short=True)
     inputs = Inputs.of(args, source)
-    answer, comparison = solve(settings, inputs), ()
+    phases.begin(f"Planning for {settings.gpus or 'the given'} GPUs", is_short=settings.gpus is None)
+    answer = solve(settings, inputs, phases.advance)
+    comparison: list[ComparedPlan] = []
     if args.compare:
-        comparison = baseline_plans(answer)
+        phases.begin("Planning as other methods do")
+        for other in baseline_plans(answer):
+            comparison.append(other)
+            phases.advance(1 / NUM_BASELINES)
+    what_ifs = []
+    for text, other in changed:
+        phases.begin(f"Planning for {text}")
+        what_ifs.append((text, _solve_changed(text, other, inputs, answer, phases.advance)))
+    phases.done()
     console = new_console()
     stability = []
     if args.explain and answer.inputs.samples.measured is not None:
@@ -73,7 +89,6 @@ def run_plan(args: argparse.Namespace) -> None:
         console.print(
             "The sizes are given, so that there are no other plans to explain. Leave some out, with `--gpus`."
         )
-    what_ifs = [(text, _solve_changed(text, other, inputs, answer)) for text, other in changed]
     if what_ifs:
         console.print(what_if_table(answer, what_ifs), highlight=False)
     if comparison:
@@ -83,7 +98,7 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.output:
         save_plan(args.output, answer, args.command_line)
         console.print(f"Plan written to {args.output}", highlight=False, soft_wrap=True)
-    write_files(console, args, answer, comparison, what_ifs)
+    write_files(console, phases, args, answer, comparison, what_ifs)
     if args.dry_run:
         check_memory(answer)
         console.print(dry_run_text(answer), highlight=False, soft_wrap=True)
@@ -91,7 +106,7 @@ def run_plan(args: argparse.Namespace) -> None:
     print_answer(console, answer)
 
 
-def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
+def print_surviving_plans(args: argparse.Namespace, settings: Settings, phases: Phases) -> None:
     """
     Prints the plans of a cluster that survives failures, and writes the one of all nodes; raises `ValueError` for
     arguments without effect on these plans, or if failures can't be guaranteed.
@@ -107,6 +122,7 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
     source = read_model(args.model, settings.plugin.modules, args.generator)
     inputs = Inputs.of(args, source)
     plans = surviving_plans(settings, inputs, args.nodes, args.failures)
+    phases.done()
     console = new_console()
     planner, batch = plans.planner, plans.global_batch_size
     limit = plans.settings.memory_bytes
@@ -119,12 +135,14 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
         console.print(f"Plan of all nodes written to {args.output}", highlight=False, soft_wrap=True)
 
 
-def _solve_changed(text: str, settings: Settings, inputs: Inputs, before: Answer) -> Answer:
+def _solve_changed(
+    text: str, settings: Settings, inputs: Inputs, before: Answer, advance: Callable[[float], None]
+) -> Answer:
     """Plans for a `--what-if`, with the same global batch unless that is changed."""
     if "global_batch_size=" not in text:
         settings = settings.with_changes(f"global_batch_size={before.global_batch_size}")
     try:
-        return solve(settings, inputs)
+        return solve(settings, inputs, advance)
     except ValueError as error:
         raise ValueError(f"`--what-if {text}`: {error}") from error
 
@@ -155,8 +173,8 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
     return table
 
 
-def baseline_plans(answer: Answer) -> tuple[ComparedPlan, ...]:
-    """Returns the plans of the baselines; raises `ValueError` if there was no search."""
+def baseline_plans(answer: Answer) -> Iterable[ComparedPlan]:
+    """Returns the plans of the baselines one by one; raises `ValueError` if there was no search."""
     if answer.result is None:
         raise ValueError("`--compare` needs the plan of a search. Leave sizes out, and give `--gpus`.")
     return published_method("compare")(answer.result.problem, answer.result)
@@ -209,6 +227,7 @@ def dry_run_text(answer: Answer) -> str:
 
 def write_files(
     console: Console,
+    phases: Phases,
     args: argparse.Namespace,
     answer: Answer,
     comparison: Sequence[ComparedPlan] = (),
@@ -224,9 +243,9 @@ def write_files(
     if args.html:
         from ..page import write_page
 
-        told = Console(stderr=True)  # a page of thousands of ranks takes a while
-        told.print(f"Writing {args.html}, the page of {plural(answer.plan.world_size, 'rank')}", highlight=False)
+        phases.begin(f"Writing {args.html}, the page of {plural(answer.plan.world_size, 'rank')}")
         write_page(args.html, page_of(answer, args.command_line, comparison, what_ifs))
+        phases.done()
         console.print(f"Page written to {args.html}", highlight=False, soft_wrap=True)
     if args.json:
         import json

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -150,15 +150,15 @@ class Answer:
         return max(memory.total for memory in self.memory.values())
 
 
-def solve(settings: Settings, inputs: Inputs) -> Answer:
+def solve(settings: Settings, inputs: Inputs, advance: Callable[[float], None] = lambda share: None) -> Answer:
     """
-    Predicts the plan if all sizes are given, or searches for one; raises `ValueError`, with a remedy, for settings
-    that contradict each other or do not fit.
+    Predicts the plan if all sizes are given, or searches for one, of which `advance` gets the shares that are done;
+    raises `ValueError`, with a remedy, for settings that contradict each other or do not fit.
     """
     costs = inputs.costs(settings)
     draft = _draft(settings, costs)
     if draft is None:
-        return _searched(settings, inputs, costs)
+        return _searched(settings, inputs, costs, advance)
     if settings.gpus is not None and settings.gpus != draft.world_size:
         layouts = "; ".join(f"{name}: {module.layout}" for name, module in draft.modules.items())
         raise ValueError(
@@ -181,7 +181,7 @@ def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
     return draft if has_all_sizes(settings, costs.spec, draft.world_size) else None
 
 
-def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
+def _searched(settings: Settings, inputs: Inputs, costs: CostModel, advance: Callable[[float], None]) -> Answer:
     from ..search.search import search_plans
 
     assert settings.gpus is not None
@@ -205,7 +205,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     )
     if inputs.effort is not None:
         problem = replace(problem, effort=inputs.effort)
-    result = search_plans(problem)
+    result = search_plans(problem, advance)
     best = result.best
     size, arrangement = best.microbatch_size, arrangement_name(best.candidate.arrangement)
     return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)

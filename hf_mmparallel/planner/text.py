@@ -27,8 +27,7 @@ from .settings import Settings
 
 # The table of a plan: a row per kind of stage, for any number of ranks.
 
-FEW_ROWS = 8
-ONLY_LONG = ("stage", "in flight")
+ONLY_LONG = ("stage", "layers", "in flight")
 NUMBERS = ("params", "trained", "in flight", "GiB a rank")
 
 
@@ -70,8 +69,8 @@ def plan_table(
 ) -> Table:
     """
     Returns a row for each stage of each module; replicas and equal neighbors are merged. The model gives numbers of
-    parameters, the timeline microbatches in flight, and memory is that of the fullest rank. A short table has at most
-    [`FEW_ROWS`] rows or one for each module.
+    parameters, the timeline microbatches in flight, and memory is that of the fullest rank. A short table has a row
+    for each module.
     """
     cells = plan_cells(plan, spec, timeline, memory, is_short)
     table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
@@ -116,10 +115,11 @@ def plan_cells(
     is_short: bool = False,
 ) -> Cells:
     """The cells of [`plan_table`]; the first cells are empty in all rows of a module but the first."""
-    limit = max(1, FEW_ROWS // len(plan.modules)) if is_short else FEW_ROWS
     rows = []
     for name, module in plan.modules.items():
-        for number, row in enumerate(_merge(_stage_rows(plan, name, spec, timeline, memory), limit, is_short)):
+        stages = _stage_rows(plan, name, spec, timeline, memory)
+        counts = tuple(map(sum, zip(*(row.counts for row in stages), strict=True)))
+        for number, row in enumerate([_joined(stages, counts)] if is_short else _merge(stages)):
             cells = {
                 "module": "" if number else name,
                 "layout": "" if number else module.layout,
@@ -165,28 +165,31 @@ def _stage_rows(
     return [rows[key] for key in sorted(rows)]
 
 
-def _merge(rows: list[_Row], limit: int, merges_unlike: bool) -> list[_Row]:
-    """
-    Merges neighboring stages if there are more than `limit`: those with equal parameters, and unlike ones if these are
-    still more and may be merged. Numbers are the maxima.
-    """
-    for has_to_equal in (True, False)[: 1 + merges_unlike]:
-        if len(rows) <= limit:
-            break
-        merged: list[_Row] = []
-        for row in rows:
-            before = merged[-1] if merged else None
-            is_unlike = before is not None and has_to_equal and before.counts != row.counts
-            if before is None or is_unlike or before.layers[1] != row.layers[0]:
-                merged.append(row)
-                continue
-            before.last, before.layers = row.last, (before.layers[0], row.layers[1])
-            before.ranks.extend(row.ranks)
-            before.counts = tuple(map(max, before.counts, row.counts))
-            before.in_flight = max(before.in_flight, row.in_flight)
-            before.num_bytes = max(before.num_bytes, row.num_bytes)
-        rows = merged
-    return rows
+def _merge(rows: list[_Row], limit: int = 8) -> list[_Row]:
+    """Merges neighboring stages with equal parameters if there are more than `limit`; numbers are the maxima."""
+    if len(rows) <= limit:
+        return rows
+    merged: list[_Row] = []
+    for row in rows:
+        before = merged[-1] if merged else None
+        if before is None or before.counts != row.counts or before.layers[1] != row.layers[0]:
+            merged.append(row)
+        else:
+            merged[-1] = _joined([before, row], row.counts)
+    return merged
+
+
+def _joined(rows: Sequence[_Row], counts: tuple[int, ...]) -> _Row:
+    """Stages as one row, with the maxima of their microbatches and memory."""
+    return _Row(
+        rows[0].first,
+        rows[-1].last,
+        (rows[0].layers[0], rows[-1].layers[1]),
+        counts,
+        [rank for row in rows for rank in row.ranks],
+        max(row.in_flight for row in rows),
+        max(row.num_bytes for row in rows),
+    )
 
 
 def _short_count(number: int) -> str:
@@ -222,7 +225,7 @@ def print_answer(console: Console, answer: Answer) -> None:
     """Prints a plan, its step, and what bounds it: the last lines of a command."""
     plan, throughput = answer.plan, throughput_text(answer)
     lines = [
-        ("Plan", f"{plan_text(plan)}, {plan.schedule}, `{answer.arrangement}`"),
+        ("Plan", f"{plan_text(plan)}, schedule {plan.schedule}, arranged by `{answer.arrangement}`"),
         ("Step", f"{ms_text(answer.step_ms)}{NOT_OF_CPUS * answer.is_guess}, {throughput}"),
         ("Bound", answer.bound),
     ]
@@ -288,11 +291,8 @@ def _parts(memory: RankMemory) -> str:
 
 def origins(answer: Answer) -> list[tuple[str, str]]:
     """The basis of a prediction: labels and texts."""
-    settings = answer.settings
-    given = settings.global_batch_size is not None
-    chosen = "" if given else " (chosen here; set it with `--global-batch-size`)"
     lines = [
-        ("Global batch", f"{batch_text(answer)}{chosen}"),
+        ("Global batch", batch_text(answer)),
         ("Samples", samples_text(answer)),
         ("Costs", f"{costs_text(answer)}; frozen: {frozen_text(answer.costs.spec)}"),
         ("Groups", groups_text(answer.plan, answer.prediction.planned.step, answer.sync_groups)),
@@ -355,9 +355,11 @@ def batch_text(answer: Answer) -> str:
         each = f"on average {answer.global_batch_size / sum(counts):.3g}"
     packed = answer.costs.packs_rows or plan.modules[LANGUAGE_MODEL].cp_size > 1
     rows = ", rows packed" if packed else ", rows padded" if not answer.inputs.samples.are_alike else ""
+    given = answer.settings.global_batch_size is not None
+    chosen = "" if given else "; chosen here, `--global-batch-size` sets it"
     return (
-        f"{answer.global_batch_size:,} samples, {microbatches_text(counts)} of {each} on each language-model replica, "
-        f"schedule {plan.schedule}, arranged by `{answer.arrangement}`{rows}"
+        f"{answer.global_batch_size:,} samples, {microbatches_text(counts)} of {each} on each language-model "
+        f"replica{rows}{chosen}"
     )
 
 
@@ -371,7 +373,7 @@ def samples_text(answer: Answer) -> str:
     samples, sizes = answer.inputs.samples, answer.prediction.sizes
     if samples.are_alike:
         tokens = ", ".join(f"{name} {int(values[0]):,}" for name, values in sizes.tokens.items())
-        return f"all equal, with tokens: {tokens}. Real samples differ; give `--dataset` to plan for them"
+        return f"all equal, of tokens: {tokens}; `--dataset` plans for samples that differ"
     measured = samples.measured
     assert measured is not None
     spread = ", ".join(

@@ -150,13 +150,15 @@ def test_a_dry_run_fails_when_a_rank_is_too_full(model, run, fail):
     assert "more than the 20.0 GiB of the memory limit" in fail(*arguments, "--dry-run", "--memory-limit-gib", "20")
 
 
-def test_thousands_of_ranks_fit_a_screen(model, capsys):
+def test_thousands_of_ranks_fit_a_screen_that_ends_with_the_answer(model, capsys):
     arguments = ["--module", "vision:dp=128", "--module", "language_model:dp=256,pp=4,tp=2", "--gpu-type", "cpu"]
     arguments += ["--global-batch-size", "256"]
     assert main(["plan", "--model", str(model), *arguments]) == 0
     out = capsys.readouterr().out
-    assert "Plan for 2,176 ranks" in out and "(512 ranks)" in out
+    assert "Plan for 2,176 ranks" in out and "128-2175" in out
     assert len(out.splitlines()) <= 24
+    last = [line.split()[0] for line in out.splitlines() if line[0] != " "][-3:]
+    assert last == ["Plan", "Step", "Bound"] and "no prediction: a CPU" in out and "in flight" not in out
 
 
 def test_a_page_is_announced_before_it_is_written(model, tmp_path, capsys):
