@@ -372,18 +372,7 @@ class ParallelPlan:
                     **({"context": asdict(module.context)} if module.context != ContextSettings() else {}),
                     **({"sharding": asdict(module.sharding)} if module.sharding != ShardingSettings() else {}),
                     **({"storage": asdict(module.storage)} if module.storage != StorageSettings() else {}),
-                    "replicas": [
-                        [
-                            {
-                                "layers": list(stage.layers),
-                                "ranks": [list(tp_group) for tp_group in stage.mesh],
-                                "trainable": PARTLY if stage.partly_frozen else stage.trainable,
-                                **({"splits_backward": True} if stage.splits_backward else {}),
-                            }
-                            for stage in stages
-                        ]
-                        for stages in module.replicas
-                    ],
+                    "replicas": list(_replica_data(module.replicas)),
                 }
                 for name, module in self.modules.items()
             },
@@ -447,6 +436,56 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
     path.write_text(yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None))
 
 
+LISTED_COPIES = 2  # replicas that differ in their ranks only, and are written one by one
+
+
+def _replica_data(replicas: Sequence[tuple[Stage, ...]]) -> Iterator[Any]:
+    """Yields the stages of each replica, and of copies with ranks at equal distances those of the first."""
+    first = 0
+    while first < len(replicas):
+        stages = replicas[first]
+        data = [
+            {
+                "layers": list(stage.layers),
+                "ranks": [list(tp_group) for tp_group in stage.mesh],
+                "trainable": PARTLY if stage.partly_frozen else stage.trainable,
+                **({"splits_backward": True} if stage.splits_backward else {}),
+            }
+            for stage in stages
+        ]
+        apart, count = 0, 1
+        if stages and first + 1 < len(replicas) and replicas[first + 1]:
+            apart = replicas[first + 1][0].mesh[0][0] - stages[0].mesh[0][0]
+        while apart > 0 and replicas[first + count : first + count + 1] == (_shifted(stages, count * apart),):
+            count += 1
+        if count > LISTED_COPIES:
+            yield {"copies": count, "ranks_apart": apart, "stages": data}
+            first += count
+        else:
+            yield data
+            first += 1
+
+
+def _shifted(stages: Sequence[Stage], by: int) -> tuple[Stage, ...]:
+    """Stages on ranks that are higher by a number."""
+    return tuple(
+        replace(stage, mesh=tuple(tuple(rank + by for rank in tp_group) for tp_group in stage.mesh))
+        for stage in stages
+    )
+
+
+def _read_replicas(data: Any, name: str, first: int) -> list[tuple[Stage, ...]]:
+    """Reads the stages of the replica with this index, or of copies from it on."""
+    what = f"Replica {first} of `{name}`"
+    copies, apart, stages = 1, 0, data
+    if isinstance(data, Mapping):
+        data = read_mapping(data, what, ["copies", "ranks_apart", "stages"], ())
+        copies, apart = (read_count(data[key], f"`{key}` of {what}", 1) for key in ("copies", "ranks_apart"))
+        stages = data["stages"]
+    stages = [_read_stage(s, f"Stage {i} of `{name}` replica {first}") for i, s in enumerate(read_list(stages, what))]
+    return [_shifted(stages, index * apart) if index else tuple(stages) for index in range(copies)]
+
+
 def _read_module(data: Any, name: str) -> ModulePlan:
     what = f"Module `{name}` of the plan"
     data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context", "sharding", "storage"])
@@ -454,10 +493,9 @@ def _read_module(data: Any, name: str) -> ModulePlan:
     for key, known in (("method", CONTEXT_METHODS), ("mode", CONTEXT_MODES)):
         reject_unknown_keys(f"`{key}` of `{name}`", [context[key]] if key in context else [], known)
     read_count(context.get("block", 1), f"`block` of `{name}`", 1)
-    replicas = []
-    for d, stages in enumerate(read_list(data["replicas"], f"`replicas` of `{name}`")):
-        stages = read_list(stages, f"Replica {d} of `{name}`")
-        replicas.append(tuple(_read_stage(s, f"Stage {i} of `{name}` replica {d}") for i, s in enumerate(stages)))
+    replicas: list[tuple[Stage, ...]] = []
+    for entry in read_list(data["replicas"], f"`replicas` of `{name}`"):
+        replicas += _read_replicas(entry, name, len(replicas))
     if not replicas or not all(replicas):
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
     checkpointing = read_flag(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")

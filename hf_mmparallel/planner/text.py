@@ -267,6 +267,20 @@ def throughput_text(answer: Answer) -> str:
     )
 
 
+def numbers(answer: Answer) -> list[tuple[str, str]]:
+    """The figures of a step as labels and numbers."""
+    limit = answer.settings.memory_bytes
+    of = "" if limit is None else f" of {gib_text(limit)}"
+    return [
+        ("step", ms_text(answer.step_ms)),
+        ("samples/s", _count(answer.samples_per_second)),
+        ("tokens/s", _count(answer.tokens_per_second)),
+        ("MFU", f"{answer.flops_utilisation:.1%}"),
+        ("bubble", f"{answer.prediction.timeline.bubble_fraction:.1%}"),
+        ("memory, GiB", f"{gib_text(answer.peak_bytes)}{of}"),
+    ]
+
+
 def memory_text(answer: Answer) -> str:
     """The fullest rank, the largest parts of its memory, and the limit."""
     memory = answer.memory
