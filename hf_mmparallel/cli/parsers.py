@@ -95,7 +95,11 @@ def add_plan_parser(commands: Any) -> None:
         metavar="N",
         help="simulation budget in tasks per GPU (default 384); larger = slower, more thorough",
     )
-    answers.add_argument("--explain", action="store_true", help="explain why other plans were not chosen")
+    answers.add_argument(
+        "--explain",
+        action="store_true",
+        help="all figures of the plan, each stage, the step as text, and why other plans were not chosen",
+    )
     answers.add_argument(
         "--compare",
         action="store_true",
@@ -141,6 +145,7 @@ def add_simulate_parser(commands: Any) -> None:
     )
     simulate.add_argument("plan", metavar="PLAN", nargs="?", help="output of `hf-mmparallel plan --output`")
     simulate.add_argument("--model", metavar="PATH|ID", help="the model, for times and memory")
+    simulate.add_argument("--explain", action="store_true", help="all figures of the plan, and each stage")
     _add_model_arguments(simulate)
     _add_batch_arguments(simulate)
     _add_data_arguments(simulate)
@@ -158,9 +163,13 @@ def add_env_parser(commands: Any) -> None:
 
 
 def _run_plan(args: argparse.Namespace) -> None:
-    from .plan_command import run_plan
+    from ..planner.progress import Phases
 
-    run_plan(args)
+    with Phases() as phases:
+        phases.begin("Starting", is_short=True)
+        from .plan_command import run_plan
+
+        run_plan(args, phases)
 
 
 def _run_simulate(args: argparse.Namespace) -> None:
@@ -169,9 +178,13 @@ def _run_simulate(args: argparse.Namespace) -> None:
 
         run_replay(args)
         return
-    from .simulate_command import run_simulate
+    from ..planner.progress import Phases
 
-    run_simulate(args)
+    with Phases() as phases:
+        phases.begin("Starting", is_short=True)
+        from .simulate_command import run_simulate
+
+        run_simulate(args, phases)
 
 
 def _run_env(args: argparse.Namespace) -> None:

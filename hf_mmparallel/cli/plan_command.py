@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from ..cost.stage_memory import gib_text
 from ..drawing.gantt import chrome_trace, gantt_png
 from ..plan import save_layout
 from ..plan.methods import published_method
 from ..planner.answer import Answer, Inputs, check_memory, solve
-from ..planner.files import WhatIfs, figures, page_of, plan_line, save_plan
+from ..planner.files import WhatIfs, figures, page_of, save_plan
 from ..planner.inputs import read_model
+from ..planner.progress import Phases
 from ..planner.settings import Settings, read_layout
 from ..planner.text import (
-    layout_text,
+    module_layout,
     ms_text,
     new_console,
+    plan_text,
     plural,
+    print_answer,
     print_gantt,
     print_labelled,
     print_runners_up,
@@ -28,23 +32,26 @@ from ..planner.text import (
 )
 from ..search.problem import ComparedPlan
 
+NUM_BASELINES = 6
 MOST_LOSSES = 24  # rows of losses one by one
 # arguments for the plan of one number of ranks
 ONE_PLAN_ONLY = ("effort", "explain", "compare", "what_if", "dry_run", "picture", "html", "json", "trace")
 
 
-def run_plan(args: argparse.Namespace) -> None:
+def run_plan(args: argparse.Namespace, phases: Phases) -> None:
     """
-    Runs `hf-mmparallel plan`; raises `ValueError`, with a remedy, for settings that contradict each other or do not
-    fit.
+    Runs `hf-mmparallel plan`, and says what it is doing; raises `ValueError`, with a remedy, for settings that
+    contradict each other or do not fit.
     """
     if args.failures is None and args.nodes is not None:
         raise ValueError(f"`--nodes {args.nodes}` has no effect without `--failures`. Give both, or `--gpus`.")
     settings = Settings.of(args, **read_layout(args))
     if args.failures is not None:
-        print_surviving_plans(args, settings)
+        phases.begin("Planning for failures", is_short=True)
+        print_surviving_plans(args, settings, phases)
         return
     changed = [(text, settings.with_changes(text)) for text in args.what_if]
+    phases.begin(f"Reading {args.model}", is_short=True)
     source = read_model(args.model, settings.plugin.modules, args.generator)
     for text, changed_settings in [("", settings), *changed]:  # checked before anything takes time
         changed_settings.frozen_spec(source.spec)
@@ -54,39 +61,52 @@ def run_plan(args: argparse.Namespace) -> None:
                 f"`--what-if {text}`: the times of `{args.profile}` were measured on one device, in one dtype. Leave "
                 "`--profile` out to compare others."
             )
+    if args.dataset:
+        phases.begin(f"Measuring samples of {args.dataset}", is_short=True)
     inputs = Inputs.of(args, source)
-    answer, comparison = solve(settings, inputs), ()
+    phases.begin(f"Planning for {settings.gpus or 'the given'} GPUs", is_short=settings.gpus is None)
+    answer = solve(settings, inputs, phases.advance)
+    comparison: list[ComparedPlan] = []
     if args.compare:
-        comparison = baseline_plans(answer)
+        phases.begin("Planning as other methods do")
+        for other in baseline_plans(answer):
+            comparison.append(other)
+            phases.advance(1 / NUM_BASELINES)
+    what_ifs = []
+    for text, other in changed:
+        phases.begin(f"Planning for {text}")
+        what_ifs.append((text, _solve_changed(text, other, inputs, answer, phases.advance)))
+    phases.done()
     console = new_console()
     stability = []
-    if answer.inputs.samples.measured is not None:
+    if args.explain and answer.inputs.samples.measured is not None:
         sizes = answer.inputs.samples.sizes(source, answer.settings)
         stability = published_method("stable batch")(answer.costs, answer.plan, sizes, answer.global_batch_size)
-    report(console, answer, stability)
-    warn_of_memory(console, answer)
-    if answer.result is not None:
-        print_runners_up(console, answer.result, args.explain)
+    report(console, answer, args.explain, stability)
+    if args.explain and answer.result is not None:
+        print_runners_up(console, answer.result)
     elif args.explain:
         console.print(
             "The sizes are given, so that there are no other plans to explain. Leave some out, with `--gpus`."
         )
-    what_ifs = [(text, _solve_changed(text, other, inputs, answer)) for text, other in changed]
     if what_ifs:
         console.print(what_if_table(answer, what_ifs), highlight=False)
     if comparison:
-        console.print(comparison_table(answer, comparison), highlight=False)
-    print_gantt(console, answer.drawn)
+        console.print(comparison_table(answer, comparison, args.explain), highlight=False)
+    if args.explain:
+        print_gantt(console, answer.drawn)
     if args.output:
         save_plan(args.output, answer, args.command_line)
         console.print(f"Plan written to {args.output}", highlight=False, soft_wrap=True)
-    write_files(console, args, answer, comparison, what_ifs)
+    write_files(console, phases, args, answer, comparison, what_ifs)
     if args.dry_run:
         check_memory(answer)
         console.print(dry_run_text(answer), highlight=False, soft_wrap=True)
+    warn_of_memory(console, answer)
+    print_answer(console, answer)
 
 
-def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
+def print_surviving_plans(args: argparse.Namespace, settings: Settings, phases: Phases) -> None:
     """
     Prints the plans of a cluster that survives failures, and writes the one of all nodes; raises `ValueError` for
     arguments without effect on these plans, or if failures can't be guaranteed.
@@ -102,6 +122,7 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
     source = read_model(args.model, settings.plugin.modules, args.generator)
     inputs = Inputs.of(args, source)
     plans = surviving_plans(settings, inputs, args.nodes, args.failures)
+    phases.done()
     console = new_console()
     planner, batch = plans.planner, plans.global_batch_size
     limit = plans.settings.memory_bytes
@@ -114,12 +135,14 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings) -> None:
         console.print(f"Plan of all nodes written to {args.output}", highlight=False, soft_wrap=True)
 
 
-def _solve_changed(text: str, settings: Settings, inputs: Inputs, before: Answer) -> Answer:
+def _solve_changed(
+    text: str, settings: Settings, inputs: Inputs, before: Answer, advance: Callable[[float], None]
+) -> Answer:
     """Plans for a `--what-if`, with the same global batch unless that is changed."""
     if "global_batch_size=" not in text:
         settings = settings.with_changes(f"global_batch_size={before.global_batch_size}")
     try:
-        return solve(settings, inputs)
+        return solve(settings, inputs, advance)
     except ValueError as error:
         raise ValueError(f"`--what-if {text}`: {error}") from error
 
@@ -140,41 +163,45 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
         "tokens/s": [f"{a.tokens_per_second:,.0f}" for a in answers],
         "MFU": [f"{a.flops_utilisation:.1%}" for a in answers],
         "bubble": [f"{a.prediction.timeline.bubble_fraction:.1%}" for a in answers],
-        "GiB, fullest rank": [f"{a.peak_gib:.3g}" for a in answers],
+        "GiB, fullest rank": [gib_text(a.peak_bytes) for a in answers],
         "GPUs": [f"{a.plan.world_size:,}" for a in answers],
     }
     for name in before.plan.modules:
-        rows[name] = [layout_text(a.plan, name).replace(", ", "\n") for a in answers]
+        rows[name] = [module_layout(a.plan, name).replace(", ", "\n") for a in answers]
     for label, cells in rows.items():
         table.add_row(label, *cells)
     return table
 
 
-def baseline_plans(answer: Answer) -> tuple[ComparedPlan, ...]:
-    """Returns the plans of the baselines; raises `ValueError` if there was no search."""
+def baseline_plans(answer: Answer) -> Iterable[ComparedPlan]:
+    """Returns the plans of the baselines one by one; raises `ValueError` if there was no search."""
     if answer.result is None:
         raise ValueError("`--compare` needs the plan of a search. Leave sizes out, and give `--gpus`.")
     return published_method("compare")(answer.result.problem, answer.result)
 
 
-def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:
-    """Table with a row for the plan, and one for each baseline."""
+def comparison_table(answer: Answer, others: Sequence[ComparedPlan], explain: bool) -> Table:
+    """Table with a row for the plan, and one for each baseline; with `explain` their layouts."""
     table = Table(title="Beside other methods", title_justify="left")
     for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
         right = column != "method"
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
     bubble = answer.prediction.timeline.bubble_fraction
-    numbers = [f"{bubble:.1%}", f"{answer.peak_gib:.3g}", f"{answer.flops_utilisation:.1%}"]
-    layouts = plan_line(answer.plan).replace("; ", "\n")
-    table.add_row(f"this plan\n{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=True)
+    numbers = [f"{bubble:.1%}", gib_text(answer.peak_bytes), f"{answer.flops_utilisation:.1%}"]
+    layouts = "\n".join(["", *plan_text(answer.plan).split("; ")] if explain else [])
+    table.add_row(f"this plan{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=explain)
+    limit = answer.settings.memory_bytes or math.inf
     for other in others:
-        cells = [""] * 5
-        if not math.isnan(other.step_ms):  # NaN without a plan
+        cells, parts = [""] * 5, [other.title]
+        has_step = not math.isnan(other.step_ms)  # NaN without a plan
+        if has_step:
             slower = f"{other.step_ms / answer.step_ms - 1:+.1%}"
-            gib, mfu = f"{other.peak_memory_gib:.3g}", f"{other.flops_utilisation:.1%}"
+            gib, mfu = gib_text(other.peak_memory_bytes), f"{other.flops_utilisation:.1%}"
             cells = [ms_text(other.step_ms), slower, f"{other.bubble_fraction:.1%}", gib, mfu]
-        text = "\n".join(part for part in (other.title, other.layout.replace("; ", "\n"), other.note) if part)
-        table.add_row(text, *cells, end_section=True)
+            parts[0] += ", does not fit" if other.peak_memory_bytes > limit else ""
+        if explain or not has_step:
+            parts += [other.layout.replace("; ", "\n"), other.note]
+        table.add_row("\n".join(filter(None, parts)), *cells, end_section=explain)
     return table
 
 
@@ -200,6 +227,7 @@ def dry_run_text(answer: Answer) -> str:
 
 def write_files(
     console: Console,
+    phases: Phases,
     args: argparse.Namespace,
     answer: Answer,
     comparison: Sequence[ComparedPlan] = (),
@@ -215,9 +243,9 @@ def write_files(
     if args.html:
         from ..page import write_page
 
-        told = Console(stderr=True)  # a page of thousands of ranks takes a while
-        told.print(f"Writing {args.html}, the page of {plural(answer.plan.world_size, 'rank')}", highlight=False)
+        phases.begin(f"Writing {args.html}, the page of {plural(answer.plan.world_size, 'rank')}")
         write_page(args.html, page_of(answer, args.command_line, comparison, what_ifs))
+        phases.done()
         console.print(f"Page written to {args.html}", highlight=False, soft_wrap=True)
     if args.json:
         import json

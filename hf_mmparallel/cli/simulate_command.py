@@ -10,6 +10,7 @@ from ..drawing.gantt import chrome_trace, gantt_png
 from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
 from ..planner.answer import Inputs, batch_to_fill, predict_plan
 from ..planner.inputs import read_model
+from ..planner.progress import Phases
 from ..planner.settings import Settings, complete, read_plugin
 from ..planner.text import (
     groups_text,
@@ -17,6 +18,7 @@ from ..planner.text import (
     ms_text,
     new_console,
     plan_table,
+    print_answer,
     print_gantt,
     print_labelled,
     report,
@@ -25,7 +27,7 @@ from ..schedule import find_representatives, simulate
 from .plan_command import warn_of_memory, write_files
 
 
-def run_simulate(args: argparse.Namespace) -> None:
+def run_simulate(args: argparse.Namespace, phases: Phases) -> None:
     """
     Runs `hf-mmparallel simulate`; raises `ValueError` for a file without a plan, and for a plan of another model.
     """
@@ -42,6 +44,7 @@ def run_simulate(args: argparse.Namespace) -> None:
     complete(args, plugin.planned_for)
     settings = Settings.of(args, plugin=plugin)
     if args.model is None:
+        phases.done()
         _simulate_in_units(args, settings, plugin.plan)
         return
     source = read_model(args.model, plugin.modules, args.generator)
@@ -49,16 +52,18 @@ def run_simulate(args: argparse.Namespace) -> None:
     inputs = Inputs.of(args, source)
     costs = inputs.costs(settings)
     answer = predict_plan(settings, inputs, costs, plan_for_model(settings.plugin, costs.spec, None))
+    phases.done()
     console = new_console()
-    report(console, answer)
-    warn_of_memory(console, answer)
+    report(console, answer, args.explain)
     print_gantt(console, answer.drawn)
-    write_files(console, args, answer)
+    write_files(console, phases, args, answer)
+    warn_of_memory(console, answer)
+    print_answer(console, answer)
 
 
 def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: ParallelPlan) -> None:
     """Simulates a step with forwards of 1 ms and backwards of 2 ms on every stage."""
-    for name in ("dataset", "profile", "html", "json", "freeze", "generator"):
+    for name in ("dataset", "profile", "html", "json", "freeze", "generator", "explain"):
         if getattr(args, name):
             raise ValueError(f"`--{name}` has no effect without `--model`. Give the model of the plan.")
     size = settings.microbatch_size or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -250,9 +251,11 @@ class _MemoryEvents:
                 at_ms = end_ms if task.row.closes else start_ms
                 self.allocate(task.stage_key, at_ms, np.inf, memory.state.gradients)
         self._add_features()
+        tokens: dict[tuple[str, int], float] = defaultdict(float)
+        for chunk, size in self.activations.items():
+            tokens[chunk[:2]] += size[1]
         for key, memory in self.memories.items():
-            tokens = sum(size[1] for chunk, size in self.activations.items() if chunk[:2] == key[:2])
-            self.allocate(key, 0.0, np.inf, memory.kept_bytes + memory.input_bytes * tokens)
+            self.allocate(key, 0.0, np.inf, memory.kept_bytes + memory.input_bytes * tokens[key[:2]])
 
     def _later(self, task: Task) -> Task | None:
         """The task that computes the weight gradients that a task has put off; `None` if it puts off none."""
@@ -283,14 +286,15 @@ class _MemoryEvents:
 
     def add_state(self) -> None:
         """Adds weights, optimizer state, and the buckets and slices of gradient sums."""
+        last_ms: dict[tuple[str, int], float] = {}  # of the copies of a stage
+        for task, (_, end_ms) in self.times.items():
+            if task.row.adds_gradients:
+                copies = task.module, task.stage
+                last_ms[copies] = max(end_ms, last_ms.get(copies, 0.0))
         for key, memory in self.memories.items():
             self.allocate(key, 0.0, np.inf, memory.state.weights + memory.state.optimizer)
-            ends = [end for task, (_, end) in self.times.items() if task.row.adds_gradients and _is_copy(task, key)]
-            self.allocate(key, max(ends, default=self.end_ms), np.inf, memory.bucket_bytes + memory.slice_bytes)
-
-
-def _is_copy(task: Task, key: StageKey) -> bool:
-    return (task.module, task.stage) == (key[0], key[2])
+            start_ms = last_ms.get((key[0], key[2]), self.end_ms)
+            self.allocate(key, start_ms, np.inf, memory.bucket_bytes + memory.slice_bytes)
 
 
 def _levels(changes: list[tuple[float, float]]) -> tuple[NDArray, NDArray]:

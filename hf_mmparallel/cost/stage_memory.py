@@ -40,6 +40,14 @@ from .layers import CostModel, Polynomial, data_gradients
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 
 GIB = 2**30
+
+
+def gib_text(num_bytes: float) -> str:
+    """Bytes in GiB: `126.3`, `0.0412`; the same digits for a need and for its limit."""
+    gib = num_bytes / GIB
+    return f"{gib:,.1f}" if gib >= 10 else f"{gib:.3g}"
+
+
 GRADIENT_BUCKET_BYTES = 25 * 2**20  # size of the buckets of gradient all-reduces
 COPY_WINDOW_BYTES = 256 * 2**20  # parameters and state on their way at the same time when a plan changes
 OFFLOAD_BUCKET_BYTES = 64 * 2**20  # size of the buckets in which gradients come to an optimizer on the CPU

@@ -27,6 +27,7 @@ from .script_data import (
 )
 
 MAX_REPLICAS = 8
+MAX_ROWS = 64
 SCRIPTS = ("numbers.js", "picture.js", "page.js")  # one scope
 BAR_HEIGHT = 100
 
@@ -48,7 +49,7 @@ def render_page(page: PlanPage) -> str:
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     script = "".join(_source(environment, name) for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
-    rows = rank_rows(page.timeline)
+    rows = rank_rows(page.timeline, MAX_ROWS)
     return environment.get_template("page.html.jinja").render(
         page=page,
         script=script,
@@ -59,6 +60,7 @@ def render_page(page: PlanPage) -> str:
         strips=_strips(page.workloads, module_colors(page.plan)),
         evenness=_evenness_table(page.workloads),
         max_replicas=MAX_REPLICAS,
+        num_shown=sum(len(row.ranks) for row in rows),
         choices={
             "Runners-up": _choices(page, page.runners_up),
             "Beside other methods": _choices(page, page.comparison),
@@ -119,7 +121,7 @@ def _choices(page: PlanPage, choices: Sequence[PlanChoice]) -> list[dict[str, An
             row["step"] = _ms(choice.step_ms)
             row["share"] = choice.step_ms / longest if longest else 0.0
             if rows and page.compared_ms:
-                row["difference"] = f"{choice.step_ms / page.compared_ms - 1:+.1%}"
+                row["difference"] = choice.difference or f"{choice.step_ms / page.compared_ms - 1:+.1%}"
         rows.append(row)
     return rows
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class PlanChoice:
     layouts: str
     step_ms: float | None = None  # predicted; `None` for a plan that does not fit
     reason: str = ""  # why it is slower, or does not fit
+    difference: str = ""  # to the chosen plan in words, such as `as fast`; the difference of the steps by default
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,9 @@ class PlanPage:
     plan: ParallelPlan  # the page has it as YAML
     timeline: Timeline  # one step of it
     subtitle: str = ""  # below the heading: dataset, devices, batch
-    summary: Sequence[tuple[str, str]] = ()  # labels and values: predicted step, tokens/s, MFU, bubble
+    layouts: TextTable | None = None  # of the plan's modules
+    numbers: Sequence[tuple[str, str]] = ()  # labels and figures with units: step, tokens/s, MFU, bubble
+    summary: Sequence[tuple[str, str]] = ()  # labels and sentences: what was predicted, and from what
     bound: str = ""  # a sentence about what bounds the step
     table: TextTable | None = None  # the plan's stages
     memory: MemoryCurves | None = None  # of each rank over the step
@@ -100,8 +103,6 @@ class PlanPage:
 
 # Memory is quantized to this share of the highest value.
 MEMORY_RESOLUTION = 1e-4
-# Transfers in a page, of 10 bytes or so each.
-MAX_TRANSFERS = 100_000
 TaskTimes = tuple[tuple[Task, int, int], ...]
 SumTimes = tuple[tuple[int, int], ...]
 
@@ -146,23 +147,34 @@ class RankRow:
         return sum(end - start for lane in chosen for start, end in lane)
 
 
-def rank_rows(timeline: Timeline) -> list[RankRow]:
-    """Returns the rows of a timeline, by their lowest ranks. The last ones of a large page have no lanes."""
+def rank_rows(timeline: Timeline, most_rows: int | None = None) -> list[RankRow]:
+    """
+    Returns the rows of a timeline, by their lowest ranks. With `most_rows`, copies that do the same at the same times
+    share a row, and of more rows those with the least and with the most to do are kept for each stage.
+    """
     by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(timeline.num_ranks)}
     for span in timeline.spans:
         by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.busy_end_ms)))
     sums: dict[int, list[tuple[int, int]]] = {rank: [] for rank in by_rank}
     for span in timeline.sums:
         sums[span.rank].append((_us(span.start_ms), _us(span.end_ms)))
-    merged: dict[tuple[TaskTimes, SumTimes], list[int]] = {}
+    merged: dict[Hashable, list[int]] = {}
     for rank in sorted(by_rank):
-        merged.setdefault((tuple(by_rank[rank]), tuple(sums[rank])), []).append(rank)
-    rows, left = [], MAX_TRANSFERS
-    for times, ranks in merged.items():
-        lanes = _lanes(timeline, ranks[0]) if left > 0 else ()
-        left -= sum(map(len, lanes))
-        rows.append(RankRow(tuple(ranks), *times, lanes))
-    return rows
+        tasks = by_rank[rank]
+        alike = tasks if most_rows is None else [(replace(task, replica=0), *times) for task, *times in tasks]
+        merged.setdefault((tuple(alike), tuple(sums[rank])), []).append(rank)
+    rows = [RankRow(tuple(ranks), tuple(by_rank[ranks[0]]), tuple(sums[ranks[0]])) for ranks in merged.values()]
+    rows = rows if most_rows is None or len(rows) <= most_rows else _extremes(rows)
+    return [replace(row, lanes=_lanes(timeline, row.ranks[0])) for row in rows]
+
+
+def _extremes(rows: Sequence[RankRow]) -> list[RankRow]:
+    """Of the rows with equal stages, the one with the least and the one with the most to do."""
+    groups: dict[Hashable, list[RankRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple((name, stage) for name, _, stage in row.stages), []).append(row)
+    kept = [choose(own, key=lambda row: row.busy_us) for own in groups.values() for choose in (min, max)]
+    return sorted(dict.fromkeys(kept), key=lambda row: row.ranks[0])
 
 
 def _lanes(timeline: Timeline, rank: int) -> tuple[SumTimes, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ..cost import CostModel
@@ -31,9 +31,9 @@ _UNLIMITED = float(2**70)
 _OPTIMIZER_BYTES = 8
 
 
-def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPlan, ...]:
+def compare(problem: PlanningProblem, result: SearchResult) -> Iterator[ComparedPlan]:
     """
-    Simulates the plan of each baseline with the costs of the problem, on the batches of the result.
+    Simulates the plan of each baseline, one by one, with the costs of the problem, on the batches of the result.
 
     Sizes set by the user do not apply to baselines. A plan exceeds the memory only if all of its kind do.
 
@@ -49,14 +49,12 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
     judge = _BaselineEvaluator(replace(problem, fixed={}, arrangement="contiguous"), batches)
-    return (
-        judge.unaware(),
-        judge.single_layout(),
-        judge.fully_sharded(),
-        judge.disttrain(),
-        judge.ratio_based(),
-        judge.replicated(),
-    )
+    yield judge.unaware()
+    yield judge.single_layout()
+    yield judge.fully_sharded()
+    yield judge.disttrain()
+    yield judge.ratio_based()
+    yield judge.replicated()
 
 
 def all_trained(spec: ModelSpec) -> ModelSpec:

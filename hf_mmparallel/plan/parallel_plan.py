@@ -69,6 +69,20 @@ class StorageSettings:
         return bool(self.master_weights) or self.offload_optimizer or self.offload_params
 
 
+def layout_text(
+    sizes: Mapping[str, Any], sharding: ShardingSettings, storage: StorageSettings, is_recomputed: bool
+) -> str:
+    """The layout of a module in words, without sizes of 1: `dp 2 x tp 4, ZeRO-3 over 8, recomputed`."""
+    words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if str(size) != "1") or "one rank"]
+    if sharding.zero_stage:
+        over = "" if sharding.shard_size is None else f" over {sharding.shard_size}"
+        words.append(f"ZeRO-{sharding.zero_stage}{over}")
+    words += ["weights kept"] * (not sharding.reshard_after_forward)
+    words += ["optimizer on the CPU"] * storage.offload_optimizer
+    words += ["frozen weights in host memory"] * storage.offload_params
+    return ", ".join([*words, *["recomputed"] * is_recomputed])
+
+
 @dataclass(frozen=True)
 class Stage:
     """
@@ -182,14 +196,16 @@ class ModulePlan:
 
     @property
     def layout(self) -> str:
-        """The sizes as text: `dp 2 x pp 1 x tp 1`."""
-        context = f" x cp {self.cp_size}" if self.cp_size > 1 else ""
-        zero = f", ZeRO-{self.sharding.zero_stage}" if self.sharding.zero_stage else ""
-        offloaded = ", optimizer on the CPU" if self.storage.offload_optimizer else ""
-        offloaded += ", frozen weights in host memory" if self.storage.offload_params else ""
-        tp_size = "/".join(map(str, self.tp_sizes))
-        virtual = f" x vp {self.vp_size}" if self.vp_size > 1 else ""
-        return f"dp {self.dp_size} x pp {self.pp_size}{virtual}{context} x tp {tp_size}{zero}{offloaded}"
+        """Sizes, sharding and recomputation, see [`layout_text`]; `pp 2/3` if replicas differ."""
+        depths = sorted({len({stage.all_ranks for stage in self.replicas[d]}) for d in self.with_stages})
+        sizes = {
+            "dp": self.dp_size,
+            "pp": "/".join(map(str, depths)),
+            "vp": self.vp_size,
+            "cp": self.cp_size,
+            "tp": "/".join(map(str, self.tp_sizes)),
+        }
+        return layout_text(sizes, self.sharding, self.storage, self.activation_checkpointing)
 
     @property
     def num_layers(self) -> int:
@@ -356,18 +372,7 @@ class ParallelPlan:
                     **({"context": asdict(module.context)} if module.context != ContextSettings() else {}),
                     **({"sharding": asdict(module.sharding)} if module.sharding != ShardingSettings() else {}),
                     **({"storage": asdict(module.storage)} if module.storage != StorageSettings() else {}),
-                    "replicas": [
-                        [
-                            {
-                                "layers": list(stage.layers),
-                                "ranks": [list(tp_group) for tp_group in stage.mesh],
-                                "trainable": PARTLY if stage.partly_frozen else stage.trainable,
-                                **({"splits_backward": True} if stage.splits_backward else {}),
-                            }
-                            for stage in stages
-                        ]
-                        for stages in module.replicas
-                    ],
+                    "replicas": list(_replica_data(module.replicas)),
                 }
                 for name, module in self.modules.items()
             },
@@ -431,6 +436,56 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
     path.write_text(yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None))
 
 
+LISTED_COPIES = 2  # replicas that differ in their ranks only, and are written one by one
+
+
+def _replica_data(replicas: Sequence[tuple[Stage, ...]]) -> Iterator[Any]:
+    """Yields the stages of each replica, and of copies with ranks at equal distances those of the first."""
+    first = 0
+    while first < len(replicas):
+        stages = replicas[first]
+        data = [
+            {
+                "layers": list(stage.layers),
+                "ranks": [list(tp_group) for tp_group in stage.mesh],
+                "trainable": PARTLY if stage.partly_frozen else stage.trainable,
+                **({"splits_backward": True} if stage.splits_backward else {}),
+            }
+            for stage in stages
+        ]
+        apart, count = 0, 1
+        if stages and first + 1 < len(replicas) and replicas[first + 1]:
+            apart = replicas[first + 1][0].mesh[0][0] - stages[0].mesh[0][0]
+        while apart > 0 and replicas[first + count : first + count + 1] == (_shifted(stages, count * apart),):
+            count += 1
+        if count > LISTED_COPIES:
+            yield {"copies": count, "ranks_apart": apart, "stages": data}
+            first += count
+        else:
+            yield data
+            first += 1
+
+
+def _shifted(stages: Sequence[Stage], by: int) -> tuple[Stage, ...]:
+    """Stages on ranks that are higher by a number."""
+    return tuple(
+        replace(stage, mesh=tuple(tuple(rank + by for rank in tp_group) for tp_group in stage.mesh))
+        for stage in stages
+    )
+
+
+def _read_replicas(data: Any, name: str, first: int) -> list[tuple[Stage, ...]]:
+    """Reads the stages of the replica with this index, or of copies from it on."""
+    what = f"Replica {first} of `{name}`"
+    copies, apart, stages = 1, 0, data
+    if isinstance(data, Mapping):
+        data = read_mapping(data, what, ["copies", "ranks_apart", "stages"], ())
+        copies, apart = (read_count(data[key], f"`{key}` of {what}", 1) for key in ("copies", "ranks_apart"))
+        stages = data["stages"]
+    stages = [_read_stage(s, f"Stage {i} of `{name}` replica {first}") for i, s in enumerate(read_list(stages, what))]
+    return [_shifted(stages, index * apart) if index else tuple(stages) for index in range(copies)]
+
+
 def _read_module(data: Any, name: str) -> ModulePlan:
     what = f"Module `{name}` of the plan"
     data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context", "sharding", "storage"])
@@ -438,10 +493,9 @@ def _read_module(data: Any, name: str) -> ModulePlan:
     for key, known in (("method", CONTEXT_METHODS), ("mode", CONTEXT_MODES)):
         reject_unknown_keys(f"`{key}` of `{name}`", [context[key]] if key in context else [], known)
     read_count(context.get("block", 1), f"`block` of `{name}`", 1)
-    replicas = []
-    for d, stages in enumerate(read_list(data["replicas"], f"`replicas` of `{name}`")):
-        stages = read_list(stages, f"Replica {d} of `{name}`")
-        replicas.append(tuple(_read_stage(s, f"Stage {i} of `{name}` replica {d}") for i, s in enumerate(stages)))
+    replicas: list[tuple[Stage, ...]] = []
+    for entry in read_list(data["replicas"], f"`replicas` of `{name}`"):
+        replicas += _read_replicas(entry, name, len(replicas))
     if not replicas or not all(replicas):
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
     checkpointing = read_flag(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,7 +11,9 @@ from pathlib import Path
 
 from ..arrange import plan_for_batch
 from ..cost import CostModel, RankMemory, fitting_tokens
+from ..cost.analytic import AnalyticLayers
 from ..cost.calibration import costs_from, read_costs
+from ..cost.stage_memory import gib_text
 from ..drawing.gantt import rank_ranges
 from ..plan import (
     LANGUAGE_MODEL,
@@ -96,6 +98,11 @@ class Answer:
         return bound_of(self.predictions, self.settings.memory_bytes)
 
     @property
+    def is_guess(self) -> bool:
+        """Whether times say nothing of a real device: by operation counts of a CPU, whose figures are nominal."""
+        return self.settings.device.name == "cpu" and isinstance(self.costs.layers, AnalyticLayers)
+
+    @property
     def planned_for(self) -> PlannedFor:
         """What the plan was made for, to be stored beside it."""
         inputs = self.inputs
@@ -138,20 +145,20 @@ class Answer:
         return most_memory(self.predictions)
 
     @property
-    def peak_gib(self) -> float:
+    def peak_bytes(self) -> float:
         """Peak memory of the fullest rank."""
-        return max(memory.total_gib for memory in self.memory.values())
+        return max(memory.total for memory in self.memory.values())
 
 
-def solve(settings: Settings, inputs: Inputs) -> Answer:
+def solve(settings: Settings, inputs: Inputs, advance: Callable[[float], None] = lambda share: None) -> Answer:
     """
-    Predicts the plan if all sizes are given, or searches for one; raises `ValueError`, with a remedy, for settings
-    that contradict each other or do not fit.
+    Predicts the plan if all sizes are given, or searches for one, of which `advance` gets the shares that are done;
+    raises `ValueError`, with a remedy, for settings that contradict each other or do not fit.
     """
     costs = inputs.costs(settings)
     draft = _draft(settings, costs)
     if draft is None:
-        return _searched(settings, inputs, costs)
+        return _searched(settings, inputs, costs, advance)
     if settings.gpus is not None and settings.gpus != draft.world_size:
         layouts = "; ".join(f"{name}: {module.layout}" for name, module in draft.modules.items())
         raise ValueError(
@@ -174,7 +181,7 @@ def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
     return draft if has_all_sizes(settings, costs.spec, draft.world_size) else None
 
 
-def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
+def _searched(settings: Settings, inputs: Inputs, costs: CostModel, advance: Callable[[float], None]) -> Answer:
     from ..search.search import search_plans
 
     assert settings.gpus is not None
@@ -198,7 +205,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     )
     if inputs.effort is not None:
         problem = replace(problem, effort=inputs.effort)
-    result = search_plans(problem)
+    result = search_plans(problem, advance)
     best = result.best
     size, arrangement = best.microbatch_size, arrangement_name(best.candidate.arrangement)
     return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)
@@ -250,16 +257,16 @@ def _memory_for(
 
 def check_memory(answer: Answer) -> None:
     """Raises `ValueError` for the fullest rank if a rank needs more memory than the limit."""
-    limit_gib = answer.settings.memory_gib
+    limit = answer.settings.memory_bytes
     memory = answer.memory
-    if limit_gib is None or answer.peak_gib <= limit_gib:
+    if limit is None or answer.peak_bytes <= limit:
         return
-    over = [rank for rank, need in memory.items() if need.total_gib > limit_gib]
+    over = [rank for rank, need in memory.items() if need.total > limit]
     fullest = max(over, key=lambda rank: memory[rank].total)
-    needed = memory[fullest].total_gib
+    needed = memory[fullest].total
     names = sorted({name for name, _, _ in answer.plan.stages_of_rank(fullest)})
     raise ValueError(
-        f"Rank {fullest} ({', '.join(names)}) needs about {needed:.1f} GiB, {needed - limit_gib:.1f} more than the "
-        f"{answer.settings.memory_text}; in total {len(over)} ranks need more: {rank_ranges(over)}. "
+        f"Rank {fullest} ({', '.join(names)}) needs about {gib_text(needed)} GiB, {gib_text(needed - limit)} more "
+        f"than the {answer.settings.memory_text}; in total {len(over)} ranks need more: {rank_ranges(over)}. "
         f"Raise `pp` or `tp` of `{names[0]}`, lower `--microbatch-size`, or set `checkpointing=true`."
     )

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cost.stage_memory import GIB
-from ..plan import LANGUAGE_MODEL, ParallelPlan, layout_data
-from ..search.problem import ComparedPlan, RankedPlan
+from ..plan import LANGUAGE_MODEL, layout_data
+from ..search.explain import slower_text
+from ..search.problem import ComparedPlan
 from .answer import Answer
-from .text import batch_text, layout_text, layouts_text, origins, plan_cells, samples_text, summary
+from .text import batch_text, numbers, origins, plan_cells, plan_text, samples_text, summary
 
 if TYPE_CHECKING:
     from ..page import PlanPage
@@ -55,7 +56,8 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         "  planned_for: device, batch and samples of this prediction; the Trainer has its own.",
         "  schedule: 1f1b, eager (forwards ahead as far as memory goes), gpipe, encoders_first, interleaved, "
         "zero_bubble or zero_bubble_h2.",
-        "  replicas: the replicas of a module, each a list of stages.",
+        "  replicas: the replicas of a module, each a list of stages; or copies of one, each with ranks that are "
+        "ranks_apart above those of the one before.",
         "  layers: the first layer of a stage and the one after its last; consecutive within a replica.",
         "  ranks: a list of tp groups, one for each cp rank: a tp group shares the matrices, and cp ranks share the "
         "tokens (language_model only).",
@@ -86,9 +88,12 @@ def plan_yaml(answer: Answer) -> str:
         replicas = item.pop("replicas")
         text += f"  {_yaml_key(name)}:\n"
         text += "".join(f"    {key}: {_yaml_line([value])[1:-1]}\n" for key, value in item.items()) + "    replicas:\n"
-        for stages in replicas:
-            lines = [_yaml_line(stage) for stage in stages]
-            text += f"    - - {lines[0]}\n" + "".join(f"      - {line}\n" for line in lines[1:])
+        for replica in replicas:
+            copies = dict(replica) if isinstance(replica, dict) else {}
+            lines = "".join(f"      - {_yaml_line(stage)}\n" for stage in copies.pop("stages", replica))
+            if copies:
+                lines = "".join(f"      {key}: {value}\n" for key, value in copies.items()) + f"      stages:\n{lines}"
+            text += f"    - {lines.lstrip()}"
     return text
 
 
@@ -127,7 +132,7 @@ def figures(
     result = answer.result
     if result is not None:
         data["runners_up"] = [
-            {"step_ms": plan.step_ms, "layouts": str(plan.candidate), "reason": reason}
+            {"step_ms": plan.step_ms, "layouts": plan_text(plan.plan), "reason": reason}
             for plan, reason in zip(result.runners_up, result.reasons, strict=True)
         ]
         data["search"] = {
@@ -171,7 +176,7 @@ def _figures(answer: Answer) -> dict[str, Any]:
         "tokens_per_second": answer.tokens_per_second,
         "flops_utilisation": answer.flops_utilisation,
         "bubble_fraction": prediction.timeline.bubble_fraction,
-        "peak_memory_gib": answer.peak_gib,
+        "peak_memory_gib": answer.peak_bytes / GIB,
     }
 
 
@@ -191,7 +196,11 @@ def page_of(
 
     prediction, result = answer.prediction, answer.result
     planned, sizes = prediction.planned, prediction.sizes
-    cells = plan_cells(answer.plan, answer.costs.spec, prediction.timeline, answer.memory)
+
+    def text_table(is_short: bool) -> TextTable:
+        cells = plan_cells(answer.plan, answer.costs.spec, prediction.timeline, answer.memory, is_short)
+        return TextTable(cells.columns, cells.rows, cells.right)
+
     curves = memory_timeline(answer.costs, answer.plan, planned.step, sizes, prediction.timeline.task_times)
     limit = answer.settings.memory_gib
     if answer.arrangement == "contiguous":
@@ -200,8 +209,13 @@ def page_of(
         both = compare_with_contiguous(answer.plan, planned.step, planned.workloads, answer.microbatch_size)
         workloads = dict(zip(("before, contiguous", f"after, {answer.arrangement}"), both, strict=True))
     installed = environment()
+    runners_up = []
+    if result is not None:
+        runners_up = [
+            PlanChoice(f"plan {number}", plan_text(own.plan), own.step_ms, reason, slower_text(result.best, own))
+            for number, (own, reason) in enumerate(zip(result.runners_up, result.reasons, strict=True), start=2)
+        ]
     versions = {name: installed[name] for name in ("hf_mmparallel", "python", "torch", "transformers")}
-    others = [] if result is None else list(zip(result.runners_up, result.reasons, strict=True))
     return PlanPage(
         title=f"{Path(answer.inputs.source.name).name} on {answer.plan.world_size:,} x {answer.settings.gpu_type}",
         subtitle=f"{samples_text(answer)}. {batch_text(answer)}.",
@@ -209,30 +223,19 @@ def page_of(
         modules=answer.settings.plugin.modules,
         planned_for=answer.planned_for,
         timeline=answer.drawn,
+        layouts=text_table(is_short=True),
+        numbers=numbers(answer),
         summary=[(label, text) for label, text in [*summary(answer), *origins(answer)] if label != "Bound"],
         bound=answer.bound,
-        table=TextTable(cells.columns, cells.rows, cells.right),
+        table=text_table(is_short=False),
         memory=MemoryCurves(curves, {}, None if limit is None else limit * GIB),
         workloads=workloads,
-        runners_up=[
-            PlanChoice(f"plan {number}", one_line(ranked), ranked.step_ms, reason)
-            for number, (ranked, reason) in enumerate(others, start=2)
-        ],
+        runners_up=runners_up,
         comparison=[
             *(PlanChoice(other.title, other.layout, _finite(other.step_ms), other.note) for other in comparison),
-            *(PlanChoice(f"what if {text}", plan_line(other.plan), other.step_ms) for text, other in what_ifs),
+            *(PlanChoice(f"what if {text}", plan_text(other.plan), other.step_ms) for text, other in what_ifs),
         ],
         step_ms=answer.step_ms,
         command=shlex.join(command),
         versions=versions,
     )
-
-
-def one_line(ranked: RankedPlan) -> str:
-    """The layouts of a ranked plan on one line."""
-    return "; ".join(layouts_text(ranked).splitlines())
-
-
-def plan_line(plan: ParallelPlan) -> str:
-    """The layouts of a plan on one line."""
-    return "; ".join(f"{name}: {layout_text(plan, name)}" for name in plan.modules)

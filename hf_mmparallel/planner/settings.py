@@ -11,7 +11,7 @@ from ..cost import MEMORY_SHARE, Hardware, device_from, find_device, usable_byte
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.devices import PEAK_OF_DTYPE
 from ..cost.layers import PACKED_ATTENTION
-from ..cost.stage_memory import GIB
+from ..cost.stage_memory import GIB, gib_text
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, PlannedFor
 from ..plan.methods import ARRANGEMENTS, SCHEDULES, Schedule
 from ..plan.plugin import reject_unknown_keys
@@ -98,9 +98,10 @@ class Settings:
     @property
     def memory_text(self) -> str:
         """The memory limit as text."""
+        assert self.memory_bytes is not None
         if self.memory_limit_gib is not None:
-            return f"{self.memory_gib:.4g} GiB of the memory limit"
-        return f"{self.memory_gib:.4g} GiB, {MEMORY_SHARE:.0%} of the memory of {self.gpu_type}"
+            return f"{gib_text(self.memory_bytes)} GiB of the memory limit"
+        return f"{gib_text(self.memory_bytes)} GiB, {MEMORY_SHARE:.0%} of the memory of {self.gpu_type}"
 
     @property
     def allocator_text(self) -> str:

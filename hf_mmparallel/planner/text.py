@@ -15,15 +15,20 @@ from rich.table import Table
 from ..cost import LayerCosts, RankMemory
 from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
+from ..cost.stage_memory import gib_text
 from ..drawing.gantt import gantt_text, rank_ranges
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, SyncGroup, stage_parameters
 from ..runtime.groups import channels_of_step, collective_groups
 from ..schedule import GradientFlow, Timeline
-from ..search.problem import RankedPlan, SearchResult
+from ..search.explain import slower_text
+from ..search.problem import SearchResult
 from .answer import Answer
 from .settings import Settings
 
 # The table of a plan: a row per kind of stage, for any number of ranks.
+
+ONLY_LONG = ("stage", "layers", "in flight")
+NUMBERS = ("params", "trained", "in flight", "GiB a rank")
 
 
 @dataclass
@@ -33,10 +38,10 @@ class _Row:
     first: int
     last: int
     layers: tuple[int, int]
-    cells: tuple[str, ...]
+    counts: tuple[int, ...]  # parameters and trained ones, or whether there is a backward
     ranks: list[int] = field(default_factory=list)
     in_flight: float = 0.0
-    gib: float = 0.0
+    num_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,14 @@ def plan_table(
     timeline: Timeline,
     memory: Mapping[int, RankMemory] | None,
     is_narrow: bool = False,
+    is_short: bool = False,
 ) -> Table:
     """
     Returns a row for each stage of each module; replicas and equal neighbors are merged. The model gives numbers of
-    parameters, the timeline microbatches in flight, and memory is that of the fullest rank.
+    parameters, the timeline microbatches in flight, and memory is that of the fullest rank. A short table has a row
+    for each module.
     """
-    cells = plan_cells(plan, spec, timeline, memory)
+    cells = plan_cells(plan, spec, timeline, memory, is_short)
     table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
     # no lines between columns
     if is_narrow:
@@ -74,8 +81,8 @@ def plan_table(
         table.add_column(
             column.replace(" ", "\n", 1),
             justify="right" if column in cells.right else "left",
-            no_wrap=column != "ranks",
-            min_width=11 if column == "ranks" else None,
+            no_wrap=column not in ("layout", "ranks"),
+            min_width=11 if column in ("layout", "ranks") else None,
         )
     for number, row in enumerate(cells.rows):
         last = number + 1 == len(cells.rows) or bool(cells.rows[number + 1][0])
@@ -83,23 +90,21 @@ def plan_table(
     return table
 
 
-def layout_text(plan: ParallelPlan, name: str) -> str:
-    """The sizes of a module that are not 1, and the modules before it on the same ranks."""
+def module_layout(plan: ParallelPlan, name: str) -> str:
+    """The layout of a module, and the modules before it on the same ranks."""
     ranks = {other: {r for _, _, s in module.stages() for r in s.all_ranks} for other, module in plan.modules.items()}
     before = list(plan.modules)[: list(plan.modules).index(name)]
     shared = [other for other in before if ranks[other] & ranks[name]]
     module = plan.modules[name]
-    sizes = {
-        "dp": module.dp_size,
-        "pp": module.pp_size,
-        "vp": module.vp_size,
-        "cp": module.cp_size,
-        "tp": module.tp_size,
-    }
-    text = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one rank"
-    text += ", recomputed" if module.activation_checkpointing else ""
-    text += ", backward split" if module.splits_backward else ""
-    return text + (f", with {' and '.join(shared)}" if shared else "")
+    text = module.layout + (", backward split" if module.splits_backward else "")
+    return text + (f", on the ranks of {' and '.join(shared)}" if shared else "")
+
+
+def plan_text(plan: ParallelPlan) -> str:
+    """The layouts of a plan on one line, with the number of microbatches."""
+    layouts = [f"{name}: {module_layout(plan, name)}" for name in plan.modules]
+    counts = plan.microbatch_counts
+    return "; ".join([*layouts, microbatches_text(counts)])
 
 
 def plan_cells(
@@ -107,25 +112,30 @@ def plan_cells(
     spec: ModelSpec | None,
     timeline: Timeline,
     memory: Mapping[int, RankMemory] | None,
+    is_short: bool = False,
 ) -> Cells:
-    """The cells of [`plan_table`]; the first cell is empty in all rows of a module but the first."""
-    cut = any(module.cp_size > 1 for module in plan.modules.values())
-    columns = ["module", "dp/pp/cp/tp" if cut else "dp/pp/tp", "stage", "layers", "ranks"]
-    columns += ["params", "trained"] if spec is not None else ["backward"]
-    columns += ["in flight"] + (["GiB a rank"] if memory is not None else [])
-    cells = []
+    """The cells of [`plan_table`]; the first cells are empty in all rows of a module but the first."""
+    rows = []
     for name, module in plan.modules.items():
-        depths = sorted({len({stage.all_ranks for stage in stages}) for stages in module.replicas})
-        tp_size = "-".join(map(str, module.tp_sizes))
-        inner = f"{module.cp_size}/{tp_size}" if cut else tp_size
-        sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{inner}"
-        for number, row in enumerate(_merge(_stage_rows(plan, name, spec, timeline, memory))):
-            stage = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
-            layers = f"{row.layers[0]}-{row.layers[1] - 1}"
-            head = (name, sizes) if number == 0 else ("", "")
-            tail = (f"{row.in_flight:.3g}", *((f"{row.gib:.2f}",) if memory is not None else ()))
-            cells.append((*head, stage, layers, rank_ranges(row.ranks), *row.cells, *tail))
-    return Cells(tuple(columns), tuple(cells), ("params", "trained", "in flight", "GiB a rank"))
+        stages = _stage_rows(plan, name, spec, timeline, memory)
+        counts = tuple(map(sum, zip(*(row.counts for row in stages), strict=True)))
+        for number, row in enumerate([_joined(stages, counts)] if is_short else _merge(stages)):
+            cells = {
+                "module": "" if number else name,
+                "layout": "" if number else module.layout,
+                "stage": str(row.first) if row.first == row.last else f"{row.first}-{row.last}",
+                "layers": f"{row.layers[0]}-{row.layers[1] - 1}",
+                "ranks": rank_ranges(list(set(row.ranks))),
+            }
+            if spec is None:
+                cells["backward"] = "yes" if row.counts[0] else "no"
+            else:
+                cells |= zip(("params", "trained"), map(_short_count, row.counts), strict=True)
+            cells["in flight"] = f"{row.in_flight:.3g}"
+            if memory is not None:
+                cells["GiB a rank"] = gib_text(row.num_bytes)
+            rows.append({key: value for key, value in cells.items() if not is_short or key not in ONLY_LONG})
+    return Cells(tuple(rows[0]), tuple(tuple(row.values()) for row in rows), NUMBERS)
 
 
 def _stage_rows(
@@ -141,17 +151,17 @@ def _stage_rows(
     for replica, index, stage in plan.modules[name].stages():
         key = (index, stage.layers)
         if key not in rows:
-            cells = ("yes" if flow.has_backward(name, replica, index) else "no",)
+            counts: tuple[int, ...] = (int(flow.has_backward(name, replica, index)),)
             if spec is not None:
                 parameters = stage_parameters(spec, name, stage)
                 trainable = sum(p.num_elements for p in parameters if p.trainable)
-                cells = (_short_count(sum(p.num_elements for p in parameters)), _short_count(trainable))
-            rows[key] = _Row(index, index, stage.layers, cells)
+                counts = (sum(p.num_elements for p in parameters), trainable)
+            rows[key] = _Row(index, index, stage.layers, counts)
         row = rows[key]
         row.ranks.extend(stage.all_ranks)
         row.in_flight = max(row.in_flight, timeline.peak_in_flight.get((name, replica, index), 0.0))
         if memory is not None:
-            row.gib = max(row.gib, *(memory[rank].total_gib for rank in stage.all_ranks))
+            row.num_bytes = max(row.num_bytes, *(memory[rank].total for rank in stage.all_ranks))
     return [rows[key] for key in sorted(rows)]
 
 
@@ -162,13 +172,24 @@ def _merge(rows: list[_Row], limit: int = 8) -> list[_Row]:
     merged: list[_Row] = []
     for row in rows:
         before = merged[-1] if merged else None
-        if before is None or before.cells != row.cells or before.layers[1] != row.layers[0]:
+        if before is None or before.counts != row.counts or before.layers[1] != row.layers[0]:
             merged.append(row)
-            continue
-        before.last, before.layers = row.last, (before.layers[0], row.layers[1])
-        before.ranks.extend(row.ranks)
-        before.in_flight, before.gib = max(before.in_flight, row.in_flight), max(before.gib, row.gib)
+        else:
+            merged[-1] = _joined([before, row], row.counts)
     return merged
+
+
+def _joined(rows: Sequence[_Row], counts: tuple[int, ...]) -> _Row:
+    """Stages as one row, with the maxima of their microbatches and memory."""
+    return _Row(
+        rows[0].first,
+        rows[-1].last,
+        (rows[0].layers[0], rows[-1].layers[1]),
+        counts,
+        [rank for row in rows for rank in row.ranks],
+        max(row.in_flight for row in rows),
+        max(row.num_bytes for row in rows),
+    )
 
 
 def _short_count(number: int) -> str:
@@ -180,6 +201,8 @@ def _short_count(number: int) -> str:
 
 
 WIDTH = 160  # columns of output to a file or a pipe
+SHORT_LABELS = ("Global batch", "Samples", "Costs")
+NOT_OF_CPUS = " (no prediction: a CPU has no known speed; measure it with `hf-mmparallel profile`)"
 NARROW = 100  # columns below which tables have no lines
 GANTT_ROWS = 12
 
@@ -189,12 +212,24 @@ def new_console() -> Console:
     return Console(width=None if Console().is_terminal else WIDTH)
 
 
-def report(console: Console, answer: Answer, more: Sequence[tuple[str, str]] = ()) -> None:
-    """Prints a plan with its prediction, and `more` labels and texts."""
-    prediction = answer.prediction
-    narrow = console.width < NARROW
-    console.print(plan_table(answer.plan, answer.costs.spec, prediction.timeline, answer.memory, narrow))
-    print_labelled(console, [*summary(answer), *origins(answer), *more])
+def report(console: Console, answer: Answer, explain: bool, more: Sequence[tuple[str, str]] = ()) -> None:
+    """Prints a plan and what it was made for; with `explain` its whole prediction, and `more` labels and texts."""
+    spec, timeline, narrow = answer.costs.spec, answer.prediction.timeline, console.width < NARROW
+    console.print(plan_table(answer.plan, spec, timeline, answer.memory, narrow, is_short=not explain))
+    lines = dict([*summary(answer), *origins(answer), *more])
+    del lines["Bound"]  # which is among the last lines
+    print_labelled(console, [(label, lines[label]) for label in (lines if explain else SHORT_LABELS)])
+
+
+def print_answer(console: Console, answer: Answer) -> None:
+    """Prints a plan, its step, and what bounds it: the last lines of a command."""
+    plan, throughput = answer.plan, throughput_text(answer)
+    lines = [
+        ("Plan", f"{plan_text(plan)}, schedule {plan.schedule}, arranged by `{answer.arrangement}`"),
+        ("Step", f"{ms_text(answer.step_ms)}{NOT_OF_CPUS * answer.is_guess}, {throughput}"),
+        ("Bound", answer.bound),
+    ]
+    print_labelled(console, lines)
 
 
 def print_labelled(console: Console, lines: Sequence[tuple[str, str]]) -> None:
@@ -214,12 +249,8 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     ends = [ms_text(end) for end in (min(times), max(times))]
     spread = f" ({ends[0]} to {ends[1]} in {len(times)} batches)" if ends[0] != ends[1] else ""
     lines = [
-        ("Predicted step", f"{ms_text(answer.step_ms)}{spread}"),
-        (
-            "Throughput",
-            f"{_count(answer.samples_per_second)} samples/s, {_count(answer.tokens_per_second)} tokens/s of the "
-            f"language model, MFU {answer.flops_utilisation:.1%}",
-        ),
+        ("Predicted step", f"{ms_text(answer.step_ms)}{spread}{NOT_OF_CPUS * answer.is_guess}"),
+        ("Throughput", throughput_text(answer)),
         ("Bubble", f"{prediction.timeline.bubble_fraction:.1%} of the ranks' time"),
         ("Memory", memory_text(answer)),
     ]
@@ -228,15 +259,37 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     return [*lines, ("Bound", answer.bound)]
 
 
+def throughput_text(answer: Answer) -> str:
+    """Samples and tokens of the language model a second, and MFU."""
+    return (
+        f"{_count(answer.samples_per_second)} samples/s, {_count(answer.tokens_per_second)} tokens/s, "
+        f"MFU {answer.flops_utilisation:.1%}"
+    )
+
+
+def numbers(answer: Answer) -> list[tuple[str, str]]:
+    """The figures of a step as labels and numbers."""
+    limit = answer.settings.memory_bytes
+    of = "" if limit is None else f" of {gib_text(limit)}"
+    return [
+        ("step", ms_text(answer.step_ms)),
+        ("samples/s", _count(answer.samples_per_second)),
+        ("tokens/s", _count(answer.tokens_per_second)),
+        ("MFU", f"{answer.flops_utilisation:.1%}"),
+        ("bubble", f"{answer.prediction.timeline.bubble_fraction:.1%}"),
+        ("memory, GiB", f"{gib_text(answer.peak_bytes)}{of}"),
+    ]
+
+
 def memory_text(answer: Answer) -> str:
     """The fullest rank, the largest parts of its memory, and the limit."""
     memory = answer.memory
     fullest = max(memory, key=lambda rank: (memory[rank].total, -rank))
-    limit = answer.settings.memory_gib
-    of = "" if limit is None else f" of {limit:.4g}"
-    median = float(np.median([rank.total_gib for rank in memory.values()]))
-    text = f"{answer.peak_gib:.3g}{of} GiB on the fullest rank, {fullest} ({_parts(memory[fullest])})"
-    return text if len(memory) == 1 else f"{text}; {median:.3g} GiB on half of them or less"
+    limit = answer.settings.memory_bytes
+    of = "" if limit is None else f" of {gib_text(limit)}"
+    median = float(np.median([rank.total for rank in memory.values()]))
+    text = f"{gib_text(memory[fullest].total)}{of} GiB on the fullest rank, {fullest} ({_parts(memory[fullest])})"
+    return text if len(memory) == 1 else f"{text}; {gib_text(median)} GiB on half of them or less"
 
 
 def _parts(memory: RankMemory) -> str:
@@ -252,11 +305,8 @@ def _parts(memory: RankMemory) -> str:
 
 def origins(answer: Answer) -> list[tuple[str, str]]:
     """The basis of a prediction: labels and texts."""
-    settings = answer.settings
-    given = settings.global_batch_size is not None
-    chosen = "" if given else " (chosen here; set it with `--global-batch-size`)"
     lines = [
-        ("Global batch", f"{batch_text(answer)}{chosen}"),
+        ("Global batch", batch_text(answer)),
         ("Samples", samples_text(answer)),
         ("Costs", f"{costs_text(answer)}; frozen: {frozen_text(answer.costs.spec)}"),
         ("Groups", groups_text(answer.plan, answer.prediction.planned.step, answer.sync_groups)),
@@ -319,9 +369,11 @@ def batch_text(answer: Answer) -> str:
         each = f"on average {answer.global_batch_size / sum(counts):.3g}"
     packed = answer.costs.packs_rows or plan.modules[LANGUAGE_MODEL].cp_size > 1
     rows = ", rows packed" if packed else ", rows padded" if not answer.inputs.samples.are_alike else ""
+    given = answer.settings.global_batch_size is not None
+    chosen = "" if given else "; chosen here, `--global-batch-size` sets it"
     return (
-        f"{answer.global_batch_size:,} samples, {microbatches_text(counts)} of {each} on each language-model replica, "
-        f"schedule {plan.schedule}, arranged by `{answer.arrangement}`{rows}"
+        f"{answer.global_batch_size:,} samples, {microbatches_text(counts)} of {each} on each language-model "
+        f"replica{rows}{chosen}"
     )
 
 
@@ -335,7 +387,7 @@ def samples_text(answer: Answer) -> str:
     samples, sizes = answer.inputs.samples, answer.prediction.sizes
     if samples.are_alike:
         tokens = ", ".join(f"{name} {int(values[0]):,}" for name, values in sizes.tokens.items())
-        return f"all equal, with tokens: {tokens}. Real samples differ; give `--dataset` to plan for them"
+        return f"all equal, of tokens: {tokens}; `--dataset` plans for samples that differ"
     measured = samples.measured
     assert measured is not None
     spread = ", ".join(
@@ -356,41 +408,21 @@ def groups_text(plan: ParallelPlan, step: StepPlan, sync_groups: Sequence[SyncGr
     )
 
 
-def print_runners_up(console: Console, result: SearchResult, explain: bool) -> None:
-    """Prints the next best plans, and with `explain` why they are slower and others were rejected."""
+def print_runners_up(console: Console, result: SearchResult) -> None:
+    """Prints the next best plans with what speaks against them, and why other candidates were not chosen."""
     if result.runners_up:
         table = Table(title="Next best plans", title_justify="left")
-        for column in ("", "plan", "step", "slower"):
-            numeric = column in ("step", "slower")
+        for column in ("", "plan", "step", "beside 1"):
+            numeric = column in ("step", "beside 1")
             table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
         reasons = ["", *result.reasons]
         for number, (ranked, reason) in enumerate(zip([result.best, *result.runners_up], reasons, strict=True)):
-            slower = f"{ranked.step_ms / result.best.step_ms - 1:.1%}" if number else ""
-            label = str(number + 1)
-            text = layouts_text(ranked) + (f"\n{reason}" if explain and reason else "")
-            table.add_row(label, text, ms_text(ranked.step_ms), slower, end_section=True)
+            text = plan_text(ranked.plan).replace("; ", "\n") + (f"\n{reason}" if reason else "")
+            beside = slower_text(result.best, ranked) if number else ""
+            table.add_row(str(number + 1), text, ms_text(ranked.step_ms), beside, end_section=True)
         console.print(table, highlight=False)
-    if explain:
-        print_explanation(console, result)
-
-
-def layouts_text(ranked: RankedPlan) -> str:
-    """A line per module, with the modules whose ranks it shares."""
-    candidate = ranked.candidate
-    lines = [
-        f"{name}: {layout}, on the ranks of {candidate.colocated_with[name]}"
-        if name in candidate.colocated_with
-        else f"{name}: {layout}"
-        for name, layout in candidate.layouts.items()
-    ]
-    return "\n".join([*lines, plural(candidate.num_microbatches, "microbatch")])
-
-
-def print_explanation(console: Console, result: SearchResult) -> None:
-    """Prints why the other candidates were not chosen."""
     lines = [("Left out", f"{count:,} candidates: {reason}") for reason, count in result.rejected.items()]
     lines.append(("Not simulated", f"{result.num_not_simulated:,} candidates: slower by the closed form"))
-    lines += [(f"Plan {number}", other.bound) for number, other in enumerate(result.runners_up, start=2)]
     print_labelled(console, lines)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..cost import RankMemory
-from ..cost.stage_memory import GIB
+from ..cost.stage_memory import gib_text
 from ..steps.step_planner import Prediction
 from .candidates import CandidateSpace
 from .problem import PlanningProblem, RankedPlan
@@ -14,30 +14,35 @@ from .simulations import AS_FAST, SURE_RATIO, cautious_ms, large_samples, shard_
 
 _FULL_MEMORY_FRACTION = 0.9  # share of the memory limit above which a plan is called full
 _ONE_PERCENT_FRACTION = 0.005  # share that rounds to 1 %
-_EQUAL_TIME_TOLERANCE = 5e-4  # difference that rounds to 0.0 %
 
 
 def bound_of(predictions: Sequence[Prediction], memory_bytes: float | None) -> str:
-    """Says what bounds the time of a plan: its busiest stage, bubbles, and the memory of the fullest rank."""
-    prediction = Prediction.typical(predictions)
-    busy, rank = busiest(prediction)
-    names = ", ".join(f"`{name}` stage {index}" for name, _, index in prediction.plan.stages_of_rank(rank))
-    idle, unlike = prediction.timeline.bubble_fraction, prediction.timeline.unlike_fraction
-    text = (
-        f"The busiest rank, {rank} ({names}), computes {busy:.0%} of the step; ranks wait {idle:.0%} of it on average"
-    )
-    if unlike >= _ONE_PERCENT_FRACTION:
-        text += f", {unlike:.0%} within tasks, for the largest of unlike replicas"
+    """Says what bounds a plan: the memory of the fullest rank, its busiest stage, and bubbles."""
     fullest, memory = fullest_rank(predictions)
-    limit = "" if memory_bytes is None else f" of {memory_bytes / GIB:.3g}"
-    text += (
-        f". The fullest, rank {fullest}, needs {memory.total_gib:.3g}{limit} GiB, most of it {largest_part(memory)}."
-    )
+    limit = "" if memory_bytes is None else f" of {gib_text(memory_bytes)}"
+    text = f"{gib_text(memory.total)}{limit} GiB on the fullest rank, {fullest}, most of it {largest_part(memory)}. "
     if memory_bytes is not None and memory.total > memory_bytes:
         text += _large_samples_text(predictions)
     elif memory_bytes is not None and memory.total > _FULL_MEMORY_FRACTION * memory_bytes:
-        text += " Memory leaves no room for larger microbatches."
-    return text
+        text += "It leaves no room for larger microbatches. "
+    prediction = Prediction.typical(predictions)
+    busy, rank = busiest(prediction)
+    idle, unlike = prediction.timeline.bubble_fraction, prediction.timeline.unlike_fraction
+    text += (
+        f"The busiest rank, {rank} ({_stages_text(prediction, rank)}), computes {busy:.0%} of the step; ranks wait "
+        f"{idle:.0%} of it on average"
+    )
+    if unlike >= _ONE_PERCENT_FRACTION:
+        text += f", {unlike:.0%} within tasks, for the largest of unlike replicas"
+    return f"{text}."
+
+
+def _stages_text(prediction: Prediction, rank: int) -> str:
+    """The stages of a rank: `vision stage 0, language_model stages 0, 4`."""
+    stages: dict[str, list[str]] = {}
+    for name, _, index in prediction.plan.stages_of_rank(rank):
+        stages.setdefault(name, []).append(str(index))
+    return ", ".join(f"{name} stage{'s' * (len(own) > 1)} {', '.join(own)}" for name, own in stages.items())
 
 
 def _large_samples_text(predictions: Sequence[Prediction]) -> str:
@@ -47,8 +52,8 @@ def _large_samples_text(predictions: Sequence[Prediction]) -> str:
         return ""
     name, _, tokens, limit = max(samples, key=lambda sample: sample[2] / max(sample[3], 1))
     return (
-        f" That is for samples of up to {tokens:,} tokens in `{name}`, where a microbatch may have {limit:,}: each "
-        "gets a microbatch of its own, and training warns of them."
+        f"That is for samples of up to {tokens:,} tokens in `{name}`, where a microbatch may have {limit:,}: each "
+        "gets a microbatch of its own, and training warns of them. "
     )
 
 
@@ -76,21 +81,27 @@ def largest_part(memory: RankMemory) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def reason_for(best: RankedPlan, other: RankedPlan) -> str:
-    """A sentence on why a plan is slower than the best one."""
+def slower_text(best: RankedPlan, other: RankedPlan) -> str:
+    """How much slower a plan is than the best one, or that it is as fast, by the rule of [`in_order`]."""
     slower = other.step_ms / best.step_ms - 1
-    if slower < _EQUAL_TIME_TOLERANCE:
-        needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
-        words = f"{-slower:.1%} faster" if slower < -_EQUAL_TIME_TOLERANCE else "As fast"
-        if cautious_ms(other) > AS_FAST * cautious_ms(best):
-            return (
-                f"{words}: `{other.candidate.schedule}` has to be {SURE_RATIO - 1:.0%} faster, since its tasks take a "
-                "little longer than predicted."
-            )
+    if abs(slower) < AS_FAST - 1:
+        return "as fast"
+    return f"{slower:.1%} slower" if slower > 0 else f"{-slower:.1%} faster"
+
+
+def reason_for(best: RankedPlan, other: RankedPlan) -> str:
+    """What speaks against a plan beside the best one."""
+    if cautious_ms(other) <= AS_FAST * cautious_ms(best):
         groups = [shard_size(plan.candidate) for plan in (best, other)]
         if groups[1] > groups[0]:
-            return f"{words}: copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}."
-        return f"{words}: its fullest rank needs {needs[1]:.3g} GiB instead of {needs[0]:.3g}."
+            return f"copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}"
+        needs = [gib_text(plan.peak_memory_bytes) for plan in (best, other)]
+        return f"its fullest rank needs {needs[1]} GiB instead of {needs[0]}"
+    if other.step_ms < best.step_ms:
+        return (
+            f"`{other.candidate.schedule}` has to be {SURE_RATIO - 1:.0%} faster, since its tasks take a little "
+            "longer than predicted"
+        )
     computes, waits = zip(*(_mean_busy_and_idle_ms(plan) for plan in (best, other)), strict=True)
     if computes[1] - computes[0] >= waits[1] - waits[0]:
         what = f"ranks compute {computes[1] / computes[0] - 1:.1%} longer"
@@ -104,7 +115,7 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     else:
         share = [idle / plan.step_ms for idle, plan in zip(waits, (best, other), strict=True)]
         what = f"ranks wait {share[1]:.1%} of the step instead of {share[0]:.1%}"
-    return f"{slower:.1%} slower: {what}."
+    return what
 
 
 def _mean_busy_and_idle_ms(plan: RankedPlan) -> tuple[float, float]:
@@ -138,14 +149,14 @@ def no_plan_error(problem: PlanningProblem) -> ValueError:
     missing = smallest - problem.memory_bytes
     if missing <= 0:  # an average microbatch fits
         return ValueError(
-            f"No plan for {what} fits every batch: the smallest layout needs about {smallest / GIB:.3g} of "
-            f"{problem.memory_bytes / GIB:.3g} GiB for an average microbatch, but more than that with the largest "
+            f"No plan for {what} fits every batch: the smallest layout needs about {gib_text(smallest)} of "
+            f"{gib_text(problem.memory_bytes)} GiB for an average microbatch, but more than that with the largest "
             "sample and the transient memory of its task. Leave the microbatch size open or make it smaller, shorten "
             "the samples, use more ranks, or devices with more memory."
         )
     return ValueError(
-        f"No plan for {what} fits: the smallest layout needs about {smallest / GIB:.3g} GiB on its fullest rank, "
-        f"{missing / GIB:.3g} GiB more than the {problem.memory_bytes / GIB:.3g} GiB of a device. "
+        f"No plan for {what} fits: the smallest layout needs about {gib_text(smallest)} GiB on its fullest rank, "
+        f"{gib_text(missing)} GiB more than the {gib_text(problem.memory_bytes)} GiB of a device. "
         f"{_remedy(problem)}"
     )
 

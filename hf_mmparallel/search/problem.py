@@ -14,7 +14,7 @@ from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
 from ..plan.methods import ARRANGEMENT_CANDIDATES, POLICIES, SCHEDULES, Schedule
 from ..plan.ownership import partly_frozen_stages, trainable_stages, with_split_backwards
-from ..plan.parallel_plan import ShardingSettings, StorageSettings, fitting_virtual_stages
+from ..plan.parallel_plan import ShardingSettings, StorageSettings, fitting_virtual_stages, layout_text
 from ..plan.plugin import STORAGE, ZERO_STAGES
 from ..steps.step_planner import Prediction
 
@@ -54,18 +54,8 @@ class Layout:
         return self.dp_size * self.pp_size * self.cp_size * self.tp_size
 
     def __str__(self) -> str:
-        sizes = (("dp", self.dp_size), ("pp", self.pp_size), ("cp", self.cp_size), ("tp", self.tp_size))
-        words = [" x ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"]
-        if self.zero_stage:
-            over = "" if self.shard_size is None else f" over {self.shard_size}"
-            words.append(f"ZeRO-{self.zero_stage}{over}")
-        if not self.sharding.reshard_after_forward:
-            words.append("weights kept")
-        if self.storage.offload_optimizer:
-            words.append("optimizer on the CPU")
-        if self.storage.offload_params:
-            words.append("frozen weights in host memory")
-        return ", ".join([*words, "recomputed"] if self.activation_checkpointing else words)
+        sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
+        return layout_text(sizes, self.sharding, self.storage, self.activation_checkpointing)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -16,7 +16,7 @@ from ..plan import ModuleSpec
 from ..plan.methods import POLICIES, Schedule
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..steps.step_planner import Prediction
-from .candidates import CandidateSpace, diversify
+from .candidates import CandidateSpace, EstimatedCandidate, diversify
 from .explain import bound_of, no_plan_error, reason_for
 from .options import ModuleOptions, ParallelConfig
 from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult
@@ -325,9 +325,10 @@ def _module_ms(simulations: Simulations, candidate: Candidate, name: str, shardi
 
 
 _NUM_RUNNERS_UP = 3
+_WHOLE_EFFORT = 2.1  # sum of the shares of a search
 
 
-def search_plans(problem: PlanningProblem) -> SearchResult:
+def search_plans(problem: PlanningProblem, advance: Callable[[float], None] = lambda share: None) -> SearchResult:
     """
     Searches for the plan with the fastest predicted training step, and says what bounds it and the next best ones.
 
@@ -342,23 +343,24 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
 
     If no plan fits, the result is one that exceeds the memory only by samples larger than a microbatch may be:
     training runs each of them in a microbatch of its own. `bound` of such a plan says so. If there is none either,
-    raises `ValueError`, which says by how much memory or fixed sizes fail, with a remedy.
+    raises `ValueError`, which says by how much memory or fixed sizes fail, with a remedy. `advance` is called with
+    shares of the search, as they are done.
     """
     start = time.perf_counter()
     with _without_collection():
-        return _searched(problem, start)
+        return _searched(problem, start, advance)
 
 
-def _searched(problem: PlanningProblem, start: float) -> SearchResult:
+def _searched(problem: PlanningProblem, start: float, advance: Callable[[float], None]) -> SearchResult:
     spaces = [CandidateSpace(own) for own in nested_problems(problem)]
     simulator, found = Simulations(spaces[-1]), dict[str, RankedPlan]()
     for space in spaces:
         simulator.space = space
-        found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
+        found |= {key_of(p.candidate): p for p in _best_of(simulator, lambda share: advance(share / len(spaces)))}
     for own in offloading_problems(problem):
         if not found:
             simulator.space = CandidateSpace(own)
-            found |= {key_of(plan.candidate): plan for plan in _best_of(simulator)}
+            found |= {key_of(plan.candidate): plan for plan in _best_of(simulator, advance)}
     simulator.space = spaces[-1]
     ranked = in_order(found.values()) or with_large_samples(simulator, 1 + _NUM_RUNNERS_UP)
     if not ranked:
@@ -389,22 +391,31 @@ def nested_problems(problem: PlanningProblem) -> list[PlanningProblem]:
     return list(chosen.values())
 
 
-def _best_of(simulator: Simulations) -> list[RankedPlan]:
-    """The fastest plans of the simulator's candidates that fit all batches."""
+def _best_of(simulator: Simulations, advance: Callable[[float], None]) -> list[RankedPlan]:
+    """The fastest plans of the simulator's candidates that fit all batches; says shares of it that are done."""
     space = simulator.space
-    simulator.screen(diversify(space.expected_to_fit(shares_passes=False)), share=0.2, least=32)
-    placement = simulator.best_placement()
-    placed = (c for c in space.expected_to_fit(shares_passes=False) if c.colocated_with == placement)
-    simulator.screen(placed, share=0.1, least=16)
-    simulator.screen(space.expected_to_fit(shares_passes=False), share=0.05, least=0)
-    simulator.screen(diversify(space.expected_to_fit(shares_passes=True)), share=0.1, least=8)
-    simulator.screen(diversify(space.above_memory_limit()), share=0.05, least=4)
-    simulator.simulate(share=0.2, least=6)
-    simulator.simulate_remaining()
-    try_shardings(simulator, share=0.2)
-    try_orders(simulator, share=0.6)
-    try_shardings(simulator, share=0.2)
-    try_host_memory(simulator, share=0.1)
+
+    def placed() -> Iterator[EstimatedCandidate]:
+        placement = simulator.best_placement()
+        return (c for c in space.expected_to_fit(shares_passes=False) if c.colocated_with == placement)
+
+    # with shares of the effort
+    steps: list[tuple[float, Callable[[float], Any]]] = [
+        (0.2, lambda share: simulator.screen(diversify(space.expected_to_fit(shares_passes=False)), share, least=32)),
+        (0.1, lambda share: simulator.screen(placed(), share, least=16)),
+        (0.05, lambda share: simulator.screen(space.expected_to_fit(shares_passes=False), share, least=0)),
+        (0.1, lambda share: simulator.screen(diversify(space.expected_to_fit(shares_passes=True)), share, least=8)),
+        (0.05, lambda share: simulator.screen(diversify(space.above_memory_limit()), share, least=4)),
+        (0.2, lambda share: simulator.simulate(share, least=6)),
+        (0.0, lambda share: simulator.simulate_remaining()),
+        (0.2, lambda share: try_shardings(simulator, share)),
+        (0.6, lambda share: try_orders(simulator, share)),
+        (0.2, lambda share: try_shardings(simulator, share)),
+        (0.1, lambda share: try_host_memory(simulator, share)),
+    ]
+    for share, step in steps:
+        step(share)
+        advance(share / _WHOLE_EFFORT)
     ranked = finalists(simulator, share=0.3, least=1 + _NUM_RUNNERS_UP)
     while not ranked and (
         simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting

@@ -311,7 +311,7 @@ def report_search(search: AutoSearch, folder: Path) -> None:
     lines = dict([*origins(answer), *summary(answer)])
     labels = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Allocator", "Bound")
     print_labelled(console, [(label, lines[label]) for label in labels if label in lines])
-    print_runners_up(console, result, explain=True)
+    print_runners_up(console, result)
     with not_worth_a_run("The plan"):
         folder.mkdir(parents=True, exist_ok=True)
         save_plan(str(folder / PLAN_FILE), answer, sys.argv)

@@ -60,12 +60,12 @@ def run(capsys) -> Callable[..., str]:
 
 @pytest.fixture
 def fail(capsys) -> Callable[..., str]:
-    """Runs a command that fails and returns its error, which is one line."""
+    """Runs a command that fails and returns its error, which is one line, after those of its phases."""
 
     def call(*arguments) -> str:
         assert main([str(argument) for argument in arguments]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1
+        *phases, error = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: ") and all(line.startswith("Planning") for line in phases)
         return error
 
     return call

@@ -19,10 +19,12 @@ from rich.console import Console
 from transformers import AutoModelForImageTextToText
 
 from hf_mmparallel.adapters.adapter import add_adapters
+from hf_mmparallel.cost.stage_memory import GIB, gib_text
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan
 from hf_mmparallel.planner.text import frozen_text, ms_text
+from hf_mmparallel.search.simulations import AS_FAST
 from hf_mmparallel.trainer import auto, start_report
 from tests import tiny
 from tests.distributed import run_distributed
@@ -53,7 +55,7 @@ def ask(model, tmp_path, run):
 
     def call(*arguments) -> tuple[dict, dict[str, str]]:
         path = tmp_path / "figures.json"
-        call.out = out = run(*arguments, "--model", model, "--dataset", "chartqa", "--json", path)
+        call.out = out = run(*arguments, "--model", model, "--dataset", "chartqa", "--json", path, "--explain")
         figures = json.loads(path.read_text())
         return {key: value for key, value in figures.items() if key not in NOT_ASKED}, lines_of(out)
 
@@ -62,7 +64,7 @@ def ask(model, tmp_path, run):
 
 def lines_of(out: str) -> dict[str, str]:
     """Label -> text of a report without line breaks."""
-    parts = re.split(rf" ({'|'.join((*LABELS, 'Groups'))}) ", out)
+    parts = re.split(rf" ({'|'.join((*LABELS, 'Groups', 'Figures', 'Plan', 'Step'))}) ", out)
     return {label: text for label, text in zip(parts[1::2], parts[2::2], strict=True) if label in LABELS}
 
 
@@ -79,13 +81,15 @@ def test_the_files_of_a_plan_that_was_searched_say_what_is_printed(tmp_path, ask
     """The page, the comments of the plan, the figures, and the table of `--explain`."""
     page, plan = tmp_path / "page.html", tmp_path / "plan.yaml"
     layout = ["--gpus", 2, "--effort", 1, "--module", "language_model:tp=1,checkpointing=false"]
-    figures, lines = ask("plan", *layout, *REQUEST, "--html", page, "--output", plan, "--explain")
+    figures, lines = ask("plan", *layout, *REQUEST, "--html", page, "--output", plan)
     explained = json.loads((tmp_path / "figures.json").read_text())["runners_up"]
     printed = ask.out.split("Next best plans")[1]
     assert f"│ {ms_text(figures['step_ms'])} │ │" in printed, "the first row is the plan itself"
     assert explained
     for other in explained:
-        assert f"│ {ms_text(other['step_ms'])} │ {other['step_ms'] / figures['step_ms'] - 1:.1%} │" in printed
+        slower = other["step_ms"] / figures["step_ms"] - 1
+        told = "as fast" if abs(slower) < AS_FAST - 1 else f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+        assert f"│ {ms_text(other['step_ms'])} │ {told} │" in printed
     drawn = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page.read_text())).split())
     notes = " ".join(plan.read_text().replace("# ", " ").split())
     for label, text in lines.items():
@@ -94,7 +98,8 @@ def test_the_files_of_a_plan_that_was_searched_say_what_is_printed(tmp_path, ask
     assert lines["Predicted step"].startswith(ms_text(figures["step_ms"]))
     assert f"MFU {figures['flops_utilisation']:.1%}" in lines["Throughput"]
     assert lines["Bubble"].startswith(f"{figures['bubble_fraction']:.1%} of")
-    assert lines["Memory"].startswith(f"{figures['peak_memory_gib']:.3g} of") and lines["Bound"] == figures["bound"]
+    peak, limit = (gib_text(GIB * figures[name]) for name in ("peak_memory_gib", "memory_limit_gib"))
+    assert lines["Memory"].startswith(f"{peak} of {limit} GiB") and lines["Bound"] == figures["bound"]
     assert ask("simulate", plan) == (figures, lines)
 
 
@@ -189,7 +194,7 @@ def test_the_trainer_reports_the_step_that_the_commands_predict(tmp_path, run):
     lines = lines_of(found)
     step_ms = lines["Predicted step"].split(" ms")[0]
     asked = ["--model", tmp_path / "model", "--dataset", tmp_path / "data"]
-    simulated = lines_of(run("simulate", plan, *asked))
+    simulated = lines_of(run("simulate", plan, *asked, "--explain"))
     for label in ("Predicted step", "Throughput", "Memory", "Bound"):
         assert simulated[label].startswith(lines[label].partition(" Next best")[0]), label
     for report in printed.values():

@@ -40,6 +40,8 @@ def example_page(plugin: ModulePlugin | None = None, num_microbatches: int = 8) 
         subtitle=f"{DATASET}, {num_samples} samples a step, a40",
         plan=plan,
         timeline=simulation,
+        layouts=TextTable(["module", "layout"], [["vision", "dp 2 x pp 2 x tp 2"], ["language_model", "dp 2"]]),
+        numbers=[("tokens/s", "107,063"), ("MFU", "33.8%")],
         summary=[
             ("predicted step", f"{step_ms:,.0f} ms"),
             ("ranks", str(plan.world_size)),

@@ -178,6 +178,20 @@ def test_ranks_of_a_grid_share_a_row_and_idle_ranks_have_one(html):
     assert "ranks 1-2" in idle and "100.0%" in idle
 
 
+def test_copies_that_do_the_same_share_a_row_and_of_many_rows_the_extremes_are_kept():
+    spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=6, pp_size=2)})
+    step = make_step({LANGUAGE_MODEL: [[[replica]] for replica in range(6)]})
+    cost = {True: lambda task: 1.0, False: lambda task: 1.0 + task.replica % 3}
+    alike, unlike = (timeline_of(plan, step, [], cost[own]) for own in (True, False))
+    assert [row.ranks for row in rank_rows(alike, 2)] == [tuple(range(0, 12, 2)), tuple(range(1, 12, 2))]
+    assert len(rank_rows(alike)) == 12 and len(rank_rows(unlike, 6)) == 6
+    kept = [(row.ranks, row.stages[0][2], row.busy_us) for row in rank_rows(unlike, 5)]
+    assert kept == [((0, 6), 0, 2000), ((1, 7), 1, 2000), ((4, 10), 0, 6000), ((5, 11), 1, 6000)]
+    page = render_page(PlanPage("t", plan, unlike))
+    assert "12 ranks: for each stage" not in page and len(Reader(page).data["rows"]) == 6
+
+
 def test_nothing_outside_is_named_and_only_the_own_script_may_run(html):
     assert re.search(r"https?:|//[a-z]|\bsrc=|@import|url\(|\bimport\b", html.split("<body>")[0]) is None
     script = html.split("<script>")[1]
@@ -195,7 +209,8 @@ def test_all_sections_are_there(html, page):
     reader = Reader(html)
     titles = ["One step", "The plan", "Workloads of microbatches", "Runners-up", "Beside other methods", "Use it"]
     assert reader.text_of("h2") == titles
-    for label, value in page.summary:
+    assert "dp 2 x pp 2 x tp 2" in html.split('id="step"')[0], "the plan comes first"
+    for label, value in (*page.numbers, *page.summary):
         assert label in reader.text_of("dt") and value in reader.text_of("dd")
     for choice in (*page.runners_up, *page.comparison):
         assert choice.name in reader.text_of("th") and choice.reason in reader.text_of("td")

@@ -179,10 +179,10 @@ def test_an_unknown_module_names_the_nearest(name, hint):
 
 
 def test_a_world_of_the_wrong_size_shows_the_sizes():
-    sizes = r"6 ranks \(vision: dp 2 x pp 1 x tp 1 = 2; language_model: dp 1 x pp 2 x tp 2 = 4\), but 4 were"
+    sizes = r"6 ranks \(vision: dp 2 = 2; language_model: pp 2 x tp 2 = 4\), but 4 were"
     with pytest.raises(ValueError, match=sizes):
         resolve({"dp_size": 2}, {"pp_size": 2, "tp_size": 2}, world_size=4)
-    with pytest.raises(ValueError, match="language_model: dp 2 x pp 1 x cp 2 x tp 2 = 8"):
+    with pytest.raises(ValueError, match="language_model: dp 2 x cp 2 x tp 2 = 8"):
         resolve({}, {"dp_size": 2, "cp_size": 2, "tp_size": 2}, world_size=8)
     with pytest.raises(ValueError, match="but 1 was launched. .*accelerate launch --cpu.*examples/accelerate_configs"):
         resolve(world_size=1)
@@ -262,7 +262,7 @@ def test_copies_may_have_different_numbers_of_ranks_and_stages():
     plan = change(PLAN, "vision", *UNLIKE)
     check_plan(plan, SPEC)
     vision = plan.modules["vision"]
-    assert (vision.tp_sizes, vision.tp_size, vision.layout) == ((1, 2), 2, "dp 2 x pp 1 x tp 1/2")
+    assert (vision.tp_sizes, vision.tp_size, vision.layout) == ((1, 2), 2, "dp 2 x tp 1/2")
     uneven = change(PLAN, LANGUAGE_MODEL, whole((2,), layers=4), (Stage((0, 1), ((3,),)), Stage((1, 4), ((4,),))))
     uneven = dataclasses.replace(uneven, replica_microbatches=(3, 1))
     assert plan_for_model(MultimodalParallelPlugin(plan=uneven), SPEC, 5) == uneven

@@ -94,7 +94,7 @@ def test_stages_come_round_on_the_ranks_of_a_pipeline():
     spec, _ = make_plan({VISION: [[(0,)]], LM: [[(1,)]]})
     plan = resolve_plan(spec, {LM: ModulePlugin(pp_size=2, vp_size=2, tp_size=2)})
     assert [stage.all_ranks for _, _, stage in plan.modules[LM].stages()] == [(1, 2), (3, 4), (1, 2), (3, 4)]
-    assert plan.world_size == 5 and plan.modules[LM].layout == "dp 1 x pp 2 x vp 2 x tp 2"
+    assert plan.world_size == 5 and plan.modules[LM].layout == "pp 2 x vp 2 x tp 2"
     assert (plan.modules[LM].pp_size, plan.modules[LM].vp_size, plan.modules[VISION].vp_size) == (2, 2, 1)
     assert ParallelPlan.from_dict(plan.to_dict()) == plan
     ModulePlugin(pp_size=2, vp_size=2).check_against(LM, plan.modules[LM])

@@ -45,7 +45,10 @@ function measure() {
   $("scroll").style.height = `${layout.height}px`;
   $("spacer").style.height = `${AXIS + rows.length * layout.row - layout.height}px`;
   const inner = $("scroll").clientWidth; // without the scroll bar
-  layout.left = isNarrow() ? 100 : 230;
+  const pen = canvases.gantt.getContext("2d");
+  pen.font = "600 11px system-ui, sans-serif";
+  const widest = Math.max(100, ...allRows.map((row) => pen.measureText(labelOf(row)).width + 22));
+  layout.left = isNarrow() ? 100 : Math.min(widest, Math.round(0.4 * layout.full));
   layout.width = inner - layout.left - 8;
 }
 
@@ -106,6 +109,17 @@ function drawGantt() {
   grid(pen, AXIS - 4, AXIS, true);
 }
 
+/** The ranks of a row and, where there is room, their modules and stages: `ranks 0-7  vision 0, language_model 0 4`. */
+function labelOf(row) {
+  if (isNarrow()) return row.label;
+  const stages = new Map();
+  for (const index of row.stages) {
+    const [module, , stage] = data.stages[index];
+    stages.set(module, `${stages.get(module) ?? data.modules[module].name} ${stage}`);
+  }
+  return `${row.label}  ${[...stages.values()].join(", ") || "idle"}`;
+}
+
 function drawRow(pen, row, y) {
   const bars = layout.row - layout.lane;
   const [top, height, middle] = [y + 2, bars - 4, y + bars / 2 + 0.5];
@@ -115,8 +129,7 @@ function drawRow(pen, row, y) {
   }
   pen.fillStyle = colors.ink;
   pen.font = `${row === chosen ? "600 " : ""}11px system-ui, sans-serif`;
-  const stages = row.stages.map((index) => data.stages[index]).map(([m, d, s]) => `${data.modules[m].name} r${d} s${s}`);
-  gutter(pen, isNarrow() ? row.label : `${row.label}  ${stages.join(", ") || "idle"}`, middle);
+  gutter(pen, labelOf(row), middle);
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
   pen.fillStyle = colors.quiet;
