@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cost import LayerCosts, RankMemory
+from ..cost import LayerCosts, RankMemory, predicts_times
 from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
 from ..drawing.gantt import gantt_text, rank_ranges
@@ -213,8 +213,9 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     times = [prediction.step_ms for prediction in answer.predictions]
     ends = [ms_text(end) for end in (min(times), max(times))]
     spread = f" ({ends[0]} to {ends[1]} in {len(times)} batches)" if ends[0] != ends[1] else ""
+    note = "" if predicts_times(answer.costs) else ", to compare plans by: the speed of a CPU is unknown"
     lines = [
-        ("Predicted step", f"{ms_text(answer.step_ms)}{spread}"),
+        ("Predicted step", f"{ms_text(answer.step_ms)}{spread}{note}"),
         (
             "Throughput",
             f"{_count(answer.samples_per_second)} samples/s, {_count(answer.tokens_per_second)} tokens/s of the "
