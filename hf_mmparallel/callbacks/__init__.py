@@ -1,7 +1,8 @@
 """Callbacks that see the engine. They use the engine and the costs, and are imported by the Trainer and by users."""
 
 from .base import EngineCallback
-from .metrics import LossProgressCallback, ParallelMetricsCallback
+from .log_lines import LogLineCallback, LossProgressCallback
+from .metrics import ParallelMetricsCallback
 from .prediction import PredictionCallback
 from .preemption import PreemptionCallback
 from .recoveries import RecoveryCallback
@@ -9,6 +10,7 @@ from .step_timelines import TimelineCallback
 
 __all__ = [
     "EngineCallback",
+    "LogLineCallback",
     "LossProgressCallback",
     "ParallelMetricsCallback",
     "PredictionCallback",

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.trainer_callback import ProgressCallback
 
 from ..arrange.balance import Balance, compare_with_contiguous, excess, measured_balance
 from ..cost import training_flops
@@ -240,28 +239,3 @@ class ParallelMetricsCallback(EngineCallback):
             name = f"{name}_of_measured_peak" if device.source.startswith(MEASURED) else name
             metrics[name] = flops_utilisation(self.engine.spec, windows, device.peak_tflops)
         return metrics
-
-
-# One progress bar that carries the loss.
-
-_BAR_FIELDS = {"loss": "loss", "grad_norm": "grad", "learning_rate": "lr", "parallel/bubble_fraction": "bubble"}
-
-
-class LossProgressCallback(ProgressCallback):
-    """
-    The Trainer's progress bar with the last loss, gradient norm, learning rate and bubble in it; other logs, such as
-    evaluation metrics, are written above. The Trainer uses it under a plan; `disable_tqdm` turns it off.
-    """
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or self.training_bar is None or not logs:
-            return
-        if "loss" in logs:
-            shown = {short: f"{logs[name]:.4g}" for name, short in _BAR_FIELDS.items() if name in logs}
-            self.training_bar.set_postfix(shown)
-            return
-        shown = {name: value for name, value in logs.items() if name != "total_flos"}
-        values = (
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
-        )
-        self.training_bar.write(", ".join(values))

@@ -15,6 +15,7 @@ import torch
 from accelerate.logging import get_logger
 
 from .. import __version__
+from ..cost import predicts_times
 from ..cost.calibration import profile_digest
 from ..cost.run_log import RUN_LOG, LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
 from ..cost.stage_memory import GIB
@@ -38,7 +39,7 @@ _MAX_COMPARED_STEPS = 4  # maximum steps of a window
 _MAX_TIME_FRACTION = 0.02  # maximum share of the thread in the time since training began
 _NUM_FIRST_WINDOWS = 8  # first windows, of which one step is compared in any case
 _WINDOWS_BEFORE_LOG = 3  # windows before the error of the prediction is first logged
-_WARN_ERROR = 0.2  # relative error of predicted steps
+_WARN_ERROR = 0.25  # relative error of predicted steps
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,8 @@ class PredictionCallback(EngineCallback):
         )
         assert self._pool is not None
         self._pool.submit(self._timed, self._finish, self.comparer, window, steps)
-        self._tell_early()
+        if len(self.windows) >= _WINDOWS_BEFORE_LOG:
+            self._tell()
         return metrics | _predicted_metrics(window, steps)
 
     def _finish(self, comparer: StepComparer, window: LoggedWindow, steps: Sequence[MeasuredStep]) -> None:
@@ -261,18 +263,13 @@ class PredictionCallback(EngineCallback):
         """Whether the thread has taken less than its share of the time since training began."""
         return self._spent_s < _MAX_TIME_FRACTION * (time.perf_counter() - self._began_s)
 
-    def _tell_early(self) -> None:
-        """Logs the error of the prediction once, after a few windows."""
-        if len(self.windows) >= _WINDOWS_BEFORE_LOG and not self._told:
-            self._told = True
-            self._tell()
-
     def _tell(self) -> None:
-        """Logs the error of the prediction, as a warning if it is large; a CPU's speed is not in the table."""
+        """Logs the error of the prediction once, as a warning if it is large; times on a CPU are not predicted."""
         comparison = self.comparison
-        if comparison is not None:
+        if comparison is not None and not self._told:
+            self._told = True
             off = abs(sum(comparison.causes.values())) / comparison.mean("predicted_step_ms")
-            is_far = off > _WARN_ERROR and self.engine is not None and self.engine.device.type != "cpu"
+            is_far = off > _WARN_ERROR and self.engine is not None and predicts_times(self.engine.costs)
             logger.log(logging.WARNING if is_far else logging.INFO, comparison.sentence)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ Cost models, analytic or measured: the time of each task and the memory of each 
 Uses `plan` only and no torch; imported by the search, the planner, and what predicts or measures steps.
 """
 
-from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
+from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops, predicts_times
 from .device_table import device_from, device_table, find_device, recognize_device
 from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial, data_gradients
@@ -52,6 +52,7 @@ __all__ = [
     "model_flops",
     "module_flops",
     "module_model_flops",
+    "predicts_times",
     "recognize_device",
     "stage_costs",
     "training_flops",

@@ -336,3 +336,8 @@ def analytic_costs(
     if Precision.of(first, value_bytes).compute == FULL and device.dtype not in ("float32", "tf32"):
         device = device.computing_in("float32")
     return CostModel(spec, device, AnalyticLayers(spec, device, value_bytes, engine), value_bytes, engine)
+
+
+def predicts_times(costs: CostModel) -> bool:
+    """Whether times are those of the device: of a CPU only a measured profile knows the speed."""
+    return costs.device.name != "cpu" or not isinstance(costs.layers, AnalyticLayers)

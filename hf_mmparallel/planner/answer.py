@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ..arrange import plan_for_batch
 from ..cost import CostModel, RankMemory, fitting_tokens
-from ..cost.analytic import AnalyticLayers
 from ..cost.calibration import costs_from, read_costs
 from ..cost.stage_memory import gib_text
 from ..drawing.gantt import rank_ranges
@@ -96,11 +95,6 @@ class Answer:
     def bound(self) -> str:
         """A sentence on what bounds the step."""
         return bound_of(self.predictions, self.settings.memory_bytes)
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether times say nothing of a real device: by operation counts of a CPU, whose figures are nominal."""
-        return self.settings.device.name == "cpu" and isinstance(self.costs.layers, AnalyticLayers)
 
     @property
     def planned_for(self) -> PlannedFor:

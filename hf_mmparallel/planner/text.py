@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cost import LayerCosts, RankMemory
+from ..cost import LayerCosts, RankMemory, predicts_times
 from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
 from ..cost.stage_memory import gib_text
@@ -202,7 +202,6 @@ def _short_count(number: int) -> str:
 
 WIDTH = 160  # columns of output to a file or a pipe
 SHORT_LABELS = ("Global batch", "Samples", "Costs")
-NOT_OF_CPUS = " (no prediction: a CPU has no known speed; measure it with `hf-mmparallel profile`)"
 NARROW = 100  # columns below which tables have no lines
 GANTT_ROWS = 12
 
@@ -226,7 +225,7 @@ def print_answer(console: Console, answer: Answer) -> None:
     plan, throughput = answer.plan, throughput_text(answer)
     lines = [
         ("Plan", f"{plan_text(plan)}, schedule {plan.schedule}, arranged by `{answer.arrangement}`"),
-        ("Step", f"{ms_text(answer.step_ms)}{NOT_OF_CPUS * answer.is_guess}, {throughput}"),
+        ("Step", f"{ms_text(answer.step_ms)}{_cpu_note(answer)}, {throughput}"),
         ("Bound", answer.bound),
     ]
     print_labelled(console, lines)
@@ -242,6 +241,13 @@ def print_labelled(console: Console, lines: Sequence[tuple[str, str]]) -> None:
     console.print(table, highlight=False)
 
 
+def _cpu_note(answer: Answer) -> str:
+    """What is said of a time that is none of a real device."""
+    if predicts_times(answer.costs):
+        return ""
+    return " (no prediction: a CPU has no known speed; measure it with `hf-mmparallel profile`)"
+
+
 def summary(answer: Answer) -> list[tuple[str, str]]:
     """Returns the prediction of a step as labels and texts."""
     prediction = answer.prediction
@@ -249,7 +255,7 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
     ends = [ms_text(end) for end in (min(times), max(times))]
     spread = f" ({ends[0]} to {ends[1]} in {len(times)} batches)" if ends[0] != ends[1] else ""
     lines = [
-        ("Predicted step", f"{ms_text(answer.step_ms)}{spread}{NOT_OF_CPUS * answer.is_guess}"),
+        ("Predicted step", f"{ms_text(answer.step_ms)}{spread}{_cpu_note(answer)}"),
         ("Throughput", throughput_text(answer)),
         ("Bubble", f"{prediction.timeline.bubble_fraction:.1%} of the ranks' time"),
         ("Memory", memory_text(answer)),

@@ -15,7 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..arrange import plan_for_batch
 from ..callbacks.base import not_worth_a_run
-from ..cost import CostModel
+from ..cost import CostModel, predicts_times
 from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
@@ -29,7 +29,7 @@ from ..planner.files import page_of, save_plan
 from ..planner.inputs import ModelSource, Samples
 from ..planner.possible_sizes import possible_sizes
 from ..planner.settings import Settings
-from ..planner.text import origins, print_labelled, print_runners_up, summary
+from ..planner.text import origins, print_labelled, summary
 from ..runtime.host_memory import available_bytes
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
@@ -299,8 +299,8 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
 
 def report_search(search: AutoSearch, folder: Path) -> None:
     """
-    Prints the search, what bounds the step and the runners-up, and writes the plan as `plan.yaml`, which `parallel=`
-    takes, and as `plan.html`.
+    Prints the search and what bounds the step, and writes the plan as `plan.yaml`, which `parallel=` takes, and with
+    the plans that it was chosen over as `plan.html`.
     """
     console = stderr_console()
     if search.origin:
@@ -309,9 +309,10 @@ def report_search(search: AutoSearch, folder: Path) -> None:
     if answer is None or result is None:
         return
     lines = dict([*origins(answer), *summary(answer)])
-    labels = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Allocator", "Bound")
+    labels = ["Search", "Samples", "Costs", "Memory", "Allocator", "Bound"]
+    if predicts_times(answer.costs):
+        labels[3:3] = ["Predicted step", "Throughput"]
     print_labelled(console, [(label, lines[label]) for label in labels if label in lines])
-    print_runners_up(console, result)
     with not_worth_a_run("The plan"):
         folder.mkdir(parents=True, exist_ok=True)
         save_plan(str(folder / PLAN_FILE), answer, sys.argv)

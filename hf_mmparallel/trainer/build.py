@@ -473,8 +473,7 @@ def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any)
     if attention != ATTENTION:
         return RowChoice(
             False,
-            f"`{attention}` attention of `{LANGUAGE_MODEL}` can't keep samples of one row apart; `packing=True` packs "
-            f"them, with `{ATTENTION}` attention",
+            f"`{attention}` attention can't pack them; `packing=True` does, with `{ATTENTION}`",
         )
     try:
         _ = MaskRule(model), PositionRule(model)  # their checks

@@ -19,7 +19,6 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
-from ..drawing.workload_chart import number_text
 from ..plan import save_layout
 from ..resilience.save_interval import best_save_interval_s, expected_slowdown
 from ..runtime.engine import ParallelEngine
@@ -27,11 +26,11 @@ from ..runtime.host_memory import available_bytes_per_rank
 from ..runtime.writes import FolderSave, HostCopies, Writes, save_errors
 from ..world import World
 from .auto import SAVED_PLAN
-from .start_report import stderr_console
 
 logger = get_logger(__name__)
 
 _STEPS = 33  # whose starts are kept, for the median duration of a step
+_LONG_RUN_S, _COSTLY = 3600.0, 1.01  # shortest run, and its least relative time, for which an interval is advised
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ class CheckpointSaves:
         self._copies: HostCopies | None = None
         self._collecting: Writes | None = None
         self._save: FolderSave | None = None  # not finished yet
-        self._state: TrainerState | None = None
+        self._state: TrainerState | None = None  # of the checkpoint that is not there yet
+        self._last_state = TrainerState()  # of the last checkpoint
         self._saved: SavedCheckpoint | None = None
         self._has_warned = self._has_advised = False
         self.has_given_up = False  # the last checkpoint, so that another one is due
@@ -89,6 +89,7 @@ class CheckpointSaves:
         finally:
             self._collecting = None
         self._save, self._state = save, copy.copy(state)
+        self._last_state = self._state
         self.has_given_up = False
         self._best_before_save, self._given_up = self._best_before, None
         if save.writes.num_early and not self._has_warned:
@@ -124,7 +125,7 @@ class CheckpointSaves:
             self._note_saved(save)
             if not self._has_advised:
                 self._has_advised = True
-                self._advise(save)
+                self._advise(save, self._last_state)
 
     def start_anew(self) -> None:
         """Gives up the checkpoint that is being written, and what is known of those before."""
@@ -157,14 +158,15 @@ class CheckpointSaves:
         """Notes the start of a training step."""
         self._step_starts_s.append(time.perf_counter())
 
-    def _advise(self, save: FolderSave) -> None:
+    def _advise(self, save: FolderSave, state: TrainerState) -> None:
         """Says how often to save, by what the first checkpoint has cost. Collective."""
         costs = self.world.gather((save.blocked_s, save.write_s), "the cost of a checkpoint")
         steps_s = [after - before for before, after in itertools.pairwise(self._step_starts_s)]
-        if costs is not None:
+        if costs is not None and steps_s:
             blocked_s, write_s = (max(durations) for durations in zip(*costs, strict=True))
-            step_s = statistics.median(steps_s) if steps_s else None
-            stderr_console().print(save_advice(blocked_s, write_s, step_s, self.args), highlight=False)
+            advice = save_advice(blocked_s, write_s, statistics.median(steps_s), state, self.args)
+            if advice:
+                logger.warning(advice)
 
     def take_saved(self) -> SavedCheckpoint | None:
         """The checkpoint that has appeared since the last call, on the first rank."""
@@ -208,30 +210,23 @@ def write_beside_weights(folder: Path, engine: ParallelEngine, processor: Any) -
     save_layout(folder / SAVED_PLAN, engine.plan, engine.options.module_settings)
 
 
-def save_advice(blocked_s: float, write_s: float, step_s: float | None, args: TrainingArguments) -> str:
+def save_advice(blocked_s: float, write_s: float, step_s: float, state: TrainerState, args: TrainingArguments) -> str:
     """
-    Returns one line on the cost of a checkpoint and on the interval with which a run is expected to end first:
-    training waits for `blocked_s`, files take `write_s` more, 0 if training waits for them, and a step `step_s`, if
-    known.
+    Returns one line on the interval of saves with which a run is expected to end first; empty for a run of less than
+    an hour, or if its own interval costs about as little. Training waits for `blocked_s`, files take `write_s` more, 0
+    if training waits for them, and a step takes `step_s`.
     """
     hours: float = args.mean_time_between_failures_h  # type: ignore[attr-defined]
-    mean_s = 3600 * hours
-    interval_s = best_save_interval_s(blocked_s, mean_s, write_s)
-    cost = f"training waited {number_text(blocked_s)} s"
-    if write_s:
-        cost += f", the files were written in the {number_text(write_s)} s after that"
-    often = f"every {number_text(interval_s)} s"
-    if step_s is not None:
-        count = max(round(interval_s / step_s), 1)
-        interval_s = max(count * step_s, interval_s)
-        steps = "every step" if count == 1 else f"every {count:,} steps"
-        often = f"{steps} of {number_text(step_s)} s"
-    lost = expected_slowdown(interval_s, blocked_s, mean_s) - 1
-    strategy = SaveStrategy(args.save_strategy)
-    is_by_steps = strategy == SaveStrategy.STEPS
-    setting = f"save_steps={args.save_steps:g}" if is_by_steps else f"save_strategy={strategy.value!r}"
+    mean_s, run_s = 3600 * hours, state.max_steps * step_s
+    if run_s < _LONG_RUN_S:
+        return ""
+    is_by_steps = SaveStrategy(args.save_strategy) == SaveStrategy.STEPS
+    own = min(state.save_steps if is_by_steps else state.global_step, state.max_steps)
+    best = max(round(min(best_save_interval_s(blocked_s, mean_s, write_s), run_s) / step_s), 1)
+    own_time, best_time = (expected_slowdown(count * step_s, blocked_s, mean_s) for count in (own, best))
+    if own_time < _COSTLY * best_time:
+        return ""
     return (
-        f"A checkpoint: {cost}. With a failure every {hours:g} h (`mean_time_between_failures_h`), a run is expected "
-        f"to end first if it saves {often}, and then takes {lost:.2%} longer than without failures and saves; this "
-        f"one has `{setting}`."
+        f"Saving every {best:,} steps is cheapest with a failure every {hours:g} h (`mean_time_between_failures_h`); "
+        f"every {own:,}, as now, the run takes {own_time / best_time - 1:.1%} longer."
     )

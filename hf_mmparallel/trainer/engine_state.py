@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import set_zero3_state
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.import_utils import is_datasets_available
 
@@ -28,6 +28,7 @@ from .. import _environment
 from ..adapters.peft_models import base_model_of, with_adapters_of
 from ..callbacks import (
     EngineCallback,
+    LogLineCallback,
     LossProgressCallback,
     ParallelMetricsCallback,
     PredictionCallback,
@@ -140,6 +141,7 @@ class EngineState:
         self.joins = joins  # whether this process has to be taken in by a training that runs already
         self.prepared_optimizer: Any = None
         self.rank_costs: CostModel | None = None  # without a plan, to arrange samples by
+        self.stock_batch_size: int | None = None  # see [`PlanReport`]
         self.layouts: tuple[NodeLayouts, Any] | None = None  # with `resilience`
         self.measured_sizes: dict[str, tuple[Any, Any]] = {}  # of `TrainingSizes`
 
@@ -172,6 +174,8 @@ class EngineState:
     ) -> None:
         """Decides on packing and a plan, and makes the engine. Collective."""
         trainer = self.trainer
+        if args.global_batch_size is None:
+            self.stock_batch_size = build.resolve_batch(args, args.world_size)
         trainer.rows = row_choice(args.row_packing, prepared.model, prepared.spec, trainer.data_collator)
         prepared = replace(prepared, costs=replace(prepared.costs, packing=trainer.rows.packed))
         if args.resilience is not None:
@@ -223,9 +227,15 @@ class EngineState:
         trainer = self.trainer
         answer = None if trainer.search is None else trainer.search.answer
         searched = None if answer is None else answer.inputs.samples.measured
-        size, made_for = trainer.global_batch_size, self.planned_for
-        report = PlanReport(trainer._engine, trainer.training_sizes, size, trainer.rows, searched, made_for)
-        report = report.show(Path(trainer.args.output_dir))
+        report = PlanReport(
+            trainer._engine,
+            trainer.training_sizes,
+            trainer.global_batch_size,
+            trainer.rows,
+            searched,
+            self.planned_for,
+            self.stock_batch_size,
+        ).show(Path(trainer.args.output_dir))
         self.arrangement = self.arrangement if report.choice is None else report.choice.arrangement
         self.steps.limits.has_warned = report.large is not None and report.large.num_over > 0
         if trainer.search is not None:
@@ -262,6 +272,8 @@ class EngineState:
             trainer.add_callback(RecoveryCallback(trainer.global_batch_size))
         if trainer.pop_callback(ProgressCallback) is not None:
             trainer.add_callback(LossProgressCallback())
+        if trainer.pop_callback(PrinterCallback) is not None:
+            trainer.add_callback(LogLineCallback())
         idle = [*settings_idle_under_a_plan(args), *deepspeed_keys_without_effect(plugin.modules)]
         for sentence in (*idle, *sharding_without_effect(trainer.engine.plan.modules)):
             logger.warning(sentence)

@@ -13,7 +13,7 @@ from rich.console import Console
 from ..arrange import num_microbatches
 from ..arrange.balance import Balance, step_balance
 from ..callbacks.base import not_worth_a_run
-from ..cost import RankMemory
+from ..cost import RankMemory, predicts_times
 from ..data.bad_samples import BadSample, stored_row
 from ..data.global_batches import GlobalBatch
 from ..data.randomness import seeded
@@ -24,7 +24,7 @@ from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes, StepPlan, typical_batches
 from ..plan.methods import ARRANGEMENT_CANDIDATES, arrangement_name
 from ..planner.surviving_plans import fewer_nodes_table, guarantee_lines, template_table
-from ..planner.text import plan_table, print_labelled, range_text
+from ..planner.text import NARROW, microbatches_text, plan_table, print_labelled
 from ..profiling.device_detection import core_per_rank
 from ..resilience.pipelines import ClusterPlan
 from ..resilience.resilient_planner import ResilientPlanner
@@ -202,32 +202,33 @@ def size_origin(context: RunContext) -> str:
     return "the dataset's `token_counts`" if counts else "the dataset's metadata"
 
 
-def arrangement_lines(arrangement: str, origin: str, prediction: StepReport) -> list[str]:
-    """The arrangement of samples into microbatches, and how even these are."""
+def arrangement_lines(arrangement: str, origin: str, prediction: StepReport, says_times: bool = True) -> list[str]:
+    """The arrangement of samples into microbatches, and where times are predicted, how even these are."""
     if prediction.balances is None and arrangement == "contiguous":
         return ["Samples are in the sampler's order, `contiguous`. Their sizes are unknown."]
     if prediction.balances is None:
         return [
-            f"Sizes of samples are unknown, all count the same, and `{arrangement}` arranges them by their number. "
-            "Give `token_columns` or `sample_tokens`."
+            f"Sizes of samples are unknown, all count the same (`{arrangement}`). Give `token_columns`, or "
+            "`sample_tokens` to the Trainer."
         ]
     old, new = ({name: number_text(b.std_ms(name)) for name in b.forward_ms} for b in prediction.balances)
     step_ms, before_ms = number_text(prediction.step_ms), number_text(prediction.before_ms or 0.0)
     deviation = "standard deviation of a microbatch's forward"
     reason = "" if prediction.choice is None else f": {prediction.choice}"
     if arrangement == "contiguous":
+        chosen = f"Samples are in the sampler's order, `contiguous`{reason}."
         spread = ", ".join(f"{name} {std} ms" for name, std in new.items())
-        return [
-            f"Samples are in the sampler's order, `contiguous`{reason}.",
-            f"Predicted by sizes from {origin}: a step {step_ms} ms, the optimizer's with it; {deviation} {spread}.",
-        ]
-    spread = ", ".join(f"{name} {old[name]} -> {std} ms" for name, std in new.items())
-    return [
-        f"Samples are arranged by `{arrangement}`, with sizes from {origin}{reason}.",
-        f"Predicted, in the sampler's order -> arranged: a step {before_ms} -> {step_ms} ms, the optimizer's with it; "
-        f"{deviation} {spread}. "
-        f"{prediction.balances[1].deferred_fraction:.0%} of samples are deferred.",
-    ]
+        predicted = f"Predicted by sizes from {origin}: a step {step_ms} ms, the optimizer's with it; "
+        deferred = ""
+    else:
+        chosen = f"Samples are arranged by `{arrangement}`, with sizes from {origin}{reason}."
+        spread = ", ".join(f"{name} {old[name]} -> {std} ms" for name, std in new.items())
+        predicted = (
+            f"Predicted, in the sampler's order -> arranged: a step {before_ms} -> {step_ms} ms, the optimizer's with "
+            "it; "
+        )
+        deferred = f" {prediction.balances[1].deferred_fraction:.0%} of samples are deferred."
+    return [chosen, f"{predicted}{deviation} {spread}.{deferred}"] if says_times else [chosen]
 
 
 def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool, on_gpu: bool = False) -> list[str]:
@@ -267,6 +268,7 @@ class PlanReport:
     rows: RowChoice  # whether samples are packed
     searched: SampleSizes | None = None  # sizes of the samples that the plan was searched for with
     planned_for: PlannedFor | None = None  # what the plan of a file was made for
+    stock_batch_size: int | None = None  # global batch of the stock Trainer with the same arguments, if it takes them
 
     def show(self, folder: Path | None = None) -> StepReport:
         """
@@ -278,7 +280,8 @@ class PlanReport:
         with seeded(args.seed):  # only this rank reads samples here
             planner, prediction = predict(engine, self.sizes, self.global_batch_size, request, self.searched)
         console = stderr_console()
-        console.print(plan_table(engine.plan, engine.spec, prediction.timeline, prediction.memory))
+        narrow = console.width < NARROW
+        console.print(plan_table(engine.plan, engine.spec, prediction.timeline, prediction.memory, narrow))
         for line in self.lines(planner, prediction):
             console.print(line, highlight=False)
         warn_of_few_microbatches(planner, prediction.planned.step)
@@ -299,15 +302,19 @@ class PlanReport:
             per_microbatch = f"up to {args.per_device_train_batch_size}"
         else:
             per_microbatch = f"on average {len(step.samples) / sum(counts):.3g}"
+        asked = self.stock_batch_size
+        stock = f" (the stock Trainer: {asked:,})" if asked not in (None, self.global_batch_size) else ""
         lines = [
-            f"Global batch of {self.global_batch_size} samples: {range_text(counts)} microbatches of {per_microbatch} "
-            f"samples on each language-model replica, schedule {plan.schedule}."
+            f"Global batch: {self.global_batch_size:,} samples{stock}, {microbatches_text(counts)} of "
+            f"{per_microbatch} on each language-model replica, {plan.schedule}."
         ]
         if sentence := format_sentence("train_dataset", context.train_dataset, context.collator):
             lines.append(sentence)
         if cp_size == 1:
             lines.append(str(self.rows))
-        lines += arrangement_lines(arrangement_name(planner.arrangement), size_origin(context), prediction)
+        says_times = predicts_times(self.engine.costs)
+        name = arrangement_name(planner.arrangement)
+        lines += arrangement_lines(name, size_origin(context), prediction, says_times)
         if prediction.large is not None:
             lines.append(str(prediction.large))
         lines += settings_without_effect(args, prediction.balances is not None, device.type == "cuda")
@@ -318,10 +325,12 @@ class PlanReport:
                 f"{cp_size} ranks share the tokens of each microbatch of `{LANGUAGE_MODEL}`: its samples are packed "
                 'into one row, and its attention function is "bitfield".'
             )
-        measured = "" if core_per_rank(context.world) else " It is not measured here: the ranks share cores."
+        note = "" if core_per_rank(context.world) else " It is not measured here: the ranks share cores."
+        if not says_times:
+            note = " It only compares plans: a CPU's speed is unknown, its times are not predicted."
         bubble, unlike = prediction.timeline.bubble_fraction, prediction.timeline.unlike_fraction
         within = f", of it {unlike:.1%} within tasks, for the largest of unlike replicas" if unlike else ""
-        lines.append(f"Predicted bubble: {bubble:.1%}{within}.{measured}")
+        lines.append(f"Predicted bubble: {bubble:.1%}{within}.{note}")
         return lines
 
 

@@ -18,7 +18,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel._device import HostClock
 from hf_mmparallel.arrange.balance import Balance
-from hf_mmparallel.callbacks import LossProgressCallback, RecoveryCallback, metrics
+from hf_mmparallel.callbacks import LogLineCallback, LossProgressCallback, RecoveryCallback, metrics
+from hf_mmparallel.callbacks.log_lines import log_line
 from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, forward_metrics, mean_of
 from hf_mmparallel.callbacks.step_timelines import cost_from
 from hf_mmparallel.cost import find_device
@@ -138,23 +139,48 @@ def test_costs_of_a_picture_are_mean_durations():
     assert [cost(Task("fwd", LM, 0, 0, index)) for index in range(4)] == [1.5, 4.5, 0.0, 3.0]
 
 
-# The progress bar
+# The console
+
+LOGS = {
+    "loss": 1.23412,
+    "grad_norm": 0.98,
+    "learning_rate": 3e-4,
+    "epoch": 0.5,
+    "accuracy": 0.5,
+    "parallel/tokens_per_second/language_model": 12345.4,
+    "parallel/step_ms": 812.3,
+    "parallel/predicted_step_ms": 790.1,
+    "parallel/memory_gib": 10.21,
+    "parallel/bubble_fraction": 0.25,
+}
 
 
-def test_the_bar_carries_the_loss_and_other_logs_stand_above(capsys: pytest.CaptureFixture):
+def test_a_log_is_one_line():
+    found = log_line(LOGS, 40, 450)
+    assert found == (
+        "step 40/450  loss 1.234  grad norm 0.98  lr 3.00e-4  12,345 tokens/s  step 812 ms (predicted 790)  "
+        "memory 10.2 GiB  accuracy 0.5"
+    )
+    assert log_line(LOGS, 40, 450, says_times=False) == found.replace(" (predicted 790)", "")
+    logs = {"eval_loss": 4.75, "eval_steps_per_second": 2.0, "epoch": 1.0, "total_flos": 12}
+    assert log_line(logs, 40, 450) == "step 40/450  eval_loss 4.75" and log_line(logs, 0, 0) == "eval_loss 4.75"
+
+
+@pytest.mark.parametrize("callback", [LossProgressCallback(), LogLineCallback()])
+def test_the_first_rank_prints_logs_without_a_terminal_too_and_no_bar_there(callback: Any, capsys):
     args = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
-    state, control = TrainerState(max_steps=2), TrainerControl()
-    callback = LossProgressCallback()
-    callback.on_train_begin(args, state, control)
-    state.global_step = 1
-    callback.on_step_end(args, state, control)
-    callback.on_log(args, state, control, logs={"loss": 4.81234, "grad_norm": 2.0, "parallel/bubble_fraction": 0.25})
-    bar = callback.training_bar
-    assert bar is not None and bar.postfix == "loss=4.812, grad=2, bubble=0.25"
-    callback.on_log(args, state, control, logs={"eval_loss": 4.75, "epoch": 1, "total_flos": 12})
-    callback.on_train_end(args, state, control)
-    shown = capsys.readouterr()
-    assert "eval_loss 4.75, epoch 1" in shown.out + shown.err and "total_flos" not in shown.out + shown.err
+    control = TrainerControl()
+    for is_first in (True, False):
+        state = TrainerState(max_steps=2, is_world_process_zero=is_first)
+        callback.on_train_begin(args, state, control)
+        state.global_step = 1
+        callback.on_step_end(args, state, control)
+        callback.on_prediction_step(args, state, control, eval_dataloader=[1])
+        callback.on_log(args, state, control, logs={"loss": 4.81234})
+        callback.on_evaluate(args, state, control)
+        callback.on_train_end(args, state, control)
+        shown = capsys.readouterr()
+        assert shown.out == ("step 1/2  loss 4.812\n" if is_first else "") and not shown.err
 
 
 # On ranks

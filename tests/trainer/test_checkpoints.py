@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.trainer_callback import TrainerState
 
 from hf_mmparallel.trainer import checkpoint_saves
 from hf_mmparallel.trainer.checkpoint_saves import save_advice
@@ -86,16 +87,17 @@ def _best_and_limit(folder: Path, async_save: bool) -> dict[str, Any]:
     }
 
 
-Costs = tuple[float, float, float | None]
+Costs = tuple[float, float, float]
 
 
 def _both_ways(folder: Path) -> tuple[list[dict[str, Any]], list[Costs]]:
     """Runs without and with `async_save`, and the costs of which their lines on how often to save are made."""
     lines: list[Costs] = []
 
-    def note(blocked_s: float, write_s: float, step_s: float | None, args: Any) -> str:
+    def note(blocked_s: float, write_s: float, step_s: float, state: TrainerState, args: Any) -> str:
+        assert state.global_step and state.max_steps
         lines.append((blocked_s, write_s, step_s))
-        return save_advice(blocked_s, write_s, step_s, args)
+        return save_advice(blocked_s, write_s, step_s, state, args)
 
     checkpoint_saves.save_advice = note
     return [_best_and_limit(folder / str(async_save), async_save) for async_save in (False, True)], lines
@@ -113,18 +115,25 @@ def test_the_best_checkpoint_is_loaded_old_ones_go_and_the_first_rank_says_once_
         model = type(tiny.FAMILIES["llava"]()).from_pretrained(best)
         _assert_close(run["weights"], dict(model.state_dict()), exact=True)
     assert unsaid == [] and [write_s > 0 for _, write_s, _ in costs] == [False, True]
-    assert all(blocked_s > 0 and step_s is not None and step_s > 0 for blocked_s, _, step_s in costs)
+    assert all(blocked_s > 0 and step_s > 0 for blocked_s, _, step_s in costs)
 
 
-def test_the_line_on_how_often_to_save_has_cost_interval_and_what_is_set():
-    found = save_advice(2.0, 30.0, 4.0, arguments(save_steps=500))
-    for value in (" 2 s", "30 s", "24 h", "147 steps of 4 s", "0.68%", "`save_steps=500`"):
-        assert value in found
-    hourly = arguments(save_strategy="epoch", mean_time_between_failures_h=1)
-    found = save_advice(0.001, 200.0, 300.0, hourly)
-    assert "every 1 h" in found and "saves every step of 300 s" in found and "`save_strategy='epoch'`" in found
-    assert "saves every 200 s" in save_advice(0.001, 200.0, None, hourly)
-    assert "training waited 40 s. With" in save_advice(40.0, 0.0, 1.0, hourly)
+@pytest.mark.parametrize(
+    ("costs", "own", "steps", "strategy", "values"),
+    [
+        ((2.0, 30.0, 4.0), 20, 10_000, "steps", ("147 steps", "every 24 h", "every 20,", "1.9%")),
+        ((40.0, 0.0, 1.0), 10_000, 20_000, "epoch", ("2,602 steps", "every 10,000,")),
+        ((2.0, 30.0, 4.0), 500, 10_000, "steps", ()),  # 0.6% longer
+        ((0.3, 0.0, 0.7), 3, 20, "steps", ()),  # a run of seconds
+    ],
+)
+def test_a_long_run_is_told_of_an_interval_of_saves_that_costs_it_much_less(costs, own, steps, strategy, values):
+    state = TrainerState(max_steps=steps, save_steps=own, global_step=own)
+    found = save_advice(*costs, state, arguments(save_strategy=strategy))
+    assert bool(found) == bool(values) and all(value in found for value in values)
+
+
+def test_a_time_between_failures_is_not_zero():
     with pytest.raises(ValueError, match="mean_time_between_failures_h=0"):
         arguments(mean_time_between_failures_h=0)
 

@@ -102,14 +102,19 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
     monkeypatch.setattr(report, "core_per_rank", lambda world: True)
     plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=2)})
     step = SimpleNamespace(samples=range(32), microbatches={LM: [[()] * 3, [()] * 3]})
-    engine: Any = SimpleNamespace(plan=plan, device=torch.device("cpu"))
     sizes = TrainingSizes(context([], per_device_train_batch_size=4))
-    told = report.PlanReport(engine, sizes, 32, RowChoice(False, "`packing=False`"))
     predicted: Any = replace(prediction(BEFORE, AFTER), planned=SimpleNamespace(step=step))
-    for arrangement, size in (("hierarchical", "on average 5.33"), ("contiguous", "up to 4")):
+    cases = ("hierarchical", "on average 5.33", 8, "a40"), ("contiguous", "up to 4", 32, "cpu")
+    for arrangement, size, of_stock, device in cases:
+        costs = analytic_costs(model_spec(), find_device(device))
+        engine: Any = SimpleNamespace(plan=plan, device=torch.device("cpu"), costs=costs)
+        told = report.PlanReport(engine, sizes, 32, RowChoice(False, "`packing=False`"), stock_batch_size=of_stock)
         planner: Any = SimpleNamespace(arrangement=arrangement)
-        first, second, *_ = told.lines(planner, predicted)
-        assert f"32 samples: 3 microbatches of {size} samples" in first and "`packing=False`" in second
+        first, second, *others = told.lines(planner, predicted)
+        stock = " (the stock Trainer: 8)" if of_stock == 8 else ""
+        assert f"32 samples{stock}, 3 microbatches of {size} " in first and "`packing=False`" in second
+        # a CPU's speed is unknown
+        assert any(" ms" in line for line in others) == (device == "a40")
 
 
 @pytest.mark.parametrize(
