@@ -27,6 +27,7 @@ ARGUMENTS: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": RATE, "ada
 BATCHES = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
 TWO = {VISION: {}, LM: {}}
 TP_AND_COPIES = {VISION: {"dp_size": 2}, LM: {"tp_size": 2}}
+SHARED_TOKENS = {VISION: {"dp_size": 2}, LM: {"cp_size": 2, "cp_block": 8}}
 STAGES_AND_SLICES = {VISION: {"dp_size": 2, "zero_stage": 2}, LM: {"pp_size": 2}}
 
 
@@ -106,7 +107,7 @@ def four_ranks(folder: Path) -> dict[str, Any]:
     return {
         "straight": loop.run(),
         "another plan": Loop(STAGES_AND_SLICES).resumed(folder / "four"),
-        "from two ranks": Loop(STAGES_AND_SLICES).resumed(folder / "state"),
+        "from two ranks": Loop(SHARED_TOKENS).resumed(folder / "state"),
     }
 
 
