@@ -166,7 +166,7 @@ def trainer_reports(folder: str) -> dict[str, str]:
     """On this rank: what `parallel="auto"` prints, and a Trainer with the file that it writes and another seed."""
     printed, output = {}, Path(folder) / "auto"
     data = load_from_disk(str(Path(folder) / "data")).with_format("torch")
-    arguments: dict[str, Any] = {"global_batch_size": 8}
+    arguments: dict[str, Any] = {"global_batch_size": 8, "gpu_spec": str(Path(folder) / "gpu.yaml")}
     for name, parallel in (("auto", "auto"), ("file", str(output / "plan.yaml"))):
         console = Console(file=io.StringIO(), width=400)
         model = AutoModelForImageTextToText.from_pretrained(Path(folder) / "model")
@@ -181,7 +181,8 @@ def trainer_reports(folder: str) -> dict[str, str]:
 
 @pytest.mark.distributed
 def test_the_trainer_reports_the_step_that_the_commands_predict(tmp_path, run):
-    """On ranks without a GPU: one prediction in the report of the search, that of the plan, and of its file."""
+    """On ranks described as GPUs: one prediction in the report of the search, that of the plan, and of its file."""
+    (tmp_path / "gpu.yaml").write_text("like: h100\n")
     tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "model")
     generator = torch.Generator().manual_seed(0)
     lengths = [8 + 24 * (index % 5) for index in range(40)]
@@ -193,7 +194,7 @@ def test_the_trainer_reports_the_step_that_the_commands_predict(tmp_path, run):
     found, plan = printed["auto"], tmp_path / "auto" / "plan.yaml"
     lines = lines_of(found)
     step_ms = lines["Predicted step"].split(" ms")[0]
-    asked = ["--model", tmp_path / "model", "--dataset", tmp_path / "data"]
+    asked = ["--model", tmp_path / "model", "--dataset", tmp_path / "data", "--gpu-spec", tmp_path / "gpu.yaml"]
     simulated = lines_of(run("simulate", plan, *asked, "--explain"))
     for label in ("Predicted step", "Throughput", "Memory", "Bound"):
         assert simulated[label].startswith(lines[label].partition(" Next best")[0]), label
