@@ -150,9 +150,9 @@ TRAINER_ARGUMENTS: Mapping[str, Refused] = {
         _is_given, "the loss is the model's own, summed over the target tokens of the global batch", _LEAVE_OUT
     ),
     "optimizers": Refused(
-        lambda value: tuple(value) != (None, None),
-        "each rank's optimizer holds that rank's parameters",
-        "Use `optimizer_cls_and_kwargs` or `args.optim`.",
+        lambda value: value[0] is None and value[1] is not None,
+        "a schedule without its optimizer says nothing of the groups of ranks",
+        "Give both, or `args.lr_scheduler_type`.",
     ),
 }
 

@@ -33,6 +33,7 @@ from ..plan.resolve import sharding_without_effect
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizer_checkpoint import save_optimizer
 from ..runtime.optimizer_loading import load_optimizer
+from ..runtime.optimizers import prepare_optimizer
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import FolderSave, Writes, save_errors
 from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
@@ -45,17 +46,9 @@ from .auto import warn_of_other_settings
 from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns
 from .evaluation import Evaluator
+from .given_optimizer import check_optimizer, check_schedule, give_part, group_names
 from .loaders import StepLoaders
-from .loop_settings import (
-    check_accelerator,
-    check_optimizer,
-    check_schedule,
-    check_settings,
-    give_part,
-    group_names,
-    loop_arguments,
-    on_one_process,
-)
+from .loop_settings import check_accelerator, check_settings, loop_arguments, on_one_process
 from .optimizer_state import SCHEDULER, load_optimizer_and_scheduler, scheduler_of_groups
 from .start_checks import check_launch, check_trainer
 from .start_report import PlanReport
@@ -461,6 +454,7 @@ def _lay_out(
     if rows.packed or engine.plan.modules[LANGUAGE_MODEL].cp_size > 1:
         collator = packing_collator(collator, engine.model)
     give_part(optimizer, groups, engine)
+    prepare_optimizer(optimizer, engine.holds_all_trained, world, engine.slices, engine.storage)
     for sentence in (*deepspeed_keys_without_effect(plugin.modules), *sharding_without_effect(engine.plan.modules)):
         logger.warning(sentence)
     drop = _drop_columns(collator, engine.model, args)

@@ -41,6 +41,7 @@ from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
+from .given_optimizer import check_given_optimizer, give_part, group_names
 from .loaders import check_loader, follow_plan
 from .optimizer_state import stock_groups
 from .start_checks import check_launch, check_overrides, check_trainer
@@ -153,6 +154,8 @@ class MultimodalParallelTrainer(Trainer):
         check_launcher(args)
         check_trainer(model, given)
         check_optimizer_class(plugin.modules, given)
+        optimizer = given.get("optimizers", (None, None))[0]
+        check_given_optimizer(optimizer, args)
         self.args = args  # for `world`; the stock constructor sets those of its own loop
         with raise_on_all_ranks("preparing the model"):
             check_output_folder(args, self.world)
@@ -161,8 +164,11 @@ class MultimodalParallelTrainer(Trainer):
             args = choose_collator(args, given, prepared.model)
             super().__init__(model=prepared.model, args=build.plan_arguments(args), **given)
             decayed = self.get_decay_parameter_names(prepared.model)
-            self._run.stock_groups = stock_groups(decayed, prepared.model)
+            groups = stock_groups(decayed, prepared.model)
+            self._run.stock_groups = groups if optimizer is None else group_names(optimizer, prepared.model)
             self._run.lay_out(prepared, args, plugin)
+            if optimizer is not None:
+                give_part(optimizer, self._run.stock_groups, self._engine)
         self._run.begin_under_plan(args, plugin)
 
     # The model

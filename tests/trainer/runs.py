@@ -110,7 +110,7 @@ def stock_trainer(family: str = "llava", output_dir: str | None = None, **argume
 def words_of(family: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the constructor of a Trainer is given besides arguments, taken out of them, or the usual."""
     data = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
-    optional = ("callbacks", "compute_metrics", "preprocess_logits_for_metrics", "sample_tokens")
+    optional = ("optimizers", "callbacks", "compute_metrics", "preprocess_logits_for_metrics", "sample_tokens")
     return {
         "model": arguments.pop("model", None) or tiny.FAMILIES[family](),
         "train_dataset": data,

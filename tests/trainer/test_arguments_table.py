@@ -179,7 +179,7 @@ REFUSED_VALUES: dict[str, Any] = {
     "deepspeed": {"zero_optimization": {"stage": 2}},
     "debug": [training_args.DebugOption.UNDERFLOW_OVERFLOW],
 }
-REFUSED_PARTS = {"model_init": tiny.FAMILIES["llama"], "compute_loss_func": print, "optimizers": (object(), None)}
+REFUSED_PARTS = {"model_init": tiny.FAMILIES["llama"], "compute_loss_func": print, "optimizers": (None, object())}
 LAUNCHED = {
     "ACCELERATE_USE_FSDP": ("true", "false"),
     "ACCELERATE_USE_DEEPSPEED": ("true", "false"),

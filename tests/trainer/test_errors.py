@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss": (lambda: our_trainer(OwnLoss), "OwnLoss.compute_loss"),
     "optimizers": (
         lambda: our_trainer(optimizers=(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)),
-        "`optimizers`",
+        "is not the model's",
     ),
     "no model": (lambda: our_trainer(model=None), "model=None"),
     "a bag": (lambda: our_trainer(train_dataset=Bag()).train(), "`Bag`"),

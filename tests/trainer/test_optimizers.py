@@ -128,3 +128,27 @@ def test_an_optimizer_that_a_plan_after_a_loss_could_not_use_is_refused_before_t
         assert set(said) == {"adafactor"} and "`tp_size=1`" in said["adafactor"]
     whole = {"auto": True, "modules": {LM: {"tp_size": 1}}}
     assert run_distributed(_prepare_for_later_plans, 4, whole) == [{}] * 4, "templates cut no matrix"
+
+
+def _given() -> dict[str, Any]:
+    """A model, and an optimizer of three groups with its schedule, all made before the Trainer."""
+    model = tiny.FAMILIES["llava"]()
+    vision, rest = ([p for n, p in model.named_parameters() if ("vision" in n) == own] for own in (True, False))
+    groups = [{"params": vision, "lr": 2e-3}, {"params": rest[::2], "weight_decay": 0.3}, {"params": rest[1::2]}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-4)
+    return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4))}
+
+
+def _train_with_given(folder: Path, stock: str) -> tuple[runs.Run, runs.Run]:
+    """A whole run, and one that goes on from a checkpoint of the stock Trainer's."""
+    plan = {LM: {"tp_size": 2}}
+    whole = runs.saving_run("llava", folder, plan, **_given())
+    return whole, runs.saving_run("llava", folder / "again", plan, Path(stock), **_given())
+
+
+def test_an_optimizer_made_before_the_trainer_steps_as_on_one_process(tmp_path: Path):
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    reference = runs.stock("llava", output_dir=str(tmp_path / "stock"), **saves, **_given())
+    whole, resumed = run_distributed(_train_with_given, 3, tmp_path, str(tmp_path / "stock" / "checkpoint-2"))[0]
+    for run in (whole, resumed):  # the log of a run that goes on has the steps before it
+        runs.assert_same_run(run, reference)
