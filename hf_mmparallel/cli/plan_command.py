@@ -94,7 +94,7 @@ def run_plan(args: argparse.Namespace, phases: Phases) -> None:
     if comparison:
         console.print(comparison_table(answer, comparison, args.explain), highlight=False)
     if args.explain:
-        print_gantt(console, answer.drawn)
+        print_gantt(console, answer.drawn, len(answer.predictions))
     if args.output:
         save_plan(args.output, answer, args.command_line)
         console.print(f"Plan written to {args.output}", highlight=False, soft_wrap=True)

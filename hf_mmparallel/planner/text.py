@@ -426,10 +426,10 @@ def print_runners_up(console: Console, result: SearchResult) -> None:
     print_labelled(console, lines)
 
 
-def print_gantt(console: Console, timeline: Timeline) -> None:
-    """Draws a step as text."""
+def print_gantt(console: Console, timeline: Timeline, num_batches: int = 1) -> None:
+    """Draws a step as text, that of one batch of several."""
     width = max(40, min(120, console.width - 36))
-    text = gantt_text(timeline, width, GANTT_ROWS)
+    text = f"One of {num_batches} batches: " * (num_batches > 1) + gantt_text(timeline, width, GANTT_ROWS)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
