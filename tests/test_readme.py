@@ -26,7 +26,7 @@ def test_the_picture_is_of_a_plan_that_its_command_predicts(tmp_path, monkeypatc
     picture = tmp_path / "schedule.png"
     assert main([*arguments[:-1], str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "Predicted step" in printed and "Does not fit" not in printed
+    assert "\nStep " in printed and "Does not fit" not in printed
     drawn, kept = Image.open(picture), Image.open(ROOT / "docs/images/schedule.png")
     if drawn.info["Software"] == kept.info["Software"]:
         assert picture.read_bytes() == (ROOT / "docs/images/schedule.png").read_bytes()

@@ -19,6 +19,7 @@ from ..planner.inputs import read_model
 from ..planner.progress import Phases
 from ..planner.settings import Settings, read_layout
 from ..planner.text import (
+    compared_text,
     module_layout,
     ms_text,
     new_console,
@@ -94,7 +95,7 @@ def run_plan(args: argparse.Namespace, phases: Phases) -> None:
     if comparison:
         console.print(comparison_table(answer, comparison, args.explain), highlight=False)
     if args.explain:
-        print_gantt(console, answer.drawn)
+        print_gantt(console, answer.drawn, len(answer.predictions))
     if args.output:
         save_plan(args.output, answer, args.command_line)
         console.print(f"Plan written to {args.output}", highlight=False, soft_wrap=True)
@@ -200,7 +201,7 @@ def comparison_table(answer: Answer, others: Sequence[ComparedPlan], explain: bo
             cells = [ms_text(other.step_ms), slower, f"{other.bubble_fraction:.1%}", gib, mfu]
             parts[0] += ", does not fit" if other.peak_memory_bytes > limit else ""
         if explain or not has_step:
-            parts += [other.layout.replace("; ", "\n"), other.note]
+            parts += [compared_text(other).replace("; ", "\n"), other.note]
         table.add_row("\n".join(filter(None, parts)), *cells, end_section=explain)
     return table
 

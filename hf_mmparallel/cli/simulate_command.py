@@ -55,7 +55,7 @@ def run_simulate(args: argparse.Namespace, phases: Phases) -> None:
     phases.done()
     console = new_console()
     report(console, answer, args.explain)
-    print_gantt(console, answer.drawn)
+    print_gantt(console, answer.drawn, len(answer.predictions))
     write_files(console, phases, args, answer)
     warn_of_memory(console, answer)
     print_answer(console, answer)

@@ -193,8 +193,8 @@ def _load_processor(source: str, processor: Callable[[], Any] | None) -> Any:
             reason = " ".join(str(error).split())
     raise ValueError(
         f"The samples of `{source}` are conversations or texts, whose tokens the model's processor counts, and it "
-        f"can't be loaded: {reason}. Name its folder in `processor`, or columns with the numbers of tokens in "
-        "`token_columns`."
+        f"can't be loaded: {reason}. Name its folder with `--processor`, or columns with the numbers of tokens "
+        "with `--token-columns`."
     )
 
 
@@ -203,15 +203,15 @@ def _nothing_says(source: str, names: Sequence[str], processor: Any) -> str:
     if processor is not None and not hasattr(processor, "apply_chat_template"):
         return (
             f"The samples of `{source}` are conversations or texts, and `{type(processor).__name__}` has no chat "
-            "template to count their tokens with. Name another `processor`."
+            "template to count their tokens with. Name another with `--processor`."
         )
     if find_formats(names):
         return (
             f"Nothing says the sizes of the samples of `{source}`: their media have to be fetched or decoded. If "
-            f"columns hold the numbers of tokens, name them in `token_columns`; it has {list(names)}."
+            f"columns hold the numbers of tokens, name them with `--token-columns`; it has {list(names)}."
         )
     return (
         f"Dataset `{source}` has the columns {list(names)}. It lacks `input_ids` (token ids), those of "
-        f"conversations or texts ({known_formats()}), or numbers of tokens; if some hold these, name them in "
-        "`token_columns`."
+        f"conversations or texts ({known_formats()}), or numbers of tokens; if some hold these, name them "
+        "with `--token-columns`."
     )

@@ -141,7 +141,7 @@ class ColumnMeasure(SampleMeasure):
         lengths = dict.fromkeys(self.modules, Ragged(ones, ones))
         for module, column in self.names.items():
             found = Ragged.of_arrow(table[column].combine_chunks())
-            lengths[module] = Ragged(as_lengths(found.values, f"Column `{column}`"), found.counts)
+            lengths[module] = Ragged(as_lengths(found.values, f"Column `{column}`", found.counts), found.counts)
         return lengths
 
 
@@ -165,12 +165,22 @@ class FunctionMeasure(SampleMeasure):
         return {module: as_lengths(tokens.get(module), f"`{name}`").tolist() for module in self.modules}
 
 
-def as_lengths(value: Any, source: str) -> np.ndarray:
-    """int64 lengths from a number, a list of them, or nothing; `ValueError` with the `source` for what is none."""
+def as_lengths(value: Any, source: str, counts: np.ndarray | None = None) -> np.ndarray:
+    """
+    int64 lengths from a number, a list of them, or nothing; `ValueError` for what is none, with the `source` and, by
+    the `counts` of lengths of each row, the row.
+    """
     array = np.asarray([] if value is None else value)
-    whole = array.dtype.kind in "biu" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all()))
-    if array.size and (array.ndim > 1 or not whole or (array < 0).any()):
-        raise ValueError(f"{source} gave the length {value!r}. Give a number from 0, or a list with one an image.")
+    where = ""
+    is_number = array.ndim <= 1 and array.dtype.kind in "biuf"
+    wrong = np.flatnonzero((array < 0) | (array != np.floor(array))) if is_number else np.arange(min(1, array.size))
+    if len(wrong) and counts is not None:
+        row = int(np.searchsorted(np.cumsum(counts), wrong[0], side="right"))
+        value, where = array[wrong[0]].item(), f" in row {row} of {len(counts)}"
+    if len(wrong):
+        raise ValueError(
+            f"{source} gave the length {value!r}{where}. Give a number from 0, or a list with one an image."
+        )
     return array.reshape(-1).astype(np.int64)
 
 

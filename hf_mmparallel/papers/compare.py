@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ..arrange import Arrangement
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, SampleSizes
@@ -37,9 +38,8 @@ def compare(problem: PlanningProblem, result: SearchResult) -> Iterator[Compared
 
     Sizes set by the user do not apply to baselines. A plan exceeds the memory only if all of its kind do.
 
-    - `"frozen-unaware"`: our search and partition with the costs of a fully trained model, microbatches in the
-      sampler's order. If nothing is frozen its costs are ours, and it is labelled by the remaining difference, the
-      order.
+    - `"frozen-unaware"`: our search and partition with the costs of a fully trained model, and the result's
+      arrangement. If nothing is frozen its costs are ours, and it has the sampler's order, by which it is labelled.
     - `"single layout"`: one data-, tensor- and pipeline-parallel size for all modules, the encoders as first stages,
       even layers, in the manner of Megatron-LM.
     - `"FSDP-like"`: every rank data-parallel, parameters gathered layer by layer, samples in the sampler's order.
@@ -49,7 +49,7 @@ def compare(problem: PlanningProblem, result: SearchResult) -> Iterator[Compared
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
     judge = _BaselineEvaluator(replace(problem, fixed={}, arrangement="contiguous"), batches)
-    yield judge.unaware()
+    yield judge.unaware(result.best.candidate.arrangement)
     yield judge.single_layout()
     yield judge.fully_sharded()
     yield judge.disttrain()
@@ -86,8 +86,8 @@ class _BaselineEvaluator:
 
     # The baselines
 
-    def unaware(self) -> ComparedPlan:
-        """The fastest candidate for a fully trained model."""
+    def unaware(self, arrangement: str | Arrangement) -> ComparedPlan:
+        """The fastest candidate for a fully trained model, with the arrangement if anything is frozen."""
         spec = all_trained(self.problem.spec)
         assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec))
         space = CandidateSpace(self.problem)
@@ -97,11 +97,11 @@ class _BaselineEvaluator:
         )
         if not candidates:
             return self._none(UNAWARE, self._excess(least_memory_bytes(self.problem) or 0.0))
-        ranked = self._best(map(space.candidate, candidates), "contiguous", assumed)
-        if any(not p.trainable for module in self.problem.spec.modules.values() for p in module.parameters):
-            return self._compared(
-                UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
-            )
+        is_frozen = any(not p.trainable for module in self.problem.spec.modules.values() for p in module.parameters)
+        order = arrangement if is_frozen else "contiguous"
+        ranked = self._best(map(space.candidate, candidates), order, assumed)
+        if is_frozen:
+            return self._compared(UNAWARE, ranked, "stages and ranks as if all was trained")
         note = "nothing is frozen: our search and costs, but samples in the sampler's order"
         return replace(self._compared(UNAWARE, ranked, note), label=ORDERED)
 
@@ -262,7 +262,11 @@ class _BaselineEvaluator:
         return _UNLIMITED if limit is None else limit
 
     def _evaluated(
-        self, candidate: Candidate, arrangement: str, count: int | None = None, problem: PlanningProblem | None = None
+        self,
+        candidate: Candidate,
+        arrangement: str | Arrangement,
+        count: int | None = None,
+        problem: PlanningProblem | None = None,
     ) -> RankedPlan:
         """A candidate on the first `count` batches; on all by default."""
         problem = replace(problem or self.problem, memory_bytes=None)
@@ -271,7 +275,7 @@ class _BaselineEvaluator:
         return RankedPlan(replace(candidate, arrangement=arrangement), planner.plan, predictions, 0.0)
 
     def _best(
-        self, candidates: Iterable[Candidate], arrangement: str, assumed: PlanningProblem | None = None
+        self, candidates: Iterable[Candidate], arrangement: str | Arrangement, assumed: PlanningProblem | None = None
     ) -> RankedPlan:
         """The fastest of the first candidates that fit, by the costs of `assumed`; the smallest one if none fits."""
         entries: list[tuple[bool, float, Candidate]] = []

@@ -14,7 +14,7 @@ from ..plan import LANGUAGE_MODEL, layout_data
 from ..search.explain import slower_text
 from ..search.problem import ComparedPlan
 from .answer import Answer
-from .text import batch_text, numbers, origins, plan_cells, plan_text, samples_text, summary
+from .text import batch_text, compared_text, numbers, origins, plan_cells, plan_text, samples_text, summary
 
 if TYPE_CHECKING:
     from ..page import PlanPage
@@ -145,7 +145,7 @@ def figures(
         data["comparison"] = [
             {
                 "name": plan.name,
-                "layout": plan.layout,
+                "layout": compared_text(plan),
                 "step_ms": _finite(plan.step_ms),
                 "bubble_fraction": _finite(plan.bubble_fraction),
                 "peak_memory_gib": _finite(plan.peak_memory_gib),
@@ -232,7 +232,10 @@ def page_of(
         workloads=workloads,
         runners_up=runners_up,
         comparison=[
-            *(PlanChoice(other.title, other.layout, _finite(other.step_ms), other.note) for other in comparison),
+            *(
+                PlanChoice(other.title, compared_text(other), _finite(other.step_ms), other.note)
+                for other in comparison
+            ),
             *(PlanChoice(f"what if {text}", plan_text(other.plan), other.step_ms) for text, other in what_ifs),
         ],
         step_ms=answer.step_ms,

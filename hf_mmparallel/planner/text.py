@@ -21,7 +21,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, SyncGroup,
 from ..runtime.groups import channels_of_step, collective_groups
 from ..schedule import GradientFlow, Timeline
 from ..search.explain import slower_text
-from ..search.problem import SearchResult
+from ..search.problem import ComparedPlan, SearchResult
 from .answer import Answer
 from .settings import Settings
 
@@ -105,6 +105,11 @@ def plan_text(plan: ParallelPlan) -> str:
     layouts = [f"{name}: {module_layout(plan, name)}" for name in plan.modules]
     counts = plan.microbatch_counts
     return "; ".join([*layouts, microbatches_text(counts)])
+
+
+def compared_text(other: ComparedPlan) -> str:
+    """The layouts of a baseline on one line."""
+    return other.layout if other.plan is None else plan_text(other.plan)
 
 
 def plan_cells(
@@ -432,10 +437,10 @@ def print_runners_up(console: Console, result: SearchResult) -> None:
     print_labelled(console, lines)
 
 
-def print_gantt(console: Console, timeline: Timeline) -> None:
-    """Draws a step as text."""
+def print_gantt(console: Console, timeline: Timeline, num_batches: int = 1) -> None:
+    """Draws a step as text, that of one batch of several."""
     width = max(40, min(120, console.width - 36))
-    text = gantt_text(timeline, width, GANTT_ROWS)
+    text = f"One of {num_batches} batches: " * (num_batches > 1) + gantt_text(timeline, width, GANTT_ROWS)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

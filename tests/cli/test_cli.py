@@ -166,6 +166,7 @@ def test_a_page_is_announced_before_it_is_written(model, tmp_path, capsys):
     assert main(["plan", "--model", str(model), "--module", "language_model:dp=3", "--html", str(path)]) == 0
     printed = capsys.readouterr()
     assert "the page of 4 ranks" in " ".join(printed.err.split()) and "Page written to" in printed.out
+    assert "Reading" not in printed.err, "short phases are for terminals"
 
 
 def test_help_imports_no_torch_and_names_all_that_can_be_given():

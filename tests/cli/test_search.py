@@ -123,7 +123,7 @@ def test_a_search_leaves_nothing_to_choose(text_model, run, tmp_path):
     out = run("plan", "--model", text_model, "--gpus", 2, *SHORT[:-2], "--json", tmp_path / "figures.json")
     assert list(json.loads((tmp_path / "figures.json").read_text())["layouts"]) == ["language_model"]
     assert "8 samples" in out and "`--global-batch-size` sets it" in out and "% slower: " not in out
-    assert "give `--dataset` to plan for them" in out
+    assert "`--dataset` plans for samples that differ" in out
 
 
 def test_some_sizes_can_be_fixed(model, figures, fail):

@@ -144,7 +144,7 @@ def missing():
 @pytest.mark.parametrize(
     ("column", "processor", "words"),
     [
-        ("other", None, r"\['other'\]. It lacks `input_ids`.*`token_columns`"),
+        ("other", None, r"\['other'\]. It lacks `input_ids`.*`--token-columns`"),
         ("messages", missing, "no preprocessor_config"),
         ("messages", None, "none is given"),
         ("messages", object, "`object` has no"),

@@ -76,7 +76,7 @@ def test_figures_are_those_of_the_plan_at_the_true_costs(answer, name):
     """Simulated with all ranks and another planner."""
     question, result, others = answer
     plan = others[name].plan
-    arrangement = "disttrain" if name == DISTTRAIN else "contiguous"
+    arrangement = {DISTTRAIN: "disttrain", UNAWARE: result.best.candidate.arrangement}.get(name, "contiguous")
     size = -(-question.global_batch_size // (plan.modules[LANGUAGE_MODEL].dp_size * plan.num_microbatches))
     groups, found = sync_groups(question.spec, plan), []
     for known in result.best.predictions:

@@ -262,7 +262,9 @@ def test_split_backwards_are_kept_where_they_are_asked_for():
 @pytest.mark.parametrize("frozen", [("vision",), deep(()), deep((LANGUAGE_MODEL,))])
 def test_answers_keep_to_the_rules_of_the_engine(frozen):
     problem = problem_of(6, 6, frozen, memory_bytes=2e9, effort=32)
-    result = search_plans(problem)
+    shares: list[float] = []
+    result = search_plans(problem, shares.append)
+    assert 0.8 < sum(shares) <= 1.0 and min(shares) >= 0.0, "what is told of the progress"
     plans = answers(result)
     assert len(result.runners_up) == len(result.reasons) <= 3
     assert plans == in_order(plans)
