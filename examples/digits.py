@@ -133,13 +133,23 @@ class DigitQuestions(Dataset):
         prompt = " ".join([*sentences, f"digits :{given}", rng.choice(QUESTIONS[task])])
         return prompt, answers[task], [] if text_only else shown
 
+    def token_counts(self, index: int) -> dict[str, int | list[int]]:
+        """The sizes that the Trainer plans with and arranges by: tokens of the text, and those of each image."""
+        prompt, answer, shown = self.draw(index)
+        words = len(prompt.split()) + len(answer.split()) + 2  # `<s>` and `</s>`
+        images = [self.tokens_of_image] * len(shown)
+        return {"vision": images, "language_model": words - len(images) + sum(images)}
+
+    @property
+    def tokens_of_image(self) -> int:
+        return (IMAGE_SIZE // self.processor.patch_size) ** 2
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self.num_samples:
             raise IndexError(f"Sample {index} of {self.num_samples}.")
         prompt, answer, shown = self.draw(index)
         tokenizer, image_token = self.processor.tokenizer, self.processor.image_token
-        num_tokens = (IMAGE_SIZE // self.processor.patch_size) ** 2
-        prompt_ids = tokenizer("<s> " + prompt.replace(image_token, image_token * num_tokens)).input_ids
+        prompt_ids = tokenizer("<s> " + prompt.replace(image_token, image_token * self.tokens_of_image)).input_ids
         answer_ids = tokenizer(f"{answer} </s>").input_ids
         item = {
             "input_ids": torch.tensor(prompt_ids + answer_ids),

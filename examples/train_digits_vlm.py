@@ -1,8 +1,8 @@
 """
 Trains a small vision-language model to answer questions about handwritten digits, in minutes on two CPU cores.
 
-A SigLIP vision encoder and a Llama are joined by a projector. On four processes the encoder has two data-parallel
-copies and the language model two pipeline stages. `--parallel` takes any other layout, as JSON or as the path of a
+A SigLIP vision encoder and a Llama are joined by a projector. On several processes `parallel="auto"` searches for the
+layout of each of them by the sizes of the samples. `--parallel` takes a layout instead, as JSON or as the path of a
 YAML file, and one process trains the same model.
 
 ```bash
@@ -12,7 +12,7 @@ torchrun --nproc-per-node 4 examples/train_digits_vlm.py --output_dir out/digits
 python examples/train_digits_vlm.py --output_dir out/digits --use_cpu
 ```
 
-The output folder gets the checkpoints, `schedule.png`, a model card and, in `llava`, the model for plain transformers:
+The output folder gets the checkpoints, `plan.html`, a model card and, in `llava`, the model for plain transformers:
 `LlavaForConditionalGeneration.from_pretrained("out/digits/llava")`.
 """
 
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from digits import DigitImages, DigitQuestions, build_processor
+from rich.console import Console
 from transformers import (
     HfArgumentParser,
     LlamaConfig,
@@ -36,6 +37,9 @@ from transformers.utils import logging
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.data import PretokenizedCollator
+from hf_mmparallel.planner.answer import Answer, solve
+from hf_mmparallel.planner.settings import Settings
+from hf_mmparallel.planner.text import print_gantt
 
 DEFAULTS = {
     "output_dir": "out/digits",
@@ -50,9 +54,9 @@ DEFAULTS = {
     "logging_steps": 10,
     "save_steps": 200,
     "save_total_limit": 1,
+    "packing": True,
     "report_to": "none",
 }
-FOUR_RANKS = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 
 
 @dataclass
@@ -140,9 +144,8 @@ def compute_metrics(evaluated) -> dict[str, float]:
 
 
 @torch.no_grad()
-def matches_of_folder(folder: Path, dataset: DigitQuestions) -> np.ndarray:
-    """[`exact_match`] of the saved model, loaded by plain transformers."""
-    model = LlavaForConditionalGeneration.from_pretrained(folder).eval()
+def matches_of(model: LlavaForConditionalGeneration, dataset: DigitQuestions) -> np.ndarray:
+    """[`exact_match`] of a model that plain transformers has loaded."""
     collate = PretokenizedCollator(dataset.processor.tokenizer.pad_token_id)
     matches = []
     for start in range(0, len(dataset), 50):
@@ -152,12 +155,42 @@ def matches_of_folder(folder: Path, dataset: DigitQuestions) -> np.ndarray:
     return np.concatenate(matches)
 
 
+def show_answer(model: LlavaForConditionalGeneration, dataset: DigitQuestions, index: int) -> None:
+    """Prints the digits of a sample, its question, and the answer that the model generates."""
+    sample, decode = dataset[index], dataset.processor.tokenizer.decode
+    is_prompt = sample["labels"] == -100
+    prompt, right = sample["input_ids"][is_prompt], sample["labels"][~is_prompt][:-1]
+    shades = ((sample["pixel_values"].mean(1) + 1) / 2 * 4).round().int()  # (images, rows, columns), 0 to 4
+    for row in shades.transpose(0, 1).tolist():
+        print("  ".join("".join(2 * " ░▒▓█"[shade] for shade in image) for image in row))
+    batch = {"input_ids": prompt[None], "attention_mask": torch.ones_like(prompt)[None]}
+    generated = model.generate(**batch, pixel_values=sample["pixel_values"], do_sample=False, max_new_tokens=32)
+    print("Question:", decode(prompt, skip_special_tokens=True))
+    print("Answer:  ", decode(generated[0, len(prompt) :], skip_special_tokens=True), " right:", decode(right), "\n")
+
+
+def gpus_text(searched: Answer, num_gpus: int = 8, gpu_type: str = "h100") -> str:
+    """What the planner predicts for the same model, samples and global batch on GPUs."""
+    settings = Settings(
+        num_gpus, gpu_type, global_batch_size=searched.global_batch_size, packing=True, dtype="float32"
+    )
+    answer = solve(settings, searched.inputs)
+    layouts = ", ".join(
+        f"{name} {module.dp_size} x {module.pp_size} x {module.tp_size}"
+        for name, module in answer.plan.modules.items()
+    )
+    return (
+        f"The same script on {num_gpus} {gpu_type.upper()}, as predicted: {layouts} (copies x stages x tp), a step of "
+        f"{answer.step_ms:.3g} ms, {answer.tokens_per_second:,.0f} tokens/s."
+    )
+
+
 def main() -> None:
     parser = HfArgumentParser((ScriptArguments, MultimodalTrainingArguments))
     parser.set_defaults(**DEFAULTS)
     script_args, args = parser.parse_args_into_dataclasses()
-    if args.parallel is None and args.world_size == 4:
-        args.parallel = FOUR_RANKS
+    if args.parallel is None and args.world_size > 1:
+        args.parallel = "auto"
     logging.disable_progress_bar()  # those of loading and saving; the Trainer's own stays
 
     processor = build_processor(patch_size=8)
@@ -172,10 +205,11 @@ def main() -> None:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=choose_tokens,
     )
+    searched = None if trainer.search is None else trainer.search.answer  # on the first process, with `auto`
+    if searched is not None:
+        print_gantt(Console(), searched.drawn)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
+    trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.create_model_card(model_name="digits-vlm", tasks="image-text-to-text", dataset="scikit-learn digits")
 
@@ -185,11 +219,17 @@ def main() -> None:
         folder = Path(args.output_dir) / "llava"
         to_llava(model).save_pretrained(folder)
         processor.save_pretrained(folder)
-        trained = exact_match(predicted.predictions, predicted.label_ids)
-        reloaded = matches_of_folder(folder, test_dataset)
-        print(f"Held-out answers exactly right: {trained.mean():.1%}")
-        print(f"Right after LlavaForConditionalGeneration.from_pretrained('{folder}'): {reloaded.mean():.1%}")
-        print(f"Answers judged alike before and after: {(trained == reloaded).mean():.1%}")
+        loaded = LlavaForConditionalGeneration.from_pretrained(folder).eval()
+        few = [i for i in range(len(test_dataset)) if 2 <= len(test_dataset.draw(i)[2]) <= 4]
+        for index in few[:2]:
+            show_answer(loaded, test_dataset, index)
+        trained, reloaded = exact_match(predicted.predictions, predicted.label_ids), matches_of(loaded, test_dataset)
+        print(
+            f"Exactly right: {trained.mean():.1%} of {len(trained)} answers about held-out images, and "
+            f"{reloaded.mean():.1%} after LlavaForConditionalGeneration.from_pretrained('{folder}')."
+        )
+        if searched is not None:
+            print(gpus_text(searched))
 
 
 if __name__ == "__main__":
