@@ -80,3 +80,12 @@ def set_launch_settings(settings: dict[str, Any]) -> None:
     # Unless a level was chosen, workers don't print torch's warnings about connections, each with a stack of 20 lines:
     # when processes are lost, connections end in all others.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+_LAUNCHERS = ("ACCELERATE_", "CUDA_", "FSDP_", "NCCL_", "OMP_", "PYTORCH_", "SLURM_", "TORCH_", "TRITON_")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def launcher_variables() -> dict[str, str]:
+    """The variables by which launchers and libraries are set, for a bug report."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_LAUNCHERS) or name in _RANKS}

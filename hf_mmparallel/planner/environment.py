@@ -1,19 +1,26 @@
-"""Versions and devices."""
+"""Versions, devices and settings of the machine, for a bug report."""
 
 from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft", "datasets", "safetensors", "numpy")
+from .._environment import launcher_variables
+
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "triton", "peft", "trl", "datasets", "deepspeed", "bitsandbytes"),
+    *("liger-kernel", "safetensors", "numpy"),
+)
 
 
 def environment() -> dict[str, str]:
-    """Returns names -> versions and devices, for a bug report."""
+    """Returns names -> versions, devices and settings."""
     import torch
+    from accelerate.commands.config.config_args import default_config_file
 
     from .. import __version__
     from ..profiling.device_detection import find_known_device
@@ -28,12 +35,17 @@ def environment() -> dict[str, str]:
     entries["cpu threads"] = str(torch.get_num_threads())
     count = torch.cuda.device_count()
     entries["cuda"] = f"{torch.version.cuda or 'not built'}, {count} device{'' if count == 1 else 's'}"
+    if count:
+        entries["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for index in range(count):
         device = torch.cuda.get_device_properties(index)
         known = find_known_device(torch.device("cuda", index))
         name = "not in the table of devices" if known is None else f"`{known.name}` in the table of devices"
         entries[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB, {name}"
-    return entries
+    config = Path(default_config_file)
+    if config.is_file():
+        entries["accelerate config"] = "; ".join(config.read_text().splitlines())
+    return entries | launcher_variables()
 
 
 def _backends() -> list[str]:

@@ -188,9 +188,12 @@ def test_help_imports_no_torch_and_names_all_that_can_be_given():
     assert all(name in rows for name in (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED))
 
 
-def test_env_names_versions(run):
+def test_env_names_versions_and_settings(run, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "secret")
     out = run("env")
     assert "hf_mmparallel" in out and transformers.__version__ in out and "gloo" in out
+    assert "NCCL_DEBUG INFO" in out and "secret" not in out
 
 
 def test_the_stability_of_a_split_is_printed_where_there_is_one(model, run):
