@@ -96,6 +96,8 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
         if groups[1] > groups[0]:
             return f"copies are divided among {groups[1]:,} ranks instead of {groups[0]:,}"
         needs = [gib_text(plan.peak_memory_bytes) for plan in (best, other)]
+        if needs[0] == needs[1]:
+            return f"as much memory on its fullest rank, {needs[0]} GiB"
         return f"its fullest rank needs {needs[1]} GiB instead of {needs[0]}"
     if other.step_ms < best.step_ms:
         return (

@@ -262,6 +262,26 @@ def test_settings_that_agree_with_the_plan_beside_them_hold():
     assert layout_data(PLAN, plugin.modules)["modules"] == {"vision": {"freeze": "tower"}}
 
 
+MANY_COPIES = resolve_plan(
+    SPEC, {"vision": ModulePlugin(dp_size=4), LANGUAGE_MODEL: ModulePlugin(dp_size=4, pp_size=2)}
+)
+
+
+def test_copies_are_written_once_and_read_back(tmp_path):
+    """Where ranks are at equal distances; others are written as they are."""
+    once = MANY_COPIES.to_dict()["modules"][LANGUAGE_MODEL]["replicas"]
+    assert [(own["copies"], own["ranks_apart"], len(own["stages"])) for own in once] == [(4, 2, 2)]
+    vision = MANY_COPIES.modules["vision"]
+    mixed = dataclasses.replace(vision, replicas=(vision.replicas[3], *vision.replicas[:3]))
+    plan = dataclasses.replace(MANY_COPIES, modules={**MANY_COPIES.modules, "vision": mixed})
+    assert [isinstance(own, dict) for own in plan.to_dict()["modules"]["vision"]["replicas"]] == [False, True]
+    for own in (MANY_COPIES, plan):
+        own.save(tmp_path / "plan.yaml")
+        assert ParallelPlan.load(tmp_path / "plan.yaml") == own
+    resolve_plan(SPEC, {LANGUAGE_MODEL: ModulePlugin(dp_size=4096)}).save(tmp_path / "plan.yaml")
+    assert len((tmp_path / "plan.yaml").read_text().splitlines()) < 40
+
+
 MISTAKES = {
     "typo": (
         lambda data: data["modules"]["vision"].update(replica=data["modules"]["vision"].pop("replicas")),
@@ -307,6 +327,7 @@ VALUES = [None, True, "x", -1, 0, 7, 2.5, [], [[]], {}, [None], {"x": 1}, [0, "x
 # What `parallel=` takes, as it stands in files.
 WHOLE = [
     PLAN.to_dict(),
+    MANY_COPIES.to_dict(),
     layout_data(PLAN, PLUGIN.modules),
     PLUGIN.to_dict(),
     {**DICT, LANGUAGE_MODEL: {"cp_size": 2, "cp_method": "zigzag", "cp_block": 64, "attn_implementation": "bitfield"}},
