@@ -32,7 +32,7 @@ export DS_BUILD_OPS := 0
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # packages are compiled as they are first imported
 
-.PHONY: help venv demo charts test tests test-deep test-newest releases update-constraints quick gpu lint format bench pages clean
+.PHONY: help venv demo charts test tests test-deep test-newest releases update-constraints quick gpu lint format bench docs pages clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -122,6 +122,9 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/async_save.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/chaos.py
+
+docs: $(INSTALLED) ## the documentation as a site, in out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 pages: $(INSTALLED) ## the figures of README and docs, from the kept results
 	$(BIN)/python benchmarks/pages.py
