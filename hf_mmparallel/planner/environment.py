@@ -36,7 +36,9 @@ def environment() -> dict[str, str]:
     count = torch.cuda.device_count()
     entries["cuda"] = f"{torch.version.cuda or 'not built'}, {count} device{'' if count == 1 else 's'}"
     if count:
-        entries["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        from torch.cuda import nccl
+
+        entries["nccl"] = ".".join(map(str, nccl.version()))
     for index in range(count):
         device = torch.cuda.get_device_properties(index)
         known = find_known_device(torch.device("cuda", index))

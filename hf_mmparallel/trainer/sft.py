@@ -130,3 +130,7 @@ def _with_row_packing(args: Any) -> Any:
 
 
 MultimodalSFTTrainer = parallelize(SFTTrainer)
+"""
+`trl.SFTTrainer` with packed rows of images and, with `parallel` in its [`MultimodalSFTConfig`], a layout for each
+module. Without a plan it is TRL's; see [`parallelize`].
+"""
