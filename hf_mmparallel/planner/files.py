@@ -218,7 +218,7 @@ def page_of(
     versions = {name: installed[name] for name in ("hf_mmparallel", "python", "torch", "transformers")}
     return PlanPage(
         title=f"{Path(answer.inputs.source.name).name} on {answer.plan.world_size:,} x {answer.settings.gpu_type}",
-        subtitle=f"Samples {samples_text(answer)}. {batch_text(answer)}.".replace("`", ""),
+        subtitle=f"Samples: {samples_text(answer)}. {batch_text(answer)}.".replace("`", ""),
         plan=answer.plan,
         modules=answer.settings.plugin.modules,
         planned_for=answer.planned_for,
