@@ -10,28 +10,26 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-_CONFIGS = "examples/accelerate_configs"
 # file or folder of the repository -> its page; a script is a page with its text
 PAGES = {
     "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples/index.md",
-    _CONFIGS: f"{_CONFIGS}.md",
+    **{f"examples/{name}": f"examples/{name}.md" for name in ("accelerate_configs", "clusters")},
+    **{f"examples/clusters/{name}.yaml": "examples/clusters.md" for name in ("skypilot", "pytorchjob")},
     **{f"docs/{path.name}": path.name for path in ROOT.glob("docs/*.md")},
     **{f"examples/{path.name}": f"examples/{path.stem}.md" for path in ROOT.glob("examples/*.py")},
 }
-_SOURCE_OF = {page: path for path, page in PAGES.items()}
+_SOURCE_OF = {page: path for path, page in reversed(PAGES.items())}
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that are not in `docs`."""
-    for path, page in PAGES.items():
+    for page, path in _SOURCE_OF.items():
         if not path.startswith("docs/"):
             files.append(File.generated(config, page, content=_text(ROOT / path)))
-    for image in ROOT.glob("docs/images/*.png"):
-        assert files.get_file_from_path(f"images/{image.name}") is not None
     return files
 
 
