@@ -40,7 +40,7 @@ def _text(path: Path) -> str:
     if path.is_dir():
         blocks = [f"## {file.name}\n\n```yaml\n{file.read_text()}```\n" for file in sorted(path.iterdir())]
         return "# Launch files\n\n" + "\n".join(blocks)
-    return f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+    return f"# {path.name}\n\n~~~~python\n{path.read_text()}~~~~\n"  # whose docstring has blocks of its own
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -63,5 +63,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         text = _LINK.sub(rewritten, text)
         return f"{image}[{text}]({posixpath.relpath(found, posixpath.dirname(here) or '.')}{hash_}{anchor})"
 
-    parts = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if part.startswith("```") else _LINK.sub(rewritten, part) for part in parts)
+    parts = re.split(r"(^~~~~.*?^~~~~|^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith(("~~~~", "```")) else _LINK.sub(rewritten, part) for part in parts)

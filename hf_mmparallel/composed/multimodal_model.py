@@ -168,8 +168,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             labels (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Targets; -100 is ignored.
             pixel_values, input_features (`torch.FloatTensor`, *optional*):
                 Main input of an encoder; `<encoder>_pixel_values` etc. if several encoders have the same input.
-            mm_encoder_outputs (`dict[str, ModelOutput]`, *optional*): Encoder -> `get_features`, in place of its
-            inputs.
+            mm_encoder_outputs (`dict[str, ModelOutput]`, *optional*):
+                Encoder -> `get_features`, in place of its inputs.
             logits_to_keep (`int | torch.Tensor`, *optional*, defaults to 0): Last positions with logits, 0 for all.
         """
         return_dict = kwargs.pop("return_dict", None)

@@ -353,6 +353,7 @@ class ParallelPlan:
         return {index: tuple(features) for index, features in sorted(result.items())}
 
     def to_dict(self) -> dict[str, Any]:
+        """Returns the plan as plain values, as a file of it holds them."""
         arrangement = self.microbatch_assignment
         if callable(arrangement):
             raise ValueError(

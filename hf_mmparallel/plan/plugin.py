@@ -306,6 +306,7 @@ class ModulePlugin:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | ModulePlugin) -> ModulePlugin:
+        """Reads the settings of a module from plain values; raises `ValueError` for unknown ones."""
         if isinstance(data, ModulePlugin):
             return data
         reject_unknown_keys("A `ModulePlugin`", list(data), [f.name for f in _settings(cls)])
