@@ -96,8 +96,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
                 used.
             language_model (`PreTrainedModel | PreTrainedConfig | str`): A causal language model, in the same forms.
             token_ids (`dict[str, int]`): Encoder -> id of its placeholder token.
-            projectors (`str | nn.Module | dict`, *optional*): `"linear"`, `"mlp"` or a module; or encoder ->
-            projector.
+            projectors (`str | nn.Module | dict`, *optional*):
+                `"linear"`, `"mlp"` or a module; or encoder -> projector.
             encoder_settings (`dict[str, dict]`, *optional*): Encoder -> further fields of [`EncoderSettings`].
             callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
             dtype (`torch.dtype`, *optional*): Dtype of all weights; by default each module keeps its own.
