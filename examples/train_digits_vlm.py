@@ -170,9 +170,16 @@ def show_answer(model: LlavaForConditionalGeneration, dataset: DigitQuestions, i
 
 
 def gpus_text(searched: Answer, num_gpus: int = 8, gpu_type: str = "h100") -> str:
-    """What the planner predicts for the same model, samples and global batch on GPUs."""
+    """What the planner predicts for the same model, samples, global batch and arrangement on GPUs."""
     settings = Settings(
-        num_gpus, gpu_type, global_batch_size=searched.global_batch_size, packing=True, dtype="float32"
+        num_gpus,
+        gpu_type,
+        global_batch_size=searched.global_batch_size,
+        microbatch_size=searched.global_batch_size // num_gpus,
+        schedule=searched.plan.schedule,
+        microbatch_assignment=searched.arrangement,
+        packing=True,
+        dtype=searched.settings.dtype,
     )
     answer = solve(settings, searched.inputs)
     layouts = ", ".join(
