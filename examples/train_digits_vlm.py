@@ -52,9 +52,8 @@ DEFAULTS = {
     "warmup_steps": 20,
     "adam_beta2": 0.98,
     "logging_steps": 10,
-    "save_steps": 200,
+    "save_steps": 150,
     "save_total_limit": 1,
-    "packing": True,
     "report_to": "none",
 }
 
@@ -63,7 +62,7 @@ DEFAULTS = {
 class ScriptArguments:
     """The model and the amount of data."""
 
-    num_train_samples: int = field(default=64 * 450, metadata={"help": "Questions to train on; each is seen once."})
+    num_train_samples: int = field(default=64 * 300, metadata={"help": "Questions to train on; each is seen once."})
     num_eval_samples: int = field(default=300, metadata={"help": "Questions about held-out images."})
     encoder_warmup_steps: int = field(default=1000, metadata={"help": "Steps of the encoder alone, on single digits."})
     encoder_hidden_size: int = field(default=96, metadata={"help": "Width of the vision encoder."})
@@ -120,6 +119,7 @@ def build_model(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="bitfield",  # so that a plan packs samples
     )
     return MultimodalModel.from_unimodal(
         encoders={"vision": str(folder)},
