@@ -52,7 +52,7 @@ DEFAULTS = {
     "warmup_steps": 20,
     "adam_beta2": 0.98,
     "logging_steps": 10,
-    "save_steps": 150,
+    "save_steps": 200,
     "save_total_limit": 1,
     "report_to": "none",
 }
@@ -62,7 +62,7 @@ DEFAULTS = {
 class ScriptArguments:
     """The model and the amount of data."""
 
-    num_train_samples: int = field(default=64 * 300, metadata={"help": "Questions to train on; each is seen once."})
+    num_train_samples: int = field(default=64 * 400, metadata={"help": "Questions to train on; each is seen once."})
     num_eval_samples: int = field(default=300, metadata={"help": "Questions about held-out images."})
     encoder_warmup_steps: int = field(default=1000, metadata={"help": "Steps of the encoder alone, on single digits."})
     encoder_hidden_size: int = field(default=96, metadata={"help": "Width of the vision encoder."})
