@@ -62,9 +62,9 @@ DEFAULTS = {
 class ScriptArguments:
     """The model and the amount of data."""
 
-    num_train_samples: int = field(default=64 * 400, metadata={"help": "Questions to train on; each is seen once."})
+    num_train_samples: int = field(default=64 * 350, metadata={"help": "Questions to train on; each is seen once."})
     num_eval_samples: int = field(default=300, metadata={"help": "Questions about held-out images."})
-    encoder_warmup_steps: int = field(default=1000, metadata={"help": "Steps of the encoder alone, on single digits."})
+    encoder_warmup_steps: int = field(default=600, metadata={"help": "Steps of the encoder alone, on single digits."})
     encoder_hidden_size: int = field(default=96, metadata={"help": "Width of the vision encoder."})
     hidden_size: int = field(default=96, metadata={"help": "Width of the language model."})
     num_hidden_layers: int = field(default=4, metadata={"help": "Layers of the language model."})
