@@ -22,6 +22,7 @@ DEEP ?= none
 VENV := $(if $(filter tested,$(CONSTRAINTS)),.venv,.venv-$(CONSTRAINTS))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(VENV)/.installed-demo
 PINS := $(if $(filter newest,$(CONSTRAINTS)),,constraints/$(CONSTRAINTS).txt)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --progress-bar off --no-compile $(addprefix --constraint ,$(PINS))
 TORCH := "torch$(addprefix ==,$(TORCH_VERSION))"
@@ -39,19 +40,22 @@ help: ## this list
 
 venv: $(INSTALLED) ## the environment, nothing else
 
+# The demos need nothing of what tests need, some of which is slow to import.
 # Releases beyond the ranges of setup.cfg are those that the newest environment is for.
-$(INSTALLED): setup.cfg pyproject.toml $(PINS)
+$(INSTALLED): EXTRAS := demo,dev
+$(DEMO_INSTALLED): EXTRAS := demo
+$(INSTALLED) $(DEMO_INSTALLED): setup.cfg pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) $(addprefix --index-url ,$(TORCH_INDEX)) $(TORCH)
-	$(PIP_INSTALL) -e '.[demo,dev]'
+	$(PIP_INSTALL) -e '.[$(EXTRAS)]'
 	$(if $(PINS),,$(PIP_INSTALL) --upgrade $(TORCH) $$($(BIN)/python constraints/versions.py names))
 	touch $@
 
-demo: $(INSTALLED) ## train the digits model on four CPU processes
+demo: $(or $(wildcard $(INSTALLED)),$(DEMO_INSTALLED)) ## train the digits model on four CPU processes
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
 	    examples/train_digits_vlm.py --output_dir $(DEMO_OUT) $(DEMO_ARGS)
 
-charts: $(INSTALLED) ## train the chart model on four CPU processes, arranged by workload
+charts: $(or $(wildcard $(INSTALLED)),$(DEMO_INSTALLED)) ## train the chart model on four CPU processes, arranged by workload
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
 	    examples/train_chart_vlm.py --output_dir $(CHARTS_OUT) $(CHARTS_ARGS)
 

@@ -1,7 +1,7 @@
 """
 Questions about handwritten digits: the data of `train_digits_vlm.py`.
 
-A sample shows one to twelve of scikit-learn's 8x8 digits, or gives digits as text, and asks to read them, to count
+A sample shows one to six of scikit-learn's 8x8 digits, or gives digits as text, and asks to read them, to count
 them or for the largest one. Prompts are from a word to some sentences long, so that samples differ widely in vision
 work and in text work.
 """
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import LlavaProcessor, PreTrainedTokenizerFast, SiglipImageProcessorPil
 
 IMAGE_SIZE = 8
-LETTERS = "ABCDEFGHIJKL"
+LETTERS = "ABCDEF"
 MAX_DIGITS = len(LETTERS)
 NUM_HELD_OUT_IMAGES = 297
 TEXT_ONLY_SHARE = 0.2
@@ -45,7 +45,7 @@ def build_processor(patch_size: int) -> LlavaProcessor:
     """A `LlavaProcessor` for this data: 8x8 images, one token per word."""
     texts = [*SENTENCES, *(text for forms in QUESTIONS.values() for text in forms), "digits :"]
     words = sorted({word for text in texts for word in text.split()})
-    numbers = [str(number) for number in range(MAX_DIGITS + 1)]
+    numbers = [str(number) for number in range(10)]
     vocabulary = ["<pad>", "<unk>", "<s>", "</s>", "<image>", *numbers, *LETTERS, *words]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -54,7 +54,6 @@ DEFAULTS = {
     "logging_steps": 10,
     "save_steps": 200,
     "save_total_limit": 1,
-    "packing": True,
     "report_to": "none",
 }
 
@@ -63,9 +62,9 @@ DEFAULTS = {
 class ScriptArguments:
     """The model and the amount of data."""
 
-    num_train_samples: int = field(default=64 * 450, metadata={"help": "Questions to train on; each is seen once."})
+    num_train_samples: int = field(default=64 * 350, metadata={"help": "Questions to train on; each is seen once."})
     num_eval_samples: int = field(default=300, metadata={"help": "Questions about held-out images."})
-    encoder_warmup_steps: int = field(default=1000, metadata={"help": "Steps of the encoder alone, on single digits."})
+    encoder_warmup_steps: int = field(default=600, metadata={"help": "Steps of the encoder alone, on single digits."})
     encoder_hidden_size: int = field(default=96, metadata={"help": "Width of the vision encoder."})
     hidden_size: int = field(default=96, metadata={"help": "Width of the language model."})
     num_hidden_layers: int = field(default=4, metadata={"help": "Layers of the language model."})
@@ -120,6 +119,7 @@ def build_model(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="bitfield",  # so that a plan packs samples
     )
     return MultimodalModel.from_unimodal(
         encoders={"vision": str(folder)},
@@ -170,9 +170,16 @@ def show_answer(model: LlavaForConditionalGeneration, dataset: DigitQuestions, i
 
 
 def gpus_text(searched: Answer, num_gpus: int = 8, gpu_type: str = "h100") -> str:
-    """What the planner predicts for the same model, samples and global batch on GPUs."""
+    """What the planner predicts for the same model, samples, global batch and arrangement on GPUs."""
     settings = Settings(
-        num_gpus, gpu_type, global_batch_size=searched.global_batch_size, packing=True, dtype="float32"
+        num_gpus,
+        gpu_type,
+        global_batch_size=searched.global_batch_size,
+        microbatch_size=searched.global_batch_size // num_gpus,
+        schedule=searched.plan.schedule,
+        microbatch_assignment=searched.arrangement,
+        packing=True,
+        dtype=searched.settings.dtype,
     )
     answer = solve(settings, searched.inputs)
     layouts = ", ".join(

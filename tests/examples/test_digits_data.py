@@ -73,11 +73,14 @@ def test_labels_are_the_answer_and_its_end(dataset):
 
 
 @pytest.mark.parametrize("patch_size", [8, 4])
-def test_each_image_has_its_placeholders(patch_size):
+def test_each_image_has_its_placeholders_and_sizes_are_known_without_the_sample(patch_size):
     own = build_processor(patch_size)
-    for item in map(DigitQuestions(own, "train", 50).__getitem__, range(50)):
+    questions = DigitQuestions(own, "train", 50)
+    for index, item in enumerate(map(questions.__getitem__, range(50))):
         num_images = len(item.get("pixel_values", ()))
         assert (item["input_ids"] == own.image_token_id).sum() == num_images * (8 // patch_size) ** 2
+        sizes = {"vision": num_images * [(8 // patch_size) ** 2], "language_model": len(item["input_ids"])}
+        assert questions.token_counts(index) == sizes
 
 
 def test_samples_differ_in_vision_and_in_text_work(dataset):
