@@ -176,7 +176,7 @@ def as_lengths(value: Any, source: str, counts: np.ndarray | None = None) -> np.
     wrong = np.flatnonzero((array < 0) | (array != np.floor(array))) if is_number else np.arange(min(1, array.size))
     if len(wrong) and counts is not None:
         row = int(np.searchsorted(np.cumsum(counts), wrong[0], side="right"))
-        value, where = array[wrong[0]].item(), f" in row {row} of {len(counts)}"
+        value, where = array.reshape(-1).tolist()[wrong[0]], f" in row {row} of {len(counts)}"
     if len(wrong):
         raise ValueError(
             f"{source} gave the length {value!r}{where}. Give a number from 0, or a list with one an image."

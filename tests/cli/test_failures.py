@@ -19,7 +19,7 @@ def test_templates_and_throughput(model, run, tmp_path):
     out = run("plan", "--model", model, *SHORT, *FOUR, "--freeze", "vision=tower", "--output", path)
     assert "Templates for nodes of 1 rank" in out
     assert "│ 1 │ 1 │ 1 x vision 4 and language_model 4 │" in out
-    assert "one copy of the model needs 1 node of 1 rank, by predicted memory, 71.19 GiB" in out
+    assert "one copy of the model needs 1 node of 1 rank, by predicted memory, 71.2 GiB" in out
     assert "Any node may fail at once: each layer is on 2 nodes or more" in out and "with 2 nodes or more" in out
     assert "12 samples, 12 microbatches of 1, whatever fails" in out
     assert "│ 4 │ 4 x 1 │ 4 x 3 │" in out and "│ 2 │ 2 x 1 │ 2 x 6 │" in out

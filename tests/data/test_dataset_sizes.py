@@ -93,7 +93,7 @@ def test_llava_json_is_measured_with_its_images_in_a_folder(model, tmp_path):
     found = measure_dataset(str(tmp_path / "data.json"), model, spec, None, lambda: processor, image_folder=folder)
     batch = ChatCollator(processor)([conversation([(8, 8)])])
     assert found.sizes.tokens["language_model"].tolist() == [batch["input_ids"].shape[1]] * 3
-    with pytest.raises(ValueError, match="`token_columns`"):
+    with pytest.raises(ValueError, match="`--token-columns`"):
         measure_dataset(str(tmp_path / "data.json"), model, spec, None, lambda: processor)
 
 

@@ -67,10 +67,10 @@ def test_a_plan_above_ninety_percent_of_a_device_does_not_pass_a_dry_run():
     answer: Any = SimpleNamespace(
         settings=Settings(gpu_type="a100"), plan=SimpleNamespace(stages_of_rank=lambda rank: [(LANGUAGE_MODEL, 0, 0)])
     )
-    answer.memory, answer.peak_gib = {0: RankMemory(activations=75 * 2**30)}, 75.0
-    with pytest.raises(ValueError, match="75.0 GiB, 3.8 more than the 71.19 GiB"):
+    answer.memory, answer.peak_bytes = {0: RankMemory(activations=75 * 2**30)}, 75 * 2**30
+    with pytest.raises(ValueError, match="75.0 GiB, 3.81 more than the 71.2 GiB"):
         check_memory(answer)
-    answer.memory, answer.peak_gib = {0: RankMemory(activations=71 * 2**30)}, 71.0
+    answer.memory, answer.peak_bytes = {0: RankMemory(activations=71 * 2**30)}, 71 * 2**30
     check_memory(answer)
 
 
