@@ -20,8 +20,8 @@ KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "published_runs
 MOST_TASKS = 10_000  # simulated in a few seconds
 CHECKED = ("original", "copy", "unread")
 REACHED = {
-    "own_engine": {"llava_a100", "mosaic_a100", "mosaic_h100", "nanotron_1b", "torchtitan_a100"},
-    "ours": {"llava_a100"},
+    "own_engine": {"llava_a100", "mosaic_a100", "mosaic_h100", "nanotron_1b", "torchtitan_a100", "torchtitan_h100"},
+    "ours": {"llava_a100", "megatron_a100_2021"},  # sequence parallelism, which that run lacks, saves recomputation
 }
 """Studies whose best published MFU a plan reaches, by the costs of the study's engine and of hf_mmparallel's."""
 STUDIES = {study.key: study for study in studies()}
@@ -75,6 +75,6 @@ def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("key", ["llava_a100", "mosaic_h100", "megatron_a100_2021"])  # both, one and no engine reaches
+@pytest.mark.parametrize("key", ["llava_a100", "mosaic_h100", "megatron_a100_2022"])  # both, one and no engine reaches
 def test_a_plan_reaches_the_best_published_mfu_where_it_is_said(key):
     assert_reached(key, best_plans(best_run(STUDIES[key])))
