@@ -47,7 +47,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 16,
     "num_train_epochs": 1,
-    "learning_rate": 3e-3,
+    "learning_rate": 2e-3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 20,
     "adam_beta2": 0.98,
@@ -62,7 +62,7 @@ DEFAULTS = {
 class ScriptArguments:
     """The model and the amount of data."""
 
-    num_train_samples: int = field(default=64 * 350, metadata={"help": "Questions to train on; each is seen once."})
+    num_train_samples: int = field(default=64 * 400, metadata={"help": "Questions to train on; each is seen once."})
     num_eval_samples: int = field(default=300, metadata={"help": "Questions about held-out images."})
     encoder_warmup_steps: int = field(default=600, metadata={"help": "Steps of the encoder alone, on single digits."})
     encoder_hidden_size: int = field(default=96, metadata={"help": "Width of the vision encoder."})
