@@ -17,7 +17,15 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
-from transformers import LlavaProcessor, PreTrainedTokenizerFast, SiglipImageProcessorPil
+from transformers import (
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+)
 
 IMAGE_SIZE = 8
 LETTERS = "ABCDEF"
@@ -62,6 +70,39 @@ def build_processor(patch_size: int) -> LlavaProcessor:
         patch_size=patch_size,
         vision_feature_select_strategy="full",
     )
+
+
+def build_llava(processor: LlavaProcessor, hidden_size: int) -> LlavaForConditionalGeneration:
+    """A small Llava with random weights, for the pictures of a processor of [`build_processor`]."""
+    tokenizer = processor.tokenizer
+    vision_config = SiglipVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=IMAGE_SIZE,
+        patch_size=processor.patch_size,
+        vision_use_head=False,
+    )
+    text_config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        initializer_range=0.05,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    config = LlavaConfig(
+        vision_config=vision_config,
+        text_config=text_config,
+        image_token_id=processor.image_token_id,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    return LlavaForConditionalGeneration(config)
 
 
 class DigitImages:

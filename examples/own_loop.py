@@ -22,14 +22,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from digits import DigitQuestions, build_processor
-from transformers import (
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    SiglipVisionConfig,
-    get_cosine_schedule_with_warmup,
-)
+from digits import DigitQuestions, build_llava, build_processor
+from transformers import get_cosine_schedule_with_warmup
 
 import hf_mmparallel
 from hf_mmparallel.data import PretokenizedCollator
@@ -41,46 +35,13 @@ PLANS = {
 }
 
 
-def build_model(processor) -> LlavaForConditionalGeneration:
-    """A small Llava, the same on all processes."""
-    set_seed(0)
-    tokenizer = processor.tokenizer
-    vision_config = SiglipVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=processor.image_processor.size["height"],
-        patch_size=processor.patch_size,
-        vision_use_head=False,
-    )
-    text_config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        initializer_range=0.05,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    config = LlavaConfig(
-        vision_config=vision_config,
-        text_config=text_config,
-        image_token_id=processor.image_token_id,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-    )
-    return LlavaForConditionalGeneration(config)
-
-
 def train(num_steps: int, plan: dict | str | None, output_dir: str, resume: str | None = None) -> list[float]:
     """The losses of a training on all processes that were launched."""
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     processor = build_processor(patch_size=8)
     dataset = DigitQuestions(processor, "train", 16 * 20)
-    model = build_model(processor)
+    set_seed(0)  # the same model on all processes
+    model = build_llava(processor, hidden_size=64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 5, num_steps)
 

@@ -17,18 +17,10 @@ import random
 from dataclasses import dataclass, field
 
 from datasets import Dataset
-from digits import IMAGE_SIZE, QUESTIONS, build_processor
+from digits import QUESTIONS, build_llava, build_processor
 from PIL import Image
 from sklearn.datasets import load_digits
-from transformers import (
-    HfArgumentParser,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    SiglipVisionConfig,
-    set_seed,
-)
+from transformers import HfArgumentParser, set_seed
 
 from hf_mmparallel import MultimodalSFTConfig, MultimodalSFTTrainer
 
@@ -74,39 +66,6 @@ def conversations(num_samples: int) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def build_model(processor: LlavaProcessor, hidden_size: int) -> LlavaForConditionalGeneration:
-    """A Llava whose pictures are four tokens each."""
-    tokenizer = processor.tokenizer
-    vision = SiglipVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=IMAGE_SIZE,
-        patch_size=processor.patch_size,
-        vision_use_head=False,
-    )
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        initializer_range=0.05,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    config = LlavaConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_id=processor.image_token_id,
-        vision_feature_select_strategy="full",
-        vision_feature_layer=-1,
-    )
-    return LlavaForConditionalGeneration(config)
-
-
 def main() -> None:
     parser = HfArgumentParser((ScriptArguments, MultimodalSFTConfig))
     parser.set_defaults(**DEFAULTS)
@@ -115,7 +74,7 @@ def main() -> None:
     processor = build_processor(patch_size=4)
     processor.chat_template = TEMPLATE
     trainer = MultimodalSFTTrainer(
-        model=build_model(processor, script_args.hidden_size),
+        model=build_llava(processor, script_args.hidden_size),
         args=args,
         train_dataset=conversations(script_args.num_train_samples),
         processing_class=processor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,16 +29,18 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_given_optimizer(optimizer: Any, args: Any) -> None:
-    """Raises `ValueError` for an optimizer given to a Trainer that can't be used with its arguments."""
+def given_optimizer(given: Mapping[str, Any], args: Any) -> torch.optim.Optimizer | None:
+    """The optimizer given to a Trainer, if any; raises `ValueError` for one that can't be used with its arguments."""
+    optimizer = given.get("optimizers", (None, None))[0]
     if optimizer is None:
-        return
+        return None
     check_optimizer(optimizer)
     if args.resilience is not None:
         raise ValueError(
             "`optimizers` can't be used with `resilience`, which makes the optimizer anew when ranks are lost. Use "
             "`optimizer_cls_and_kwargs`."
         )
+    return optimizer
 
 
 def group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

@@ -496,7 +496,7 @@ def prepare(
             only the weights that it holds.
         optimizer (`torch.optim.Optimizer` or `Callable`):
             One made from `model.parameters()`, without state, or a function that makes it from the model. It stays
-            the same object, with the parameters of this rank, so that a schedule made from it stays valid.
+            the same object, with this rank's parameters.
         dataset (`Dataset` or `IterableDataset`): What is trained on, the same on all ranks.
         plan (`dict`, `str`, `Path`, [`MultimodalParallelPlugin`] or [`ParallelPlan`]):
             What [`MultimodalTrainingArguments`] take as `parallel`, but "auto".

@@ -41,9 +41,8 @@ from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
-from .given_optimizer import check_given_optimizer, give_part, group_names
+from .given_optimizer import give_part, given_optimizer, group_names
 from .loaders import check_loader, follow_plan
-from .optimizer_state import stock_groups
 from .start_checks import check_launch, check_overrides, check_trainer
 from .survival import Survival
 from .training_sizes import TrainingSizes
@@ -88,7 +87,7 @@ class MultimodalParallelTrainer(Trainer):
     """
 
     loss_is_scaled_for_ga: bool | None = True
-    logs_token_metrics = False  # whether accuracy and entropy of the predictions are summed
+    logs_token_metrics = False  # sums accuracy and entropy of the predictions
     is_planned: bool
     args: Any
     model: Any
@@ -118,8 +117,7 @@ class MultimodalParallelTrainer(Trainer):
         check_launch(args)
         self._run = EngineState(self, joins_job())
         self._survival = Survival(self, self._run)
-        if sample_tokens is not None:
-            self.sample_tokens = sample_tokens
+        self.sample_tokens = sample_tokens or self.sample_tokens
         self.engine = self.search = None
         plugin = getattr(args, "plugin", None)
         self.is_planned = plugin is not None and not build.is_single_process(plugin, args.world_size)
@@ -154,8 +152,7 @@ class MultimodalParallelTrainer(Trainer):
         check_launcher(args)
         check_trainer(model, given)
         check_optimizer_class(plugin.modules, given)
-        optimizer = given.get("optimizers", (None, None))[0]
-        check_given_optimizer(optimizer, args)
+        optimizer = given_optimizer(given, args)
         self.args = args  # for `world`; the stock constructor sets those of its own loop
         with raise_on_all_ranks("preparing the model"):
             check_output_folder(args, self.world)
@@ -164,8 +161,8 @@ class MultimodalParallelTrainer(Trainer):
             args = choose_collator(args, given, prepared.model)
             super().__init__(model=prepared.model, args=build.plan_arguments(args), **given)
             decayed = self.get_decay_parameter_names(prepared.model)
-            groups = stock_groups(decayed, prepared.model)
-            self._run.stock_groups = groups if optimizer is None else group_names(optimizer, prepared.model)
+            stock = optimizer_state.stock_groups(decayed, prepared.model)
+            self._run.stock_groups = stock if optimizer is None else group_names(optimizer, prepared.model)
             self._run.lay_out(prepared, args, plugin)
             if optimizer is not None:
                 give_part(optimizer, self._run.stock_groups, self._engine)
