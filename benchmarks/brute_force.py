@@ -16,8 +16,9 @@ import numpy as np
 from hf_mmparallel.cost import layer_table
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
+from hf_mmparallel.search.problem import Candidate, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.steps.step_planner import Prediction
 
@@ -185,7 +186,7 @@ class Layouts:
         for name, own in listed.sizes.items():
             layer_ms = self._layer_ms(name, own, listed.num_microbatches)
             cut = partition_all(layer_ms, own.pp).partition(own.pp).layers
-            layouts[name] = Layout(cut, own.dp, own.cp, own.tp, own.recomputed)
+            layouts[name] = ModuleLayout(cut, own.dp, own.cp, own.tp, own.recomputed)
         problem = self.problem
         schedule, vp_size = problem.schedules[0]
         return Candidate(layouts, listed.hosts, listed.num_microbatches, schedule, problem.first_arrangement, vp_size)

@@ -15,9 +15,10 @@ from shared_partition import partition_shared
 from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
 from hf_mmparallel.papers.compare import UnawareOptions, all_trained
 from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
+from hf_mmparallel.search.problem import Candidate, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 
 DEVICE = find_device("a40")
@@ -161,7 +162,9 @@ def six_stages(costs: CostModel, known: CostModel, recomputed: bool) -> dict[str
         options.append((max(encoders.slowest_stage_ms, language.slowest_stage_ms), encoders.layers, language.layers))
     _, encoders, language = min(options)
     cuts = dict(zip((VISION, AUDIO, LANGUAGE_MODEL), (*encoders, language), strict=True))
-    layouts = {name: Layout(cut, tp_size=TP_SIZE, activation_checkpointing=recomputed) for name, cut in cuts.items()}
+    layouts = {
+        name: ModuleLayout(cut, tp_size=TP_SIZE, activation_checkpointing=recomputed) for name, cut in cuts.items()
+    }
     candidate = Candidate(layouts, {AUDIO: VISION}, SECOND_RUN.num_microbatches)
     seconds, gib = iteration(problem_of(costs), candidate)
     return {"iteration_s": seconds, "gib": gib, "stages": [len(encoders[0]), len(language)]}

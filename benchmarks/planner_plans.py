@@ -27,11 +27,12 @@ from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, sync_groups
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.resolve import check_plan
 from hf_mmparallel.profiling.layer_profile import ProfileSettings, profile_layers
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import simulate
-from hf_mmparallel.search.problem import Candidate, Layout
+from hf_mmparallel.search.problem import Candidate
 from hf_mmparallel.steps.step_planner import PlannedStep, StepPlanner
 from hf_mmparallel.world import World
 
@@ -97,7 +98,7 @@ def _random_hosts(rng: random.Random, spec: ModelSpec) -> dict[str, str]:
     return {name: LANGUAGE_MODEL for name in encoders if rng.random() < 0.5}
 
 
-def _random_layout(rng: random.Random, num_layers: int, num_ranks: int) -> Layout:
+def _random_layout(rng: random.Random, num_layers: int, num_ranks: int) -> ModuleLayout:
     sizes = [
         (dp, tp, num_ranks // (dp * tp))
         for dp in range(1, num_ranks + 1)
@@ -107,7 +108,7 @@ def _random_layout(rng: random.Random, num_layers: int, num_ranks: int) -> Layou
     dp_size, tp_size, pp_size = rng.choice(sizes)
     ends = sorted(rng.sample(range(1, num_layers), pp_size - 1))
     layers = tuple(np.diff([0, *ends, num_layers]).tolist())
-    return Layout(layers, dp_size, 1, tp_size, rng.random() < 0.25)
+    return ModuleLayout(layers, dp_size, 1, tp_size, rng.random() < 0.25)
 
 
 # Steps that compute
@@ -333,7 +334,7 @@ def slow_costs(spec: ModelSpec, sizes: SampleSizes, total_ms: float) -> CostMode
     """Operation counts, slowed down until a batch takes so long on one rank; encoders and language model alike."""
     counted = analytic_costs(spec, find_device("cpu"))
     plan = Candidate(
-        {name: Layout((module.num_layers,)) for name, module in spec.modules.items()},
+        {name: ModuleLayout((module.num_layers,)) for name, module in spec.modules.items()},
         dict.fromkeys(spec.encoders, LANGUAGE_MODEL),
     ).plan(spec)
     work = batch_workloads(counted, plan, sizes)

@@ -45,10 +45,11 @@ from hf_mmparallel.cost import (
 )
 from hf_mmparallel.papers.baseline_layouts import even_layers
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, sync_groups
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.methods import Schedule
 from hf_mmparallel.schedule import find_representatives, simulate
 from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, Layout
+from hf_mmparallel.search.problem import Candidate
 
 MICROBATCH, TP_SIZE = 4, 2
 GIB = 2**30
@@ -109,7 +110,7 @@ def plan_of(
         layers = even_layers(len(times), pp_size)
         if not variant.even:
             layers = partition_all(times, pp_size).partition(pp_size).layers
-        layouts[name] = Layout(layers, replicas, tp_size=TP_SIZE)
+        layouts[name] = ModuleLayout(layers, replicas, tp_size=TP_SIZE)
     hosts = {VISION: LANGUAGE_MODEL} if shares else {}
     return Candidate(layouts, hosts, 1, variant.schedule, vp_size=variant.vp_size).plan(costs.spec)
 

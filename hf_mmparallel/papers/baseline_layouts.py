@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from ..cost import module_model_flops
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES
 from ..plan import LANGUAGE_MODEL
+from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from ..search.candidates import CandidateSpace, EstimatedCandidate
 from ..search.combinations import Combinations, LayoutEstimate, LayoutTable, side_by_side
 from ..search.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
-from ..search.problem import Candidate, Layout, PlanningProblem
+from ..search.problem import Candidate, PlanningProblem
 from .allocation import proportional_allocation
 
 ParallelConfigs = Mapping[str, ParallelConfig]
@@ -37,7 +38,7 @@ def _with_even_layers(
 ) -> Candidate:
     """The candidate with its layers split evenly."""
     layouts = {
-        name: Layout(
+        name: ModuleLayout(
             even_layers(options[name].module_spec.num_layers, estimate.pp_size),
             estimate.dp_size,
             estimate.kind.cp_size,
@@ -193,7 +194,7 @@ class FullyShardedLayouts:
                 if not recompute and list(recomputed.values()).count(True) == len(recomputed):
                     continue
                 layouts = {
-                    name: Layout((module.num_layers,), num_ranks, 1, 1, recomputed[name], sharding)
+                    name: ModuleLayout((module.num_layers,), num_ranks, 1, 1, recomputed[name], sharding)
                     for name, module in problem.spec.modules.items()
                 }
                 for count in microbatch_counts(problem, num_ranks):

@@ -11,11 +11,12 @@ from ..arrange import Arrangement
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, SampleSizes
+from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from ..search.candidates import CandidateSpace, diversify
 from ..search.explain import least_memory_bytes
 from ..search.options import ModuleOptions, ParallelConfig
-from ..search.problem import Candidate, ComparedPlan, Layout, PlanningProblem, RankedPlan, SearchResult
+from ..search.problem import Candidate, ComparedPlan, PlanningProblem, RankedPlan, SearchResult
 from ..search.simulations import step_planner
 from .allocation import Allocation, allocate
 from .baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
@@ -243,7 +244,7 @@ class _BaselineEvaluator:
     def _allocated(self, allocation: Allocation, recomputed: Mapping[str, bool]) -> Candidate:
         """The candidate of an allocation."""
         layouts = {
-            name: Layout(
+            name: ModuleLayout(
                 even_layers(self.problem.spec.modules[name].num_layers, module.pp_size),
                 module.dp_size,
                 tp_size=module.tp_size,

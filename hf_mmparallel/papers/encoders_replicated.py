@@ -15,9 +15,10 @@ import numpy as np
 from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
+from ..plan.layout import ModuleLayout
 from ..schedule import Task, find_representatives, simulate
 from ..search.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
-from ..search.problem import Candidate, Layout, PlanningProblem
+from ..search.problem import Candidate, PlanningProblem
 from .baseline_layouts import even_layers
 
 
@@ -25,7 +26,7 @@ from .baseline_layouts import even_layers
 class ReplicatedLayout:
     """A layout of the language model with the encoders in every stage."""
 
-    layout: Layout  # of the language model
+    layout: ModuleLayout  # of the language model
     num_microbatches: int  # of each of its replicas
     estimate_ms: float  # closed-form estimate of its step time
 
@@ -72,16 +73,16 @@ class ReplicatedEncoders:
                     continue
                 layers = even_layers(language.module_spec.num_layers, pp_size)
                 sharding = language.sharding(kind, dp_size)
-                layout = Layout(layers, dp_size, 1, kind.tp_size, kind.checkpointing, sharding)
+                layout = ModuleLayout(layers, dp_size, 1, kind.tp_size, kind.checkpointing, sharding)
                 for count in microbatch_counts(problem, dp_size):
                     yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))
 
-    def _encoder_kind(self, name: str, layout: Layout) -> ParallelConfig:
+    def _encoder_kind(self, name: str, layout: ModuleLayout) -> ParallelConfig:
         """Configuration of an encoder on the ranks of a stage."""
         kinds = [kind for kind in self.options[name].plain_kinds if kind.tp_size in (1, layout.tp_size)]
         return max(kinds, key=lambda kind: (kind.tp_size, kind.checkpointing == layout.activation_checkpointing))
 
-    def _estimate_ms(self, kind: ParallelConfig, layout: Layout, count: int) -> float:
+    def _estimate_ms(self, kind: ParallelConfig, layout: ModuleLayout, count: int) -> float:
         """`sum of stages + (microbatches - 1) x slowest stage`, with the encoders in each stage."""
         num_samples = self.problem.global_batch_size / layout.dp_size / count
         encoders_ms = sum(

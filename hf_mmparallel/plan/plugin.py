@@ -74,7 +74,9 @@ class ModulePlugin:
             `True` freezes the module with its projector, `"tower"` everything but the projector; other strings are
             regular expressions, searched for in parameter names.
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
-        colocate_with (`str`, *optional*): Another module whose ranks and sizes this one shares, stage by stage.
+        colocate_with (`str`, *optional*):
+            Another module whose ranks this one shares, with sizes of its own whose product is the number of these
+            ranks (`dp_size` is what remains, unless it is given), or, without any, those of the other one.
         peft_config (*optional*): `peft` config, or its dict, of the adapters in this module.
         attn_implementation (`str`, *optional*): Attention function, set in this module's config.
         zero_stage (`int`, *optional*, defaults to 0):

@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 
+from .layout import ModuleLayout, plan_from
 from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
-from .ownership import partly_frozen_stages, stage_parameters, trainable_stages, with_split_backwards
-from .parallel_plan import ModulePlan, ParallelPlan, Stage, fitting_virtual_stages
-from .plugin import ModulePlugin, MultimodalParallelPlugin
+from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
+from .parallel_plan import ModulePlan, ParallelPlan, fitting_virtual_stages
+from .plugin import SIZES, ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
 
 
-def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
-    """Layer range of each stage, extra layers in the first ones; raises `ValueError` if they don't add up."""
+def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> tuple[int, ...]:
+    """Layers of each stage, more in the first ones by default; raises `ValueError` if they don't add up."""
     vp_size = plugin.vp_size or 1
     count = plugin.pp_size * vp_size
     if count > num_layers:
@@ -30,8 +31,7 @@ def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple
             f"`layers_per_stage={counts}` adds up to {sum(counts)}; `{name}` has {num_layers} layers. "
             f"Make it add up to {num_layers}."
         )
-    stops = [sum(counts[: index + 1]) for index in range(count)]
-    return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+    return tuple(counts)
 
 
 def check_tp_size(spec: ModuleSpec, tp_size: int) -> None:
@@ -128,71 +128,82 @@ def resolve_plan(
     Builds a plan: assigns layers and ranks to every stage.
 
     Modules get consecutive ranks in the order of `spec`. Within a module the replica varies slowest, then the stage,
-    the cp rank and the tp rank, so that the ranks that communicate most are neighbours.
+    the cp rank and the tp rank, so that the ranks that communicate most are neighbours. A module with `colocate_with`
+    has the ranks of the other one in the same order, with sizes of its own or those of the other one.
 
     Raises:
         `ValueError`: For sizes that do not fit the model or the number of ranks.
     """
     reject_unknown_keys("The model", list(plugins), list(spec.modules))
-    modules: dict[str, ModulePlan] = {}
-    specs: dict[str, ModuleSpec] = {}  # with their frozen parameters marked
-    next_rank = 0
-    for name, module in spec.modules.items():
-        plugin = plugins.get(name, ModulePlugin())
-        module = specs[name] = module.with_frozen(plugin.freeze)
-        host = None
-        if plugin.colocate_with is not None:
-            host = modules.get(plugin.colocate_with)
-            if host is None:
-                earlier = ", ".join(f"`{other}`" for other in modules) or "none"
-                raise ValueError(
-                    f"`{name}` can't be colocated with `{plugin.colocate_with}`, which must come before `{name}` in "
-                    f"the model. Use one of the earlier modules: {earlier}."
-                )
-            sizes = _sizes(host)
-            given = (plugin.dp_size, plugin.pp_size, plugin.tp_size, plugin.cp_size)
-            if any(wanted not in (1, size) for wanted, size in zip(given, sizes, strict=True)):
-                raise ValueError(
-                    f"`{name}` shares the ranks of `{plugin.colocate_with}` (dp, pp, tp, cp = {sizes}) and can't have "
-                    f"{given}. Leave its sizes out."
-                )
-            dp_size, pp_size, tp_size, cp_size = sizes
-            own = {"dp_size": dp_size, "pp_size": pp_size, "tp_size": tp_size, "cp_size": cp_size}
-            plugin = replace(plugin, **own, colocate_with=None)
+    plugins = {name: plugins.get(name, ModulePlugin()) for name in spec.modules}
+    spec = replace(spec, modules={name: m.with_frozen(plugins[name].freeze) for name, m in spec.modules.items()})
+    layouts: dict[str, ModuleLayout] = {}
+    for name in _hosts_first(plugins):
+        plugin, module, host = plugins[name], spec.modules[name], plugins[name].colocate_with
+        if host is not None:
+            plugin = _on_ranks_of(layouts[host], plugin, name)
+            host = layouts[host].host or host
         plugin = _with_virtual_stages(plugin, module, schedule)
         _check_uncut(module, plugin.pp_size * (plugin.vp_size or 1))
         check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size)
-        ranges = split_layers(module.num_layers, plugin, name)
-        trainable = trainable_stages(module, spec.tied, ranges)
-        partly = partly_frozen_stages(module, spec.tied, ranges)
-        replicas = []
-        for replica in range(plugin.dp_size):
-            stages = []
-            for index, layers in enumerate(ranges):
-                if host is not None:
-                    mesh = host.replicas[replica][index % plugin.pp_size].mesh
-                else:
-                    place = replica * plugin.pp_size + index % plugin.pp_size
-                    first = next_rank + place * plugin.cp_size * plugin.tp_size
-                    starts = range(first, first + plugin.cp_size * plugin.tp_size, plugin.tp_size)
-                    mesh = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
-                stages.append(Stage(layers, mesh, trainable[index], partly[index]))
-            replicas.append(tuple(stages))
-        if host is None:
-            next_rank += plugin.num_ranks
-        settings = plugins.get(name, plugin)
-        settings.check_deepspeed_stages(name, plugin.pp_size)
-        modules[name] = ModulePlan(
-            tuple(replicas), settings.activation_checkpointing, settings.context, settings.sharding, settings.storage
+        plugin.check_deepspeed_stages(name, plugin.pp_size)
+        layouts[name] = ModuleLayout(
+            split_layers(module.num_layers, plugin, name),
+            plugin.dp_size,
+            plugin.cp_size,
+            plugin.tp_size,
+            plugin.activation_checkpointing,
+            plugin.sharding,
+            plugin.storage,
+            plugin.context,
+            plugin.vp_size or 1,
+            host,
         )
-        _check_sharding(name, modules[name])
-    plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches)
     wanted = {name: plugin.split_backward for name, plugin in plugins.items()}
-    plan = with_split_backwards(plan, specs, spec.tied, wanted)
+    in_order = {name: layouts[name] for name in spec.modules}
+    plan = plan_from(in_order, spec, schedule, num_microbatches, split_backward=wanted)
+    for name, planned in plan.modules.items():
+        _check_sharding(name, planned)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
+
+
+def _hosts_first(plugins: Mapping[str, ModulePlugin]) -> list[str]:
+    """The modules, each behind the one whose ranks it shares."""
+    hosts = {name: plugin.colocate_with for name, plugin in plugins.items()}
+    for name, host in hosts.items():
+        reject_unknown_keys(f"`colocate_with` of `{name}` names a module, and the model", [host or name], list(hosts))
+    ordered: list[str] = []
+    while len(ordered) < len(hosts):
+        found = [name for name in hosts if name not in ordered and (hosts[name] is None or hosts[name] in ordered)]
+        if not found:
+            left = ", ".join(f"`{name}`" for name in hosts if name not in ordered)
+            raise ValueError(
+                f"{left}: none has ranks of its own, since each is colocated with another of them. Leave "
+                "`colocate_with` out for one of them."
+            )
+        ordered += found
+    return ordered
+
+
+def _on_ranks_of(host: ModuleLayout, plugin: ModulePlugin, name: str) -> ModulePlugin:
+    """The settings of a colocated module with its sizes: its own if it names others than those of the host."""
+    given = {key: getattr(plugin, key) for key in SIZES if getattr(plugin, key) != 1 or key in plugin.named}
+    sizes = host.sizes
+    if any(sizes[key] != size for key, size in given.items()):
+        sizes = {**dict.fromkeys(SIZES, 1), **given}
+        if "dp_size" not in given:  # as many copies as there are ranks for
+            sizes["dp_size"] = max(1, host.num_ranks // math.prod(sizes.values()))
+        if math.prod(sizes.values()) != host.num_ranks:
+            named = " x ".join(f"`{key}={size}`" for key, size in given.items())
+            raise ValueError(
+                f"`{name}` shares the {host.num_ranks} ranks of `{plugin.colocate_with}`, which {named} does not fill. "
+                f"Use sizes whose product is {host.num_ranks}, or leave them out for those of "
+                f"`{plugin.colocate_with}` ({host})."
+            )
+    return replace(plugin, **sizes, colocate_with=None)
 
 
 def _with_virtual_stages(plugin: ModulePlugin, module: ModuleSpec, schedule: Schedule) -> ModulePlugin:
@@ -201,11 +212,6 @@ def _with_virtual_stages(plugin: ModulePlugin, module: ModuleSpec, schedule: Sch
         return plugin
     vp_size = fitting_virtual_stages(POLICIES[schedule].vp_size, plugin.pp_size, module.num_layers)
     return replace(plugin, vp_size=vp_size) if vp_size > 1 else plugin
-
-
-def _sizes(module: ModulePlan) -> tuple[int, int, int, int]:
-    """Sizes of a module: dp, pp, tp, cp."""
-    return module.dp_size, module.pp_size, module.tp_size, module.cp_size
 
 
 def check_world_size(plan: ParallelPlan, world_size: int) -> None:

@@ -21,9 +21,10 @@ from ..cost.row_sizes import RowLayout
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, streamed_transfers, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
+from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from .partition import partition_all
-from .problem import Layout, PlanningProblem
+from .problem import PlanningProblem
 
 # Mean size of the microbatches of a module, before any batch is arranged.
 
@@ -330,11 +331,11 @@ class ModuleOptions:
             self._slowest_stages[key] = partition_all(costs, self.max_stages).slowest_stages_ms
         return self._slowest_stages[key]
 
-    def layout(self, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float) -> Layout:
+    def layout(self, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float) -> ModuleLayout:
         """The layout with stages balanced for microbatches of `num_samples`."""
         layers = partition_all(self.layer_ms(kind, num_samples), pp_size).partition(pp_size).layers
         sizes = (layers, dp_size, kind.cp_size, kind.tp_size)
-        return Layout(*sizes, kind.checkpointing, self.sharding(kind, dp_size), self.storage)
+        return ModuleLayout(*sizes, kind.checkpointing, self.sharding(kind, dp_size), self.storage)
 
     def sharding(self, kind: ParallelConfig, dp_size: int) -> ShardingSettings:
         """The sharding of a layout: a single copy divides nothing, unless the user says so."""

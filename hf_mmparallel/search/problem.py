@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from ..arrange import Arrangement
 from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage, typical_batches
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, typical_batches
+from ..plan.layout import ModuleLayout, plan_from
 from ..plan.methods import ARRANGEMENT_CANDIDATES, POLICIES, SCHEDULES, Schedule
-from ..plan.ownership import partly_frozen_stages, trainable_stages, with_split_backwards
-from ..plan.parallel_plan import ShardingSettings, StorageSettings, fitting_virtual_stages, layout_text
+from ..plan.parallel_plan import StorageSettings
 from ..plan.plugin import STORAGE, ZERO_STAGES
 from ..steps.step_planner import Prediction
 
@@ -22,47 +21,10 @@ SEARCHED_STAGES = ZERO_STAGES  # the ZeRO stages that a search chooses from
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The sizes of one module."""
-
-    layers: tuple[int, ...]  # of each stage
-    dp_size: int = 1  # number of replicas
-    cp_size: int = 1
-    tp_size: int = 1
-    activation_checkpointing: bool = False  # recomputes activations
-    sharding: ShardingSettings = ShardingSettings()  # what its copies divide among them
-    storage: StorageSettings = StorageSettings()  # precision and place of its optimizer and frozen weights
-
-    def setting(self, name: str) -> Any:
-        """The value of a setting of [`ModulePlugin`] that a search keeps."""
-        return next(getattr(own, name) for own in (self, self.sharding, self.storage) if hasattr(own, name))
-
-    @property
-    def zero_stage(self) -> int:
-        return self.sharding.zero_stage
-
-    @property
-    def shard_size(self) -> int | None:
-        return self.sharding.shard_size
-
-    @property
-    def pp_size(self) -> int:
-        return len(self.layers)
-
-    @property
-    def num_ranks(self) -> int:
-        return self.dp_size * self.pp_size * self.cp_size * self.tp_size
-
-    def __str__(self) -> str:
-        sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
-        return layout_text(sizes, self.sharding, self.storage, self.activation_checkpointing)
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A candidate plan: the layout of each module, their placement, the schedule and the arrangement."""
 
-    layouts: Mapping[str, Layout]  # in the order of the model
+    layouts: Mapping[str, ModuleLayout]  # in the order of the model
     colocated_with: Mapping[str, str] = field(default_factory=dict)  # module -> the module whose ranks it shares
     num_microbatches: int = 1  # of each replica of the language model
     schedule: Schedule = "1f1b"
@@ -94,45 +56,14 @@ class Candidate:
 
     def plan(self, spec: ModelSpec) -> ParallelPlan:
         """Builds the plan; a colocated module has the ranks of the other one in its own order."""
-        first, starts = 0, {}
         # Modules with the largest meshes come first, so that meshes do not span nodes.
-        by_grid = sorted(self.layouts.items(), key=lambda item: -item[1].cp_size * item[1].tp_size)
-        for name, layout in by_grid:
-            if name not in self.colocated_with:
-                starts[name] = first
-                first += layout.num_ranks
-        modules = {}
-        for name, layout in self.layouts.items():
-            start = starts[self.colocated_with.get(name, name)]
-            modules[name] = _module_plan(spec, name, layout, start, self.vp_size)
+        by_mesh = sorted(self.layouts.items(), key=lambda item: -item[1].cp_size * item[1].tp_size)
+        layouts = {
+            name: replace(layout.with_virtual_stages(self.vp_size), host=self.colocated_with.get(name))
+            for name, layout in by_mesh
+        }
         named = self.arrangement if isinstance(self.arrangement, str) else None  # a plan holds no function
-        plan = ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, microbatch_assignment=named)
-        return with_split_backwards(plan, spec.modules, spec.tied)
-
-
-def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int, vp_size: int) -> ModulePlan:
-    rounds = fitting_virtual_stages(vp_size, layout.pp_size, sum(layout.layers))
-    if min(layout.layers) < rounds:
-        rounds = 1
-    counts = [count // rounds + (number < count % rounds) for number in range(rounds) for count in layout.layers]
-    stops = list(accumulate(counts))
-    ranges = [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-    trainable = trainable_stages(spec.modules[name], spec.tied, ranges)
-    partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
-    grid = layout.cp_size * layout.tp_size
-    replicas = []
-    # The replica varies slowest, then the stage, then the cp rank.
-    for replica in range(layout.dp_size):
-        stages = []
-        for index, layers in enumerate(ranges):
-            start = first + (replica * layout.pp_size + index % layout.pp_size) * grid
-            firsts = range(start, start + grid, layout.tp_size)
-            mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
-            stages.append(Stage(layers, mesh, trainable[index], partly[index]))
-        replicas.append(tuple(stages))
-    return ModulePlan(
-        tuple(replicas), layout.activation_checkpointing, sharding=layout.sharding, storage=layout.storage
-    )
+        return plan_from(layouts, spec, self.schedule, self.num_microbatches, named)
 
 
 @dataclass(frozen=True)

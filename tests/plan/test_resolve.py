@@ -113,6 +113,18 @@ def test_colocation_shares_ranks_stage_by_stage():
         resolve({"dp_size": 2}, {"colocate_with": "vision", "vp_size": 2})
 
 
+def test_a_colocated_module_has_sizes_of_its_own():
+    plan = resolve({"tp_size": 4}, {"colocate_with": "vision", "pp_size": 2, "cp_size": 2}, world_size=4)
+    assert rows(plan, LANGUAGE_MODEL) == [[((0, 2), ((0,), (1,))), ((2, 4), ((2,), (3,)))]]
+    # the host comes later in the model, and as many copies fill its ranks as there are
+    plan = resolve({"colocate_with": LANGUAGE_MODEL, "tp_size": 2}, {"dp_size": 2, "pp_size": 2}, world_size=4)
+    assert rows(plan, "vision") == [[((0, 6), ((0, 1),))], [((0, 6), ((2, 3),))]]
+    assert rows(plan, LANGUAGE_MODEL)[1] == [((0, 2), ((2,),)), ((2, 4), ((3,),))]
+    one_each = ModulePlugin.from_dict({"colocate_with": "vision", "pp_size": 1, "tp_size": 1, "cp_size": 1})
+    plan = resolve_plan(SPEC, {"vision": ModulePlugin(tp_size=2), LANGUAGE_MODEL: one_each}, world_size=2)
+    assert rows(plan, LANGUAGE_MODEL) == [[((0, 4), ((0,),))], [((0, 4), ((1,),))]]
+
+
 def test_freezing_is_not_undone():
     module = VISION.with_frozen("projector").with_frozen("embeddings")
     assert [p.trainable for p in module.parameters] == [False, *[True] * 6, False]
@@ -139,9 +151,10 @@ def test_deepstack_features_enter_at_their_layers_and_leave_a_stack_that_is_not_
         ({"tp_size": 3}, {}, "`tp_size=3` .* 8 attention heads of `vision`. .* such as 2"),
         ({}, {"tp_size": 4}, "`tp_size=4` .* 2 key and value heads of `language_model`. .* such as 2"),
         ({"layers_per_stage": [2, 3]}, {}, r"`layers_per_stage=\[2, 3\]` adds up to 5; `vision` has 6"),
-        ({"colocate_with": LANGUAGE_MODEL}, {}, "`vision` can't be colocated with `language_model`, .*: none"),
-        ({}, {"colocate_with": "visoin"}, "can't be colocated with `visoin`, .*: `vision`"),
-        ({"dp_size": 2}, {"colocate_with": "vision", "tp_size": 2}, r"cp = \(2, 1, 1, 1\)\) .* \(1, 1, 2, 1\)"),
+        ({"colocate_with": LANGUAGE_MODEL}, {"colocate_with": "vision"}, "`vision`, `language_model`: none has ranks"),
+        ({}, {"colocate_with": "visoin"}, "`colocate_with` of `language_model` .*`visoin`. Did you mean `vision`"),
+        ({"dp_size": 3}, {"colocate_with": "vision", "tp_size": 2}, "the 3 ranks of `vision`, which `tp_size=2` does"),
+        ({"dp_size": 2}, {"colocate_with": "vision", "pp_size": 4}, "product is 2, or leave them out .*(dp 2)"),
         ({"dp_size": 4, "zero_stage": 1, "shard_size": 3}, {}, "`shard_size=3` does not divide 4, .* one of 2, 4,"),
         ({}, {"zero_stage": 3, "shard_size": 2}, "`shard_size=2` does not divide 1, .* of `language_model`"),
         ({}, {"dp_size": 3, "cp_size": 4, "zero_stage": 2, "shard_size": 6}, "`shard_size=6` .* `cp_size=4`"),

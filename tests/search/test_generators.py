@@ -11,10 +11,11 @@ from hf_mmparallel.cost import StepCost, analytic_costs, fitting_in_flight, memo
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.drawing.gantt import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, StepPlan, check_plan
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.planner.text import plan_table
 from hf_mmparallel.schedule import Message, Task, in_flight_1f1b
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
+from hf_mmparallel.search.problem import Candidate, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
 from tests.cost.messages import message_ms
@@ -64,9 +65,9 @@ def alike(problem: PlanningProblem, tokens: int) -> PlanningProblem:
 
 
 def in_flight_case(generator: bool) -> tuple[PlanningProblem, Candidate]:
-    layouts = {"vision": Layout((4,)), LANGUAGE_MODEL: Layout((2, 2))}
+    layouts = {"vision": ModuleLayout((4,)), LANGUAGE_MODEL: ModuleLayout((2, 2))}
     if generator:
-        layouts[IMAGE] = Layout((1, 1, 2))
+        layouts[IMAGE] = ModuleLayout((1, 1, 2))
     candidate = Candidate(layouts, {}, 8)
     spec = model_with(*[IMAGE] * generator)
     return alike(problem_of(candidate.num_ranks, 16, spec=spec), 400), candidate
@@ -96,7 +97,7 @@ def test_room_goes_to_modules_in_front_first():
 
 def test_a_generator_gets_the_hidden_states_of_all_tokens_of_its_samples():
     spec = model_with(IMAGE)
-    plan = Candidate(dict.fromkeys(spec.modules, Layout((4,))), {}, 1).plan(spec)
+    plan = Candidate(dict.fromkeys(spec.modules, ModuleLayout((4,))), {}, 1).plan(spec)
     tokens = {"vision": [4, 900, 0], LANGUAGE_MODEL: [10, 20, 400], IMAGE: [5000, 0, 7]}
     sizes = SampleSizes.of_sequences({name: [[n] for n in own] for name, own in tokens.items()})
     batch_indices = {"vision": (0, 1), LANGUAGE_MODEL: (0, 1, 2), IMAGE: (0, 2)}

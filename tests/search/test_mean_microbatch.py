@@ -9,9 +9,10 @@ import pytest
 
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.options import MeanMicrobatches, ModuleOptions, ParallelConfig
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
+from hf_mmparallel.search.problem import Candidate, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 from tests.search.test_search import problem_of
 
@@ -28,7 +29,7 @@ def question(arrangement: str, attention: str = "sdpa", packing: bool = False) -
 
 def arranged(problem: PlanningProblem, cp_size: int = 1) -> np.ndarray:
     """Tokens, squared tokens and stored pairs of a mean microbatch of the batch as it is arranged."""
-    layouts = {"vision": Layout((4,), DP), LANGUAGE_MODEL: Layout((4,), DP, cp_size)}
+    layouts = {"vision": ModuleLayout((4,), DP), LANGUAGE_MODEL: ModuleLayout((4,), DP, cp_size)}
     candidate = Candidate(layouts, {}, COUNT, "1f1b", problem.first_arrangement)
     planner, batch = step_planner(problem, candidate), problem.batches[0]
     step = planner.predict_batch(batch).planned.step

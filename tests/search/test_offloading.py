@@ -9,8 +9,9 @@ import pytest
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.parallel_plan import StorageSettings
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
+from hf_mmparallel.search.problem import Candidate, PlanningProblem
 from hf_mmparallel.search.search import search_plans
 from tests.cost.models import LAYERS, PLAIN
 
@@ -28,7 +29,7 @@ def question(frozen: tuple[str, ...] = (), device=PLAIN, **settings) -> Planning
 
 
 def state_bytes(asked: PlanningProblem, storage: StorageSettings | None = None) -> float:
-    layout = Layout((LAYERS,), 2, storage=storage or StorageSettings())
+    layout = ModuleLayout((LAYERS,), 2, storage=storage or StorageSettings())
     plan = Candidate(dict.fromkeys(BOTH, layout), {"vision": LANGUAGE_MODEL}, 4).plan(asked.spec)
     return max(state.total for state in state_per_rank(plan, stage_memories(asked.costs, plan)).values())
 

@@ -25,11 +25,12 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.explain import reason_for, slower_text
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
+from hf_mmparallel.search.problem import Candidate, PlanningProblem, RankedPlan, SearchResult
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import AS_FAST, cautious_ms, in_order, step_planner
 from tests.cost.models import LAYERS, PLAIN, model, module
@@ -207,10 +208,12 @@ def test_three_modules_are_divided_as_exhaustive_search_does(ranks, encoders, ge
 
 
 CANDIDATES = [
-    Candidate({"vision": Layout((4,), 2), LANGUAGE_MODEL: Layout((1, 3), 2, 1, 2)}, {}, 4),
-    Candidate({"vision": Layout((2, 2), 1, 1, 2), LANGUAGE_MODEL: Layout((4,), 1, 2, 2)}, {}, 2),
-    Candidate({"vision": Layout((4,), 4), LANGUAGE_MODEL: Layout((2, 2), 1, 1, 2)}, {"vision": LANGUAGE_MODEL}, 4),
-    Candidate({"vision": Layout((1, 3), 2, 1, 2, True), LANGUAGE_MODEL: Layout((4,), 4, 1, 2)}, {}, 2),
+    Candidate({"vision": ModuleLayout((4,), 2), LANGUAGE_MODEL: ModuleLayout((1, 3), 2, 1, 2)}, {}, 4),
+    Candidate({"vision": ModuleLayout((2, 2), 1, 1, 2), LANGUAGE_MODEL: ModuleLayout((4,), 1, 2, 2)}, {}, 2),
+    Candidate(
+        {"vision": ModuleLayout((4,), 4), LANGUAGE_MODEL: ModuleLayout((2, 2), 1, 1, 2)}, {"vision": LANGUAGE_MODEL}, 4
+    ),
+    Candidate({"vision": ModuleLayout((1, 3), 2, 1, 2, True), LANGUAGE_MODEL: ModuleLayout((4,), 4, 1, 2)}, {}, 2),
 ]
 
 
@@ -396,7 +399,7 @@ def test_with_a_large_sample_a_plan_that_fits_comes_first_and_a_state_that_does_
 
 def ranked(step_ms: float, peak: float, sharding: ShardingSettings | None = None) -> RankedPlan:
     """A plan with a step and a peak."""
-    layout = Layout((4,), 4096, sharding=sharding or ShardingSettings())
+    layout = ModuleLayout((4,), 4096, sharding=sharding or ShardingSettings())
     candidate = Candidate(dict.fromkeys(BOTH, layout), {"vision": LANGUAGE_MODEL})
     prediction = SimpleNamespace(step_ms=step_ms, peak_memory_bytes=peak)
     return RankedPlan(candidate, None, (prediction,), step_ms)  # type: ignore[arg-type]

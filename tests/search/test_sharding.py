@@ -13,10 +13,11 @@ from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.options import ModuleOptions
-from hf_mmparallel.search.problem import Candidate, Layout
+from hf_mmparallel.search.problem import Candidate
 from hf_mmparallel.search.search import nested_problems, search_plans
 from hf_mmparallel.search.simulations import AS_FAST, step_planner
 from tests.cost.models import LAYERS, PLAIN
@@ -35,7 +36,7 @@ def question(num_ranks: int = 8, batch: int = 16, **settings):
 
 
 def sharded(sharding: ShardingSettings) -> Candidate:
-    return Candidate(dict.fromkeys(BOTH, Layout((LAYERS,), 8, sharding=sharding)), {"vision": LANGUAGE_MODEL}, 1)
+    return Candidate(dict.fromkeys(BOTH, ModuleLayout((LAYERS,), 8, sharding=sharding)), {"vision": LANGUAGE_MODEL}, 1)
 
 
 def step_ms(problem) -> float:

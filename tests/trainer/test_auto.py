@@ -30,9 +30,10 @@ from hf_mmparallel.plan import (
     ShardingSettings,
     resolve_plan,
 )
+from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.planner.possible_sizes import possible_sizes, stage_tp_sizes
 from hf_mmparallel.profiling.device_detection import products_in
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
+from hf_mmparallel.search.problem import Candidate, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import find_saved_plan, training_samples
@@ -57,7 +58,9 @@ def tiny_model(family: str) -> Any:
     return model
 
 
-def candidate(vision: Layout, language_model: Layout, shares: bool = False, num_microbatches: int = 1) -> Candidate:
+def candidate(
+    vision: ModuleLayout, language_model: ModuleLayout, shares: bool = False, num_microbatches: int = 1
+) -> Candidate:
     layouts = {"vision": vision, LANGUAGE_MODEL: language_model}
     return Candidate(layouts, {"vision": LANGUAGE_MODEL} if shares else {}, num_microbatches)
 
@@ -65,13 +68,17 @@ def candidate(vision: Layout, language_model: Layout, shares: bool = False, num_
 RECOMPUTED, ZERO = {"activation_checkpointing": True}, {"sharding": ShardingSettings(zero_stage=1)}
 CANDIDATES = {
     "shared ranks, sequences of stages and copies, recomputed": candidate(
-        Layout((4,), 4, **RECOMPUTED), Layout((1, 3), 2, **RECOMPUTED), True, 2
+        ModuleLayout((4,), 4, **RECOMPUTED), ModuleLayout((1, 3), 2, **RECOMPUTED), True, 2
     ),
-    "shared ranks, tp on one side, slices": candidate(Layout((4,), 2, tp_size=2), Layout((4,), 4, **ZERO), True),
-    "shared ranks, tokens cut on one side": candidate(Layout((4,), 4), Layout((4,), 2, cp_size=2), True, 2),
-    "own ranks, tp on one side": candidate(Layout((4,), tp_size=2), Layout((2, 2)), num_microbatches=2),
-    "own ranks, tokens cut": candidate(Layout((4,), 2), Layout((4,), cp_size=2), num_microbatches=2),
-    "own ranks, uneven stages": candidate(Layout((4,)), Layout((1, 2, 1)), num_microbatches=2),
+    "shared ranks, tp on one side, slices": candidate(
+        ModuleLayout((4,), 2, tp_size=2), ModuleLayout((4,), 4, **ZERO), True
+    ),
+    "shared ranks, tokens cut on one side": candidate(
+        ModuleLayout((4,), 4), ModuleLayout((4,), 2, cp_size=2), True, 2
+    ),
+    "own ranks, tp on one side": candidate(ModuleLayout((4,), tp_size=2), ModuleLayout((2, 2)), num_microbatches=2),
+    "own ranks, tokens cut": candidate(ModuleLayout((4,), 2), ModuleLayout((4,), cp_size=2), num_microbatches=2),
+    "own ranks, uneven stages": candidate(ModuleLayout((4,)), ModuleLayout((1, 2, 1)), num_microbatches=2),
 }
 
 

@@ -105,6 +105,42 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {"modules": {VISION: VP2, LM: {"colocate_with": VISION, "vp_size": 2}}, "schedule": "zero_bubble"},
         {},
     ),
+    "llava, tp 4 of vision on the ranks of stages that share tokens": (
+        "llava",
+        4,
+        {VISION: {"tp_size": 4}, LM: {"colocate_with": VISION, "pp_size": 2, "cp_size": 2}},
+        {},
+    ),
+    "qwen2_vl, dp 4 of vision on the ranks of pp 2 x tp 2": (
+        "qwen2_vl",
+        4,
+        {VISION: {"dp_size": 4, "colocate_with": LM}, LM: {"pp_size": 2, "tp_size": 2}},
+        {},
+    ),
+    "qwen3_vl, dp 6 of vision on the ranks of dp 2 x pp 3, recomputed": (
+        "qwen3_vl",
+        6,
+        {VISION: {"dp_size": 6, "colocate_with": LM, **AGAIN}, LM: {"dp_size": 2, "pp_size": 3, **AGAIN}},
+        {},
+    ),
+    "llava, dp 3 x pp 2 of vision on the ranks of dp 2 x pp 3, ZeRO": (
+        "llava",
+        6,
+        {
+            VISION: {"dp_size": 3, "pp_size": 2, "zero_stage": 1, "colocate_with": LM},
+            LM: {"dp_size": 2, "pp_size": 3, "zero_stage": 2},
+        },
+        {},
+    ),
+    "llava_onevision, tp 2 of vision on the ranks of virtual stages": (
+        "llava_onevision",
+        4,
+        {
+            "modules": {VISION: {"tp_size": 2, "colocate_with": LM}, LM: {"dp_size": 2, **VP2}},
+            "schedule": "zero_bubble",
+        },
+        {},
+    ),
     "llava, zero bubble with more memory": ("llava", 3, {"modules": PP2, "schedule": "zero_bubble_h2"}, {}),
     "llava, frozen vision, zero bubble": (
         "llava",
@@ -133,6 +169,8 @@ CORE = (
     "llama, tied, tp 2, virtual stages, recomputed",
     "llava, zero bubble",
     "llava, zero bubble and virtual stages on shared ranks",
+    "llava, tp 4 of vision on the ranks of stages that share tokens",
+    "llava, dp 3 x pp 2 of vision on the ranks of dp 2 x pp 3, ZeRO",
     "llama, tied, tp 2, split backwards, recomputed",
     "llava, split backwards of copies, ZeRO-3",
 )

@@ -1,0 +1,121 @@
+"""`ModuleLayout`: the sizes and the place of a module, from which a plan is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from .methods import Schedule
+from .model_spec import ModelSpec
+from .ownership import partly_frozen_stages, trainable_stages, with_split_backwards
+from .parallel_plan import (
+    ContextSettings,
+    ModulePlan,
+    ParallelPlan,
+    ShardingSettings,
+    Stage,
+    StorageSettings,
+    fitting_virtual_stages,
+    layout_text,
+)
+
+
+@dataclass(frozen=True)
+class ModuleLayout:
+    """The layout of one module with equal replicas, as users name it and a search finds it."""
+
+    layers: tuple[int, ...]  # of each stage, in the order of the model
+    dp_size: int = 1  # number of replicas
+    cp_size: int = 1
+    tp_size: int = 1
+    activation_checkpointing: bool = False  # recomputes activations
+    sharding: ShardingSettings = ShardingSettings()  # what its copies divide among them
+    storage: StorageSettings = StorageSettings()  # precision and place of its optimizer and frozen weights
+    context: ContextSettings = ContextSettings()  # how tokens are distributed over cp ranks
+    vp_size: int = 1  # stages of each rank of a pipeline
+    host: str | None = None  # the module whose ranks it is on, in their order; ranks of its own by default
+
+    @property
+    def zero_stage(self) -> int:
+        return self.sharding.zero_stage
+
+    @property
+    def shard_size(self) -> int | None:
+        return self.sharding.shard_size
+
+    @property
+    def pp_size(self) -> int:
+        return len(self.layers) // self.vp_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a user can set, by their names."""
+        return {name: getattr(self, name) for name in ("dp_size", "pp_size", "tp_size", "cp_size")}
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def setting(self, name: str) -> Any:
+        """The value of a setting of [`ModulePlugin`] that a search keeps."""
+        return next(getattr(own, name) for own in (self, self.sharding, self.storage) if hasattr(own, name))
+
+    def with_virtual_stages(self, vp_size: int) -> ModuleLayout:
+        """The layout with so many stages on each rank of a pipeline, which divide its layers, if it has enough."""
+        vp_size = fitting_virtual_stages(vp_size, self.pp_size, sum(self.layers))
+        if vp_size == 1 or min(self.layers) < vp_size:
+            return self
+        layers = (n // vp_size + (turn < n % vp_size) for turn in range(vp_size) for n in self.layers)
+        return replace(self, layers=tuple(layers), vp_size=vp_size)
+
+    def __str__(self) -> str:
+        sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
+        return layout_text(sizes, self.sharding, self.storage, self.activation_checkpointing)
+
+    def stages(self, spec: ModelSpec, name: str, first_rank: int) -> tuple[tuple[Stage, ...], ...]:
+        """The stages of each replica on consecutive ranks: the replica varies slowest, then the stage, the cp rank."""
+        stops = list(accumulate(self.layers))
+        ranges = [(stop - count, stop) for stop, count in zip(stops, self.layers, strict=True)]
+        trainable = trainable_stages(spec.modules[name], spec.tied, ranges)
+        partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
+        grid = self.cp_size * self.tp_size
+        replicas = []
+        for replica in range(self.dp_size):
+            stages = []
+            for index, layers in enumerate(ranges):
+                start = first_rank + (replica * self.pp_size + index % self.pp_size) * grid
+                firsts = range(start, start + grid, self.tp_size)
+                mesh = tuple(tuple(range(rank, rank + self.tp_size)) for rank in firsts)
+                stages.append(Stage(layers, mesh, trainable[index], partly[index]))
+            replicas.append(tuple(stages))
+        return tuple(replicas)
+
+
+def plan_from(
+    layouts: Mapping[str, ModuleLayout],
+    spec: ModelSpec,
+    schedule: Schedule = "1f1b",
+    num_microbatches: int = 1,
+    microbatch_assignment: str | None = None,
+    split_backward: Mapping[str, bool | None] | None = None,
+) -> ParallelPlan:
+    """
+    The plan of a layout for each module. Modules get consecutive ranks in the order of `layouts`, but for those with a
+    `host`, whose ranks they share; `spec` has the frozen parameters marked.
+    """
+    first_ranks, first_rank = {}, 0
+    for name, layout in layouts.items():
+        if layout.host is None:
+            first_ranks[name] = first_rank
+            first_rank += layout.num_ranks
+    modules = {}
+    for name in spec.modules:
+        layout = layouts[name]
+        replicas = layout.stages(spec, name, first_ranks[layout.host or name])
+        settings = (layout.activation_checkpointing, layout.context, layout.sharding, layout.storage)
+        modules[name] = ModulePlan(replicas, *settings)
+    plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches, microbatch_assignment=microbatch_assignment)
+    return with_split_backwards(plan, spec.modules, spec.tied, split_backward)
