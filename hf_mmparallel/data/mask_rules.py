@@ -51,7 +51,9 @@ def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
     config; one that names no class is looked up in the classes of transformers with a language-model head.
     """
     if isinstance(config_or_model, torch.nn.Module):
-        model: Any = extract_model_from_parallel(config_or_model, keep_torch_compile=False)
+        model: Any = config_or_model
+        if not isinstance(model, PreTrainedModel):  # else nothing wraps it; the function imports DeepSpeed
+            model = extract_model_from_parallel(model, keep_torch_compile=False)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         return model.config, type(model)
     config = config_or_model

@@ -27,7 +27,7 @@ from ..plan.deepspeed_config import entries, idle_keys
 from ..plan.methods import ARRANGEMENTS, arrangement_name
 from ..plan.reading import plain_data, reject_unknown_keys
 from ..resilience.resilience_settings import ResilienceSettings
-from ..world import limit_collectives
+from ..world import limit_collectives, refuse_once
 
 # The DeepSpeed configurations of modules agree with the arguments of the Trainer.
 
@@ -318,6 +318,7 @@ class MultimodalTrainingArguments(TrainingArguments):
             limit_collectives(self.ddp_timeout_delta)
         return device
 
+    @refuse_once()
     def __post_init__(self):
         if not torch.accelerator.is_available():
             tell_deepspeed_of_cpu()

@@ -37,7 +37,7 @@ from ..runtime.optimizers import prepare_optimizer
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import FolderSave, Writes, save_errors
 from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
-from ..world import World, raise_on_all_ranks
+from ..world import World, raise_on_all_ranks, refuse_once
 from . import build
 from .agreement import SampleAgreement, check_same_folder
 from .argument_table import check_arguments
@@ -473,6 +473,7 @@ def _lay_out(
     return _Run(args, engine, steps, loaders, sizes, arrangement, optimizer, groups, processor)
 
 
+@refuse_once()
 def prepare(
     accelerator: Accelerator,
     model: PreTrainedModel | nn.Module | str | Path,
