@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .. import _environment
@@ -173,7 +174,7 @@ def _is_first(sentence: str) -> bool:
             store = dist.distributed_c10d._get_default_store()
         elif _environment.launcher_keeps_store():
             host, port = (_environment.launcher_setting(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_STORE_S))
+            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_STORE_S))
         return store is None or store.add(key, 1) == 1
     except (RuntimeError, ValueError):  # the store is gone
         return True
