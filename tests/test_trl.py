@@ -158,9 +158,23 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 ON_RANK = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
 
 
+def of_folder(folder: Path, **settings: Any) -> Any:
+    """The text model of a folder, which the Trainer reads."""
+    args = arguments(folder, max_length=None, **settings)
+    return trainer_of(str(folder / "model"), args, train_dataset=samples(), processing_class=tokenizer())
+
+
 def on_ranks(folder: str) -> dict[str, list[dict[str, float]]]:
     torch.set_num_threads(1)
     found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("trl.trainer.sft_trainer.create_model_from_path")  # reads whole models
+        for dtype in ("float32", "bfloat16"):
+            plan = {"parallel": {"language_model": {"pp_size": 2}}, "model_init_kwargs": {"dtype": dtype}}
+            trainer = of_folder(Path(folder), **ON_RANK, **plan)
+            assert {str(p.dtype) for p in trainer.engine.parameters()} == {f"torch.{dtype}"}
+            if dtype == "float32":
+                found["a folder"] = logs(trainer)
     for name, (attention, settings) in PLANS.items():
         given = {**ON_RANK, "max_length": None, **settings}
         if "peft_config" in given:
@@ -179,8 +193,10 @@ def test_plans_give_the_logs_of_stock_trl(tmp_path: Path) -> None:
     text = logs(of_text("sdpa", tmp_path, max_length=None))
     adapted = logs(of_text("sdpa", tmp_path, LoraConfig(**LORA), max_length=None))
     images = logs(of_images(tmp_path, False))
+    llama("sdpa").save_pretrained(tmp_path / "model")
+    assert logs(of_folder(tmp_path)) == text
     for rank in run_distributed(on_ranks, 2, str(tmp_path), timeout=240):
-        assert len(rank) == 5
+        assert len(rank) == 6
         for name, found in rank.items():
             expected = images if "images" in name else adapted if "LoRA" in name else text
             assert len(found) == len(expected) == 3

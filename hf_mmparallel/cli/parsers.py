@@ -280,7 +280,9 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token-columns",
         metavar="COLUMN|MODULE=COLUMN,...",
-        help="columns with the tokens of a sample in the language model, or in each module",
+        help="columns with the tokens of a sample in the language model, or in each module: "
+        "language_model=length,vision=patches; or with tokens of text and sides of images in pixels: "
+        "language_model=length+vision,vision=width*height",
     )
     group.add_argument("--processor", metavar="PATH|ID", help="processor for conversations and texts (the model's)")
     group.add_argument("--image-folder", metavar="PATH", help="folder of relative paths of images, videos and audio")

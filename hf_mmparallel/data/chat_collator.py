@@ -6,6 +6,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..modeling.loss import IGNORE_INDEX
 from .image_shapes import without_pixels
-from .media_values import BLANKS, READERS, locate
+from .media_values import BLANKS, READERS, locate, naming_libraries
 from .sample_formats import FORMATS, MEDIA_COLUMNS, Chat, SampleFormat, read_sample
 from .token_collator import TOKEN_FIELDS, PretokenizedCollator, is_left_out
 
@@ -202,7 +203,8 @@ class ChatCollator:
             options |= {"return_text_replacement_offsets": True, "images": None}
             options |= {_ARGUMENTS[kind]: values for kind, values in media.items()}
             options |= {"sampling_rate": self._rate} if "audio" in media else {}
-        encoded = dict(self.processor(text=[text], **options))
+        with naming_libraries("video") if "video" in media else nullcontext():
+            encoded = dict(self.processor(text=[text], **options))
         offsets = encoded.pop("offset_mapping")[0]
         replaced = encoded.pop("text_replacement_offsets", ())
         replacements = list(replaced[0]) if len(replaced) else []

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from transformers import default_data_collator
+from transformers.utils import logging
 
 from ..plan import ModelSpec, SampleSizes
 from .chat_collator import ChatCollator
 from .defaults import default_collator
+from .image_rules import column_rules
 from .layer_tokens import measure_layers
 from .sample_formats import find_formats, known_formats
 from .sample_sizes import size_source
 from .size_sources import draw_samples
+
+logger = logging.get_logger(__name__)
 
 # Checks whether the Hub has a model or dataset, once and without the client's retries of half a minute.
 
@@ -77,7 +81,8 @@ def measure_dataset(
     model: Any,  # a `PreTrainedModel`, which may be on the meta device
     spec: ModelSpec,  # of the same model
     columns: str | Mapping[str, str] | None = None,  # as the Trainer's `token_columns`
-    # loads the model's processor; only called for conversations; raises OSError or ValueError without one
+    # loads the model's processor; only called for conversations and sides of images; raises OSError or ValueError
+    # without one
     processor: Callable[[], Any] | None = None,
     split: str | None = None,  # `train`, or the only one, when left out
     num_samples: int = 4096,
@@ -100,7 +105,10 @@ def measure_dataset(
         collator, _ = default_collator(dataset, loaded)
         if isinstance(collator, ChatCollator):
             collator.image_folder = image_folder
-    sizes = size_source(dataset, collator, spec, columns, None, loaded)
+    elif "*" in str(columns):
+        loaded = _limiting_processor(processor)
+    rules = column_rules(columns, model, spec, loaded)
+    sizes = size_source(dataset, collator, spec, columns, None, loaded, rules=rules)
     if sizes is None:
         raise ValueError(_nothing_says(source, names, loaded))
     if sizes.counts_rows:
@@ -189,13 +197,25 @@ def _load_processor(source: str, processor: Callable[[], Any] | None) -> Any:
     if processor is not None:
         try:
             return processor()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:  # some processors need torchvision
             reason = " ".join(str(error).split())
     raise ValueError(
         f"The samples of `{source}` are conversations or texts, whose tokens the model's processor counts, and it "
         f"can't be loaded: {reason}. Name its folder with `--processor`, or columns with the numbers of tokens "
         "with `--token-columns`."
     )
+
+
+def _limiting_processor(processor: Callable[[], Any] | None) -> Any:
+    """The processor that resizes images whose sides are known, if there is one."""
+    try:
+        return None if processor is None else processor()
+    except (OSError, ValueError, ImportError) as error:
+        logger.warning(
+            f"Images are taken to be as large as their columns say, without the limits of a processor, which can't be "
+            f"loaded: {' '.join(str(error).split())}"
+        )
+    return None
 
 
 def _nothing_says(source: str, names: Sequence[str], processor: Any) -> str:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.auto_mappings import IMAGE_PROCESSOR_MAPPING_NAMES, PROCESSOR_MAPPING_NAMES
 
-from ..cost.image_tokens import Crops, ImageRule, PatchGrid
+from ..cost.image_tokens import Crops, ImageRule, ImageTokens, PatchGrid
 from ..modeling.features import flat_features
 from ..modeling.spec import ModulePart, find_stack, layers_of, module_parts
 from ..modeling.unowned import hidden_of
-from ..plan import ModelSpec
+from ..plan import LANGUAGE_MODEL, ModelSpec
+from ..plan.plugin import reject_unknown_keys
 
 IMAGE = "image"
 _SPLITTING = ("do_image_splitting", "split_image", "slice_mode")  # of image processors that cut by rules of their own
@@ -54,6 +58,48 @@ def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
         text = str(error).partition("\n")[0].rstrip(".")
         raise _unknown_cut(model, f" Its encoder can't be run on one image of {height} x {width}: {text}.") from error
     return Crops(tokens, rows, _tiles(model.config.model_type, height, width))
+
+
+@dataclass(frozen=True)
+class ProcessedPatches:
+    """The patches of images that their processor has resized."""
+
+    grid: PatchGrid
+    processor: Any
+
+    def __call__(self, heights: NDArray, widths: NDArray) -> ImageTokens:
+        """See [`ImageRule`]."""
+        sizes = zip(heights.tolist(), widths.tolist(), strict=True)
+        tokens = np.array([self.processor.get_number_of_image_patches(*size) for size in sizes], dtype=np.int64)
+        return ImageTokens(tokens, tokens.astype(float) ** 2, tokens // self.grid.merge_size**2)
+
+
+def column_rules(
+    columns: str | Mapping[str, str] | None,  # as of `ColumnMeasure`
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    processor: Any = None,  # without one nothing limits the sizes of images
+) -> dict[str, ImageRule]:
+    """
+    Encoder -> the tokens of its images, where columns have their sides; raises `ValueError` for modules whose tokens
+    do not grow with the area of one image.
+    """
+    rules: dict[str, ImageRule] = {}
+    named = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else columns or {}
+    for name, column in named.items():
+        if "*" not in column:
+            continue
+        reject_unknown_keys("The model", [name], list(spec.modules))
+        is_of_images = any(feature.modality == IMAGE for feature in spec.modules[name].features)
+        grid = image_rule(model, spec, name) if is_of_images and column.count("*") == 1 else None
+        if not isinstance(grid, PatchGrid):
+            raise ValueError(
+                f"`{column}` are sides of images, and `{name}` does not make one token of each square of an image. "
+                "Name a column with numbers of tokens."
+            )
+        sizes = getattr(processor, "image_processor", None)
+        rules[name] = ProcessedPatches(grid, sizes) if hasattr(sizes, "get_number_of_image_patches") else grid
+    return rules
 
 
 def _unknown_cut(model: PreTrainedModel, reason: str = "") -> ValueError:

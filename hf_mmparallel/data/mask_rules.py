@@ -51,7 +51,9 @@ def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
     config; one that names no class is looked up in the classes of transformers with a language-model head.
     """
     if isinstance(config_or_model, torch.nn.Module):
-        model: Any = extract_model_from_parallel(config_or_model, keep_torch_compile=False)
+        given: Any = config_or_model
+        may_be_wrapped = not isinstance(given, PreTrainedModel)  # the function imports DeepSpeed
+        model: Any = extract_model_from_parallel(given, keep_torch_compile=False) if may_be_wrapped else given
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         return model.config, type(model)
     config = config_or_model

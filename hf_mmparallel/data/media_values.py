@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +22,25 @@ from .image_sizes import UnknownSizeError, decode_image, image_size
 
 _SECONDS = 30.0  # for the answer to a URL
 _EXACT = ("WAV", "WAVEX", "FLAC", "AIFF")  # files of sound whose header has the number of samples
+
+
+# kind -> what reads its files
+_LIBRARIES = {
+    "image": "`pillow`",
+    "audio": "`soundfile` and `soxr`, or `torchcodec`",
+    "video": "`torchvision`, and for files `torchcodec`",
+}
+
+
+@contextmanager
+def naming_libraries(kind: str) -> Iterator[None]:
+    """A block that reads media of one kind, whose `ImportError`s say in one sentence what to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"No library that is installed reads this {kind}. Install {_LIBRARIES[kind]}, or give arrays."
+        ) from error
 
 
 def locate(
@@ -63,9 +84,13 @@ def read_audio(
         sound = sound.mean(0) if sound.ndim == 2 else sound  # channels
         return sound if given == rate else resample_poly(sound, rate, given).astype(np.float32)
     if isinstance(value, Mapping) and value.get("bytes") is not None:
-        value = base64.b64encode(value["bytes"]).decode()
+        value = f"data:;base64,{base64.b64encode(value['bytes']).decode()}"
     value = _path_of(value)
-    return load_audio(value, sampling_rate=rate, timeout=_SECONDS) if isinstance(value, str) else np.asarray(value)
+    if not isinstance(value, str):
+        return np.asarray(value)
+    _check_file(value)
+    with naming_libraries("audio"):
+        return load_audio(value, sampling_rate=rate, timeout=_SECONDS)
 
 
 def blank_audio(value: Any, rate: int) -> np.ndarray:
@@ -93,13 +118,16 @@ def blank_audio(value: Any, rate: int) -> np.ndarray:
 def read_video(value: Any, rate: int | None = None) -> Any:
     """A video for a processor, which reads files itself and chooses the frames: a path, a URL, an array, or frames."""
     value = _path_of(value)
+    if isinstance(value, str):
+        _check_file(value)
     if isinstance(value, (str, np.ndarray, Tensor)):
         return value
     if isinstance(value, (list, tuple)):
         return [read_image(frame) for frame in value]
+    what = "in bytes" if isinstance(value, Mapping) else f"a `{type(value).__name__}`"
     raise ValueError(
-        f"A video is a `{type(value).__name__}`, which its processor can't read. Give a path, a URL, an array or a "
-        "list of frames; a column of `datasets` needs `Video(decode=False)`."
+        f"A video is {what}, which its processor can't read. Give a path, a URL, an array or a list of frames; a "
+        "column of `datasets` needs `Video(decode=False)`, with paths."
     )
 
 
@@ -108,15 +136,21 @@ def blank_video(value: Any, rate: int | None = None) -> np.ndarray:
     if isinstance(value, (list, tuple)) and value:
         sizes = {image_size(frame) for frame in value}
         if len(sizes) == 1:
-            return np.broadcast_to(np.uint8(0), (len(value), *sizes.pop(), 3))
+            return np.zeros((len(value), *sizes.pop(), 3), np.uint8)  # writable, as `torch.from_numpy` expects
     if isinstance(value, (np.ndarray, Tensor)) and value.ndim == 4:
-        return np.broadcast_to(np.uint8(0), (len(value), *image_size(value[0]), 3))
+        return np.zeros((len(value), *image_size(value[0]), 3), np.uint8)
     raise UnknownSizeError(f"The frames of a video of type `{type(value).__name__}` are not known before it is read.")
 
 
 # kind -> what reads one, and what makes a blank one of its size
 READERS: dict[str, Callable[[Any, Any], Any]] = {"image": read_image, "video": read_video, "audio": read_audio}
 BLANKS: dict[str, Callable[[Any, Any], Any]] = {"image": blank_image, "video": blank_video, "audio": blank_audio}
+
+
+def _check_file(value: str) -> None:
+    """Raises `FileNotFoundError` for a path of no file: `load_audio` would take it for base64."""
+    if "://" not in value and not value.startswith("data:") and not os.path.isfile(value):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), value)
 
 
 def _bytes_of(value: Any) -> bytes | None:

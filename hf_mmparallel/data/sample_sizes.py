@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, Subset
 from transformers.utils import logging
 
 from .. import __version__
+from ..cost.image_tokens import ImageRule
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from .bad_samples import stored_rows
 from .chat_collator import ChatCollator
@@ -46,13 +47,14 @@ def size_source(
     collator: Callable[[list], Mapping[str, Any]] | None,
     spec: ModelSpec,
     # the language model's column of lengths, or module -> column, with a number or a list of them (one for each
-    # image); an encoder without a column counts one token for each sample
+    # image), or the two columns `WIDTH*HEIGHT`; an encoder without a column counts one token for each sample
     columns: str | Mapping[str, str] | None = None,
     # sample -> module -> tokens, or a list of them (one for each image); an encoder that is left out has nothing to do
     # for the sample
     function: Callable[[Any], Mapping[str, Any]] | None = None,
     processor: Any = None,  # the Trainer's `processing_class`
     num_proc: int | None = None,  # processes that measure a `datasets.Dataset`, if it is large
+    rules: Mapping[str, ImageRule] | None = None,  # see `column_rules`
 ) -> SizeSource | None:
     """
     Finds out how the samples of a dataset can be measured; `None` where all have to count the same.
@@ -75,7 +77,7 @@ def size_source(
     modules = tuple(spec.modules)
     given: SampleMeasure | None = None
     if columns is not None:
-        given = ColumnMeasure(columns, modules)
+        given = ColumnMeasure(columns, modules, rules)
     elif function is not None:
         given = FunctionMeasure(function, modules)
     choice = _Choice(spec, collator, processor, given, num_proc)

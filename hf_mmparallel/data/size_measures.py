@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from transformers.utils import logging
 
+from ..cost.image_tokens import ImageRule
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from ..plan.plugin import reject_unknown_keys
 from .chat_collator import ChatCollator, encode_together
@@ -106,42 +107,83 @@ def _attempt(function: Callable[[Any], Any], read: Callable[[int], Any], index: 
 
 
 class ColumnMeasure(SampleMeasure):
-    """Lengths from columns with a number or a list of them; modules without one count one token for each sample."""
+    """
+    Lengths from columns with a number or a list of them, or from columns with the sides of images; modules without one
+    count one token for each sample.
+    """
 
     def __init__(
         self,
-        columns: str | Mapping[str, str],  # the language model's column, or module -> column
+        # the language model's column, or module -> column; `WIDTH*HEIGHT` are columns with the sides of images in
+        # pixels, and `LENGTH+MODULE` adds the tokens of a module's images to the lengths of texts
+        columns: str | Mapping[str, str],
         modules: Sequence[str],  # all modules of the model
+        rules: Mapping[str, ImageRule] | None = None,  # of the modules with columns of sides
     ):
-        self.names = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else dict(columns)
+        names = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else dict(columns)
         self.modules = tuple(modules)
-        reject_unknown_keys("The model", list(self.names), list(modules))
-        if LANGUAGE_MODEL not in self.names:
+        self.rules = rules or {}
+        reject_unknown_keys("The model", list(names), list(modules))
+        if LANGUAGE_MODEL not in names:
             raise ValueError(
-                f"No column of {self.names} has the lengths of `{LANGUAGE_MODEL}`. Add `{{'{LANGUAGE_MODEL}': ...}}`."
+                f"No column of {names} has the lengths of `{LANGUAGE_MODEL}`. Add `{{'{LANGUAGE_MODEL}': ...}}`."
             )
+        names[LANGUAGE_MODEL], *self.added = (
+            names[LANGUAGE_MODEL].split("+") if self.rules else [names[LANGUAGE_MODEL]]
+        )
+        reject_unknown_keys(f"A column for `{LANGUAGE_MODEL}` plus the images of a module", self.added, [*self.rules])
+        self.names = {name: text.split("*") if name in self.rules else [text] for name, text in names.items()}
 
     def reads(self, present: Sequence[str]) -> list[str]:
-        for module, column in self.names.items():
-            if column not in present:
-                raise ValueError(
-                    f"The dataset has no column `{column}` with the lengths of `{module}`; it has {sorted(present)}. "
-                    "Name one of these, or give a function of a sample."
-                )
-        return list(dict.fromkeys(self.names.values()))
+        for module, columns in self.names.items():
+            for column in columns:
+                if column not in present:
+                    raise ValueError(
+                        f"The dataset has no column `{column}` with the lengths of `{module}`; it has "
+                        f"{sorted(present)}. Name one of these, or give a function of a sample."
+                    )
+        return list(dict.fromkeys(column for columns in self.names.values() for column in columns))
 
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
-        self.reads(list(sample))
-        found = {name: as_lengths(sample[column], f"Column `{column}`") for name, column in self.names.items()}
-        return {name: found[name].tolist() if name in found else [1] for name in self.modules}
+        columns = {name: as_lengths(sample[name], f"Column `{name}`") for name in self.reads(list(sample))}
+        found = self._lengths({name: Ragged(values, np.array([len(values)])) for name, values in columns.items()})
+        return {name: lengths.values.tolist() for name, lengths in found.items()}
 
     def of_table(self, table: Any) -> dict[str, Ragged]:
         """Lengths of all rows of an Arrow table."""
-        ones = np.ones(len(table), dtype=np.int64)
-        lengths = dict.fromkeys(self.modules, Ragged(ones, ones))
-        for module, column in self.names.items():
-            found = Ragged.of_arrow(table[column].combine_chunks())
-            lengths[module] = Ragged(as_lengths(found.values, f"Column `{column}`", found.counts), found.counts)
+        columns = {name: Ragged.of_arrow(table[name].combine_chunks()) for name in self.reads(table.column_names)}
+        return self._lengths(
+            {
+                name: Ragged(as_lengths(own.values, f"Column `{name}`", own.counts), own.counts)
+                for name, own in columns.items()
+            }
+        )
+
+    def _lengths(self, columns: Mapping[str, Ragged]) -> dict[str, Ragged]:
+        """Lengths in all modules of the samples of some columns."""
+        ones = np.ones(len(next(iter(columns.values())).counts), dtype=np.int64)
+        lengths = {name: Ragged(ones, ones) for name in self.modules}
+        lengths |= {name: columns[own[0]] for name, own in self.names.items()}
+        total = lengths[LANGUAGE_MODEL]
+        for module, rule in self.rules.items():
+            widths, heights = (columns[name] for name in self.names[module])
+            if (unlike := np.flatnonzero(widths.counts != heights.counts)).size:
+                raise ValueError(
+                    f"{self.names[module]} give {widths.counts[unlike[0]]} and {heights.counts[unlike[0]]} sides of "
+                    "the images of a sample. Give both sides of each."
+                )
+            images = rule(heights.values, widths.values)
+            lengths[module] = Ragged(images.tokens, widths.counts)
+            features = np.bincount(widths.rows, images.feature_tokens, len(ones)).astype(np.int64)
+            texts = np.bincount(total.rows, total.values, len(ones)).astype(np.int64)
+            if module in self.added:
+                total = lengths[LANGUAGE_MODEL] = Ragged(texts + features, ones)
+            elif (short := np.flatnonzero(texts < features)).size:
+                column = self.names[LANGUAGE_MODEL][0]
+                raise ValueError(
+                    f"Column `{column}` gave the length {texts[short[0]]} of a sample whose images have "
+                    f"{features[short[0]]} tokens. If it counts text alone, name `{column}+{module}`."
+                )
         return lengths
 
 

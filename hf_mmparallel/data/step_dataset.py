@@ -111,7 +111,7 @@ class StepDataset(Dataset):
             try:
                 with seeded(stable_seed(self.seed, global_batch.epoch, index)):
                     result.append(text_digest(dataset[index]))
-            except MemoryError:
+            except (MemoryError, ImportError):  # no fault of the sample
                 raise
             except Exception:  # reported when its batch is read
                 result.append(None)
@@ -197,14 +197,14 @@ class _Collated:
         """Collates samples by batch index; if that fails, collates each one alone to find the bad samples."""
         try:
             return self._collate_seeded(reader, samples)
-        except MemoryError:
+        except (MemoryError, ImportError):  # no fault of the sample
             raise
         except Exception:
             bad = {}
             for batch_index, sample in samples.items():
                 try:
                     self._collate_seeded(reader, {batch_index: sample})
-                except MemoryError:
+                except (MemoryError, ImportError):  # no fault of the sample
                     raise
                 except Exception as error:
                     bad[batch_index] = self._describe(reader.dataset, batch_index, error, sample)
@@ -229,7 +229,7 @@ class _Collated:
                 with seeded(stable_seed(self.source.seed, self.step.epoch, index)):
                     self.samples[key] = sample = dataset[index]
                 self.checksums.setdefault(batch_index, set()).add(text_digest(sample))
-            except MemoryError:
+            except (MemoryError, ImportError):  # no fault of the sample
                 raise
             except Exception as error:
                 self.bad[batch_index] = self._describe(dataset, batch_index, error)

@@ -27,7 +27,7 @@ from ..plan.deepspeed_config import entries, idle_keys
 from ..plan.methods import ARRANGEMENTS, arrangement_name
 from ..plan.reading import plain_data, reject_unknown_keys
 from ..resilience.resilience_settings import ResilienceSettings
-from ..world import limit_collectives
+from ..world import limit_collectives, refuse_once
 
 # The DeepSpeed configurations of modules agree with the arguments of the Trainer.
 
@@ -161,8 +161,10 @@ class MultimodalTrainingArguments(TrainingArguments):
             stock Trainer makes its batches.
         token_columns (`str` or `dict`, *optional*):
             The dataset's column with the tokens of a sample in the language model, or a dict from module to column; a
-            column holds numbers, or lists with the lengths of a sample's images. Without it sizes come from the
-            dataset's metadata by the processor's rules.
+            column holds numbers, or lists with the lengths of a sample's images. `"WIDTH*HEIGHT"` names two columns
+            with the sides of images in pixels, for encoders of patches such as those of Qwen-VL, whose tokens
+            `"LENGTH+vision"` adds to the lengths of texts. Without it sizes come from the dataset's metadata by the
+            processor's rules.
         max_tokens_per_microbatch (`int`, *optional*):
             Maximum LM tokens per microbatch; the number of microbatches follows.
         memory_limit_gib (`float` or `"auto"`, *optional*):
@@ -316,6 +318,7 @@ class MultimodalTrainingArguments(TrainingArguments):
             limit_collectives(self.ddp_timeout_delta)
         return device
 
+    @refuse_once()
     def __post_init__(self):
         if not torch.accelerator.is_available():
             tell_deepspeed_of_cpu()

@@ -297,10 +297,10 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     return Samples("the mean of the first training samples, in place of each", SampleSizes.uniform(tokens, batch))
 
 
-def report_search(search: AutoSearch, folder: Path) -> None:
+def report_search(search: AutoSearch, folder: Path | None) -> None:
     """
-    Prints the search and what bounds the step, and writes the plan as `plan.yaml`, which `parallel=` takes, and with
-    the plans that it was chosen over as `plan.html`.
+    Prints the search and what bounds the step, and, with a folder, writes the plan as `plan.yaml`, which `parallel=`
+    takes, and with the plans that it was chosen over as `plan.html`.
     """
     console = stderr_console()
     if search.origin:
@@ -313,6 +313,8 @@ def report_search(search: AutoSearch, folder: Path) -> None:
     if predicts_times(answer.costs):
         labels[3:3] = ["Predicted step", "Throughput"]
     print_labelled(console, [(label, lines[label]) for label in labels if label in lines])
+    if folder is None:
+        return
     with not_worth_a_run("The plan"):
         folder.mkdir(parents=True, exist_ok=True)
         save_plan(str(folder / PLAN_FILE), answer, sys.argv)

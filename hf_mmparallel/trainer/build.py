@@ -270,6 +270,12 @@ class PreparedModel:
     adapter: Adapter | None = None
 
 
+def _source_of_blank(model: Any) -> str | None:
+    """The id or folder with the weights of a model on the meta device."""
+    is_blank = isinstance(model, PreTrainedModel) and all(parameter.is_meta for parameter in model.parameters())
+    return (model.config.name_or_path or None) if is_blank else None
+
+
 def prepare_model(
     model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, world: World
 ) -> PreparedModel:
@@ -277,9 +283,9 @@ def prepare_model(
     Freezes parts of a model, adds adapters and sets attention functions, in place. Collective. A whole model is equal
     on all ranks; of an id or folder each rank reads only its weights.
     """
-    source = model if isinstance(model, (str, Path)) else None
+    source = model if isinstance(model, (str, Path)) else _source_of_blank(model)
     configs = adapter_configs(model, plugin)
-    whole: Any = build_on_meta(source) if source is not None else model
+    whole: Any = build_on_meta(model) if isinstance(model, (str, Path)) else model
     adapter = None
     if is_peft_model(model):
         whole, adapter = unwrap_peft_model(model)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin
 from ..plan.reading import reject_unknown_keys
@@ -141,6 +143,17 @@ def loop_arguments(
     return args
 
 
+# optimizer -> a value of `optim` whose updates depend on the same; others count as "adafactor"
+_SEARCHED_AS = {AdamW: "adamw_torch", Adam: "adamw_torch", SGD: "sgd", RMSprop: "rmsprop"}
+
+
+def with_optimizer(args: MultimodalTrainingArguments, optimizer: Optimizer) -> MultimodalTrainingArguments:
+    """A copy of the arguments that tells the search for a plan what the optimizer of a loop allows."""
+    args = copy.copy(args)
+    args.optim = _SEARCHED_AS.get(type(optimizer), "adafactor")
+    return args
+
+
 def on_one_process(plugin: MultimodalParallelPlugin, spec: ModelSpec) -> MultimodalParallelPlugin:
     """A layout of sizes that are all 1 with all modules on one rank."""
     if plugin.plan is not None:
@@ -148,4 +161,4 @@ def on_one_process(plugin: MultimodalParallelPlugin, spec: ModelSpec) -> Multimo
     first, *others = spec.modules
     modules = {name: plugin.modules.get(name, ModulePlugin()) for name in spec.modules}
     modules |= {name: replace(modules[name], colocate_with=first) for name in others}
-    return replace(plugin, modules=modules)
+    return replace(plugin, auto=False, modules=modules)

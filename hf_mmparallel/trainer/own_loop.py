@@ -37,18 +37,18 @@ from ..runtime.optimizers import prepare_optimizer
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import FolderSave, Writes, save_errors
 from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
-from ..world import World, raise_on_all_ranks
+from ..world import World, raise_on_all_ranks, refuse_once
 from . import build
 from .agreement import SampleAgreement, check_same_folder
 from .argument_table import check_arguments
 from .arguments import MultimodalTrainingArguments, check_own_loop, deepspeed_keys_without_effect
-from .auto import warn_of_other_settings
+from .auto import find_plan, report_search, warn_of_other_settings
 from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns
 from .evaluation import Evaluator
 from .given_optimizer import check_optimizer, check_schedule, give_part, group_names
 from .loaders import StepLoaders
-from .loop_settings import check_accelerator, check_settings, loop_arguments, on_one_process
+from .loop_settings import check_accelerator, check_settings, loop_arguments, on_one_process, with_optimizer
 from .optimizer_state import SCHEDULER, load_optimizer_and_scheduler, scheduler_of_groups
 from .start_checks import check_launch, check_trainer
 from .start_report import PlanReport
@@ -450,6 +450,13 @@ def _lay_out(
     collator = given["data_collator"] or DefaultCollator(processor)  # nothing is known of the columns of a stream
     rows = build.row_choice(args.packing, prepared.model, prepared.spec, collator)
     prepared = replace(prepared, costs=replace(prepared.costs, packing=rows.packed))
+    dataset = given["train_dataset"]
+    drop = _drop_columns(collator, prepared.model, args)
+    context = RunContext(args, world, prepared.model, prepared.spec, dataset, collator, processor, sample_tokens, drop)
+    sizes, search = TrainingSizes(context), None
+    if plugin.auto:
+        found, search = find_plan(prepared, sizes, plugin, with_optimizer(args, optimizer))
+        plugin, args = found.apply(plugin, args)
     engine, global_batch_size = build.build_engine(prepared, args, plugin, world, lambda: accelerator.autocast())
     if rows.packed or engine.plan.modules[LANGUAGE_MODEL].cp_size > 1:
         collator = packing_collator(collator, engine.model)
@@ -459,20 +466,24 @@ def _lay_out(
         logger.warning(sentence)
     drop = _drop_columns(collator, engine.model, args)
     args = build.plan_arguments(args)
-    dataset = given["train_dataset"]
-    context = RunContext(args, world, engine.model, engine.spec, dataset, collator, processor, sample_tokens, drop)
-    sizes = TrainingSizes(context)
+    context = replace(context, args=args, model=engine.model, spec=engine.spec, collator=collator, drop_columns=drop)
+    sizes = TrainingSizes(context, sizes.measured)
     steps = TrainingSteps(engine, args, global_batch_size)
     arrangement = DEFAULT_ARRANGEMENT
     if world.is_first:
-        report = PlanReport(engine, sizes, global_batch_size, rows, planned_for=plugin.planned_for).show()
+        answer = None if search is None else search.answer
+        searched = None if answer is None else answer.inputs.samples.measured
+        report = PlanReport(engine, sizes, global_batch_size, rows, searched, plugin.planned_for).show()
         arrangement = arrangement if report.choice is None else report.choice.arrangement
         steps.limits.has_warned = report.large is not None and report.large.num_over > 0
+        if search is not None:
+            report_search(search, None)
     loaders = StepLoaders(context, engine, global_batch_size)
     processor = processor or getattr(collator, "tokenizer", None)
     return _Run(args, engine, steps, loaders, sizes, arrangement, optimizer, groups, processor)
 
 
+@refuse_once()
 def prepare(
     accelerator: Accelerator,
     model: PreTrainedModel | nn.Module | str | Path,
@@ -499,7 +510,7 @@ def prepare(
             the same object, with this rank's parameters.
         dataset (`Dataset` or `IterableDataset`): What is trained on, the same on all ranks.
         plan (`dict`, `str`, `Path`, [`MultimodalParallelPlugin`] or [`ParallelPlan`]):
-            What [`MultimodalTrainingArguments`] take as `parallel`, but "auto".
+            What [`MultimodalTrainingArguments`] take as `parallel`; `model.plan` is what "auto" finds.
         data_collator (`Callable`, *optional*): Makes a batch of samples; by default as in the Trainer.
         processing_class (*optional*): Tokenizer or processor; it is saved beside the model.
         sample_tokens (`Callable`, *optional*): See [`MultimodalParallelTrainer`].
@@ -527,11 +538,6 @@ def prepare(
     check_settings(settings)
     check_accelerator(accelerator)
     plugin = MultimodalParallelPlugin.from_any(plan)
-    if plugin.auto:
-        raise ValueError(
-            '`plan="auto"` searches with the arguments of a Trainer. Search with `hf-mmparallel plan --output '
-            "plan.yaml`, and give that file."
-        )
     check_own_loop(plugin.modules)
     settings = {"remove_unused_columns": data_collator is None, **settings}
     args = loop_arguments(accelerator, plugin, settings)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from ..data.defaults import columns_of
+from ..modeling.loading import build_on_meta
 from .argument_table import Refused, refuse_settings
 from .arguments import MultimodalTrainingArguments
+from .build import is_single_process
 from .parallelize import parallelize
 from .trainer import MultimodalParallelTrainer
 
@@ -72,6 +76,9 @@ class SFTData:
         dataset = positional[1] if len(positional) > 1 else kwargs.get("train_dataset")
         if planned or {"image", "images"} & set(columns_of(dataset) or ()):
             args = _with_row_packing(args)
+        if planned and not is_single_process(args.plugin, args.world_size):
+            given = dict(zip(inspect.signature(SFTTrainer).parameters, (model, args, *positional), strict=False))
+            model, args = _on_meta(model, args, {**given, **kwargs})
         super().__init__(model, args, *positional, **kwargs)  # type: ignore[call-arg]
         if trainer.is_planned and trainer.aux_loss_enabled:
             raise ValueError(
@@ -117,6 +124,23 @@ class SFTSteps(MultimodalParallelTrainer):
         if getattr(args, "plugin", None) is not None:
             args.ddp_find_unused_parameters = None  # TRL's choice for DDP
         super().__init__(model, args, **kwargs)
+
+
+def _on_meta(model: Any, args: Any, given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """
+    The model of an id or folder on the meta device, so that each rank reads only its own weights, and arguments that
+    don't say how to read it; both as they are where TRL changes weights: for adapters and new tokens.
+    """
+    settings = dict(args.model_init_kwargs or {})
+    dtype = settings.pop("dtype", "float32")  # TRL's default
+    changes = [args.chat_template_path, *(given.get(name) for name in ("peft_config", "quantization_config"))]
+    if not isinstance(model, str) or settings or any(change is not None for change in changes):
+        return model, args
+    args = copy.copy(args)
+    args.model_init_kwargs = None
+    dtype = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    options = {"trust_remote_code": True} if args.trust_remote_code else {}
+    return build_on_meta(model, dtype, **options), args
 
 
 def _with_row_packing(args: Any) -> Any:

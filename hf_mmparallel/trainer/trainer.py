@@ -30,7 +30,7 @@ from ..runtime.engine import ParallelEngine
 from ..runtime.out_of_memory import name_optimizer_in_errors
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import sync_file
-from ..world import World, raise_on_all_ranks
+from ..world import World, raise_on_all_ranks, refuse_once
 from . import build, optimizer_state
 from .agreement import check_output_folder, check_same_folder
 from .argument_table import check_arguments, check_launcher
@@ -103,6 +103,7 @@ class MultimodalParallelTrainer(Trainer):
     global_batch_size: int  # samples, under a plan
     rows: RowChoice  # whether samples are packed, under a plan
 
+    @refuse_once()
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | str | Path | None = None,

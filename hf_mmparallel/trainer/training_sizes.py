@@ -10,6 +10,7 @@ from typing import Any
 from transformers.utils.logging import tqdm
 
 from ..data.global_batches import GlobalBatch
+from ..data.image_rules import column_rules
 from ..data.layer_tokens import measure_layers
 from ..data.measured_batches import median_of
 from ..data.randomness import seeded
@@ -145,10 +146,13 @@ class TrainingSizes:
         """Sizes in which an encoder has as many tokens as features."""
         context = self.context
         words = (context.collator, context.spec, context.args.token_columns, context.sample_tokens)
-        workers = context.args.dataloader_num_workers or None
-        return self._once(
-            "source", dataset, lambda: size_source(dataset, *words, context.processing_class, num_proc=workers)
-        )
+        processor, workers = context.processing_class, context.args.dataloader_num_workers or None
+
+        def find() -> SizeSource | None:
+            rules = column_rules(context.args.token_columns, context.model, context.spec, processor)
+            return size_source(dataset, *words, processor, num_proc=workers, rules=rules)
+
+        return self._once("source", dataset, find)
 
     def _layers(self, dataset: Any, source: SizeSource) -> dict[str, LayerTokens]:
         """Encoder -> tokens in its layers for a number of features."""

@@ -2,7 +2,7 @@
 The processes that train together. Imports nothing of the package but `_environment`; all code on ranks may import it.
 """
 
-from .failure import RemoteRankError, failures_left_to, is_lost_connection, raise_on_all_ranks
+from .failure import RemoteRankError, failures_left_to, is_lost_connection, raise_on_all_ranks, refuse_once
 from .generations import Generation
 from .membership import Membership
 from .watcher import ACTIVITY, track_activity
@@ -19,5 +19,6 @@ __all__ = [
     "is_lost_connection",
     "limit_collectives",
     "raise_on_all_ranks",
+    "refuse_once",
     "track_activity",
 ]

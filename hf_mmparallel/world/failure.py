@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .. import _environment
@@ -17,6 +23,7 @@ _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|socket|broken pipe|failed to recv", re.IGNORECASE
 )
 _LONG_SILENCE_S = 60.0  # a busy rank may block its watcher thread for this long
+_STORE_S = 10.0  # for the launcher's store to answer
 _MAX_CHARACTERS = 4000  # of a failure message; some exceptions quote the tracebacks of others
 _watchers: list[Watcher] = []  # the watcher of the current block, if any
 _interruptions: list[Callable[[], None]] = []  # of the current block of `failures_left_to`, if any
@@ -119,6 +126,58 @@ def check_rank_lives(rank: int) -> None:
         if peer is not None and peer.heartbeat is not None and peer.silence_s > max(_LONG_SILENCE_S, watcher.silent_s):
             # `raise_on_all_ranks` replaces this message
             raise RuntimeError(f"Connection closed: rank {rank} gives no sign of life.")
+
+
+@contextlib.contextmanager
+def refuse_once() -> Iterator[None]:
+    """
+    A block of checks on all ranks. If a `ValueError` that the package raises in it ends the processes of a launch, its
+    sentence is printed once, by the first of them, without tracebacks.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if _environment.launched_processes()[0] > 1 and _raised_by(error).startswith(__name__.partition(".")[0]):
+            _print_once(error)
+        raise
+
+
+def _raised_by(error: BaseException) -> str:
+    """The name of the module that raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+
+
+def _print_once(error: ValueError) -> None:
+    """Replaces the traceback of an error that nothing catches."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not error:
+            before(kind, value, trace)
+        elif _is_first(str(error)):
+            sys.stderr.write(f"{kind.__name__}: {error}\n")
+            sys.stderr.flush()
+
+    sys.excepthook = hook
+
+
+def _is_first(sentence: str) -> bool:
+    """Whether no other process of the launch has printed a sentence, as far as their store tells."""
+    attempt = _environment.launcher_setting("TORCHELASTIC_RESTART_COUNT")
+    key = f"hf_mmparallel/refused/{attempt}/{hashlib.sha256(sentence.encode()).hexdigest()}"
+    try:
+        store: Any = None
+        if dist.is_initialized():
+            store = dist.distributed_c10d._get_default_store()
+        elif _environment.launcher_keeps_store():
+            host, port = (_environment.launcher_setting(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_STORE_S))
+        return store is None or store.add(key, 1) == 1
+    except (RuntimeError, ValueError):  # the store is gone
+        return True
 
 
 def _make_watcher() -> Watcher | None:

@@ -123,6 +123,21 @@ def test_a_collator_that_only_fails_for_several_samples_together_is_no_bad_sampl
         dataset.__getitems__(DRAW)
 
 
+def test_a_library_that_is_missing_is_no_bad_sample():
+    class Undecodable(Files):
+        def __getitem__(self, index):
+            raise ImportError("torchcodec")
+
+    def undecoded(samples):
+        raise ImportError("torchcodec")
+
+    for samples, collator in ((Undecodable(), collate), (Files(), undecoded)):
+        dataset = make(0, samples)
+        dataset.readers = Reader(samples, collator)
+        with pytest.raises(ImportError, match="torchcodec"):
+            dataset.__getitems__(DRAW)
+
+
 def test_a_draw_without_its_bad_samples_is_planned_and_read_like_any_other():
     dataset = make(2, Files(closed=(21,)))
     first = dataset.__getitems__(DRAW)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
 from benchmarks.paper_samples import PUBLISHED, QWEN_GRID, VISION
-from hf_mmparallel.data.image_rules import image_rule
+from hf_mmparallel.data.image_rules import column_rules, image_rule
+from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL
@@ -96,6 +98,64 @@ def test_an_encoder_that_fails_is_told_of(tmp_path):
     model.config.vision_feature_layer = model.model.config.vision_feature_layer = 7
     with pytest.raises(ValueError, match="336 x 336"):
         image_rule(model, spec, VISION)
+
+
+SIDES = {LANGUAGE_MODEL: "length+vision", VISION: "width*height"}
+ROWS = [
+    {"length": 4, "width": 300, "height": 200},
+    {"length": 9, "width": None, "height": None},
+    {"length": 70, "width": 640, "height": 480},
+]
+
+
+@pytest.mark.parametrize("make", [list, Dataset.from_list])
+def test_columns_with_sides_of_images_give_the_grids_of_the_processor(make, tmp_path):
+    CONFIGS["qwen2_5_vl"].save_pretrained(tmp_path)
+    model = build_on_meta(str(tmp_path))
+    spec = build_model_spec(model)
+    images = transformers.Qwen2VLImageProcessorPil(min_pixels=56 * 56, max_pixels=400 * 300)
+    processor = type("Processor", (), {"image_processor": images})()
+    for rules in (column_rules(SIDES, model, spec, processor), column_rules(SIDES, model, spec)):
+        source = size_source(make(ROWS), None, spec, SIDES, rules=rules)
+        assert source is not None
+        sizes = source([2, 1, 0])
+        blanks = [np.zeros((row["height"], row["width"], 3), np.uint8) for row in (ROWS[2], ROWS[0])]
+        grids = images(blanks)["image_grid_thw"]
+        patches = [int(np.prod(grid)) for grid in grids]
+        if rules[VISION] == image_rule(model, spec, VISION):  # without a processor the larger one is not resized
+            patches[0] = 34 * 46
+        assert sizes.tokens[VISION].tolist() == [patches[0], 0, patches[1]]
+        assert sizes.squares[VISION].tolist() == [patches[0] ** 2, 0, patches[1] ** 2]
+        assert sizes.tokens[LANGUAGE_MODEL].tolist() == [70 + patches[0] // 4, 9, 4 + patches[1] // 4]
+        with pytest.raises(ValueError, match=r"length\+vision"):  # a text is shorter than the tokens of its image
+            whole = size_source(make(ROWS), None, spec, {**SIDES, LANGUAGE_MODEL: "length"}, rules=rules)
+            whole([0])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("family", "columns"),
+    [
+        ("llava", SIDES),  # images of one size
+        ("qwen2_5_vl", {LANGUAGE_MODEL: "width*height"}),
+        ("qwen2_5_vl", "width*height"),
+        ("qwen2_5_vl", {LANGUAGE_MODEL: "length", VISION: "a*b*c"}),
+        ("qwen2_5_vl", {LANGUAGE_MODEL: "length", "vison": "width*height"}),
+    ],
+)
+def test_sides_that_say_no_tokens_are_refused(family, columns, tmp_path):
+    CONFIGS[family].save_pretrained(tmp_path)
+    model = build_on_meta(str(tmp_path))
+    with pytest.raises(ValueError, match=r"\*|vison"):
+        column_rules(columns, model, build_model_spec(model))
+
+
+def test_sides_are_of_the_same_images(tmp_path):
+    rows = [{"length": 3, "width": [20, 30], "height": [20]}]
+    CONFIGS["qwen2_5_vl"].save_pretrained(tmp_path)
+    model = build_on_meta(str(tmp_path))
+    spec = build_model_spec(model)
+    with pytest.raises(ValueError, match="2 and 1"):
+        size_source(Dataset.from_list(rows), None, spec, SIDES, rules=column_rules(SIDES, model, spec))
 
 
 def test_published_samples_keep_their_texts_in_every_model(tmp_path):

@@ -2,6 +2,7 @@
 
 import base64
 import threading
+import wave
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import ProcessorMixin
+from transformers.utils import is_soundfile_available, is_torchvision_available
 
-from hf_mmparallel.data import ChatCollator
+from hf_mmparallel.data import ChatCollator, media_values
 from hf_mmparallel.data.image_sizes import UnknownSizeError
 from hf_mmparallel.data.media_values import blank_audio, read_audio, read_image
 from hf_mmparallel.data.size_measures import ChatMeasure, TokenMeasure
@@ -112,15 +115,76 @@ def test_sound_of_another_rate_is_resampled_and_as_long_as_is_measured(length: i
     assert measure(heard(value)) == wanted and measure.together([heard(value)].__getitem__, [0]) == [wanted]
 
 
-def test_a_file_of_sound_is_read_by_transformers(tmp_path: Path):
-    soundfile = pytest.importorskip("soundfile")
-    array = sound(9000)
-    soundfile.write(tmp_path / "a.flac", array / 10, 16_000)
+def sound_file(path: Path, rate: int = 16_000, channels: int = 1) -> np.ndarray:
+    """Writes a WAV file of 9,000 samples, and returns them."""
+    samples = np.clip(sound(9000) * 3000, -32768, 32767).astype("<i2")
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.repeat(samples, channels).tobytes())
+    return samples.astype(np.float32) / 32768
+
+
+def read_sounds(collator: ChatCollator, folder: Path) -> Iterator[tuple[Any, Any, np.ndarray]]:
+    """Forms of a file of sound, with a dataset's row of each, and its samples."""
+    from datasets import Audio, Dataset
+
+    array = sound_file(folder / "a.wav")
+    stereo = sound_file(folder / "b.wav", channels=2)
+    stored = (folder / "a.wav").read_bytes()
+    data = f"data:audio/wav;base64,{base64.b64encode(stored).decode()}"
+    for value in ("a.wav", Path("a.wav"), {"bytes": stored, "path": None}, {"bytes": None, "path": "a.wav"}, data):
+        yield value, heard(value), array
+    yield "b.wav", heard("b.wav"), stereo
+    rows = Dataset.from_list([heard(str(folder / "a.wav"))]).cast_column("audio", Audio(decode=False))
+    yield "of `datasets`", rows[0], array
+
+
+@pytest.mark.skipif(not is_soundfile_available(), reason="needs soundfile")
+def test_files_of_sound_are_read_and_measured(tmp_path: Path):
     collator = ChatCollator(of_sound(), image_folder=str(tmp_path))
-    for value in ("a.flac", {"bytes": (tmp_path / "a.flac").read_bytes(), "path": None}):
-        batch = collator([heard(value)])
-        lean = collator.without_media().encode_by_size(heard(value))
-        assert torch.equal(lean["input_ids"], batch["input_ids"][0])
+    for form, sample, array in read_sounds(collator, tmp_path):
+        batch = collator([sample])
+        assert lacks(batch, collator([heard(array)])), form
+        lean = collator.without_media().encode_by_size(sample)
+        assert torch.equal(lean["input_ids"], batch["input_ids"][0]), form
+    sound_file(tmp_path / "slow.wav", rate=8_000)
+    slow = collator([heard("slow.wav")])
+    assert slow["input_features"].shape[0] == 2  # windows of a second
+    with pytest.raises(UnknownSizeError, match="8000 Hz"):
+        collator.without_media().encode_by_size(heard("slow.wav"))
+    assert lacks(collator.without_media()([heard("slow.wav")]), slow, "input_features")
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def missing(*args: Any, **words: Any) -> Any:
+        raise ImportError("several\nlines")
+
+    monkeypatch.setattr(media_values, "load_audio", missing)
+    collator = ChatCollator(of_sound(), image_folder=str(tmp_path))
+    for _, sample, _ in read_sounds(collator, tmp_path):
+        with pytest.raises(ImportError, match="`soundfile`"):
+            collator([sample])
+        with pytest.raises(ImportError, match="`soundfile`"):  # not a sample to leave out
+            collator.without_media()([{**sample, "audio": {"bytes": b"", "path": None}}])
+    watched = of_videos()
+    watched.video_processor = missing  # type: ignore[attr-defined]
+    (tmp_path / "a.mp4").touch()
+    sample = {"conversations": [{"from": "human", "value": "<video>"}], "video": "a.mp4"}
+    monkeypatch.setattr(missing, "model_input_names", (), raising=False)
+    with pytest.raises(ImportError, match="`torchcodec`"):
+        ChatCollator(watched, image_folder=str(tmp_path))([sample])
+
+
+@pytest.mark.parametrize("column", ["audio", "video"])
+def test_a_path_of_no_file_is_named(column: str, tmp_path: Path):
+    collator = ChatCollator(of_sound() if column == "audio" else of_videos(), image_folder=str(tmp_path))
+    asked = [{"from": "human", "value": f"<{column}>"}, {"from": "gpt", "value": "three"}]
+    for reader in (collator, collator.without_media()):
+        with pytest.raises(FileNotFoundError, match="none") as caught:
+            reader([{"conversations": asked, column: "none.xyz"}])
+        assert caught.value.filename == str(tmp_path / "none.xyz")
 
 
 class Frames:
@@ -174,9 +238,24 @@ def test_frames_of_a_video_and_images_beside_it(tmp_path: Path, loads: list[Any]
     assert count["<video>"] == 4 * count["<image>"] > 0
 
 
+@pytest.mark.skipif(not is_torchvision_available(), reason="needs torchvision")
+def test_frames_are_sampled_by_a_processor_of_transformers():
+    frames = [random_image((28, 36), seed) for seed in range(8)]
+    processor: Any = of_videos()
+    processor.video_processor = transformers.Qwen2VLVideoProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
+    collator = ChatCollator(processor)
+    ask = [{"from": "human", "value": "<video>\nwhich digit"}, {"from": "gpt", "value": "three"}]
+    batches = [collator([{"conversations": ask, "video": form}]) for form in (frames, np.stack(frames))]  # type: ignore
+    grid = batches[0]["video_grid_thw"][0].tolist()
+    assert lacks(*batches) and grid[0] == 4  # two frames a patch
+    assert int((batches[0]["mm_token_type_ids"] == 2).sum()) == np.prod(grid) // 4
+    lean = collator.without_media()
+    assert lacks(lean([{"conversations": ask, "video": frames}]), batches[0], "pixel_values_videos")
+
+
 def test_videos_that_only_another_reader_takes_are_refused():
     sample = {"conversations": [{"from": "human", "value": "<video>"}], "video": {"bytes": b"0", "path": None}}
-    with pytest.raises(ValueError, match=r"`dict`.*Video\(decode=False\)"):
+    with pytest.raises(ValueError, match=r"bytes.*Video\(decode=False\)"):
         ChatCollator(of_videos())([sample])
 
 

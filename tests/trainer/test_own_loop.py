@@ -89,8 +89,15 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     straight.metrics = loop.model.evaluate(loop.data[:7])
     loop.model.save_pretrained(folder / "model")
     resumed = Loop(TWO).resumed(folder / "trainer" / "checkpoint-2")
+    searched = Loop("auto")
+    args = searched.model._run.args
+    names = ("per_device_train_batch_size", "microbatch_assignment")
+    by_file = Loop(searched.model.plan, **{name: getattr(args, name) for name in names})
+    by_auto = searched.run(), by_file.run()
     AcceleratorState._reset_state()
     return {
+        "auto": by_auto[0],
+        "the plan that auto finds": by_auto[1],
         "Trainer": trainer,
         "straight": straight,
         "from a Trainer's checkpoint": resumed,
@@ -141,6 +148,8 @@ def test_a_loop_on_two_ranks_is_the_trainer(two: Any, reference: runs.Run, folde
     assert ours["straight"].logs == ours["Trainer"].logs and ours["bf16"].logs == ours["Trainer, bf16"].logs
     assert ours["bf16"].logs != ours["straight"].logs
     runs.assert_same_run(ours["straight"], reference)
+    runs.assert_same_run(ours["auto"], reference)
+    assert ours["auto"].logs == ours["the plan that auto finds"].logs
     runs.assert_same_run(ours["from a Trainer's checkpoint"], second_half(reference))
     for rank in two:
         assert rank["straight"].logs == ours["straight"].logs
@@ -179,9 +188,9 @@ def loop() -> Loop:
     return Loop({})
 
 
-@pytest.mark.parametrize("packing", [None, True])
-def test_one_process_has_the_same_loop(reference: runs.Run, packing: bool | None):
-    loop = Loop({}, packing=packing)
+@pytest.mark.parametrize(("plan", "packing"), [({}, None), ({}, True), ("auto", None)])
+def test_one_process_has_the_same_loop(reference: runs.Run, plan: Any, packing: bool | None):
+    loop = Loop(plan, packing=packing)
     runs.assert_same_run(loop.run(), reference)
     assert loop.accelerator.mixed_precision == "no"  # nothing has reset its state
     assert loop.model.num_steps == STEPS and len(loop.loader) == 3 and loop.loader.epoch == 1
@@ -307,7 +316,6 @@ def _stepped(model: Any) -> Any:
             {LM: {"deepspeed": {"gradient_clipping": 1.0}}},
             "gradient_clipping",
         ),
-        (lambda model: AdamW(model.parameters()), "auto", "hf-mmparallel plan"),
         (lambda model: AdamW(model.parameters()), {LM: {"tp_size": 2}}, "2 ranks"),
     ],
 )

@@ -20,6 +20,7 @@ from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.size_sources import draw_samples
 from hf_mmparallel.data.streams import StreamWindow
+from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import ModulePlugin, PlannedFor, SampleSizes, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.planner.answer import Inputs, predict_plan
 from hf_mmparallel.planner.inputs import ModelSource, Samples
@@ -31,6 +32,7 @@ from hf_mmparallel.trainer.build import RowChoice
 from hf_mmparallel.trainer.model_card import RunSummary, plan_section
 from hf_mmparallel.trainer.start_report import StepReport, arrangement_lines, settings_without_effect
 from hf_mmparallel.trainer.training_sizes import StartSizes, TrainingSizes, representative_batch
+from tests import tiny
 from tests.plan.specs import model_spec
 from tests.schedule.builders import chain, timeline_of
 from tests.trainer.contexts import arguments, context
@@ -129,6 +131,17 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
 )
 def test_the_origin_of_sizes_has_a_name(token_columns, function, dataset, wanted):
     assert report.size_origin(context(dataset, function, token_columns=token_columns)) == wanted
+
+
+def test_a_run_measures_columns_with_sides_by_the_patches_of_its_model():
+    model = tiny.FAMILIES["qwen2_5_vl"]()
+    side = model.config.vision_config.patch_size * model.config.vision_config.spatial_merge_size
+    rows = [{"words": 5, "width": [2 * side, side], "height": [3 * side, side]}]
+    run = context(rows, token_columns={LM: "words+vision", "vision": "width*height"})
+    source = TrainingSizes(replace(run, model=model, spec=build_model_spec(model))).of_rank(rows)
+    assert source is not None
+    tokens = source([0]).tokens
+    assert (tokens["vision"].tolist(), tokens[LM].tolist()) == ([4 * 7], [5 + 7])
 
 
 class Numbers(IterableDataset):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -19,9 +22,10 @@ from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, StepPlan, plan_for_model
+from hf_mmparallel.plan.reading import reject_unknown_keys
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.world import World, watcher
-from hf_mmparallel.world.failure import raise_on_all_ranks
+from hf_mmparallel.world.failure import raise_on_all_ranks, refuse_once
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, meet_at_rank_zero, outcomes, run_distributed
@@ -152,6 +156,29 @@ def test_the_others_name_a_rank_that_is_killed(rank, own_store):
         assert re.search(rf"^Rank {rank} ended .*rank {rank} .*last at `step 7: fwd \w+.r0.s0 mb1.c0`", other.error)
         assert other.details.count("Traceback") == 1 and "gloo" not in other.details, other.details
         assert other.time - ended[rank].time < 10
+
+
+def refusals() -> list[str]:
+    """What each rank prints when errors of several blocks end it."""
+    os.environ["WORLD_SIZE"] = "2"  # as a launcher does
+    printed = []
+    for check in (lambda: reject_unknown_keys("The model", ["bogus"], ["vision"]), lambda: int("bogus")):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                with refuse_once():
+                    check()
+            except ValueError as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+        printed.append(said.getvalue())
+        dist.barrier()
+    return printed
+
+
+@pytest.mark.distributed
+def test_a_refusal_on_all_ranks_is_printed_once_without_tracebacks():
+    ours, others = zip(*run_distributed(refusals, 2), strict=True)
+    assert sorted(text.count("`bogus`") for text in ours) == [0, 1] and "Traceback" not in "".join(ours)
+    assert all("Traceback" in text for text in others)  # not a sentence of this package
 
 
 @pytest.mark.distributed
