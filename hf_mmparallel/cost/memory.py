@@ -103,19 +103,17 @@ def memory_per_rank(
 
 
 class StepUse:
-    """Sizes of the largest microbatches and chunks of a step in each replica."""
+    """Sizes of the microbatches and chunks of a step in each replica."""
 
     def __init__(self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes):
         self.plan = plan
         activations = activation_sizes(costs, plan, step, sizes)
         self.microbatches: dict[tuple[str, int], list[NDArray]] = {}
-        self.chunks: dict[tuple[str, int], NDArray] = {}
+        self.chunks: dict[tuple[str, int], list[NDArray]] = {}
         for (name, replica, index), chunks in step.chunks.items():
             parts = [activations[name, replica, index, number] for number in range(len(chunks))]
             self.microbatches.setdefault((name, replica), []).append(sum(parts, np.zeros(3)))
-            for part in parts:
-                largest = self.chunks.get((name, replica), np.zeros(3))
-                self.chunks[name, replica] = np.maximum(largest, part)
+            self.chunks.setdefault((name, replica), []).extend(parts)
         self.received, self.sent = self._features(costs, plan, step, sizes)
 
     def _features(self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> tuple[dict, dict]:
@@ -150,8 +148,8 @@ class StepUse:
         fixed = memory.kept_bytes + memory.input_bytes * float(microbatches[:, 1].sum())
         if memory.frees_features:
             fixed += self.sent.get((name, replica), 0.0)
-        largest = self.chunks.get((name, replica), np.zeros(3))
-        return fixed, per_microbatch, memory.running_bytes(largest)
+        chunks = np.array(self.chunks.get((name, replica)) or [np.zeros(3)])
+        return fixed, per_microbatch, memory.most_running_bytes(chunks)
 
 
 # Memory of each rank over the time of a step, and its peak.

@@ -141,10 +141,14 @@ class StageMemory:
             most = max(most, weighted_sum(scaled[is_longer], self.longer.saved.sum(axis=0)).max(initial=0.0))
         return float(most)
 
-    def running_bytes(self, chunk: NDArray) -> float:
-        """Most bytes of a task besides saved activations and gradients."""
-        at = self._scaled(chunk)
-        return float(weighted_sum(self.at(at[1]).transient, at).max(initial=0.0))
+    def most_running_bytes(self, chunks: NDArray) -> float:
+        """Most bytes of a task besides saved activations and gradients, on some chunks `[chunks, 3]`."""
+        scaled, most = self._scaled(chunks), 0.0
+        is_longer = scaled[:, 1] > self.max_tokens
+        for memory, own in ((self, scaled[~is_longer]), (self.longer, scaled[is_longer])):
+            if memory is not None and len(own):
+                most = max(most, float(weighted_sum(memory.transient, own.max(axis=0)).max(initial=0.0)))
+        return most
 
     def forward_bytes(self, chunk: NDArray) -> float:
         """Peak bytes of a forward, including the activations that it saves."""

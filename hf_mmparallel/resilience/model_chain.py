@@ -388,9 +388,8 @@ class _Demand:
         fixed += memory.input_bytes * self.num_tokens
         if memory.frees_features:
             fixed += self.sent_bytes
-        largest = self.sizes.max(axis=0, initial=0.0)
         held = self.state_copies * (memory.state.weights + memory.state.optimizer)
-        return fixed, memory.most_saved_bytes(self.sizes), memory.running_bytes(largest), held
+        return fixed, memory.most_saved_bytes(self.sizes), memory.most_running_bytes(self.sizes), held
 
     def received_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of the features of a microbatch that enter a stage."""

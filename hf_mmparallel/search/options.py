@@ -412,7 +412,7 @@ class ModuleOptions:
         """Estimated transient bytes of a task on the first and on the last stage."""
         chunk = self._chunk_sizes(kind, num_samples)
         chunk[2] = 1.0
-        first, last = (max(memory.running_bytes(chunk) for memory in pair) for pair in self._ends(kind))
+        first, last = (max(memory.most_running_bytes(chunk[None]) for memory in pair) for pair in self._ends(kind))
         return first, last
 
     def _chunk_sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:

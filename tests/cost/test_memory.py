@@ -201,6 +201,20 @@ def test_the_bound_is_one(schedule, plugins, frozen):
     sizes = SampleSizes.of_sequences(
         {"vision": [[n] if n > 60 else [] for n in images], LANGUAGE_MODEL: [[n + 1] for n in texts]}
     )
+    assert_is_bound(spec, plan, sizes)
+
+
+def test_the_bound_is_one_where_the_logits_of_the_longest_chunk_alone_come_in_parts():
+    spec = with_head(151_936)  # those of more than 883 tokens do
+    sizes = SampleSizes.of_sequences({"vision": [[9]] * 16, LANGUAGE_MODEL: [[435], [445]] * 4 + [[435]] * 8})
+    for plugin in ({}, {"pp_size": 2}, {"dp_size": 2, "zero_stage": 1}):
+        assert_is_bound(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(**plugin)}), sizes)
+    in_parts = SampleSizes.of_sequences({"vision": [[9]] * 16, LANGUAGE_MODEL: [[460]] * 2 + [[435]] * 14})
+    assert_is_bound(spec, resolve_plan(spec, {}), in_parts)
+
+
+def assert_is_bound(spec, plan, sizes):
+    """No rank has more than its bound at any time of a step in microbatches of two samples."""
     step = contiguous_step(plan, range(16), 2)
     cost = StepCost(h100(spec), plan, step, sizes)
     simulation = timeline_of(plan, step, [], cost)
