@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from IPython.core.formatters import DisplayFormatter
+from IPython.lib.pretty import pretty
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -23,8 +24,9 @@ from tests.schedule.builders import make_step
 
 def shown(value: Any) -> tuple[Reader, int]:
     """What a notebook shows of a value, and the number of its pictures."""
-    html = DisplayFormatter().format(value)[0]["text/html"]
-    reader = Reader(html)
+    formats = DisplayFormatter().format(value)[0]
+    assert len(formats["text/plain"]) < 1000  # notebooks store it, too
+    reader = Reader(formats["text/html"])
     pictures = [attributes for tag, attributes in reader.elements if tag == "img"]
     for picture in pictures:
         kind, _, data = str(picture["src"]).partition(",")
@@ -56,6 +58,7 @@ def test_a_prediction_has_its_memory_and_pictures_and_an_answer_the_rest(answer:
     reader, num_pictures = shown(answer.prediction)
     assert num_pictures == 2 and {"in flight", "GiB a rank"} <= {*reader.text_of("th")}
     assert reader.text_of("dt") == ["Plan", "Step", "Memory"]
+    assert pretty(answer.prediction).replace("`", "").splitlines()[0] == f"Plan: {reader.text_of('dd')[0]}"
     reader, num_pictures = shown(answer)
     assert num_pictures == 2 and {"params", "in flight", "GiB a rank"} <= {*reader.text_of("th")}
     assert answer.bound in reader.text_of("dd")
