@@ -5,6 +5,7 @@ show.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -31,7 +32,9 @@ def run_notebook(path: Path, folder: Path, added: Mapping[str, str] | None = Non
         notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(code))
     where = {"metadata": {"path": str(copy / path.parent.relative_to(EXAMPLES))}}
     client = NotebookClient(notebook, timeout=250, resources=where, coalesce_streams=True, record_timing=False)
-    return client.execute()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment.pop("MPLBACKEND", None)  # the kernel's own draws in the notebook
+    return client.execute(env=environment)
 
 
 def store(path: Path) -> None:

@@ -45,8 +45,7 @@ def _log(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.deep
-def test_it_runs_and_stores_what_it_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_it_runs_and_stores_what_it_gives(tmp_path: Path):
     found, stored = run_notebook(NOTEBOOK, tmp_path, {LAUNCH: LAUNCHERS}), nbformat.read(NOTEBOOK, nbformat.NO_CONVERT)
     for cell in ("answer = solve", "answer.plan", "answer.prediction.planned.step", "ParallelPlan.load"):
         shown = _data(found, cell)
