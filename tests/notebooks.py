@@ -9,12 +9,15 @@ import os
 import shutil
 import sys
 import tempfile
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+
+from hf_mmparallel.planner.html_reprs import with_palette
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -44,8 +47,10 @@ def store(path: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-            for output in cell.outputs:
-                output.get("data", {}).pop("image/jpeg", None)
+            for data in (output.data for output in cell.outputs if "data" in output):
+                data.pop("image/jpeg", None)
+                if "image/png" in data:
+                    data["image/png"] = b64encode(with_palette(b64decode(data["image/png"]))).decode()
     notebook.metadata.language_info = {"name": "python"}
     nbformat.write(notebook, path)
 

@@ -68,6 +68,6 @@ def test_it_runs_and_stores_what_it_gives(tmp_path: Path):
 
 def test_nothing_but_its_outputs_is_stored():
     text = NOTEBOOK.read_text()
-    assert len(text) < 300_000 and str(ROOT) not in text and "site-packages" not in text
+    assert len(text) < 250_000 and str(ROOT) not in text and "site-packages" not in text
     stored = nbformat.read(NOTEBOOK, nbformat.NO_CONVERT)
     assert [cell.execution_count for cell in stored.cells if cell.cell_type == "code"] == list(range(1, 12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from IPython.core.formatters import DisplayFormatter
 from IPython.lib.pretty import pretty
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from PIL import Image
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.planner.answer import Answer, Inputs, solve
@@ -30,7 +32,9 @@ def shown(value: Any) -> tuple[Reader, int]:
     pictures = [attributes for tag, attributes in reader.elements if tag == "img"]
     for picture in pictures:
         kind, _, data = str(picture["src"]).partition(",")
-        assert kind == "data:image/png;base64" and base64.b64decode(data).startswith(b"\x89PNG")
+        assert kind == "data:image/png;base64"
+        colors = Image.open(BytesIO(base64.b64decode(data))).convert("RGB").getcolors()
+        assert colors is not None and {(255, 255, 255), (243, 244, 246)} <= {color for _, color in colors}  # as drawn
         assert picture["alt"] and 0 < int(str(picture["width"])) < 2000
     assert not {"script", "link", "iframe"} & {tag for tag, _ in reader.elements}
     return reader, len(pictures)
