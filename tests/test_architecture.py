@@ -22,6 +22,7 @@ LEVELS = {
     "_device": 0,
     "_environment": 0,
     "_files": 0,
+    "_html_repr": 0,
     "_portable": 0,
     "_registration": 0,
     "_versions": 0,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,7 +228,7 @@ def _colors(*timelines: AnyTimeline) -> dict[str, str]:
 
 def gantt_png(
     timeline: AnyTimeline,
-    path: str | Path,
+    path: str | Path | BinaryIO,
     measured: AnyTimeline | None = None,  # below the first, on the same scale
     title: str = "Schedule of one step",  # duration and bubble follow
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -19,9 +19,10 @@ _GREY, _INK = "#444444", "#222222"
 
 def balance_png(
     panels: Mapping[str, Balance],  # heading of a column -> its balance, all of the same modules
-    path: str | Path,
+    path: str | Path | BinaryIO,
     title: str = "Workload of each microbatch",
     own_scale: Sequence[str] = (),  # columns that do not share the scale of the others
+    unit: str = "ms",
 ) -> None:
     """Draws a bar per microbatch, a column per arrangement, a strip per replica; deferred is dark, the mean dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -55,7 +56,7 @@ def balance_png(
                 max(len(times) for panel in panels.values() for times in panel.forward_ms[name]),
                 1.08 * max(times.max(initial=0.0) for key in shared for times in panels[key].forward_ms[name]) or 1.0,
             )
-            _draw_module(axes, balance, name, colors[name], limits)
+            _draw_module(axes, balance, name, colors[name], limits, unit)
             if row == 0:
                 text = _heading(heading, balance)
                 axes[0].annotate(
@@ -70,7 +71,8 @@ def balance_png(
 
 def _heading(heading: str, balance: Balance) -> str:
     share = f", {balance.deferred_fraction:.0%} deferred" if balance.deferred_fraction else ""
-    return f"{heading}: {balance.num_microbatches} microbatches{share}"
+    count = balance.num_microbatches
+    return f"{heading}: {count} microbatch{'es' if count > 1 else ''}{share}"
 
 
 def number_text(value: float) -> str:
@@ -83,7 +85,9 @@ def _is_deferred(balances: Any, name: str) -> bool:
     return any(part.any() for balance in balances for part in balance.deferred_ms.get(name, ()))
 
 
-def _draw_module(axes: list[Any], balance: Balance, name: str, color: str, limits: tuple[int, float]) -> None:
+def _draw_module(
+    axes: list[Any], balance: Balance, name: str, color: str, limits: tuple[int, float], unit: str
+) -> None:
     """Draws the strips of one module's replicas, for up to `limits[0]` microbatches and times up to `limits[1]`."""
     replicas: Times = balance.forward_ms[name]
     mean = float(np.concatenate(replicas).mean())
@@ -108,7 +112,7 @@ def _draw_module(axes: list[Any], balance: Balance, name: str, color: str, limit
             )
     largest = "largest replica" if len(replicas) == len(axes) else f"largest of {len(replicas)} replicas"
     spread = f", {largest} +{balance.replica_excess(name):.1%}" if len(replicas) > 1 else ""
-    text = f"{name}: mean {number_text(mean)} ms, std {number_text(balance.std_ms(name))} ms{spread}"
+    text = f"{name}: mean {number_text(mean)} {unit}, std {number_text(balance.std_ms(name))} {unit}{spread}"
     axes[0].set_title(text, loc="left", fontsize=9, color=_INK, pad=4)
 
 

@@ -30,6 +30,7 @@ MAX_REPLICAS = 8
 MAX_ROWS = 64
 SCRIPTS = ("numbers.js", "picture.js", "page.js")  # one scope
 BAR_HEIGHT = 100
+PIXELS = 1.5  # of a picture in a notebook, for each pixel of a page
 
 
 def write_page(path: str | Path, page: PlanPage) -> None:
@@ -39,14 +40,7 @@ def write_page(path: str | Path, page: PlanPage) -> None:
 
 def render_page(page: PlanPage) -> str:
     """Renders a page as HTML."""
-    environment = Environment(
-        loader=PackageLoader("hf_mmparallel.page"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    environment = _environment()
     script = "".join(_source(environment, name) for name in SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}}})();\n'
     rows = rank_rows(page.timeline, MAX_ROWS)
@@ -69,6 +63,33 @@ def render_page(page: PlanPage) -> str:
             layout_data(page.plan, page.modules, page.planned_for), sort_keys=False, default_flow_style=None
         ),
     )
+
+
+def render_repr(
+    facts: Sequence[tuple[str, str]] = (),  # labels and texts, below the table
+    table: TextTable | None = None,
+    pictures: Sequence[tuple[str, bytes]] = (),  # titles and PNGs
+    caption: str = "",  # of the table
+) -> str:
+    """Renders what a notebook shows of an object: HTML without scripts, in the colors of the notebook."""
+    images = [
+        {"title": title, "data": base64.b64encode(png).decode(), "width": round(int.from_bytes(png[16:20]) / PIXELS)}
+        for title, png in pictures
+    ]
+    template = _environment().get_template("repr.html.jinja")
+    return template.render(facts=facts, table=table, images=images, caption=caption)
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("hf_mmparallel.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return environment
 
 
 def _source(environment: Environment, name: str) -> str:

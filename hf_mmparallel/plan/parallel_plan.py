@@ -12,6 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from .._html_repr import HtmlRepr
 from .methods import ARRANGEMENTS, POLICIES, SCHEDULES, Schedule, SchedulePolicy, arrangement_name
 from .model_spec import LANGUAGE_MODEL, Edge, sources_first
 from .reading import (
@@ -243,7 +244,7 @@ def fitting_virtual_stages(vp_size: int, pp_size: int, num_layers: int) -> int:
 
 
 @dataclass(frozen=True)
-class ParallelPlan:
+class ParallelPlan(HtmlRepr):
     """
     The assignment of modules, replicas and stages to ranks. It can be saved as and loaded from JSON and YAML;
     [`resolve_plan`] builds one from the sizes of the modules.

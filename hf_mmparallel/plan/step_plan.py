@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .._html_repr import HtmlRepr
 from .model_spec import LANGUAGE_MODEL
 from .parallel_plan import ParallelPlan
 
@@ -53,7 +54,7 @@ class ChunkTable:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepPlan(HtmlRepr):
     """
     The assignment of one global batch.
 

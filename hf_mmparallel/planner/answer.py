@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from .._html_repr import HtmlRepr
 from ..arrange import plan_for_batch
 from ..cost import CostModel, RankMemory, fitting_tokens
 from ..cost.calibration import costs_from, read_costs
@@ -70,7 +71,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(HtmlRepr):
     """A plan with the prediction of its step."""
 
     settings: Settings  # of the request

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..arrange.balance import Balance, compare_with_contiguous, step_balance
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, layout_data
 from ..search.explain import slower_text
@@ -185,11 +186,19 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
+def workloads_of(answer: Answer) -> dict[str, Balance]:
+    """Arrangement -> its balance: that of the plan, and before it that of the sampler's order if it is another."""
+    planned = answer.prediction.planned
+    if answer.arrangement == "contiguous":
+        return {"contiguous": step_balance(planned.step, planned.workloads)}
+    both = compare_with_contiguous(answer.plan, planned.step, planned.workloads, answer.microbatch_size)
+    return dict(zip(("before, contiguous", f"after, {answer.arrangement}"), both, strict=True))
+
+
 def page_of(
     answer: Answer, command: Sequence[str], comparison: Iterable[ComparedPlan] = (), what_ifs: WhatIfs = ()
 ) -> PlanPage:
     """Returns the HTML page of a plan; `comparison` has plans of baselines."""
-    from ..arrange.balance import compare_with_contiguous, step_balance
     from ..cost import memory_timeline
     from ..page import MemoryCurves, PlanChoice, PlanPage, TextTable
     from .environment import environment
@@ -203,11 +212,6 @@ def page_of(
 
     curves = memory_timeline(answer.costs, answer.plan, planned.step, sizes, prediction.timeline.task_times)
     limit = answer.settings.memory_gib
-    if answer.arrangement == "contiguous":
-        workloads = {"contiguous": step_balance(planned.step, planned.workloads)}
-    else:
-        both = compare_with_contiguous(answer.plan, planned.step, planned.workloads, answer.microbatch_size)
-        workloads = dict(zip(("before, contiguous", f"after, {answer.arrangement}"), both, strict=True))
     installed = environment()
     runners_up = []
     if result is not None:
@@ -229,7 +233,7 @@ def page_of(
         bound=answer.bound,
         table=text_table(is_short=False),
         memory=MemoryCurves(curves, {}, None if limit is None else limit * GIB),
-        workloads=workloads,
+        workloads=workloads_of(answer),
         runners_up=runners_up,
         comparison=[
             *(

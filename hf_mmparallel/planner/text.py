@@ -107,6 +107,12 @@ def plan_text(plan: ParallelPlan) -> str:
     return "; ".join([*layouts, microbatches_text(counts)])
 
 
+def arranged_text(plan: ParallelPlan, arrangement: str | None) -> str:
+    """The same with the schedule and, where it is known, the arrangement of samples."""
+    arranged = "" if arrangement is None else f", arranged by `{arrangement}`"
+    return f"{plan_text(plan)}, schedule {plan.schedule}{arranged}"
+
+
 def compared_text(other: ComparedPlan) -> str:
     """The layouts of a baseline on one line."""
     return other.layout if other.plan is None else plan_text(other.plan)
@@ -115,7 +121,7 @@ def compared_text(other: ComparedPlan) -> str:
 def plan_cells(
     plan: ParallelPlan,
     spec: ModelSpec | None,
-    timeline: Timeline,
+    timeline: Timeline | None,
     memory: Mapping[int, RankMemory] | None,
     is_short: bool = False,
 ) -> Cells:
@@ -136,7 +142,8 @@ def plan_cells(
                 cells["backward"] = "yes" if row.counts[0] else "no"
             else:
                 cells |= zip(("params", "trained"), map(_short_count, row.counts), strict=True)
-            cells["in flight"] = f"{row.in_flight:.3g}"
+            if timeline is not None:
+                cells["in flight"] = f"{row.in_flight:.3g}"
             if memory is not None:
                 cells["GiB a rank"] = gib_text(row.num_bytes)
             rows.append({key: value for key, value in cells.items() if not is_short or key not in ONLY_LONG})
@@ -147,7 +154,7 @@ def _stage_rows(
     plan: ParallelPlan,
     name: str,
     spec: ModelSpec | None,
-    timeline: Timeline,
+    timeline: Timeline | None,
     memory: Mapping[int, RankMemory] | None,
 ) -> list[_Row]:
     """A row for each (stage, layers); numbers are those of the fullest replica."""
@@ -164,7 +171,8 @@ def _stage_rows(
             rows[key] = _Row(index, index, stage.layers, counts)
         row = rows[key]
         row.ranks.extend(stage.all_ranks)
-        row.in_flight = max(row.in_flight, timeline.peak_in_flight.get((name, replica, index), 0.0))
+        if timeline is not None:
+            row.in_flight = max(row.in_flight, timeline.peak_in_flight.get((name, replica, index), 0.0))
         if memory is not None:
             row.num_bytes = max(row.num_bytes, *(memory[rank].total for rank in stage.all_ranks))
     return [rows[key] for key in sorted(rows)]
@@ -226,14 +234,17 @@ def report(console: Console, answer: Answer, explain: bool, more: Sequence[tuple
 
 
 def print_answer(console: Console, answer: Answer) -> None:
-    """Prints a plan, its step, and what bounds it: the last lines of a command."""
-    plan, throughput = answer.plan, throughput_text(answer)
-    lines = [
-        ("Plan", f"{plan_text(plan)}, schedule {plan.schedule}, arranged by `{answer.arrangement}`"),
-        ("Step", f"{ms_text(answer.step_ms)}{_cpu_note(answer)}, {throughput}"),
+    """Prints the last lines of a command."""
+    print_labelled(console, answer_lines(answer))
+
+
+def answer_lines(answer: Answer) -> list[tuple[str, str]]:
+    """A plan, its step, and what bounds it, as labels and texts."""
+    return [
+        ("Plan", arranged_text(answer.plan, answer.arrangement)),
+        ("Step", f"{ms_text(answer.step_ms)}{_cpu_note(answer)}, {throughput_text(answer)}"),
         ("Bound", answer.bound),
     ]
-    print_labelled(console, lines)
 
 
 def print_labelled(console: Console, lines: Sequence[tuple[str, str]]) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .._html_repr import HtmlRepr
 from ..arrange import Arrangement, arrange_step
 from ..arrange.rank_batches import arrange_for_ranks, unlike_turn, whole_model_workloads
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, fitting_in_flight, memory_per_rank, model_flops
@@ -220,7 +221,7 @@ class StepPlanner:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(HtmlRepr):
     """Predicted time and memory of a step."""
 
     plan: ParallelPlan
