@@ -199,8 +199,8 @@ def _on_ranks_of(host: ModuleLayout, plugin: ModulePlugin, name: str) -> ModuleP
         if math.prod(sizes.values()) != host.num_ranks:
             named = " x ".join(f"`{key}={size}`" for key, size in given.items())
             raise ValueError(
-                f"`{name}` shares the {host.num_ranks} ranks of `{plugin.colocate_with}`, which {named} does not fill. "
-                f"Use sizes whose product is {host.num_ranks}, or leave them out for those of "
+                f"{named} of `{name}` does not fill the {host.num_ranks} ranks that it shares with "
+                f"`{plugin.colocate_with}`. Use sizes whose product is {host.num_ranks}, or leave them out for those of "
                 f"`{plugin.colocate_with}` ({host})."
             )
     return replace(plugin, **sizes, colocate_with=None)
