@@ -200,8 +200,8 @@ def _on_ranks_of(host: ModuleLayout, plugin: ModulePlugin, name: str) -> ModuleP
             named = " x ".join(f"`{key}={size}`" for key, size in given.items())
             raise ValueError(
                 f"{named} of `{name}` does not fill the {host.num_ranks} ranks that it shares with "
-                f"`{plugin.colocate_with}`. Use sizes whose product is {host.num_ranks}, or leave them out for those of "
-                f"`{plugin.colocate_with}` ({host})."
+                f"`{plugin.colocate_with}`. Use sizes whose product is {host.num_ranks}, or leave them out for those "
+                f"of `{plugin.colocate_with}` ({host})."
             )
     return replace(plugin, **sizes, colocate_with=None)
 

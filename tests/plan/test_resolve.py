@@ -153,7 +153,11 @@ def test_deepstack_features_enter_at_their_layers_and_leave_a_stack_that_is_not_
         ({"layers_per_stage": [2, 3]}, {}, r"`layers_per_stage=\[2, 3\]` adds up to 5; `vision` has 6"),
         ({"colocate_with": LANGUAGE_MODEL}, {"colocate_with": "vision"}, "`vision`, `language_model`: none has ranks"),
         ({}, {"colocate_with": "visoin"}, "`colocate_with` of `language_model` .*`visoin`. Did you mean `vision`"),
-        ({"dp_size": 3}, {"colocate_with": "vision", "tp_size": 2}, "`tp_size=2` of `language_model` does not fill the 3"),
+        (
+            {"dp_size": 3},
+            {"colocate_with": "vision", "tp_size": 2},
+            "`tp_size=2` of `language_model` does not fill the 3",
+        ),
         ({"dp_size": 2}, {"colocate_with": "vision", "pp_size": 4}, "product is 2, or leave them out .*(dp 2)"),
         ({"dp_size": 4, "zero_stage": 1, "shard_size": 3}, {}, "`shard_size=3` does not divide 4, .* one of 2, 4,"),
         ({}, {"zero_stage": 3, "shard_size": 2}, "`shard_size=2` does not divide 1, .* of `language_model`"),
