@@ -63,7 +63,7 @@ class TrainingLoader:
         global_batches: Any = self.loader.batch_sampler
         epoch = global_batches.epoch
         drawn = position.num_samples if position.epoch == epoch else 0
-        global_batches.resume(epoch, drawn, 0, position.batch_size)
+        global_batches.resume(epoch, drawn, 0)
         with torch.random.fork_rng(devices=()):  # an iterator draws a seed that nothing here depends on
             return self.loader.new_items()
 
@@ -164,7 +164,7 @@ class StepLoaders:
             return StreamSampler(dataset)
         sampler = sampler_of(dataset)
         if isinstance(sampler, LengthGroupedSampler):
-            return LengthGroups(sampler, self.global_batch_size, self._data_seed)
+            return LengthGroups(sampler, self.global_batch_size, self.context.world.from_first_rank)
         return self._seeded(sampler)
 
     @property

@@ -78,6 +78,7 @@ class Overriding:
 
 HALF: dict[str, Any] = {"per_device_eval_batch_size": 1, "max_steps": 1}
 UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 4}  # three steps an epoch
+BY_LENGTH = {"train_sampling_strategy": "group_by_length", "max_steps": 7, "save_strategy": "steps", "save_steps": 4}
 ASKED = {"max_steps": 9, "ddp_timeout": 77, "logging_strategy": "no", "torch_empty_cache_steps": 2}
 RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
 
@@ -95,6 +96,14 @@ def grouped(cls: type, parallel: dict[str, Any] | None = None) -> list[list[int]
     trainer = make(cls, parallel, train_sampling_strategy="group_by_length", per_device_eval_batch_size=2)
     labels = trainer.predict(tiny.make_dataset("llava", 9)).label_ids
     return [] if labels is None else [row[row != -100].tolist() for row in labels]
+
+
+def by_length(folder: Path) -> list[list[dict[str, float]]]:
+    """The logs of a run in groups by length, and of one that goes on in the middle of its second epoch."""
+    straight = logs_of(make(MultimodalParallelTrainer, APART, output_dir=str(folder), **BY_LENGTH))
+    trainer = make(MultimodalParallelTrainer, APART, output_dir=str(folder), **BY_LENGTH)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return [straight, runs.step_logs(trainer)]
 
 
 def half_evaluation(cls: type, parallel: dict[str, Any] | None, setting: str) -> tuple[Any, float, set[Any]]:
@@ -192,6 +201,7 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
         "unseeded": logs_of(make(ours, APART, **UNSEEDED)),
         "unfiltered": unfiltered(ours, APART),
         "grouped": grouped(ours, APART),
+        "by length": by_length(folder / "by_length"),
         "loaders": [refused(call) for call in (loading.evaluate, loading.train)],
     }
 
@@ -255,6 +265,12 @@ def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str,
     assert wanted != runs.stock("llava").logs
     for rank in ranks:
         assert rank["unseeded"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]
+
+
+def test_groups_by_length_are_those_of_the_stock_trainer(ranks: list[dict[str, Any]]):
+    wanted = [pytest.approx(row, rel=2e-5, abs=2e-6) for row in logs_of(make(Trainer, **BY_LENGTH))]
+    for rank in ranks:
+        assert rank["by length"] == [wanted, wanted]
 
 
 def test_an_evaluation_in_groups_has_the_stock_trainers_order(ranks: list[dict[str, Any]]):
