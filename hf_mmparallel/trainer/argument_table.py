@@ -75,13 +75,11 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
         "the loss is summed over the target tokens of all microbatches, from the logits of the last stage",
         f"Leave {' and '.join(f'`{name}`' for name in LIGER_LOSSES)} out of it.",
     ),
-    "neftune_noise_alpha": Refused(
-        _is_given, "the noise of one process can't be reproduced on several stages", _LEAVE_OUT
-    ),
     "auto_find_batch_size": Refused(
         bool,
-        "a smaller batch size changes the plan",
-        "Lower `per_device_train_batch_size`; the global batch stays.",
+        "a rank that runs out of memory leaves the others in the middle of a step, and microbatches are limited by "
+        "memory before that",
+        "Use `memory_limit_gib`, or a lower `per_device_train_batch_size`; the global batch stays.",
     ),
     "eval_use_gather_object": WithoutEffect("predictions of any kind are sent to rank 0 one by one"),
     "eval_accumulation_steps": WithoutEffect("predictions go to host memory after every microbatch"),
@@ -145,7 +143,7 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
 
 # arguments of `Trainer`
 TRAINER_ARGUMENTS: Mapping[str, Refused] = {
-    "model_init": Refused(_is_given, "the plan is made once, for one model", "Pass `model`."),
+    "model_init": Refused(_is_given, "the plan, each rank's part and the optimizer are made once, of one model", "Pass `model`, and launch each trial of a search."),
     "compute_loss_func": Refused(
         _is_given, "the loss is the model's own, summed over the target tokens of the global batch", _LEAVE_OUT
     ),

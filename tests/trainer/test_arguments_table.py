@@ -72,7 +72,8 @@ HONOURED = {
     "StepLoaders._seeded": "accelerator_config.use_seedable_sampler",
     "StepLoaders.evaluation": "per_device_eval_batch_size",
     "StepLoaders.training": "dataloader_drop_last",
-    "Trainer.__init__": "use_cache disable_tqdm report_to full_determinism seed label_names skip_memory_metrics",
+    "Trainer.__init__": "use_cache disable_tqdm report_to full_determinism seed label_names skip_memory_metrics "
+    "neftune_noise_alpha",
     "Trainer._determine_best_metric": "metric_for_best_model greater_is_better",
     "Trainer._finalize_training": "load_best_model_at_end",
     "Trainer._get_collator_with_removed_columns": "remove_unused_columns",
@@ -164,7 +165,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "torch_compile_backend": "cudagraphs",
     "torch_compile_mode": "reduce-overhead",
     "liger_kernel_config": {"rope": True, "fused_linear_cross_entropy": True},
-    "neftune_noise_alpha": 5.0,
     "auto_find_batch_size": True,
     "batch_eval_metrics": True,
     "save_on_each_node": True,
@@ -237,7 +237,7 @@ def test_compiled_layers_whose_backward_is_split_are_refused():
     plugin = MultimodalParallelPlugin({"language_model": ModulePlugin(pp_size=2)}, schedule="zero_bubble")
     args = SimpleNamespace(
         **{"world_size": 3, "torch_compile": True, "global_batch_size": 6, "per_device_train_batch_size": 2},
-        **{"gradient_accumulation_steps": 1, "activation_checkpointing": False},
+        **{"gradient_accumulation_steps": 1, "activation_checkpointing": False, "neftune_noise_alpha": None},
     )
     with pytest.raises(ValueError, match="can't be used with `split_backward` of `language_model`"):
         build.plan_and_batch(plugin, model_spec(), args)
@@ -245,6 +245,18 @@ def test_compiled_layers_whose_backward_is_split_are_refused():
     args.activation_checkpointing = True
     assert not build.plan_and_batch(plugin, model_spec(), args)[0].modules["language_model"].splits_backward
     assert "`split_backward` of a module" in REFUSED_IN_DOCS
+
+
+def test_noise_on_the_embeddings_of_parts_of_rows_is_refused():
+    plugin = MultimodalParallelPlugin({"language_model": ModulePlugin(cp_size=2)})
+    args = SimpleNamespace(
+        **{"world_size": 3, "torch_compile": False, "global_batch_size": 6, "per_device_train_batch_size": 2},
+        **{"gradient_accumulation_steps": 1, "activation_checkpointing": False, "neftune_noise_alpha": 5.0},
+    )
+    with pytest.raises(ValueError, match="`neftune_noise_alpha=5.0` .*`cp_size=2`"):
+        build.plan_and_batch(plugin, model_spec(), args)
+    args.neftune_noise_alpha = None
+    build.plan_and_batch(plugin, model_spec(), args)
 
 
 def test_liger_replaces_layers_and_not_the_loss():

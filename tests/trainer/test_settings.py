@@ -139,6 +139,21 @@ def unfiltered(cls: type, parallel: dict[str, Any] | None = None) -> list[float]
     ]
 
 
+def noisy(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> tuple[list[float], list[Any]]:
+    """Losses of steps and evaluations with noise that is largest everywhere, and the noise that is drawn otherwise."""
+    given = {"neftune_noise_alpha": 5.0, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 5, **given}
+    trainer = make(cls, parallel, eval_strategy="steps", eval_steps=1, **given)
+    drawing = make(cls, parallel, **{**given, "max_steps": 1})
+    uniform, drawn = torch.Tensor.uniform_, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "uniform_", lambda noise, low, high: noise.fill_(high))
+        trainer.train()
+        patch.setattr(torch.Tensor, "uniform_", lambda *a: drawn.append((uniform(*a).clone(), float(a[2]))) or a[0])
+        drawing.train()
+    history = trainer.state.log_history
+    return [row[name] for row in history for name in ("loss", "eval_loss") if name in row], drawn
+
+
 class AskOnOneRank(TrainerCallback):
     """Sets one flag a step, each on a rank alone."""
 
@@ -201,6 +216,7 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
         "unseeded": logs_of(make(ours, APART, **UNSEEDED)),
         "unfiltered": unfiltered(ours, APART),
         "grouped": grouped(ours, APART),
+        "noisy": noisy(ours, SHARDED, microbatch_assignment="contiguous"),
         "by length": by_length(folder / "by_length"),
         "loaders": [refused(call) for call in (loading.evaluate, loading.train)],
     }
@@ -265,6 +281,20 @@ def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str,
     assert wanted != runs.stock("llava").logs
     for rank in ranks:
         assert rank["unseeded"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]
+
+
+def test_noise_on_embeddings_is_the_stock_trainers_and_equal_in_a_tp_group(ranks: list[dict[str, Any]]):
+    wanted, of_stock = noisy(Trainer, gradient_accumulation_steps=4)
+    quiet, _ = noisy(Trainer, gradient_accumulation_steps=4, neftune_noise_alpha=0.0)
+    assert len(wanted) == 4 and quiet[0] != pytest.approx(wanted[0], rel=1e-3)
+    for rank in ranks:
+        losses, drawn = rank["noisy"]
+        assert losses == pytest.approx(wanted, rel=2e-5)
+        assert [(noise.shape, largest) for noise, largest in drawn] == [(n.shape, largest) for n, largest in of_stock]
+        for (noise, largest), (same, _) in zip(drawn, ranks[0]["noisy"][1], strict=True):
+            assert noise.equal(same) and noise.abs().max() <= largest
+            assert float(noise.std()) == pytest.approx(largest / 3**0.5, rel=0.1)
+        assert not drawn[0][0].flatten()[:24].equal(drawn[1][0].flatten()[:24])
 
 
 def test_groups_by_length_are_those_of_the_stock_trainer(ranks: list[dict[str, Any]]):
