@@ -24,8 +24,9 @@ from .adapter import (
 )
 
 _ALONE = "or train without `parallel`"
+_VARIANT = "its layers need more than their input", "Use plain LoRA"
 # Setting -> (why it can't be laid out, remedy).
-_REFUSED = {
+REFUSED = {
     "bias": ("it trains biases of layers that have no adapter", "Use `bias='none'`"),
     "trainable_token_indices": (
         "it trains single rows of an embedding",
@@ -37,6 +38,13 @@ _REFUSED = {
         "Use `ensure_weight_tying=False`",
     ),
     "layer_replication": ("its layers share their weights", "Use `layer_replication=None`"),
+    "alora_invocation_tokens": _VARIANT,
+    "use_bdlora": _VARIANT,
+    "use_qalora": _VARIANT,
+    "arrow_config": _VARIANT,
+    "kasa_config": _VARIANT,
+    "velora_config": _VARIANT,
+    "monteclora_config": _VARIANT,
 }
 
 
@@ -135,7 +143,7 @@ def _only_adapter(model: Any) -> tuple[Any, str]:
 
 def _check_layers(base: Any, name: str, config: Any) -> None:
     """Raises `ValueError` for settings and layers that are only correct within the whole `PeftModel`."""
-    for setting, (reason, remedy) in _REFUSED.items():
+    for setting, (reason, remedy) in REFUSED.items():
         value = getattr(config, setting, None)
         if value and value != "none":
             raise ValueError(

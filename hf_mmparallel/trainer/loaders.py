@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from ..callbacks.preemption import leave_signals_to_rank
-from ..data.global_batches import DataPosition, GlobalBatchSampler, LengthGroups
+from ..data.global_batches import DataPosition, EvenOrder, GlobalBatchSampler, LengthGroups
 from ..data.measured_batches import MeasuredBatchSampler
 from ..data.media import readers
 from ..data.step_dataset import StepDataset, as_is
@@ -155,6 +155,7 @@ class StepLoaders:
             order: Any = StreamSampler(dataset)
         else:
             order = self._seeded(sampler_of(dataset) or SequentialSampler(dataset))
+            order = EvenOrder(order, size, self.args.dataloader_drop_last, fills=False)
         planner = replace(base_planner(self.engine, size), training=False)
         return self._loader(dataset, GlobalBatchSampler(order, count), planner, description)
 

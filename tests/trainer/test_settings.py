@@ -129,6 +129,14 @@ def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: 
     return None if logits is None else torch.from_numpy(logits).float()
 
 
+def dropping(cls: type, parallel: dict[str, Any] | None = None) -> tuple[float, Any]:
+    """The loss and the labels of an evaluation that leaves out an incomplete last batch."""
+    found = make(cls, parallel, per_device_eval_batch_size=2, dataloader_drop_last=True).predict(
+        tiny.make_dataset("llava", 5)
+    )
+    return found.metrics["test_loss"], found.label_ids
+
+
 def unfiltered(cls: type, parallel: dict[str, Any] | None = None) -> list[float]:
     """Losses of evaluations in which a sample has no targets: without it, and with it."""
     data = copy.deepcopy(tiny.make_dataset("llava", 5))
@@ -215,6 +223,7 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
         "bfloat16": bfloat16_logits(ours, APART, fp16_full_eval=True),
         "unseeded": logs_of(make(ours, APART, **UNSEEDED)),
         "unfiltered": unfiltered(ours, APART),
+        "dropping": dropping(ours, APART),
         "grouped": grouped(ours, APART),
         "noisy": noisy(ours, SHARDED, microbatch_assignment="contiguous"),
         "by length": by_length(folder / "by_length"),
@@ -308,6 +317,13 @@ def test_an_evaluation_in_groups_has_the_stock_trainers_order(ranks: list[dict[s
     assert ranks[0]["grouped"] == stock and len(stock) == 9
     data = [sample["labels"] for sample in tiny.make_dataset("llava", 9)]
     assert stock != [labels[labels != -100].tolist() for labels in data]
+
+
+def test_an_incomplete_last_batch_of_an_evaluation_is_left_out(ranks: list[dict[str, Any]]):
+    loss, labels = dropping(Trainer)
+    assert len(labels) == 4 and (ranks[0]["dropping"][1] == labels).all()
+    for rank in ranks:
+        assert rank["dropping"][0] == pytest.approx(loss, rel=2e-5)
 
 
 def test_losses_that_are_no_number_are_left_out_of_an_evaluation(ranks: list[dict[str, Any]]):
