@@ -23,6 +23,10 @@ LORA_AS_PEFT = {
     "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "lora_bias", "runtime_config",
     "qalora_group_size", "megatron_core",
 }  # fmt: skip
+_VARIANTS = (
+    "alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+_VARIANT = "refused: its layers need more than their input. Use plain LoRA"
 # Those with more to say: in `peft_config`, and in a `PeftModel`
 LORA_NOTES = {
     "bias": ('refused but `"none"`', 'refused but `"none"`'),
@@ -36,6 +40,8 @@ LORA_NOTES = {
     "modules_to_save": ("", "as peft; refused for tied weights"),
     "ensure_weight_tying": ("", "as peft, where it ties nothing"),
     "megatron_config": ("", "as peft, which needs `megatron`"),
+    "use_qalora": ("", "as peft; on GPTQ weights refused"),
+    **dict.fromkeys(_VARIANTS, ("", _VARIANT)),
     **dict.fromkeys(
         ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), ("", "as peft, before the plan")
     ),

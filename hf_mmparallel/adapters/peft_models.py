@@ -24,7 +24,6 @@ from .adapter import (
 )
 
 _ALONE = "or train without `parallel`"
-_VARIANT = "its layers need more than their input", "Use plain LoRA"
 # Setting -> (why it can't be laid out, remedy).
 REFUSED = {
     "bias": ("it trains biases of layers that have no adapter", "Use `bias='none'`"),
@@ -38,13 +37,6 @@ REFUSED = {
         "Use `ensure_weight_tying=False`",
     ),
     "layer_replication": ("its layers share their weights", "Use `layer_replication=None`"),
-    "alora_invocation_tokens": _VARIANT,
-    "use_bdlora": _VARIANT,
-    "use_qalora": _VARIANT,
-    "arrow_config": _VARIANT,
-    "kasa_config": _VARIANT,
-    "velora_config": _VARIANT,
-    "monteclora_config": _VARIANT,
 }
 
 
