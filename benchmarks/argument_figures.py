@@ -31,7 +31,10 @@ _VARIANT = "refused: its layers need more than their input. Use plain LoRA"
 LORA_NOTES = {
     "bias": ('refused but `"none"`', 'refused but `"none"`'),
     "use_dora": ("as peft; refused with `tp_size` above 1", "as peft; refused with `tp_size` above 1"),
-    "init_lora_weights": ('refused but `True`, `False` and `"gaussian"`', "as peft, before the plan"),
+    "init_lora_weights": (
+        'refused but `True`, `False` and `"gaussian"`',
+        'as peft, before the plan; `"mica"` refused',
+    ),
     "inference_mode": (
         "adapters are trained, whatever it says",
         "refused: nothing is trained. Load with `is_trainable=True`",
