@@ -2,9 +2,9 @@
 Writes tables of stored results into the pages, and checks the figures in sentences.
 
 A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. The function
-NAME in one of the modules `*_figures.py` makes it from `benchmarks/results`, or from the table of devices. Sentences
-are written by hand; the fragment with the figures is made from the same files, and has to be on the page word for word
-(line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
+NAME in one of the modules `*_figures.py` makes it from `benchmarks/results`, or from the package's tables of devices
+and of arguments. Sentences are written by hand; the fragment with the figures is made from the same files, and has to
+be on the page word for word (line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
 
 ```bash
 python benchmarks/pages.py          # writes the tables anew and lists sentences that are not on their page
@@ -18,6 +18,7 @@ import argparse
 import re
 import sys
 
+import argument_figures
 import balance_figures
 import calibration_figures
 import context_figures
@@ -51,7 +52,7 @@ QUOTING = (
     trainer_figures,
 )
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
-SOURCES = (*QUOTING, device_figures, scale_figures, schedule_figures, sharding_figures)
+SOURCES = (*QUOTING, argument_figures, device_figures, scale_figures, schedule_figures, sharding_figures)
 BLOCKS = {name: block for source in SOURCES for name, block in source.BLOCKS.items()}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)

@@ -20,7 +20,7 @@ _PER_LAYER = {
     "layers_pattern", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
 }  # fmt: skip
 # Setting that can't be restricted to a module -> remedy.
-_REFUSED = {
+REFUSED = {
     "modules_to_save": "Leave these parts out of `freeze` instead; they are then trained and saved with the adapter",
     "trainable_token_indices": "Use `peft` without it",
     "target_parameters": "Name layers in `target_modules`",
@@ -99,7 +99,7 @@ def _parse(module: str, config: Any) -> Any:
             f"`peft_config` of module `{module}` is a `{type(config).__name__}`; only LoRA can be split over ranks. "
             f"Use a `LoraConfig`."
         )
-    for setting, remedy in _REFUSED.items():
+    for setting, remedy in REFUSED.items():
         if getattr(config, setting, None):
             raise ValueError(
                 f"`{setting}` in the `peft_config` of module `{module}` can't be restricted to the module. {remedy}."
@@ -178,7 +178,7 @@ def _merge(config: Any, ranks: Mapping[str, tuple[int, float]], base: str | None
     from peft import LoraConfig
 
     common = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
-    for name in (*_PER_LAYER, "peft_type", "runtime_config"):
+    for name in (*_PER_LAYER, "peft_type"):
         common.pop(name, None)
     r, alpha = config.r, config.lora_alpha
     return LoraConfig(

@@ -25,7 +25,7 @@ from .adapter import (
 
 _ALONE = "or train without `parallel`"
 # Setting -> (why it can't be laid out, remedy).
-_REFUSED = {
+REFUSED = {
     "bias": ("it trains biases of layers that have no adapter", "Use `bias='none'`"),
     "trainable_token_indices": (
         "it trains single rows of an embedding",
@@ -135,7 +135,7 @@ def _only_adapter(model: Any) -> tuple[Any, str]:
 
 def _check_layers(base: Any, name: str, config: Any) -> None:
     """Raises `ValueError` for settings and layers that are only correct within the whole `PeftModel`."""
-    for setting, (reason, remedy) in _REFUSED.items():
+    for setting, (reason, remedy) in REFUSED.items():
         value = getattr(config, setting, None)
         if value and value != "none":
             raise ValueError(

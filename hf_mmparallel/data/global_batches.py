@@ -78,12 +78,17 @@ class GlobalBatchSampler:
         epoch: int,
         position: int,  # number of the epoch's samples that were drawn
         num_batches: int,  # empty global batches in their place, which the Trainer skips
-        global_batch_size: int | None = None,  # at the start of the epoch, on which its order depends
+        start: tuple[int | None, str | None] = (None, None),  # of the epoch, as [`LengthGroups`] has it
     ) -> None:
         """Continues an epoch after some of its samples; the size of global batches may have changed."""
         self._resumed = epoch, position, num_batches
-        if global_batch_size is not None and isinstance(self.sampler, LengthGroups):
-            self.sampler.global_batch_sizes[epoch] = global_batch_size
+        batch_size, generator_state = start
+        if isinstance(self.sampler, LengthGroups) and batch_size is not None and generator_state is not None:
+            self.sampler.starts[epoch] = batch_size, generator_state
+
+    def generator_state(self, epoch: int) -> str | None:
+        """The state of the generator that has drawn the order of an epoch, if it is one by length."""
+        return self.sampler.starts[epoch][1] if epoch in getattr(self.sampler, "starts", ()) else None
 
     def num_batches(self, num_samples: int) -> int:
         """Number of global batches for a number of samples."""
@@ -115,20 +120,21 @@ class GlobalBatchSampler:
 
 
 class LengthGroups:
-    """An order of samples grouped by length, different in each epoch."""
+    """The stock Trainer's order of samples in groups by length, drawn from torch's global generator."""
 
     def __init__(
         self,
         # a `LengthGroupedSampler`, which computes the order of an epoch from its `batch_size` and `generator`
         sampler: Any,
         global_batch_size: int,
-        seed: int,  # base of the seed of each epoch
+        agreed: Callable[[Callable[[], str]], str],  # a function -> its result on rank 0, for all ranks
     ):
         self.sampler = sampler
         self.global_batch_size = global_batch_size
-        self.seed = seed
+        self.agreed = agreed
         self.epoch = 0
-        self.global_batch_sizes: dict[int, int] = {}
+        # epoch that was drawn -> global batch size and state of the generator, in hex, at its start
+        self.starts: dict[int, tuple[int, str]] = {}
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -137,9 +143,17 @@ class LengthGroups:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        self.sampler.batch_size = self.global_batch_sizes.get(self.epoch, self.global_batch_size)
-        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(self.sampler)
+        is_first = self.epoch not in self.starts
+        if is_first:
+            state = self.agreed(lambda: bytes(torch.get_rng_state().tolist()).hex())
+            self.starts[self.epoch] = self.global_batch_size, state
+        self.sampler.batch_size, state = self.starts[self.epoch]
+        self.sampler.generator = torch.Generator()
+        self.sampler.generator.set_state(torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8))
+        order = list(self.sampler)
+        if is_first:
+            torch.set_rng_state(self.sampler.generator.get_state())  # as after the stock Trainer's draw
+        return iter(order)
 
 
 # The batches of one data-parallel rank under DDP, FSDP or DeepSpeed, from arranged global batches.
@@ -245,6 +259,7 @@ class DataPosition:
     num_skipped: int = 0  # samples of the run that could not be read
     # what was learned of memory, and the last global batch that was planned without it
     memory_ratio: list | None = None
+    generator_state: str | None = None  # at the start of an epoch in groups by length, see [`LengthGroups`]
 
     @classmethod
     def load(cls, folder: str | Path) -> DataPosition | None:
@@ -282,5 +297,5 @@ class DataPosition:
             if not left:
                 return self.epoch + 1, 0
             num_steps = global_batches.num_batches(num_samples) - left
-        global_batches.resume(self.epoch, self.num_samples, num_steps, self.batch_size)
+        global_batches.resume(self.epoch, self.num_samples, num_steps, (self.batch_size, self.generator_state))
         return self.epoch, num_steps

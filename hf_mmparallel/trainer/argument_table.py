@@ -1,7 +1,7 @@
 """
-The arguments that a plan refuses, with a reason, and those without effect: fields of `TrainingArguments` and of
-`accelerator_config`, arguments of `Trainer` and variables of `accelerate launch`. All others mean what they mean on
-one process.
+What a plan does with each field of `TrainingArguments` and of `accelerator_config`, each argument of `Trainer`, and
+variables of `accelerate launch`: those that it refuses, with a reason, those without effect, those that it honours in
+a way of its own, and those that mean what they mean on one process. `docs/arguments.md` is made from it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class Refused:
     is_refused: Callable[[Any], bool]  # of a value
     reason: str  # why it can't hold
     remedy: str  # the alternative
+    values: str | None = None  # those that are refused, in words, unless all but the default are
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class WithoutEffect:
     """An argument that changes nothing under a plan."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Differs:
+    """An argument that is honoured, in a way of the plan's own."""
+
+    how: str
 
 
 def _is_given(value: Any) -> bool:
@@ -47,11 +55,12 @@ LIGER_LOSSES = (
 )  # Liger's kernels of the loss; it has the second by default
 
 # fields of `TrainingArguments`
-ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
+ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
     "optim": Refused(
         lambda value: value in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in str(value),
         "it updates weights inside the backward, before replicas have summed their gradients",
         'Use `"adamw_torch"` or another optimizer with a step of its own.',
+        "`lomo`, `adalomo` and those whose name has `layerwise`",
     ),
     "average_tokens_across_devices": WithoutEffect(
         "the loss is always the mean over the target tokens of the global batch"
@@ -61,27 +70,31 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
         lambda value: bool((value or {}).get("use_reentrant")),
         "a reentrant recomputation has a backward of its own inside that of a stage",
         "Use `use_reentrant=False`; `every_n_layers` and `offload` hold.",
+        "`use_reentrant=True`",
     ),
     "torch_compile_backend": Refused(
-        lambda value: value == "cudagraphs", _NO_CUDA_GRAPHS, 'Use `torch_compile_backend="inductor"`.'
+        lambda value: value == "cudagraphs",
+        _NO_CUDA_GRAPHS,
+        'Use `torch_compile_backend="inductor"`.',
+        '`"cudagraphs"`',
     ),
     "torch_compile_mode": Refused(
         lambda value: value in ("reduce-overhead", "max-autotune"),
         _NO_CUDA_GRAPHS,
         'Use `"default"` or `"max-autotune-no-cudagraphs"`.',
+        '`"reduce-overhead"` and `"max-autotune"`',
     ),
     "liger_kernel_config": Refused(
         lambda value: any((value or {}).get(name) for name in LIGER_LOSSES),
         "the loss is summed over the target tokens of all microbatches, from the logits of the last stage",
         f"Leave {' and '.join(f'`{name}`' for name in LIGER_LOSSES)} out of it.",
-    ),
-    "neftune_noise_alpha": Refused(
-        _is_given, "the noise of one process can't be reproduced on several stages", _LEAVE_OUT
+        " and ".join(f"`{name}=True`" for name in LIGER_LOSSES),
     ),
     "auto_find_batch_size": Refused(
         bool,
-        "a smaller batch size changes the plan",
-        "Lower `per_device_train_batch_size`; the global batch stays.",
+        "a rank that runs out of memory leaves the others in the middle of a step, and microbatches are limited by "
+        "memory before that",
+        "Use `memory_limit_gib`, or a lower `per_device_train_batch_size`; the global batch stays.",
     ),
     "eval_use_gather_object": WithoutEffect("predictions of any kind are sent to rank 0 one by one"),
     "eval_accumulation_steps": WithoutEffect("predictions go to host memory after every microbatch"),
@@ -121,12 +134,53 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
         lambda value: value not in (None, ["labels"]),
         "the loss is computed from `labels`",
         "Rename the column, or let the collator do it, and leave `label_names` out.",
+        'all but `["labels"]`',
     ),
     "train_sampling_strategy": Refused(
         lambda value: value == "batch_rebalance",
         "the plan arranges the samples of a batch itself",
         'Use `"random"`, `"sequential"` or `"group_by_length"`.',
+        '`"batch_rebalance"`',
     ),
+    "per_device_train_batch_size": Differs(
+        "the mean number of samples in a microbatch of one replica of the language model"
+    ),
+    "gradient_accumulation_steps": Differs(
+        "microbatches take its place; it multiplies the global batch if `global_batch_size` is not given"
+    ),
+    "per_device_eval_batch_size": Differs(
+        "the samples of a microbatch, as many of which are in flight as fill the pipeline; losses are those of stock "
+        "batches"
+    ),
+    "label_smoothing_factor": Differs("smooths the prediction of the next token with every model"),
+    "activation_checkpointing": Differs(
+        "all modules recompute their layers; `activation_checkpointing` of a module is for one of them"
+    ),
+    "gradient_checkpointing": Differs("an older name of `activation_checkpointing`"),
+    "gradient_checkpointing_kwargs": Differs("an older name of `activation_checkpointing_kwargs`"),
+    "torch_compile": Differs(
+        "compiles the layers of each rank's stages; refused with `offload` of "
+        "`activation_checkpointing_kwargs` and with split backwards"
+    ),
+    "use_liger_kernel": Differs("replaces layers of the whole model before it is divided; the loss stays the plan's"),
+    "neftune_noise_alpha": Differs(
+        "noise of each microbatch, seeded as dropout is and scaled by the length of its rows, padded or packed; "
+        "refused with `cp_size` of the language model above 1"
+    ),
+    "use_cache": Differs("steps keep no cache; the configuration that is saved has the value"),
+    "seed": Differs(
+        "dropout is seeded by step, module, stage and microbatch, reading and collating by epoch and samples"
+    ),
+    "bf16_full_eval": Differs("as stock, for good: training after an evaluation outside of training is refused"),
+    "fp16_full_eval": Differs("as stock, for good: training after an evaluation outside of training is refused"),
+    "ignore_data_skip": Differs(
+        "as stock; without it a run goes on after the samples, not the batches, that were used"
+    ),
+    "dataloader_num_workers": Differs("the workers of a rank read the samples of its modules"),
+    "dataloader_prefetch_factor": Differs("global batches that each worker reads ahead"),
+    "ddp_backend": Differs("that of the ranks' process groups"),
+    "ddp_timeout": Differs("that of all collectives, also on the CPU"),
+    "accelerator_config.use_seedable_sampler": Differs("as stock; with `False` rank 0 draws the order for all ranks"),
     "ddp_find_unused_parameters": WithoutEffect(_NO_DDP),
     "ddp_bucket_cap_mb": WithoutEffect(_NO_DDP),
     "ddp_broadcast_buffers": WithoutEffect(_NO_DDP),
@@ -140,12 +194,89 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
         lambda value: any(option == "underflow_overflow" for option in value),
         "what other ranks hold is NaN here, and would be reported",
         "Look for the overflow on one process, without `parallel`.",
+        '`"underflow_overflow"`',
     ),
 }
 
+# fields that mean what they mean on one process
+AS_STOCK = {
+    "output_dir",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "optim_args",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim_target_modules",
+    "max_grad_norm",
+    "bf16",
+    "tf32",
+    "torch_empty_cache_steps",
+    "logging_strategy",
+    "logging_steps",
+    "logging_first_step",
+    "log_on_each_node",
+    "logging_nan_inf_filter",
+    "include_num_input_tokens_seen",
+    "log_level",
+    "log_level_replica",
+    "disable_tqdm",
+    "report_to",
+    "run_name",
+    "project",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    "eval_strategy",
+    "eval_steps",
+    "eval_delay",
+    "prediction_loss_only",
+    "eval_on_start",
+    "eval_do_concat_batches",
+    "include_for_metrics",
+    "save_only_model",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "push_to_hub",
+    "hub_token",
+    "hub_private_repo",
+    "hub_model_id",
+    "hub_strategy",
+    "hub_always_push",
+    "hub_revision",
+    "load_best_model_at_end",
+    "metric_for_best_model",
+    "greater_is_better",
+    "restore_callback_states_from_checkpoint",
+    "full_determinism",
+    "data_seed",
+    "use_cpu",
+    "dataloader_drop_last",
+    "dataloader_pin_memory",
+    "dataloader_persistent_workers",
+    "dataloader_multiprocessing_context",
+    "remove_unused_columns",
+    "length_column_name",
+    "skip_memory_metrics",
+    "accelerator_config.use_configured_state",
+}
+
+# fields that are there for training scripts and their parsers; no Trainer reads them
+FOR_SCRIPTS = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank")
+
 # arguments of `Trainer`
 TRAINER_ARGUMENTS: Mapping[str, Refused] = {
-    "model_init": Refused(_is_given, "the plan is made once, for one model", "Pass `model`."),
+    "model_init": Refused(
+        _is_given,
+        "the plan, each rank's part and the optimizer are made once, of one model",
+        "Pass `model`, and launch each trial of a search.",
+    ),
     "compute_loss_func": Refused(
         _is_given, "the loss is the model's own, summed over the target tokens of the global batch", _LEAVE_OUT
     ),
@@ -153,8 +284,14 @@ TRAINER_ARGUMENTS: Mapping[str, Refused] = {
         lambda value: value[0] is None and value[1] is not None,
         "a schedule without its optimizer says nothing of the groups of ranks",
         "Give both, or `args.lr_scheduler_type`.",
+        "`(None, scheduler)`",
     ),
 }
+
+TRAINER_AS_STOCK = {
+    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics",
+    "callbacks", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+}  # fmt: skip
 
 _AS_FILES = "and launch with a ready file of `examples/accelerate_configs`, or with `torchrun`."
 
@@ -235,7 +372,7 @@ def check_arguments(args: TrainingArguments) -> None:
         )
 
 
-def refuse_settings(args: TrainingArguments, table: Mapping[str, Refused | WithoutEffect]) -> None:
+def refuse_settings(args: TrainingArguments, table: Mapping[str, Refused | WithoutEffect | Differs]) -> None:
     """Raises `ValueError` for the first argument of a table that is refused."""
     for name, entry in table.items():
         if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):

@@ -15,6 +15,7 @@ from accelerate.logging import get_logger
 from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
+from transformers.trainer_utils import number_of_arguments
 
 from .._files import readable
 from ..adapters.adapter import Adapter, adapter_names, add_adapters
@@ -145,6 +146,18 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
         return model
     with seeded(args.seed):
         return wrap_with_adapters(model, spec, configs)
+
+
+def preparing_init(
+    model_init: Callable[..., Any], plugin: MultimodalParallelPlugin, args: TrainingArguments
+) -> Callable[[Any], Any]:
+    """A `model_init` of the stock Trainer whose models have all settings of their modules."""
+    num_arguments = number_of_arguments(model_init)
+
+    def prepared(trial: Any) -> Any:
+        return prepare_single_process(model_init(*[trial] * num_arguments), plugin, args)
+
+    return prepared
 
 
 def load_whole(model: Any) -> Any:
@@ -428,6 +441,13 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
         raise ValueError(
             f"`torch_compile=True` can't be used with `split_backward` of `{splitting[0]}`: compiled layers compute "
             "all gradients of a backward at once. Leave one of them out, or use another schedule."
+        )
+    cp_size = plan.modules[LANGUAGE_MODEL].cp_size
+    if args.neftune_noise_alpha is not None and cp_size > 1:
+        raise ValueError(
+            f"`neftune_noise_alpha={args.neftune_noise_alpha}` can't be used with `cp_size={cp_size}` of the language "
+            "model: the noise is scaled by the length of a row, of which each rank embeds a part. Use `tp_size` or "
+            "`pp_size`."
         )
     return plan
 

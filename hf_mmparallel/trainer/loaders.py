@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from ..callbacks.preemption import leave_signals_to_rank
-from ..data.global_batches import DataPosition, GlobalBatchSampler, LengthGroups
+from ..data.global_batches import DataPosition, EvenOrder, GlobalBatchSampler, LengthGroups
 from ..data.measured_batches import MeasuredBatchSampler
 from ..data.media import readers
 from ..data.step_dataset import StepDataset, as_is
@@ -63,7 +63,7 @@ class TrainingLoader:
         global_batches: Any = self.loader.batch_sampler
         epoch = global_batches.epoch
         drawn = position.num_samples if position.epoch == epoch else 0
-        global_batches.resume(epoch, drawn, 0, position.batch_size)
+        global_batches.resume(epoch, drawn, 0)
         with torch.random.fork_rng(devices=()):  # an iterator draws a seed that nothing here depends on
             return self.loader.new_items()
 
@@ -155,6 +155,7 @@ class StepLoaders:
             order: Any = StreamSampler(dataset)
         else:
             order = self._seeded(sampler_of(dataset) or SequentialSampler(dataset))
+            order = EvenOrder(order, size, self.args.dataloader_drop_last, fills=False)
         planner = replace(base_planner(self.engine, size), training=False)
         return self._loader(dataset, GlobalBatchSampler(order, count), planner, description)
 
@@ -164,7 +165,7 @@ class StepLoaders:
             return StreamSampler(dataset)
         sampler = sampler_of(dataset)
         if isinstance(sampler, LengthGroupedSampler):
-            return LengthGroups(sampler, self.global_batch_size, self._data_seed)
+            return LengthGroups(sampler, self.global_batch_size, self.context.world.from_first_rank)
         return self._seeded(sampler)
 
     @property

@@ -170,6 +170,10 @@ def refusals(
             "`use_seedable_sampler=False` of `accelerator_config`: the order of an epoch can't be drawn again. Leave "
             "it out."
         )
+    if args.train_sampling_strategy == "group_by_length":
+        yield (
+            "`train_sampling_strategy='group_by_length'`: the order of an epoch can't be drawn again. Use `'random'`."
+        )
     if is_stream(dataset):
         yield (
             f"a stream (`{type(dataset).__name__}`): it can't be read again from a position in its middle. Use a "

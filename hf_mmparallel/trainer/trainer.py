@@ -140,6 +140,8 @@ class MultimodalParallelTrainer(Trainer):
         whole: Any = build.load_whole(model)
         if plugin is not None and model is not None:
             whole = build.prepare_single_process(whole, plugin, args)
+        elif plugin is not None and given.get("model_init") is not None:
+            given["model_init"] = build.preparing_init(given["model_init"], plugin, args)
         self.loss_is_scaled_for_ga = None
         args = choose_collator(args, given, whole)
         super().__init__(model=whole, args=args, **given)

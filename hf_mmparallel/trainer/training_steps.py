@@ -269,10 +269,13 @@ class TrainingSteps:
     def save(self, folder: Any, global_step: int) -> None:
         """Writes the position in the data after the last step that counts into a checkpoint."""
         learned = None if self.memory_ratio is None else self.memory_ratio.learned
+        assert self.training is not None
+        global_batches: Any = self.training.loader.batch_sampler
         position = dataclasses.replace(
             self._done,
             global_step=global_step,
             num_skipped=self._num_skipped_done,
             memory_ratio=self._done.memory_ratio if learned is None else list(learned),
+            generator_state=global_batches.generator_state(self._done.epoch),
         )
         position.save(folder)

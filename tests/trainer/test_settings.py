@@ -78,6 +78,7 @@ class Overriding:
 
 HALF: dict[str, Any] = {"per_device_eval_batch_size": 1, "max_steps": 1}
 UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 4}  # three steps an epoch
+BY_LENGTH = {"train_sampling_strategy": "group_by_length", "max_steps": 7, "save_strategy": "steps", "save_steps": 4}
 ASKED = {"max_steps": 9, "ddp_timeout": 77, "logging_strategy": "no", "torch_empty_cache_steps": 2}
 RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
 
@@ -95,6 +96,14 @@ def grouped(cls: type, parallel: dict[str, Any] | None = None) -> list[list[int]
     trainer = make(cls, parallel, train_sampling_strategy="group_by_length", per_device_eval_batch_size=2)
     labels = trainer.predict(tiny.make_dataset("llava", 9)).label_ids
     return [] if labels is None else [row[row != -100].tolist() for row in labels]
+
+
+def by_length(folder: Path) -> list[list[dict[str, float]]]:
+    """The logs of a run in groups by length, and of one that goes on in the middle of its second epoch."""
+    straight = logs_of(make(MultimodalParallelTrainer, APART, output_dir=str(folder), **BY_LENGTH))
+    trainer = make(MultimodalParallelTrainer, APART, output_dir=str(folder), **BY_LENGTH)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    return [straight, runs.step_logs(trainer)]
 
 
 def half_evaluation(cls: type, parallel: dict[str, Any] | None, setting: str) -> tuple[Any, float, set[Any]]:
@@ -120,6 +129,14 @@ def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: 
     return None if logits is None else torch.from_numpy(logits).float()
 
 
+def dropping(cls: type, parallel: dict[str, Any] | None = None) -> tuple[float, Any]:
+    """The loss and the labels of an evaluation that leaves out an incomplete last batch."""
+    found = make(cls, parallel, per_device_eval_batch_size=2, dataloader_drop_last=True).predict(
+        tiny.make_dataset("llava", 5)
+    )
+    return found.metrics["test_loss"], found.label_ids
+
+
 def unfiltered(cls: type, parallel: dict[str, Any] | None = None) -> list[float]:
     """Losses of evaluations in which a sample has no targets: without it, and with it."""
     data = copy.deepcopy(tiny.make_dataset("llava", 5))
@@ -128,6 +145,21 @@ def unfiltered(cls: type, parallel: dict[str, Any] | None = None) -> list[float]
         make(cls, parallel, data, per_device_eval_batch_size=1, logging_nan_inf_filter=filters).evaluate()["eval_loss"]
         for filters in (True, False)
     ]
+
+
+def noisy(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> tuple[list[float], list[Any]]:
+    """Losses of steps and evaluations with noise that is largest everywhere, and the noise that is drawn otherwise."""
+    given = {"neftune_noise_alpha": 5.0, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 5, **given}
+    trainer = make(cls, parallel, eval_strategy="steps", eval_steps=1, **given)
+    drawing = make(cls, parallel, **{**given, "max_steps": 1})
+    uniform, drawn = torch.Tensor.uniform_, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "uniform_", lambda noise, low, high: noise.fill_(high))
+        trainer.train()
+        patch.setattr(torch.Tensor, "uniform_", lambda *a: drawn.append((uniform(*a).clone(), float(a[2]))) or a[0])
+        drawing.train()
+    history = trainer.state.log_history
+    return [row[name] for row in history for name in ("loss", "eval_loss") if name in row], drawn
 
 
 class AskOnOneRank(TrainerCallback):
@@ -191,7 +223,10 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
         "bfloat16": bfloat16_logits(ours, APART, fp16_full_eval=True),
         "unseeded": logs_of(make(ours, APART, **UNSEEDED)),
         "unfiltered": unfiltered(ours, APART),
+        "dropping": dropping(ours, APART),
         "grouped": grouped(ours, APART),
+        "noisy": noisy(ours, SHARDED, microbatch_assignment="contiguous"),
+        "by length": by_length(folder / "by_length"),
         "loaders": [refused(call) for call in (loading.evaluate, loading.train)],
     }
 
@@ -257,11 +292,38 @@ def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str,
         assert rank["unseeded"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]
 
 
+def test_noise_on_embeddings_is_the_stock_trainers_and_equal_in_a_tp_group(ranks: list[dict[str, Any]]):
+    wanted, of_stock = noisy(Trainer, gradient_accumulation_steps=4)
+    quiet, _ = noisy(Trainer, gradient_accumulation_steps=4, neftune_noise_alpha=0.0)
+    assert len(wanted) == 4 and quiet[0] != pytest.approx(wanted[0], rel=1e-3)
+    for rank in ranks:
+        losses, drawn = rank["noisy"]
+        assert losses == pytest.approx(wanted, rel=2e-5)
+        assert [(noise.shape, largest) for noise, largest in drawn] == [(n.shape, largest) for n, largest in of_stock]
+        for (noise, largest), (same, _) in zip(drawn, ranks[0]["noisy"][1], strict=True):
+            assert noise.equal(same) and noise.abs().max() <= largest
+            assert float(noise.std()) == pytest.approx(largest / 3**0.5, rel=0.1)
+        assert not drawn[0][0].flatten()[:24].equal(drawn[1][0].flatten()[:24])
+
+
+def test_groups_by_length_are_those_of_the_stock_trainer(ranks: list[dict[str, Any]]):
+    wanted = [pytest.approx(row, rel=2e-5, abs=2e-6) for row in logs_of(make(Trainer, **BY_LENGTH))]
+    for rank in ranks:
+        assert rank["by length"] == [wanted, wanted]
+
+
 def test_an_evaluation_in_groups_has_the_stock_trainers_order(ranks: list[dict[str, Any]]):
     stock = grouped(Trainer)
     assert ranks[0]["grouped"] == stock and len(stock) == 9
     data = [sample["labels"] for sample in tiny.make_dataset("llava", 9)]
     assert stock != [labels[labels != -100].tolist() for labels in data]
+
+
+def test_an_incomplete_last_batch_of_an_evaluation_is_left_out(ranks: list[dict[str, Any]]):
+    loss, labels = dropping(Trainer)
+    assert len(labels) == 4 and (ranks[0]["dropping"][1] == labels).all()
+    for rank in ranks:
+        assert rank["dropping"][0] == pytest.approx(loss, rel=2e-5)
 
 
 def test_losses_that_are_no_number_are_left_out_of_an_evaluation(ranks: list[dict[str, Any]]):

@@ -133,6 +133,28 @@ def test_frozen_parts_stay_what_they_are(what: str):
     assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
 
 
+def with_model_init(cls: Any, args_cls: Any, model_init: Any, **arguments: Any) -> Any:
+    """A Trainer that makes its model by itself, trained twice."""
+    args = args_cls(output_dir="unused", **COMMON, **arguments)
+    data = tiny.make_dataset("llava", runs.SAMPLES)
+    trainer = cls(None, args, tiny.collate("llava"), data, data[:5], model_init=model_init)
+    return train(train(trainer))
+
+
+def test_every_training_begins_with_a_model_that_model_init_makes_and_settings_of_modules_hold():
+    def frozen(trial: Any) -> Any:
+        model = tiny.FAMILIES["llava"]()
+        model.model.vision_tower.requires_grad_(False)
+        return model
+
+    parallel = {VISION: {"freeze": "tower"}, LM: {}}
+    stock = with_model_init(Trainer, TrainingArguments, frozen)
+    for model_init in (tiny.FAMILIES["llava"], lambda trial: tiny.FAMILIES["llava"]()):
+        ours = with_model_init(MultimodalParallelTrainer, MultimodalTrainingArguments, model_init, parallel=parallel)
+        assert_identical(ours, stock)
+    assert len(runs.step_logs(stock)) == COMMON["max_steps"]
+
+
 def test_activation_checkpointing_recomputes_one_module_and_changes_no_number():
     recomputed = {LM: {"activation_checkpointing": True}}
     ours = our_trainer(parallel=recomputed)

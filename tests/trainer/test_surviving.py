@@ -294,6 +294,7 @@ def _arguments(**values: Any) -> MultimodalTrainingArguments:
         ({}, {"vision": ModulePlugin(offload_params=True)}, [], "`offload_params` of `vision`"),
         ({"memory_limit_gib": "auto"}, {}, [], "memory_limit_gib='auto'"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, {}, [], "use_seedable_sampler=False"),
+        ({"train_sampling_strategy": "group_by_length"}, {}, [], "group_by_length"),
         ({}, {}, Stream(), "`Stream`"),
     ],
 )

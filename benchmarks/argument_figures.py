@@ -1,0 +1,128 @@
+"""The tables of `docs/arguments.md`, made from the package's tables of arguments, see `pages.py`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+
+from peft import LoraConfig, PeftType
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from hf_mmparallel.adapters import adapter, peft_models
+from hf_mmparallel.trainer import argument_table
+from hf_mmparallel.trainer.argument_table import Differs, Refused, WithoutEffect
+
+NOT_LOOKED_AT = "not looked at"  # the argument is newer than the tables
+
+# Settings of a LoRA adapter that hold in `peft_config` of a module and in a `PeftModel`
+LORA_AS_PEFT = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "r",
+    "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
+    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "lora_bias", "runtime_config",
+    "qalora_group_size", "megatron_core",
+}  # fmt: skip
+_VARIANTS = (
+    "alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
+_VARIANT = "refused: its layers need more than their input. Use plain LoRA"
+# Those with more to say: in `peft_config`, and in a `PeftModel`
+LORA_NOTES = {
+    "bias": ('refused but `"none"`', 'refused but `"none"`'),
+    "use_dora": ("as peft; refused with `tp_size` above 1", "as peft; refused with `tp_size` above 1"),
+    "init_lora_weights": (
+        'refused but `True`, `False` and `"gaussian"`',
+        'as peft, before the plan; `"mica"` refused',
+    ),
+    "inference_mode": (
+        "adapters are trained, whatever it says",
+        "refused: nothing is trained. Load with `is_trainable=True`",
+    ),
+    "revision": ("not saved with the adapter", "as peft"),
+    "modules_to_save": ("", "as peft; refused for tied weights"),
+    "ensure_weight_tying": ("", "as peft, where it ties nothing"),
+    "megatron_config": ("", "as peft, which needs `megatron`"),
+    "use_qalora": ("", "as peft; on GPTQ weights refused"),
+    **dict.fromkeys(_VARIANTS, ("", _VARIANT)),
+    **dict.fromkeys(
+        ("loftq_config", "eva_config", "corda_config", "lora_ga_config"), ("", "as peft, before the plan")
+    ),
+}
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Rows under a header."""
+    lines = [list(header), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def treatment(name: str, entries: dict, as_stock: Iterable[str], for_scripts: Iterable[str] = ()) -> tuple[str, str]:
+    """What is done with an argument, and why, how or what to do instead."""
+    entry = entries.get(name)
+    if isinstance(entry, Refused):
+        which = "refused" if entry.values is None else f"refused: {entry.values}"
+        return which, f"{entry.reason[0].upper()}{entry.reason[1:]}. {entry.remedy}"
+    if isinstance(entry, WithoutEffect):
+        return "no effect; a warning says so", f"{entry.reason[0].upper()}{entry.reason[1:]}."
+    if isinstance(entry, Differs):
+        return "in its own way", f"{entry.how[0].upper()}{entry.how[1:]}."
+    if name in for_scripts:
+        return "for scripts", "No Trainer reads it."
+    return ("as stock" if name in as_stock else NOT_LOOKED_AT), ""
+
+
+def training_arguments() -> str:
+    """A row for each field of `TrainingArguments`, and of `accelerator_config` in it."""
+    names = [field.name for field in fields(TrainingArguments) if field.name != "accelerator_config"]
+    names += [f"accelerator_config.{field.name}" for field in fields(AcceleratorConfig)]
+    known = dict(argument_table.ARGUMENTS), argument_table.AS_STOCK, argument_table.FOR_SCRIPTS
+    return table(
+        ("argument", "under a plan", "why, how, or what instead"),
+        ([f"`{name}`", *treatment(name, *known)] for name in sorted(names)),
+    )
+
+
+def trainer_arguments() -> str:
+    """A row for each argument of the Trainer."""
+    names = list(inspect.signature(Trainer.__init__).parameters)[1:]
+    known = dict(argument_table.TRAINER_ARGUMENTS), argument_table.TRAINER_AS_STOCK
+    return table(
+        ("argument", "under a plan", "why, how, or what instead"),
+        ([f"`{name}`", *treatment(name, *known)] for name in names),
+    )
+
+
+def lora_treatment(name: str) -> tuple[str, str]:
+    """What is done with a setting of LoRA in `peft_config` of a module, and in a `PeftModel`."""
+    default = "as peft" if name in LORA_AS_PEFT else NOT_LOOKED_AT
+    in_module, in_model = LORA_NOTES.get(name, ("", ""))
+    if name in adapter.REFUSED:
+        in_module = f"refused. {adapter.REFUSED[name]}"
+    if name in peft_models.REFUSED:
+        reason, remedy = peft_models.REFUSED[name]
+        in_model = f"refused: {reason}. {remedy}"
+    return in_module or default, in_model or default
+
+
+def lora_settings() -> str:
+    """A row for each field of `LoraConfig`."""
+    return table(
+        ("setting", "in `peft_config` of a module", "in a `PeftModel`"),
+        ([f"`{field.name}`", *lora_treatment(field.name)] for field in fields(LoraConfig)),
+    )
+
+
+def adapter_types() -> str:
+    """The types of adapters that peft has."""
+    others = ", ".join(f"`{kind.value}`" for kind in PeftType if kind != PeftType.LORA)
+    return f"`LORA` holds, also with DoRA. Others are refused, since only LoRA can be split over ranks: {others}."
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "training_arguments": training_arguments,
+    "trainer_arguments": trainer_arguments,
+    "lora_settings": lora_settings,
+    "adapter_types": adapter_types,
+}
