@@ -1,6 +1,6 @@
 """
-The pages: links lead somewhere, and each block is what its language says. Commands are parsed by their programs, Python
-is compiled, YAML is read; `test_page_code.py` runs them.
+The pages: links lead somewhere, and each block is what its language says. Commands are parsed by their programs,
+Python is compiled, YAML is read; `test_page_code.py` runs them.
 """
 
 import argparse
