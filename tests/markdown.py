@@ -28,9 +28,9 @@ class Block(NamedTuple):
         return "\n".join(line[1:] for line in lines if line[:1] != "-") if self.language == "diff" else self.text
 
 
-def blocks(page: Path, *languages: str) -> list[Block]:
-    """The blocks of a page in order: all, or those in some languages."""
-    text = page.read_text(encoding="utf-8")
+def blocks(page: Path | str, *languages: str) -> list[Block]:
+    """The blocks of a page, or of a text, in order: all, or those in some languages."""
+    text = page if isinstance(page, str) else page.read_text(encoding="utf-8")
     found = [
         Block(match["language"], match["text"], text.count("\n", 0, match.start("text")) + 1, match["comment"] or "")
         for match in _FENCED.finditer(text)

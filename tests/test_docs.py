@@ -185,8 +185,8 @@ def test_blocks_are_what_their_language_says(page, reader):
 
 def test_what_scripts_say_of_their_use_is_taken(reader):
     for script in sorted(ROOT.glob("examples/*.py")):
-        for block in re.findall(r"^```bash\n(.*?)^```", script.read_text(), re.MULTILINE | re.DOTALL):
-            for line, words in commands(block).items():
+        for block in blocks(script, "bash"):
+            for line, words in commands(block.text).items():
                 _check_command(line, words, reader)
 
 

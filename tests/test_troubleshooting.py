@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.markdown import ROOT, blocks
+from tests.markdown import ROOT
 from tests.sentences import sentences
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
