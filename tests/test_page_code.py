@@ -40,6 +40,7 @@ from transformers import (
 
 from hf_mmparallel.cli.main import main
 from hf_mmparallel.cost import find_device
+from hf_mmparallel.cost.run_log import module_digests
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from tests import tiny
@@ -124,8 +125,8 @@ _EVENTS = [
 
 
 def _run_log(path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    write_log(path, counted(), corrected(counted(), SCALES), device="h100")
+    modules = module_digests(build_model_spec(build_on_meta("my-vlm")))
+    write_log(path, counted(), corrected(counted(), SCALES), modules=modules, device="h100")
 
 
 def _pictures(path: Path) -> None:
@@ -346,8 +347,9 @@ import accelerate
 accelerate.notebook_launcher = functools.partial(accelerate.notebook_launcher, use_port={port})
 
 def train():
-    import torch.distributed as dist
-    print(f"rank {{accelerate.PartialState().process_index}} of {{dist.get_world_size()}}\\n", end="", flush=True)
+    from hf_mmparallel import MultimodalTrainingArguments
+    args = MultimodalTrainingArguments("out", use_cpu=True)
+    print(f"rank {{args.process_index}} of {{args.world_size}}\\n", end="", flush=True)
 """
 
 
