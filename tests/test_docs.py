@@ -158,8 +158,9 @@ def _check(block: Block, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             read_device_file("page.yaml", find_device)
         else:
             MultimodalParallelPlugin.from_any("page.yaml")
-    elif block.language == "text":  # by `test_pages.py` and `test_page_code.py`
-        assert block.comment.startswith(("results: ", "printed: ")), "a comment has to say what the text is"
+    elif block.language == "text":  # by `test_pages.py`, `test_page_code.py` and `test_troubleshooting.py`
+        printed = ("printed: by the command above", "printed: by a run")
+        assert block.comment.startswith("results: ") or block.comment in printed, "a comment has to say what it is"
     else:
         assert block.language in ("python", "diff"), f"nothing checks `{block.language}`"
         if page.name != "CONTRIBUTING.md":  # whose code is applied by `test_contributing.py`

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.markdown import ROOT
+from tests.markdown import PAGES, ROOT, blocks
 from tests.sentences import sentences
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -76,3 +76,13 @@ def test_messages_are_those_of_the_code(quote):
             assert module is None or words in inspect.getsource(importlib.import_module(module))
             return
     assert is_of_the_package(quote)
+
+
+def test_what_runs_print_is_in_words_of_the_code():
+    """Clauses that are little but values, such as names of processes, are not found."""
+    shown = [block.text for page in PAGES for block in blocks(page, "text") if block.comment == "printed: by a run"]
+    assert len(shown) == 3
+    for text in shown:
+        clauses = re.split(r"[.;:]\s|\n(?=\W)", re.sub(r"\n(?=[a-z])", " ", text))
+        found = [is_of_the_package(clause) for clause in clauses if len(clause.split()) >= 4]
+        assert 2 * sum(found) >= len(found) > 0, text
