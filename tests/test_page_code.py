@@ -283,7 +283,7 @@ def test_commands_run_and_print_what_is_shown(page, tmp_path, monkeypatch):
         for row in shown.splitlines():
             assert " ".join(row.split()) in " ".join(said), row
     if page == "docs/profile.md":
-        assert _run_code(ROOT / page, tmp_path)["costs"].hardware.name == find_device("h100").name
+        assert _run_code(ROOT / page, tmp_path)["costs"].device.memory_gib == find_device("h100").memory_gib
 
 
 def test_every_command_is_run_by_a_test():
@@ -300,6 +300,18 @@ def _run_script(folder: Path, code: str, *launcher: str) -> str:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@pytest.mark.distributed
+@pytest.mark.deep
+@pytest.mark.parametrize("block", blocks(ROOT / "docs/sharding.md", "bash"), ids=lambda block: f"line {block.line}")
+def test_short_trainings_run(block, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["bash", "-euc", block.text]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=290)
+    assert done.returncode == 0 and "train_runtime" in done.stdout, done.stdout + done.stderr
 
 
 BEFORE_MEMBERSHIP = """
