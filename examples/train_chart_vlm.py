@@ -196,7 +196,8 @@ def main() -> None:
         preprocess_logits_for_metrics=choose_tokens,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = trainer.evaluate()
+    # the stock Trainer gathers all outputs, of which batches without images have fewer
+    metrics = trainer.evaluate(ignore_keys=["cache", "image_outputs"])
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
     trainer.save_model()

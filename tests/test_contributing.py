@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.markdown import ROOT, blocks
+
 EXAMPLES = {
     "a schedule": "tests/schedule/test_encoder_backwards_last.py -k encoder_backwards_last",
     "a kind of work": "tests/runtime/test_check_kind.py -k check_kind",
@@ -21,13 +22,13 @@ EXAMPLES = {
 
 def _apply(section: str, folder: Path) -> None:
     """Applies the diffs and writes the files of an example in a copy of the tree."""
-    for language, block in re.findall(r"^```(python|diff)\n(.*?)^```", section, re.M | re.S):
-        if language == "python":
-            name = re.match(r"# (\S+\.py)\n", block)
-            assert name, f"an example names no file: {block}"
-            (folder / name[1]).write_text(block)
+    for block in blocks(section, "python", "diff"):
+        if block.language == "python":
+            name = re.match(r"# (\S+\.py)\n", block.text)
+            assert name, f"an example names no file: {block.text}"
+            (folder / name[1]).write_text(block.text)
             continue
-        for name, hunks in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", block, re.M | re.S):
+        for name, hunks in re.findall(r"^--- (\S+)\n(.*?)(?=^--- |\Z)", block.text, re.M | re.S):
             for hunk in hunks.split("@@\n")[1:]:
                 lines = hunk.splitlines(True)
                 old, new = ("".join(line[1:] for line in lines if line[0] in kind) for kind in ("- ", "+ "))
@@ -44,9 +45,7 @@ def test_the_examples_pass_their_tests(tmp_path: Path):
     for name in ("pyproject.toml", "setup.cfg"):
         shutil.copy(ROOT / name, tmp_path)
     parts = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.M)
-    sections = [
-        part for part in parts if part.startswith("How to add ") and re.search("^```(python|diff)", part, re.M)
-    ]
+    sections = [part for part in parts if part.startswith("How to add ") and blocks(part, "python", "diff")]
     assert [section.partition("\n")[0] for section in sections] == [f"How to add {title}" for title in EXAMPLES]
     for section, tests in zip(sections, EXAMPLES.values(), strict=True):
         _apply(section, tmp_path)

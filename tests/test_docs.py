@@ -1,26 +1,38 @@
-"""The pages: links lead somewhere, Python examples compile, commands name files and targets that exist."""
+"""
+The pages: links lead somewhere, and each block is what its language says. Commands are parsed by their programs,
+Python is compiled, YAML is read; `test_page_code.py` runs them.
+"""
 
+import argparse
 import ast
 import importlib
 import re
 import runpy
 import shlex
+import subprocess
+import sys
+from configparser import ConfigParser
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.run import get_args_parser
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_mmparallel import MultimodalTrainingArguments
+from hf_mmparallel import MultimodalParallelPlugin, MultimodalTrainingArguments
+from hf_mmparallel.cli.launch_command import launch_parser
+from hf_mmparallel.cli.main import build_parser
+from hf_mmparallel.cost import find_device
+from hf_mmparallel.cost.device_table import read_device_file
+from tests.markdown import PAGES, ROOT, Block, blocks, commands
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+LAUNCHERS = {"accelerate": launch_command_parser, "hf-mmparallel": launch_parser}
+NOT_RUN = "not run: "
+"""What the comment before a block begins with that nothing runs or checks; a reason follows."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def _blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def _anchors(page: Path) -> set[str]:
@@ -40,14 +52,41 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in _anchors(linked), f"{page.name} links to {target}"
 
 
-@pages
-def test_commands_name_what_exists(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for block in _blocks(page, "bash"):
-        for path in re.findall(r"\b(?:examples|benchmarks|tests|docs)/[\w./-]+", block):
-            assert (ROOT / path).exists(), f"{page.name} names {path}"
-        for target in re.findall(r"^make ([a-z-]+)", block, re.MULTILINE):
-            assert target in targets, f"{page.name} names `make {target}`"
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """A folder with the files that arguments on the pages name, on a machine without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    Path("out").mkdir()
+    Path("plan.yaml").write_text("language_model: {}")
+    for name in ("ds.json", "ds_config.json"):
+        Path(name).write_text('{"zero_optimization": {"stage": 2}}')
+    return monkeypatch
+
+
+class _Parsed(Exception):
+    """Raised where a script has parsed its arguments."""
+
+
+def _parse_only(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a script until it has parsed its arguments; one without a parser gets none."""
+    source = (ROOT / script).read_text()
+    if "ArgumentParser" not in source:
+        compile(source, script, "exec")
+        assert arguments == [], script
+        return
+
+    def parse(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        _, rest = known(parser, arguments)
+        raise _Parsed(rest)
+
+    known = argparse.ArgumentParser.parse_known_args
+    with monkeypatch.context() as patch, pytest.raises(_Parsed) as raised:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+        patch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert raised.value.args == ([],), (script, arguments)
 
 
 def _arguments(script: str, line: list[str]) -> None:
@@ -63,39 +102,118 @@ def _arguments(script: str, line: list[str]) -> None:
     parser.parse_args_into_dataclasses(line)
 
 
+def _check_launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Parses the arguments of a launcher; returns the command that it starts."""
+    if words[0] == "torchrun":
+        args = get_args_parser().parse_args(words[1:])
+        return ["python"][args.no_python :] + [args.training_script, *args.training_script_args]
+    monkeypatch.setattr(sys, "argv", words)  # accelerate's help reads them
+    args = LAUNCHERS[words[0]]().parse_args(words[2:])
+    assert args.config_file is None or (ROOT / args.config_file).is_file(), words
+    return ["python", args.training_script, *args.training_script_args]
+
+
+def _check_command(line: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if the program of a command is not known here or does not take the command."""
+    if words[0] == "torchrun" or words[1:2] == ["launch"]:
+        words = _check_launch(words, monkeypatch)
+    program, *rest = words
+    if program == "make":
+        subprocess.run(["make", "--dry-run", *rest], cwd=ROOT, check=True, capture_output=True)
+    elif program == "pip":
+        _check_install(rest)
+    elif program == "hf-mmparallel":
+        build_parser().parse_args(rest)
+    elif program == "python" and re.search(r"train\w*\.py$", rest[0]):
+        _arguments(*rest[:1], rest[1:])
+    elif program == "python":
+        _parse_only(*rest[:1], rest[1:], monkeypatch)
+    else:
+        assert program in ("echo", "mkdir"), f"nothing checks `{program}`"
+        subprocess.run(["bash", "-euc", line], check=True)
+
+
+def _check_install(words: list[str]) -> None:
+    """Fails if a file of versions, or an extra, is missing."""
+    assert words.pop(0) == "install"
+    if "--constraint" in words:
+        place = words.index("--constraint")
+        assert (ROOT / words[place + 1]).is_file()
+        del words[place : place + 2]
+    extras = ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    (name,) = words
+    package, extra = re.fullmatch(r"([\w.]+)(?:\[(\w+)\])?", name).groups()
+    assert package in (".", "hf_mmparallel") and (extra is None or extra in extras["options.extras_require"])
+
+
+def _check(block: Block, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a block is not what its language says, or if nothing here knows the language."""
+    if block.language == "bash":
+        for line, words in commands(block.text).items():
+            _check_command(line, words, monkeypatch)
+    elif block.language == "yaml":
+        Path("page.yaml").write_text(block.text)
+        if "like" in yaml.safe_load(block.text):
+            read_device_file("page.yaml", find_device)
+        else:
+            MultimodalParallelPlugin.from_any("page.yaml")
+    elif block.language == "text":  # by `test_pages.py`, `test_page_code.py` and `test_troubleshooting.py`
+        printed = ("printed: by the command above", "printed: by a run")
+        assert block.comment.startswith("results: ") or block.comment in printed, "a comment has to say what it is"
+    else:
+        assert block.language in ("python", "diff"), f"nothing checks `{block.language}`"
+        if page.name != "CONTRIBUTING.md":  # whose code is applied by `test_contributing.py`
+            _check_python(block.code)
+        elif block.language == "python":
+            ast.parse(block.code)
+
+
+def _check_python(code: str) -> None:
+    """Fails if code is none, or imports what does not exist from here."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_mmparallel"):
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], node.module
+
+
 @pages
-def test_arguments_of_training_scripts_are_taken(page, tmp_path, monkeypatch):
+def test_blocks_are_what_their_language_says(page, reader):
+    for block in blocks(page):
+        if not block.comment.startswith(NOT_RUN):
+            _check(block, page, reader)
+
+
+def test_what_scripts_say_of_their_use_is_taken(reader):
+    for script in sorted(ROOT.glob("examples/*.py")):
+        for block in blocks(script, "bash"):
+            for line, words in commands(block.text).items():
+                _check_command(line, words, reader)
+
+
+def test_few_blocks_are_neither_run_nor_checked():
+    found = [(page.name, block.comment) for page in PAGES for block in blocks(page)]
+    left = [name for name, comment in found if comment.startswith(NOT_RUN)]
+    assert left == ["design.md"] * 5
+
+
+@pages
+def test_arguments_in_sentences_are_taken(page, reader):
     """`--fsdp true` was none: "Unknown `fsdp` option: true"."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    Path("out").mkdir()
-    Path("plan.yaml").write_text("language_model: {}")
-    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}}')
-    for block in _blocks(page, "bash"):
-        for content, name in re.findall(r"^echo '(.*)' > (\S+)$", block, re.MULTILINE):
-            Path(name).write_text(content)
-        for script, rest in re.findall(r"(\S*train\w*\.py)(.*)$", block.replace("\\\n", " "), re.MULTILINE):
-            _arguments(script, shlex.split(rest, comments=True))
     known = {field.name: field for field in fields(MultimodalTrainingArguments)}
     for name, value in re.findall(r"`--(\w+)\s*([^`]*)`", page.read_text()):
         if name in known and (value or known[name].type is bool or name == "fsdp"):
             _arguments("train.py", [f"--{name}", *shlex.split(value)])
 
 
+@pages
+def test_files_of_commands_exist(page):
+    for block in blocks(page, "bash"):
+        for path in re.findall(r"\b(?:examples|benchmarks|tests|docs)/[\w./-]+", block.text):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
 def test_the_makefile_runs_files_that_exist():
     makefile = (ROOT / "Makefile").read_text()
     paths = re.findall(r"\b(?:examples|benchmarks|tests|constraints)/[\w./-]+\.(?:py|yaml)\b", makefile)
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
-
-
-@pages
-def test_python_examples_compile_and_import_names_that_exist(page):
-    """Those of CONTRIBUTING import the code that they add, see `test_contributing.py`."""
-    for block in _blocks(page, "python"):
-        compile(block, str(page), "exec")
-        for node in ast.walk(ast.parse(block)) if page.name != "CONTRIBUTING.md" else ():
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_mmparallel"):
-                module = importlib.import_module(str(node.module))
-                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
-                assert missing == [], f"{page.name} imports {missing} from {node.module}"

@@ -1,15 +1,10 @@
 """What README says is what its commands print."""
 
-import re
-import shlex
-from pathlib import Path
-
 import pytest
 from PIL import Image
 
 from hf_mmparallel.cli.main import main
-
-ROOT = Path(__file__).parent.parent
+from tests.markdown import ROOT, blocks, commands
 
 
 def _areas(picture: Image.Image) -> dict[tuple[int, ...], int]:
@@ -20,9 +15,8 @@ def _areas(picture: Image.Image) -> dict[tuple[int, ...], int]:
 
 def test_the_picture_is_of_a_plan_that_its_command_predicts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "README.md").read_text()
-    (command,) = re.findall(r"```bash\n(hf-mmparallel plan [^`]*?--picture docs/images/schedule\.png)\n```", text)
-    _, *arguments = shlex.split(command.replace("\\\n", " "))
+    words = [words for block in blocks(ROOT / "README.md", "bash") for words in commands(block.text).values()]
+    (arguments,) = (rest for _, *rest in words if rest[-1:] == ["docs/images/schedule.png"])
     picture = tmp_path / "schedule.png"
     assert main([*arguments[:-1], str(picture)]) == 0
     printed = capsys.readouterr().out

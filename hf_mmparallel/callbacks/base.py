@@ -31,6 +31,16 @@ class EngineCallback(TrainerCallback):
 
     Attributes:
         engine ([`ParallelEngine`], *optional*): `None` when the stock Trainer runs.
+
+    Example:
+
+    ```python
+    >>> class PrintTasks(EngineCallback):
+    ...     def on_step_end(self, args, state, control, **kwargs):
+    ...         if self.engine is not None:
+    ...             print(self.engine.last_result)
+    >>> trainer = MultimodalParallelTrainer(model, args, callbacks=[PrintTasks()])
+    ```
     """
 
     engine: ParallelEngine | None = None

@@ -28,6 +28,13 @@ class TimelineCallback(EngineCallback):
     Args:
         steps (`Collection[int]`): Optimizer steps, counted from 1 as in the log.
         folder (`str` or `Path`, *optional*): Output folder; `args.output_dir` when left out.
+
+    Example:
+
+    ```python
+    >>> callbacks = [TimelineCallback(steps=[2, 10])]
+    >>> trainer = MultimodalParallelTrainer(model, args, train_dataset=dataset, callbacks=callbacks)
+    ```
     """
 
     def __init__(self, steps: Collection[int], folder: str | Path | None = None):

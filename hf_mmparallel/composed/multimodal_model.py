@@ -39,6 +39,14 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         modules (`dict[str, Any]`, *optional*): Ready `encoders`, `projectors`, `language_model` and `lm_head`.
         projectors (`dict[str, nn.Module]`, *optional*): The modules of encoders with a `"custom"` projector.
         callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
+
+    Example:
+
+    ```python
+    >>> model = MultimodalModel.from_unimodal({"vision": encoder}, language_model, token_ids={"vision": 100})
+    >>> list(model.model.projectors)
+    ['vision']
+    ```
     """
 
     _tp_plan = {"lm_head": "colwise_gather_output"}

@@ -52,8 +52,12 @@ class ArrangedBatchSampler(RankBatchSampler, Sampler[list[int]]):
     Example:
 
     ```python
-    >>> sampler = ArrangedBatchSampler([len(s["input_ids"]) for s in dataset], 8, num_replicas=world_size, rank=rank)
-    >>> loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collator)
+    >>> from torch.utils.data import DataLoader
+    >>> sizes = [9, 1, 2, 8, 3, 7, 4, 6]  # such as numbers of tokens
+    >>> sampler = ArrangedBatchSampler(sizes, batch_size=4, num_replicas=2)
+    >>> [sum(sizes[index] for index in batch) for batch in sampler]
+    [20, 20]
+    >>> loader = DataLoader(dataset[:8], batch_sampler=sampler, collate_fn=collator)
     ```
     """
 

@@ -73,9 +73,12 @@ class ChatCollator:
     Example:
 
     ```python
-    >>> collator = ChatCollator(AutoProcessor.from_pretrained("llava-hf/llava-1.5-7b-hf"))
-    >>> collator([{"messages": messages, "images": [image]}]).keys()
-    dict_keys(['input_ids', 'attention_mask', 'pixel_values', 'labels'])
+    >>> from PIL import Image
+    >>> question = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}
+    >>> answer = {"role": "assistant", "content": [{"type": "text", "text": "Three."}]}
+    >>> batch = ChatCollator(processor)([{"messages": [question, answer], "images": [Image.new("RGB", (8, 8))]}])
+    >>> sorted(batch)
+    ['attention_mask', 'input_ids', 'labels', 'pixel_values']
     ```
     """
 

@@ -46,8 +46,10 @@ class PackingCollator:
     Example:
 
     ```python
-    >>> model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"text_config": "bitfield"})
-    >>> trainer = Trainer(model=model, data_collator=PackingCollator(ChatCollator(processor), model), ...)
+    >>> model.set_attn_implementation({"text_config": "bitfield"})
+    >>> packed = PackingCollator(collator, model)(dataset[:2])
+    >>> packed["input_ids"].shape == (1, sum(len(sample["input_ids"]) for sample in dataset[:2]))
+    True
     ```
     """
 

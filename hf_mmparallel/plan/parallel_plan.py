@@ -262,6 +262,20 @@ class ParallelPlan(HtmlRepr):
         microbatch_assignment (`str`, *optional*):
             How the samples of a global batch are assigned to microbatches, if the plan comes from a search: the
             default of the Trainer's argument of the same name.
+
+    Example:
+
+    ```python
+    >>> from hf_mmparallel.modeling import build_model_spec
+    >>> from hf_mmparallel.plan import resolve_plan
+    >>> modules = {"vision": ModulePlugin(dp_size=2), "language_model": ModulePlugin(pp_size=2)}
+    >>> plan = resolve_plan(build_model_spec(model), modules)
+    >>> [stage.all_ranks for replica in plan.modules["language_model"].replicas for stage in replica]
+    [(2,), (3,)]
+    >>> plan.save("plan.yaml")
+    >>> ParallelPlan.load("plan.yaml") == plan
+    True
+    ```
     """
 
     modules: Mapping[str, ModulePlan]

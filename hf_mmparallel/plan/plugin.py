@@ -107,6 +107,15 @@ class ModulePlugin:
         named (`frozenset[str]`, *optional*):
             Names of the settings that were given explicitly, also with their default value; filled by
             [`~ModulePlugin.from_dict`]. A search does not change them.
+
+    Example:
+
+    ```python
+    >>> vision = ModulePlugin(dp_size=2, freeze="tower")  # its projector is trained
+    >>> language_model = ModulePlugin(layers_per_stage=[11, 11, 10], zero_stage=0)
+    >>> language_model.pp_size
+    3
+    ```
     """
 
     dp_size: int = 1
@@ -348,6 +357,15 @@ class MultimodalParallelPlugin:
 
     Raises:
         `ValueError`: For settings that contradict each other.
+
+    Example:
+
+    ```python
+    >>> plugin = MultimodalParallelPlugin.from_any({"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}})
+    >>> plugin.modules["vision"].dp_size
+    2
+    >>> args = MultimodalTrainingArguments("out", parallel=plugin)
+    ```
     """
 
     modules: dict[str, ModulePlugin] = field(default_factory=dict)

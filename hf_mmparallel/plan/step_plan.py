@@ -62,6 +62,16 @@ class StepPlan(HtmlRepr):
     that works for several replicas of the language model counts in turns, as many as the largest number of
     microbatches among these replicas, over which the microbatches of each are spread evenly; see
     [`StepPlan.consumer_turns`].
+
+    Example:
+
+    ```python
+    >>> microbatches = {"vision": [[(0, 1), (2, 3)]], "language_model": [[(0, 2)], [(1, 3)]]}
+    >>> plan = StepPlan((7, 3, 5, 1), microbatches, {"vision": ("language_model",), "language_model": ()})
+    >>> replica, microbatch = plan.locations["language_model"]
+    >>> replica.tolist()
+    [0, 1, 0, 1]
+    ```
     """
 
     samples: tuple[int, ...]  # dataset indices in the sampler's order; a sample's *batch index* is its index here

@@ -196,6 +196,17 @@ class MultimodalTrainingArguments(TrainingArguments):
         mean_time_between_failures_h (`float`, *optional*, defaults to 24):
             Hours between two failures of any part of the job, for the advice after the first checkpoint on how often
             to save.
+
+    Example:
+
+    ```python
+    >>> args = MultimodalTrainingArguments(
+    ...     output_dir="out",
+    ...     global_batch_size=64,
+    ...     per_device_train_batch_size=4,
+    ...     parallel={"vision": {"pp_size": 2}, "language_model": {"pp_size": 3}},  # on 5 ranks
+    ... )
+    ```
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel", "token_columns", "resilience"]

@@ -528,10 +528,13 @@ def prepare(
     Example:
 
     ```python
-    >>> model, optimizer, loader = prepare(accelerator, model, optimizer, dataset, {"language_model": {"pp_size": 2}})
+    >>> from accelerate import Accelerator
+    >>> accelerator, optimizer = Accelerator(), torch.optim.AdamW(model.parameters())
+    >>> plan = {"vision": {}, "language_model": {"colocate_with": "vision"}}  # on one rank
+    >>> model, optimizer, loader = prepare(accelerator, model, optimizer, dataset, plan, data_collator=collator)
     >>> for step in loader:
     ...     loss = model.step(step)
-    ...     model.clip_grad_norm_(1.0)
+    ...     norm = model.clip_grad_norm_(1.0)
     ...     optimizer.step()
     ```
     """

@@ -30,8 +30,12 @@ def parallelize(trainer_class: type[TrainerClass]) -> type[TrainerClass]:
     Example:
 
     ```python
-    >>> from trl import SFTTrainer
-    >>> trainer = parallelize(SFTTrainer)(model, MultimodalSFTConfig(parallel="plan.yaml"), train_dataset=dataset)
+    >>> from transformers import Trainer
+    >>> class MyTrainer(Trainer):
+    ...     pass
+    >>> trainer = parallelize(MyTrainer)(model, args, data_collator=collator, train_dataset=dataset)
+    >>> isinstance(trainer, MyTrainer) and isinstance(trainer, MultimodalParallelTrainer)
+    True
     ```
     """
     if any(base.__name__ == "SFTTrainer" and base.__module__.startswith("trl.") for base in trainer_class.__mro__):

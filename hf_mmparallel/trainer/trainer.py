@@ -84,6 +84,17 @@ class MultimodalParallelTrainer(Trainer):
     Raises:
         `ValueError`:
             For a plan that does not fit the model or the launch, and for arguments that can't hold under one.
+
+    Example:
+
+    ```python
+    >>> args = MultimodalTrainingArguments("out", global_batch_size=8, per_device_train_batch_size=2, max_steps=1)
+    >>> trainer = MultimodalParallelTrainer(model, args, data_collator=collator, train_dataset=dataset)
+    >>> result = trainer.train()
+    {'train_runtime': ...}
+    >>> result.global_step
+    1
+    ```
     """
 
     loss_is_scaled_for_ga: bool | None = True

@@ -1,7 +1,6 @@
 """The loop of the example trains the same on any number of ranks, and the code of its page runs as it stands."""
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ import pytest
 from transformers import LlavaForConditionalGeneration
 
 from tests import tiny
+from tests.markdown import ROOT, blocks
 
 from ..distributed import run_distributed
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _train(num_steps: int, folder: str, resume: str | None = None) -> list[float]:
@@ -30,10 +28,8 @@ def _run_page(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     data = tiny.make_dataset("llava", 16)
     names: dict[str, Any] = {"model": tiny.FAMILIES["llava"](), "plan": plan, "collator": tiny.collate("llava")}
     names |= {"dataset": data, "eval_dataset": data[:4]}
-    for code in re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "docs/own_loop.md").read_text(), re.MULTILINE | re.DOTALL
-    ):
-        exec(compile(code, "own_loop.md", "exec"), names)
+    for block in blocks(ROOT / "docs/own_loop.md", "python"):
+        exec(compile(block.code, "own_loop.md", "exec"), names)
     return {"steps": names["model"].num_steps, "loss": float(names["loss"]), "batches": list(names["sampler"])}
 
 
