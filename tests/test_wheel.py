@@ -1,11 +1,11 @@
 """
-What a user gets: from the built wheel, in an empty environment and an empty folder, the first five minutes of each kind
-of user run as their pages have them.
+What a user gets: from the built wheel, in an empty environment and an empty folder, the first five minutes of each
+kind of user run as their pages have them.
 
 What the pages leave to the reader is small and stands here: the names that a block does not define, `trainer.train()`
-after a block that ends with the Trainer, and the configuration of a model that a command names. Beside that, `examples`
-is a copy of ours, a Hub id is that of a tiny model in the Hub's cache, accelerate's default configuration has four
-processes on the CPU, and TRL's arguments, which ask for bfloat16 on a GPU, have `use_cpu=True`.
+after a block that ends with the Trainer, and the configuration of a model that a command names. Beside that,
+`examples` is a copy of ours, a Hub id is that of a tiny model in the Hub's cache, accelerate's default configuration
+has four processes on the CPU, and TRL's arguments, which ask for bfloat16 on a GPU, have `use_cpu=True`.
 """
 
 import os
@@ -35,7 +35,9 @@ import sys
 
 sys.path.insert(0, "examples")
 from digits import DigitQuestions, build_llava, build_processor
+from transformers import set_seed
 
+set_seed(0)  # the same model on all ranks
 processor = build_processor(patch_size=8)
 model = build_llava(processor, hidden_size=32)
 dataset = DigitQuestions(processor, "train", 64)
@@ -140,7 +142,7 @@ def start(user: User) -> None:
 
 def pack_rows(user: User) -> None:
     page = "docs/packing.md"
-    args, trainer = block(page, "python", "packing=True)"), block(page, "python", "import AutoModelForImageTextToText, T")
+    args, trainer = (block(page, "python", part) for part in ("packing=True)", "ImageTextToText, Trainer"))
     user.train(TINY, args, trainer, "trainer.train()")
     user.train(DIGITS, ON_CPU, TEXTS, block(page, "python", "SFTTrainer"), "trainer.train()")
 
