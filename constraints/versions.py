@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-TRITON = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
+TRITON = {"2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 """
 Release of torch -> what its CUDA build requires; a new release needs a row. The CPU build requires none, and pip would
 take any.
