@@ -78,7 +78,7 @@ def test_every_imported_library_is_a_dependency():
     assert missing == set()
 
 
-@pytest.mark.parametrize("section", ["install_requires", "peft", "deepspeed", "gpu", "demo", "test"])
+@pytest.mark.parametrize("section", ["install_requires", "peft", "deepspeed", "attention", "demo", "test"])
 def test_the_tests_run_on_versions_within_the_bounds(section):
     requirements = _requirements(SECTIONS[section])
     assert requirements

@@ -20,6 +20,7 @@ OTHERS = {
     "terminate called without an active exception": None,
     "The version of PEFT you are using is not compatible": "transformers.utils.peft_utils",
     "Unsupported types (<class 'NoneType'>) passed to `_pad_across_processes`": None,  # both are values
+    "requires the Torchvision library": "transformers.utils.import_utils",
     "loaded state dict has a different number of parameter groups": "torch.optim.optimizer",
 }
 VALUE = "\0"

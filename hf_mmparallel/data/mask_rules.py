@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_utils import unwrap_model
 from transformers.models.auto import modeling_auto
 
 from .._versions import CACHE
@@ -51,9 +51,8 @@ def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
     config; one that names no class is looked up in the classes of transformers with a language-model head.
     """
     if isinstance(config_or_model, torch.nn.Module):
-        given: Any = config_or_model
-        may_be_wrapped = not isinstance(given, PreTrainedModel)  # the function imports DeepSpeed
-        model: Any = extract_model_from_parallel(given, keep_torch_compile=False) if may_be_wrapped else given
+        model: Any = getattr(config_or_model, "_orig_mod", config_or_model)
+        model = model if isinstance(model, PreTrainedModel) else unwrap_model(model)  # which imports DeepSpeed
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         return model.config, type(model)
     config = config_or_model

@@ -141,6 +141,7 @@ class _TableUnpickler(pickle._Unpickler):  # the one in Python, whose steps can 
     dispatch: dict[int, Any] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # what Python 3.13 calls it
         if name not in _TABLE_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to `{module}.{name}`")
         return super().find_class(module, name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import pathlib
 import pickle
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +124,17 @@ def test_damaged_and_foreign_tables_are_refused(tmp_path: Path, written: Path, n
     with pytest.raises(ValueError, match=match):
         TensorReader(tmp_path / STATE).read_metadata()
     assert not (tmp_path / "executed").exists() and not hasattr(TensorProperties, "changed")
+
+
+def test_a_table_of_python_3_13_is_read(tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(written / STATE, tmp_path / STATE)
+    table = tmp_path / STATE / ".metadata"
+    metadata = pickle.loads(table.read_bytes())
+    monkeypatch.setitem(sys.modules, "pathlib._local", pathlib)
+    monkeypatch.setattr(type(tmp_path), "__module__", "pathlib._local")
+    table.write_bytes(pickle.dumps(metadata))
+    assert b"pathlib._local" in table.read_bytes()
+    assert TensorReader(tmp_path / STATE).read_metadata().state_dict_metadata
 
 
 def test_a_file_that_is_cut_is_refused(tmp_path: Path, written: Path):
