@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftType
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from hf_mmparallel.adapters import adapter, peft_models
+from hf_mmparallel.modeling import adapter, peft_models
 from hf_mmparallel.trainer import argument_table
 from hf_mmparallel.trainer.argument_table import Differs, Refused, WithoutEffect
 

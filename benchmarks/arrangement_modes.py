@@ -18,11 +18,11 @@ from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
+from hf_mmparallel.cost.arrangement_choice import choose_arrangement
 from hf_mmparallel.cost.row_sizes import chunk_sizes
+from hf_mmparallel.cost.step_planner import Prediction, StepPlanner
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES
-from hf_mmparallel.steps.arrangement_choice import choose_arrangement
-from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")
 METHODS = (*ARRANGEMENT_CANDIDATES, "entrain", "batch_rebalance", "disttrain", "contiguous")

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, triton
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import MaskPlan, compile_mask
-from hf_mmparallel.kernels.bitfield_attention.tuning import (
-    Tile,
-    Tuning,
-    choose_tuning,
-)
+from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning, choose_tuning
 
 IMAGE_TOKENS = 576
 MASKS = ("full", "causal", "embedded", "packed", "window")

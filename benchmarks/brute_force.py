@@ -15,12 +15,12 @@ import numpy as np
 
 from hf_mmparallel.cost import layer_table
 from hf_mmparallel.cost.stage_memory import stage_memory
+from hf_mmparallel.cost.step_planner import Prediction
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
 from hf_mmparallel.plan.layout import ModuleLayout
-from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, PlanningProblem
-from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.step_planner import Prediction
+from hf_mmparallel.planning.partition import partition_all
+from hf_mmparallel.planning.problem import Candidate, PlanningProblem
+from hf_mmparallel.planning.simulations import step_planner
 
 MOST_MICROBATCHES = 256
 CUT = 1.3  # times the best: layouts whose closed form is slower are not simulated

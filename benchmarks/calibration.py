@@ -42,12 +42,12 @@ from scipy.stats import rankdata
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.callbacks import PredictionCallback
 from hf_mmparallel.cost.calibration import calibrate_logs, without_calibration
 from hf_mmparallel.cost.run_log import RUN_LOG, LoggedWindow, tasks_of
-from hf_mmparallel.profiling.links import link_constants
-from hf_mmparallel.search.comparison import StepComparer, kind_of
-from hf_mmparallel.steps.step_planner import Prediction
+from hf_mmparallel.cost.step_planner import Prediction
+from hf_mmparallel.planning.comparison import StepComparer, kind_of
+from hf_mmparallel.planning.links import link_constants
+from hf_mmparallel.trainer.prediction_callback import PredictionCallback
 from hf_mmparallel.world import World
 
 RANKS = 2

@@ -48,7 +48,7 @@ PRELOADED = [
     "transformers.trainer",
     "hf_mmparallel.cost",
     "hf_mmparallel.runtime.engine",
-    "hf_mmparallel.search.search",
+    "hf_mmparallel.planning.search",
     "hf_mmparallel.trainer",
 ]
 """What ranks import before they are forked."""

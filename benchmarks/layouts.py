@@ -30,8 +30,8 @@ from rich.table import Table
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.papers.compare import compare
 from hf_mmparallel.plan import LANGUAGE_MODEL
-from hf_mmparallel.search.problem import Candidate, PlanningProblem
-from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.planning.problem import Candidate, PlanningProblem
+from hf_mmparallel.planning.search import search_plans
 
 DEVICES = {"A40": "a40", "H100": "h100"}
 MODELS = ("1b", "3b", "8b", "32b")

@@ -45,8 +45,8 @@ from hf_mmparallel.papers.compare import all_trained, compare
 from hf_mmparallel.papers.stable_batch import draw_from, minimum_stable_batch
 from hf_mmparallel.papers.strategies import ModuleDemand
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.planning.problem import PlanningProblem
+from hf_mmparallel.planning.search import search_plans
 
 GOALS = {
     "rank_correlation": 0.9,

@@ -16,10 +16,10 @@ from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs,
 from hf_mmparallel.papers.compare import UnawareOptions, all_trained
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.plan.layout import ModuleLayout
-from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate, PlanningProblem
-from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.planning.candidates import CandidateSpace
+from hf_mmparallel.planning.partition import partition_all
+from hf_mmparallel.planning.problem import Candidate, PlanningProblem
+from hf_mmparallel.planning.simulations import step_planner
 
 DEVICE = find_device("a40")
 MICROBATCH = SECOND_RUN.microbatch_samples

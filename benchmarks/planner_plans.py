@@ -22,6 +22,7 @@ from scipy.stats import rankdata
 
 from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, batch_workloads, find_device, layer_table
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
+from hf_mmparallel.cost.step_planner import PlannedStep, StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
@@ -29,11 +30,10 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, sync_groups
 from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.resolve import check_plan
-from hf_mmparallel.profiling.layer_profile import ProfileSettings, profile_layers
+from hf_mmparallel.planning.layer_profile import ProfileSettings, profile_layers
+from hf_mmparallel.planning.problem import Candidate
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import simulate
-from hf_mmparallel.search.problem import Candidate
-from hf_mmparallel.steps.step_planner import PlannedStep, StepPlanner
 from hf_mmparallel.world import World
 
 FROZEN = ((), ("tower",), (LANGUAGE_MODEL,))

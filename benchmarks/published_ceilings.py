@@ -8,8 +8,8 @@ from published_study import Run, Study, costs_of, planned, predicted_ms, publish
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device, usable_bytes
 from hf_mmparallel.cost.layers import OURS
-from hf_mmparallel.search.problem import SEARCHED_STAGES, PlanningProblem
-from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.planning.problem import SEARCHED_STAGES, PlanningProblem
+from hf_mmparallel.planning.search import search_plans
 
 MOST_GPUS = 64
 """Up to which plans are searched; with more GPUs the plan has the sizes of the run."""

@@ -12,6 +12,7 @@ import yaml
 
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device, training_flops
 from hf_mmparallel.cost.layers import Engine
+from hf_mmparallel.cost.step_planner import Prediction, StepPlanner
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import (
@@ -23,7 +24,6 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 FOLDER = Path(__file__).parent / "published"
 RECOMPUTED = {"none": (False,), "full": (True,), "selective": (False, True)}

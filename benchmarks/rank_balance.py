@@ -31,13 +31,13 @@ from train_chart_vlm import ScriptArguments, build_model  # pyright: ignore[repo
 
 from hf_mmparallel.arrange.rank_batches import RANK_ARRANGEMENTS, turn_costs, whole_model_workloads
 from hf_mmparallel.cost import CostModel, analytic_costs, batch_workloads, find_device
+from hf_mmparallel.cost.step_planner import RankPlanner
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.layer_tokens import measure_layers
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import SampleSizes, resolve_plan
-from hf_mmparallel.steps.step_planner import RankPlanner
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ from torch.utils.data import DataLoader
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, find_arrangement, num_microbatches
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.media import readers
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
-from hf_mmparallel.steps.step_planner import StepPlanner
 
 sys.path.append(str(common.ROOT / "examples"))
 from charts import build_processor, chart_dataset  # pyright: ignore[reportMissingImports]

@@ -33,6 +33,7 @@ from rich.table import Table
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import CostModel, analytic_costs, batch_workloads, find_device
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.step_dataset import RankInputs
@@ -46,7 +47,6 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import Program
-from hf_mmparallel.steps.step_planner import StepPlanner
 
 DATASET, MODEL, METHOD = "synthchartnet", "llama3-3b", "hierarchical"
 REPLICA, DEEP = ModulePlugin(pp_size=2, tp_size=4), ModulePlugin(pp_size=8, tp_size=8)

@@ -7,10 +7,10 @@ from functools import partial
 
 from figures import result, table
 
-from hf_mmparallel.drawing.gantt import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage, StepPlan
 from hf_mmparallel.plan.methods import Schedule
 from hf_mmparallel.plan.model_spec import Edge
+from hf_mmparallel.planning.gantt import gantt_text
 from hf_mmparallel.schedule import Timeline, find_representatives, simulate
 from hf_mmparallel.schedule.actions import Task
 

@@ -47,9 +47,9 @@ from hf_mmparallel.papers.baseline_layouts import even_layers
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, sync_groups
 from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.methods import Schedule
+from hf_mmparallel.planning.partition import partition_all
+from hf_mmparallel.planning.problem import Candidate
 from hf_mmparallel.schedule import find_representatives, simulate
-from hf_mmparallel.search.partition import partition_all
-from hf_mmparallel.search.problem import Candidate
 
 MICROBATCH, TP_SIZE = 4, 2
 GIB = 2**30

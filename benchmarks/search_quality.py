@@ -33,8 +33,8 @@ from rich.table import Table
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.papers.compare import all_trained
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.planning.problem import PlanningProblem
+from hf_mmparallel.planning.search import search_plans
 
 GOALS = {"slower": 0.01, "search_64_s": 5.0}
 USABLE, GIB = 0.9, 2**30

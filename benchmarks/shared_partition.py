@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_mmparallel.search.partition import partition_all
+from hf_mmparallel.planning.partition import partition_all
 
 _SAME = 1 + 1e-9  # tolerance for sums in another order
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import step_balance
-from hf_mmparallel.drawing.workload_chart import BEFORE, balance_png
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from hf_mmparallel.planning.workload_chart import BEFORE, balance_png
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 

@@ -35,11 +35,11 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.data import PretokenizedCollator
-from hf_mmparallel.planner.answer import Answer, solve
-from hf_mmparallel.planner.settings import Settings
-from hf_mmparallel.planner.text import print_gantt
+from hf_mmparallel.modeling.llava_export import to_llava
+from hf_mmparallel.planning.answer import Answer, solve
+from hf_mmparallel.planning.settings import Settings
+from hf_mmparallel.planning.text import print_gantt
 
 DEFAULTS = {
     "output_dir": "out/digits",

@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Any
 from ._registration import register
 
 if TYPE_CHECKING:
-    from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
-    from .composed import MultimodalConfig, MultimodalModel
     from .data import ArrangedBatchSampler, ChatCollator, PackingCollator
+    from .modeling.multimodal_config import MultimodalConfig
+    from .modeling.multimodal_model import MultimodalModel
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
-    from .trainer import (
-        MultimodalParallelTrainer,
-        MultimodalTrainingArguments,
-        ParallelModel,
-        parallelize,
-        prepare,
-    )
+    from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments, ParallelModel, parallelize, prepare
+    from .trainer.engine_callback import EngineCallback
+    from .trainer.metrics_callback import ParallelMetricsCallback
     from .trainer.sft import MultimodalSFTConfig, MultimodalSFTTrainer
+    from .trainer.timeline_callback import TimelineCallback
 
 __version__ = "0.1.0"
 
@@ -50,20 +47,20 @@ __all__ = [
 _MODULE_OF = {
     "ArrangedBatchSampler": ".data",
     "ChatCollator": ".data",
-    "EngineCallback": ".callbacks",
+    "EngineCallback": ".trainer.engine_callback",
     "ModulePlugin": ".plan",
-    "MultimodalConfig": ".composed",
-    "MultimodalModel": ".composed",
+    "MultimodalConfig": ".modeling.multimodal_config",
+    "MultimodalModel": ".modeling.multimodal_model",
     "MultimodalParallelPlugin": ".plan",
     "MultimodalParallelTrainer": ".trainer",
     "MultimodalSFTConfig": ".trainer.sft",
     "MultimodalSFTTrainer": ".trainer.sft",
     "MultimodalTrainingArguments": ".trainer",
     "PackingCollator": ".data",
-    "ParallelMetricsCallback": ".callbacks",
+    "ParallelMetricsCallback": ".trainer.metrics_callback",
     "ParallelModel": ".trainer",
     "ParallelPlan": ".plan",
-    "TimelineCallback": ".callbacks",
+    "TimelineCallback": ".trainer.timeline_callback",
     "parallelize": ".trainer",
     "prepare": ".trainer",
 }

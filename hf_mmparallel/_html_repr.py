@@ -23,4 +23,4 @@ class HtmlRepr:
 
 def _shown_by(name: str) -> Any:
     """A function that is loaded when something is shown."""
-    return getattr(import_module(".planner.html_reprs", __package__), name)
+    return getattr(import_module(".planning.html_reprs", __package__), name)

@@ -20,17 +20,17 @@ from hf_mmparallel.arrange.rank_batches import RANK_ARRANGEMENTS, arrange_for_ra
 from hf_mmparallel.arrange.tokens import assign_rows, assign_segments
 from hf_mmparallel.cost import batch_workloads
 from hf_mmparallel.cost.profile import MeasuredPoint, fit_curve
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.papers.sample_presets import SAMPLE_PRESETS
 from hf_mmparallel.papers.stable_batch import StabilityTest, draw_from, minimum_stable_batch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.methods import SCHEDULES
+from hf_mmparallel.planning.problem import PlanningProblem
+from hf_mmparallel.planning.search import search_plans
 from hf_mmparallel.resilience.model_chain import TypicalMicrobatches, model_chain
 from hf_mmparallel.resilience.pipelines import PipelinePlans
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
-from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.arrange.tokens.rows import packed_row
 from tests.cost.models import h100, model, module
 

@@ -17,7 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-from hf_mmparallel.planner.html_reprs import with_palette
+from hf_mmparallel.planning.html_reprs import with_palette
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

@@ -48,7 +48,7 @@ from tests.data import processors
 from tests.data.conversations import conversation
 from tests.distributed import run_distributed
 from tests.markdown import PAGES, ROOT, blocks, commands
-from tests.search.measured_steps import SCALES, corrected, counted, write_log
+from tests.planning.measured_steps import SCALES, corrected, counted, write_log
 
 TEXT = {**tiny.TEXT, "num_hidden_layers": 32, "hidden_size": 32, "intermediate_size": 32}
 
@@ -318,7 +318,7 @@ import gc, os, signal
 from datetime import timedelta
 import torch
 from hf_mmparallel.world.world import leave_groups
-from tests.launch.survivor_script import init_group
+from tests.world.survivor_script import init_group
 
 step, num_steps = 0, 6
 

@@ -15,8 +15,8 @@ from transformers.integrations import peft
 from transformers.masking_utils import create_masks_for_generate
 
 from hf_mmparallel import _versions
-from tests.composed.test_composed import compose
 from tests.deep_cases import deep
+from tests.modeling.test_composed import compose
 
 
 @torch.no_grad()

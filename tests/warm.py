@@ -19,7 +19,7 @@ def warm_up() -> None:
     torch.set_num_threads(1)  # a fork would lose the threads of operations
     with contextlib.suppress(ImportError):
         importlib.import_module("deepspeed")  # accelerate imports it in each run where it is installed
-    for module in ("peft", "hf_mmparallel.composed", "tests.trainer.runs", "rich._emoji_codes"):
+    for module in ("peft", "hf_mmparallel.modeling", "tests.trainer.runs", "rich._emoji_codes"):
         importlib.import_module(module)
     find_device("h100")
     for family in OFTEN:

@@ -49,7 +49,7 @@ def add_calibrate_parser(commands: Any) -> None:
 def run_calibrate(args: argparse.Namespace) -> None:
     """Runs `hf-mmparallel calibrate`; raises `ValueError` for logs that can't be used for a calibration."""
     from ..cost.calibration import Calibration, calibrate_logs, read_costs
-    from ..planner.text import new_console
+    from ..planning.text import new_console
 
     logs = [log_file(path) for path in args.logs]
     if args.profile and not Path(args.profile).is_file():

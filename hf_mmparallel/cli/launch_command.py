@@ -97,9 +97,9 @@ def run_launch(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ..launch.agent import surviving_agent
-    from ..launch.running_job import parse_address
-    from ..launch.supervisor import Limits, announce
+    from ..world.launch_agent import surviving_agent
+    from ..world.running_job import parse_address
+    from ..world.supervisor import Limits, announce
 
     join = None if args.join is None else parse_address(args.join)
     with surviving_agent(Limits(args.host_timeout, args.hang_timeout, args.stall_timeout), join) as outcome:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ..plan.methods import SCHEDULES
-from ..planner.argument_types import above_zero, not_negative, positive
+from ..planning.argument_types import above_zero, not_negative, positive
 
 PLAN_EXAMPLES = """\
 examples:
@@ -163,7 +163,7 @@ def add_env_parser(commands: Any) -> None:
 
 
 def _run_plan(args: argparse.Namespace) -> None:
-    from ..planner.progress import Phases
+    from ..planning.progress import Phases
 
     with Phases() as phases:
         phases.begin("Starting", is_short=True)
@@ -178,7 +178,7 @@ def _run_simulate(args: argparse.Namespace) -> None:
 
         run_replay(args)
         return
-    from ..planner.progress import Phases
+    from ..planning.progress import Phases
 
     with Phases() as phases:
         phases.begin("Starting", is_short=True)
@@ -188,7 +188,7 @@ def _run_simulate(args: argparse.Namespace) -> None:
 
 
 def _run_env(args: argparse.Namespace) -> None:
-    from ..planner.environment import print_environment
+    from ..planning.environment import print_environment
 
     print_environment()
 

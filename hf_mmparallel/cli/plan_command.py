@@ -10,15 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ..cost.stage_memory import gib_text
-from ..drawing.gantt import chrome_trace, gantt_png
 from ..plan import save_layout
 from ..plan.methods import published_method
-from ..planner.answer import Answer, Inputs, check_memory, solve
-from ..planner.files import WhatIfs, figures, page_of, save_plan
-from ..planner.inputs import read_model
-from ..planner.progress import Phases
-from ..planner.settings import Settings, read_layout
-from ..planner.text import (
+from ..planning.answer import Answer, Inputs, check_memory, solve
+from ..planning.files import WhatIfs, figures, page_of, save_plan
+from ..planning.gantt import chrome_trace, gantt_png
+from ..planning.inputs import read_model
+from ..planning.problem import ComparedPlan
+from ..planning.progress import Phases
+from ..planning.settings import Settings, read_layout
+from ..planning.text import (
     compared_text,
     module_layout,
     ms_text,
@@ -31,7 +32,6 @@ from ..planner.text import (
     print_runners_up,
     report,
 )
-from ..search.problem import ComparedPlan
 
 NUM_BASELINES = 6
 MOST_LOSSES = 24  # rows of losses one by one
@@ -112,7 +112,7 @@ def print_surviving_plans(args: argparse.Namespace, settings: Settings, phases: 
     Prints the plans of a cluster that survives failures, and writes the one of all nodes; raises `ValueError` for
     arguments without effect on these plans, or if failures can't be guaranteed.
     """
-    from ..planner.surviving_plans import guarantee_lines, surviving_plans, template_table, throughput_table
+    from ..planning.surviving_plans import guarantee_lines, surviving_plans, template_table, throughput_table
 
     for name in ONE_PLAN_ONLY:
         if getattr(args, name):
@@ -242,7 +242,7 @@ def write_files(
         chrome_trace(answer.drawn, args.trace)
         console.print(f"Trace written to {args.trace}", highlight=False, soft_wrap=True)
     if args.html:
-        from ..page import write_page
+        from ..planning.page import write_page
 
         phases.begin(f"Writing {args.html}, the page of {plural(answer.plan.world_size, 'rank')}")
         write_page(args.html, page_of(answer, args.command_line, comparison, what_ifs))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..planner.argument_types import positive
+from ..planning.argument_types import positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,9 +73,9 @@ def run_profile(args: argparse.Namespace) -> None:
     import torch
     from rich.console import Console
 
-    from ..planner.inputs import read_model
-    from ..profiling.device_constants import measure_constants
-    from ..profiling.layer_profile import LENGTHS, ProfileSettings, profile_layers
+    from ..planning.device_constants import measure_constants
+    from ..planning.inputs import read_model
+    from ..planning.layer_profile import LENGTHS, ProfileSettings, profile_layers
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -117,7 +117,7 @@ def _links(device: str) -> dict[str, float] | None:
     import torch
     from accelerate import PartialState
 
-    from ..profiling.links import link_constants
+    from ..planning.links import link_constants
     from ..world import World
 
     state = PartialState(cpu=device == "cpu")

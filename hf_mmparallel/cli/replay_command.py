@@ -10,13 +10,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..drawing.recovery_chart import RecoveryMark, recovery_png
 from ..plan import ModulePlugin, MultimodalParallelPlugin
-from ..planner.answer import Inputs
-from ..planner.inputs import read_model
-from ..planner.settings import Settings, complete
-from ..planner.surviving_plans import SurvivingPlans, guarantee_lines, surviving_plans
-from ..planner.text import new_console, plural, print_labelled
+from ..planning.answer import Inputs
+from ..planning.inputs import read_model
+from ..planning.recovery_chart import RecoveryMark, recovery_png
+from ..planning.settings import Settings, complete
+from ..planning.surviving_plans import SurvivingPlans, guarantee_lines, surviving_plans
+from ..planning.text import new_console, plural, print_labelled
 from ..resilience.plan_choice import DAY_S
 from ..resilience.trace_replay import CAUSES, EventCosts, Replay, Trace, read_trace, regular_losses, replay_trace
 

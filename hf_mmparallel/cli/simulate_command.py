@@ -6,13 +6,13 @@ import argparse
 from dataclasses import replace
 
 from ..arrange import contiguous_step, plan_for_batch
-from ..drawing.gantt import chrome_trace, gantt_png
 from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
-from ..planner.answer import Inputs, batch_to_fill, predict_plan
-from ..planner.inputs import read_model
-from ..planner.progress import Phases
-from ..planner.settings import Settings, complete, read_plugin
-from ..planner.text import (
+from ..planning.answer import Inputs, batch_to_fill, predict_plan
+from ..planning.gantt import chrome_trace, gantt_png
+from ..planning.inputs import read_model
+from ..planning.progress import Phases
+from ..planning.settings import Settings, complete, read_plugin
+from ..planning.text import (
     groups_text,
     microbatches_text,
     ms_text,

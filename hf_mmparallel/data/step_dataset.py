@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from ..cost.step_planner import StepPlanner
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan
-from ..steps.step_planner import StepPlanner
 from .bad_samples import BadSample, stored_row
 from .context_tokens import ChunkKey, ContextSharder
 from .fingerprint import text_digest

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..adapters.adapter import Adapter, adapter_names
-from ..adapters.peft_models import as_peft_model, wrap_as_peft_model
 from ..plan import ModelSpec
 from ..world import World
+from .adapter import Adapter, adapter_names
 from .checkpoint_reader import CheckpointReader, adapted_layers, another_model
+from .peft_models import as_peft_model, wrap_as_peft_model
 from .tensor_parallel import base_name
 from .unowned import is_unowned
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..adapters.adapter import adapter_names
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
+from .adapter import adapter_names
 from .features import count_feature_tokens, flat_features, merge_output
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, token_loss

@@ -16,10 +16,10 @@ from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES
 from ..plan import LANGUAGE_MODEL
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
-from ..search.candidates import CandidateSpace, EstimatedCandidate
-from ..search.combinations import Combinations, LayoutEstimate, LayoutTable, side_by_side
-from ..search.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
-from ..search.problem import Candidate, PlanningProblem
+from ..planning.candidates import CandidateSpace, EstimatedCandidate
+from ..planning.combinations import Combinations, LayoutEstimate, LayoutTable, side_by_side
+from ..planning.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
+from ..planning.problem import Candidate, PlanningProblem
 from .allocation import proportional_allocation
 
 ParallelConfigs = Mapping[str, ParallelConfig]

@@ -13,11 +13,11 @@ from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, SampleSizes
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
-from ..search.candidates import CandidateSpace, diversify
-from ..search.explain import least_memory_bytes
-from ..search.options import ModuleOptions, ParallelConfig
-from ..search.problem import Candidate, ComparedPlan, PlanningProblem, RankedPlan, SearchResult
-from ..search.simulations import step_planner
+from ..planning.candidates import CandidateSpace, diversify
+from ..planning.explain import least_memory_bytes
+from ..planning.options import ModuleOptions, ParallelConfig
+from ..planning.problem import Candidate, ComparedPlan, PlanningProblem, RankedPlan, SearchResult
+from ..planning.simulations import step_planner
 from .allocation import Allocation, allocate
 from .baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
 from .encoders_replicated import ReplicatedEncoders

@@ -16,9 +16,9 @@ from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
 from ..plan.layout import ModuleLayout
+from ..planning.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
+from ..planning.problem import Candidate, PlanningProblem
 from ..schedule import Task, find_representatives, simulate
-from ..search.options import ModuleOptions, ParallelConfig, divisors, microbatch_counts
-from ..search.problem import Candidate, PlanningProblem
 from .baseline_layouts import even_layers
 
 

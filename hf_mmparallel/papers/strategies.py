@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL
-from ..search.options import divisors
+from ..planning.options import divisors
 
 Role = Literal["encoder", "generator"]
 # Options by the data-parallel size of the language model: for each module [options, 6], rows of the table of

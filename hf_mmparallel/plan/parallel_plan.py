@@ -15,15 +15,7 @@ from typing import Any
 from .._html_repr import HtmlRepr
 from .methods import ARRANGEMENTS, POLICIES, SCHEDULES, Schedule, SchedulePolicy, arrangement_name
 from .model_spec import LANGUAGE_MODEL, Edge, sources_first
-from .reading import (
-    read_count,
-    read_flag,
-    read_list,
-    read_mapping,
-    read_microbatches,
-    read_name,
-    reject_unknown_keys,
-)
+from .reading import read_count, read_flag, read_list, read_mapping, read_microbatches, read_name, reject_unknown_keys
 
 StageKey = tuple[str, int, int]  # module, replica, stage
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..cost import Hardware, StepCost
 from ..cost.gradient_sums import optimizer_ms
+from ..cost.step_planner import StepPlanner
 from ..plan import Stage, sync_groups
 from ..schedule import Task, simulate
-from ..steps.step_planner import StepPlanner
 from .model_chain import mean_pass_ms
 from .pipelines import ClusterPlan, Pipeline, PipelinePlans
 from .state_copies import StateCopies

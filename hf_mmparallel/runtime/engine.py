@@ -17,14 +17,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .._device import clock_of
-from ..adapters.adapter import Adapter
 from ..cost import CostModel, analytic_costs, find_device
 from ..cost.layers import first_backward
+from ..cost.step_planner import StepPlanner
 from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
 from ..modeling import accuracy_and_entropy, module_parts, prepare_stages, token_loss
+from ..modeling.adapter import Adapter
 from ..modeling.compiled_layers import Compilation, compile_layers
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
@@ -46,7 +47,6 @@ from ..plan import (
     sync_groups,
 )
 from ..schedule import Task
-from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, track_activity
 from .executor import Executor, LogitsFunction, StepFunctions
 from .first_step import EqualGradients, FirstStepCheck, ReplicatedParameters, replicated_parameters

@@ -8,10 +8,10 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from ..adapters.adapter import adapter_names
 from ..cost import CostModel
 from ..cost.memory import state_per_rank
 from ..cost.stage_memory import GIB, stage_memories
+from ..modeling.adapter import adapter_names
 from ..plan import ModelSpec, ParallelPlan
 from ..world import World
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._files import readable
-from ..adapters.adapter import (
+from ..modeling.adapter import (
     ADAPTER_WEIGHTS,
     Adapter,
     adapter_file_key,
@@ -33,12 +33,7 @@ from ..adapters.adapter import (
     resized_embeddings,
     write_adapters,
 )
-from ..modeling.checkpoint_reader import (
-    WEIGHTS,
-    WEIGHTS_INDEX,
-    CheckpointReader,
-    another_model,
-)
+from ..modeling.checkpoint_reader import WEIGHTS, WEIGHTS_INDEX, CheckpointReader, another_model
 from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
 from ..modeling.loading import blank_peft_model, check_gatherable, whole_model
 from ..modeling.tensor_parallel import base_name

@@ -15,13 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
-from .._environment import (
-    joins_job,
-    launch_settings,
-    launched_processes,
-    outlive_nccl_errors,
-    tell_deepspeed_of_cpu,
-)
+from .._environment import joins_job, launch_settings, launched_processes, outlive_nccl_errors, tell_deepspeed_of_cpu
 from ..plan import ModulePlugin, MultimodalParallelPlugin
 from ..plan.deepspeed_config import entries, idle_keys
 from ..plan.methods import ARRANGEMENTS, arrangement_name

@@ -14,27 +14,27 @@ from accelerate.logging import get_logger
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..arrange import plan_for_batch
-from ..callbacks.base import not_worth_a_run
 from ..cost import CostModel, predicts_times
 from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
-from ..page import write_page
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
 from ..plan.methods import arrangement_name
 from ..plan.plugin import SIZES, ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
-from ..planner.answer import Answer, Inputs
-from ..planner.files import page_of, save_plan
-from ..planner.inputs import ModelSource, Samples
-from ..planner.possible_sizes import possible_sizes
-from ..planner.settings import Settings
-from ..planner.text import origins, print_labelled, summary
+from ..planning.answer import Answer, Inputs
+from ..planning.files import page_of, save_plan
+from ..planning.inputs import ModelSource, Samples
+from ..planning.page import write_page
+from ..planning.possible_sizes import possible_sizes
+from ..planning.problem import PlanningProblem, SearchResult
+from ..planning.search import search_plans
+from ..planning.settings import Settings
+from ..planning.text import origins, print_labelled, summary
 from ..runtime.host_memory import available_bytes
-from ..search.problem import PlanningProblem, SearchResult
-from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
+from .engine_callback import not_worth_a_run
 from .oversized_samples import allowed_bytes
 from .start_report import mean_tokens, size_origin, stderr_console
 from .training_sizes import TrainingSizes, representative_batch

@@ -18,8 +18,6 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_utils import number_of_arguments
 
 from .._files import readable
-from ..adapters.adapter import Adapter, adapter_names, add_adapters
-from ..adapters.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
 from ..arrange import plan_for_batch
 from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
@@ -30,9 +28,11 @@ from ..data.packing import ATTENTION, PackingCollator
 from ..data.randomness import seeded
 from ..kernels.varlen_attention import use_varlen_attention
 from ..modeling import build_model_spec
+from ..modeling.adapter import Adapter, adapter_names, add_adapters
 from ..modeling.checkpoint_reader import checkpoint_files
 from ..modeling.compiled_layers import Compilation
 from ..modeling.loading import build_on_meta, check_equal_models, load_layers
+from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
 from ..modeling.prepare import Recomputation
 from ..plan import (
     LANGUAGE_MODEL,
@@ -45,8 +45,8 @@ from ..plan import (
 )
 from ..plan.plugin import reject_unknown_keys
 from ..plan.resolve import as_trained
-from ..planner.possible_sizes import check_context, check_matrices
-from ..profiling.device_detection import device_of_ranks, tf32_is_on
+from ..planning.device_detection import device_of_ranks, tf32_is_on
+from ..planning.possible_sizes import check_context, check_matrices
 from ..runtime.engine import EngineOptions, ParallelEngine
 from ..runtime.host_memory import check_host_memory, check_storage
 from ..runtime.weight_placement import LoadFunction, load_nothing

@@ -25,30 +25,20 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils.import_utils import is_datasets_available
 
 from .. import _environment
-from ..adapters.peft_models import base_model_of, with_adapters_of
-from ..callbacks import (
-    EngineCallback,
-    LogLineCallback,
-    LossProgressCallback,
-    ParallelMetricsCallback,
-    PredictionCallback,
-    PreemptionCallback,
-    RecoveryCallback,
-)
-from ..callbacks.preemption import noting_signals
 from ..cost import CostModel
+from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..data.defaults import packing_collator
 from ..data.packing import PackingCollator
 from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
 from ..modeling.loading import blank_model, check_gatherable, fill
 from ..modeling.loss import IGNORE_INDEX
+from ..modeling.peft_models import base_model_of, with_adapters_of
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
 from ..resilience.pipelines import module_settings
 from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimizer
 from ..runtime.out_of_memory import mark_steps
-from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import raise_on_all_ranks
 from . import build, model_card
 from .agreement import SampleAgreement
@@ -57,9 +47,15 @@ from .arguments import MultimodalTrainingArguments, deepspeed_keys_without_effec
 from .auto import find_plan, report_search
 from .build import row_choice
 from .checkpoint_saves import CheckpointSaves
+from .engine_callback import EngineCallback
 from .loaders import StepLoaders
+from .log_lines import LogLineCallback, LossProgressCallback
+from .metrics_callback import ParallelMetricsCallback
 from .oversized_samples import allowed_bytes
+from .prediction_callback import PredictionCallback
+from .preemption_callback import PreemptionCallback, noting_signals
 from .rank_loader import check_arrangement, encoders_run_together, make_rank_loader
+from .recovery_callback import RecoveryCallback
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .start_checks import check_model
 from .start_report import PlanReport, report_survival

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
-from ..callbacks.preemption import leave_signals_to_rank
+from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
+from ..cost.step_planner import SizeFunction, StepPlanner
 from ..data.global_batches import DataPosition, EvenOrder, GlobalBatchSampler, LengthGroups
 from ..data.measured_batches import MeasuredBatchSampler
 from ..data.media import readers
@@ -21,11 +22,10 @@ from ..data.step_dataset import StepDataset, as_is
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.engine import ParallelEngine
-from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
-from ..steps.step_planner import SizeFunction, StepPlanner
 from ..world import World
 from .arguments import AUTO, MultimodalTrainingArguments
 from .oversized_samples import Mark, MemoryRatio, allocated_since, allowed_bytes
+from .preemption_callback import leave_signals_to_rank
 from .start_checks import check_dataset
 from .training_sizes import CommonSizes, RunContext, TrainingSizes
 

@@ -10,12 +10,12 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from .. import __version__
-from ..callbacks.recoveries import RECOVERY
 from ..plan import ParallelPlan, save_layout
 from ..plan.methods import arrangement_name
-from ..planner.text import range_text
+from ..planning.comparison import RunComparison
+from ..planning.text import range_text
 from ..runtime.engine import ParallelEngine
-from ..search.comparison import RunComparison
+from .recovery_callback import RECOVERY
 
 SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
 _SECTION = "### Parallel plan"

@@ -11,10 +11,10 @@ import torch
 from accelerate.logging import get_logger
 
 from ..cost import Hardware, usable_bytes
+from ..cost.step_planner import StepPlanner
 from ..data.global_batches import GlobalBatch
 from ..plan import SampleSizes, StepPlan, Workloads
 from ..runtime.engine import ParallelEngine
-from ..steps.step_planner import StepPlanner
 from .arguments import AUTO
 from .training_sizes import StartSizes
 

@@ -25,6 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
+from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..data.defaults import DefaultCollator, packing_collator
 from ..data.global_batches import FILE as POSITION
 from ..data.step_batch import StepBatch
@@ -36,7 +37,6 @@ from ..runtime.optimizer_loading import load_optimizer
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import FolderSave, Writes, save_errors
-from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import World, raise_on_all_ranks, refuse_once
 from . import build
 from .agreement import SampleAgreement, check_same_folder

@@ -10,11 +10,11 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ..arrange.rank_batches import RANK_ARRANGEMENTS
 from ..cost import CostModel
+from ..cost.step_planner import RankPlanner
 from ..data.global_batches import EvenOrder, GlobalBatchSampler, RankBatchSampler
 from ..data.streams import is_stream
 from ..plan import ModelSpec
 from ..plan.methods import arrangement_name
-from ..steps.step_planner import RankPlanner
 from .loaders import with_sizes
 from .training_sizes import RunContext, TrainingSizes
 

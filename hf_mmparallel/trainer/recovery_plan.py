@@ -10,7 +10,7 @@ from .. import _environment
 from ..data.streams import is_stream
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParameterSpec, SampleSizes, parameter_shards
-from ..planner.possible_sizes import stage_tp_sizes
+from ..planning.possible_sizes import stage_tp_sizes
 from ..resilience.model_chain import TypicalMicrobatches, model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
 from ..resilience.resilient_planner import ResilientPlanner

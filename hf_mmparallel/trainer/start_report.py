@@ -12,30 +12,30 @@ from rich.console import Console
 
 from ..arrange import num_microbatches
 from ..arrange.balance import Balance, step_balance
-from ..callbacks.base import not_worth_a_run
 from ..cost import RankMemory, predicts_times
+from ..cost.arrangement_choice import ArrangementChoice, choose_arrangement
+from ..cost.communication import with_communication
+from ..cost.step_planner import PlannedStep, Prediction, StepPlanner, most_memory
 from ..data.bad_samples import BadSample, stored_row
 from ..data.global_batches import GlobalBatch
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
-from ..drawing.gantt import gantt_png
-from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes, StepPlan, typical_batches
 from ..plan.methods import ARRANGEMENT_CANDIDATES, arrangement_name
-from ..planner.surviving_plans import fewer_nodes_table, guarantee_lines, template_table
-from ..planner.text import NARROW, microbatches_text, plan_table, print_labelled
-from ..profiling.device_detection import core_per_rank
+from ..planning.device_detection import core_per_rank
+from ..planning.gantt import gantt_png
+from ..planning.surviving_plans import fewer_nodes_table, guarantee_lines, template_table
+from ..planning.text import NARROW, microbatches_text, plan_table, print_labelled
+from ..planning.workload_chart import BEFORE, balance_png, number_text
 from ..resilience.pipelines import ClusterPlan
 from ..resilience.resilient_planner import ResilientPlanner
 from ..runtime.engine import ParallelEngine
 from ..schedule import Timeline
-from ..steps.arrangement_choice import ArrangementChoice, choose_arrangement
-from ..steps.communication import with_communication
-from ..steps.step_planner import PlannedStep, Prediction, StepPlanner, most_memory
 from .arguments import AUTO, MultimodalTrainingArguments
 from .build import RowChoice
 from .columns import format_sentence
+from .engine_callback import not_worth_a_run
 from .loaders import base_planner, training_planner
 from .model_card import SCHEDULE, WORKLOADS
 from .oversized_samples import LargeSamples

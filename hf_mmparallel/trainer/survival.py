@@ -18,7 +18,6 @@ import torch
 from accelerate.logging import get_logger
 from transformers.trainer_callback import ExportableState, ProgressCallback
 
-from ..callbacks.base import EngineCallback
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, let_go, restore_state
 from ..runtime.optimizer_slices import settings_of
@@ -27,6 +26,7 @@ from ..runtime.weight_placement import load_held
 from ..world import Membership, raise_on_all_ranks, track_activity
 from ..world.connections import end_collectives
 from .arguments import set_ranks
+from .engine_callback import EngineCallback
 from .engine_state import EngineState
 from .recovery import MembershipChange, NodeLayout, Recovery, RepeatedFailureError, place_of
 from .training_steps import save_trainer_state

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.utils.logging import tqdm
 
+from ..cost.step_planner import SizeFunction
 from ..data.global_batches import GlobalBatch
 from ..data.image_rules import column_rules
 from ..data.layer_tokens import measure_layers
@@ -18,7 +19,6 @@ from ..data.sample_sizes import SizeSource, size_source
 from ..data.size_sources import LayerTokens, StreamSizes, draw_samples, evenly_spaced, measurable
 from ..data.streams import StreamWindow
 from ..plan import LANGUAGE_MODEL, ModelSpec, PlannedFor, SampleSizes
-from ..steps.step_planner import SizeFunction
 from ..world import World, raise_on_all_ranks
 from .arguments import MultimodalTrainingArguments
 

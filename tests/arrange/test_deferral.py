@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange.deferral import (
-    MAX_ITEMS,
-    bottleneck_matching,
-    defer,
-    pair_order,
-    subset_sums,
-)
+from hf_mmparallel.arrange.deferral import MAX_ITEMS, bottleneck_matching, defer, pair_order, subset_sums
 from hf_mmparallel.arrange.greedy import Capacity
 
 

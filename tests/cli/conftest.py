@@ -43,7 +43,7 @@ def constants(monkeypatch) -> dict[str, float]:
     found = {"launch_us": 4.0, "masked_attention_share": 0.5, "block_attention_share": 0.9}
     found |= {f"{name}_efficiency": 0.5 for name in ("matmul", "attention", "memory")}
     found |= {"bf16_tflops": 0.1, "fp16_tflops": 0.1, "tf32_tflops": 0.1, "fp32_tflops": 0.1, "memory_gb_per_s": 10.0}
-    monkeypatch.setattr("hf_mmparallel.profiling.device_constants.measure_constants", lambda *_: found)
+    monkeypatch.setattr("hf_mmparallel.planning.device_constants.measure_constants", lambda *_: found)
     return found
 
 

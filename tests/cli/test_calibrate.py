@@ -8,7 +8,7 @@ from hf_mmparallel.cost.calibration import Calibration, read_costs
 from hf_mmparallel.cost.run_log import module_digests
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
-from tests.search.measured_steps import SCALES, corrected, counted, write_log
+from tests.planning.measured_steps import SCALES, corrected, counted, write_log
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from hf_mmparallel.cli.launch_command import launch_parser
 from hf_mmparallel.cli.main import main
 from hf_mmparallel.papers.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
-from hf_mmparallel.planner.settings import SHORT_NAMES
+from hf_mmparallel.planning.settings import SHORT_NAMES
 
 LAYOUT = ["--module", "vision:dp=2", "--module", "language_model:pp=2,tp=2"]
 

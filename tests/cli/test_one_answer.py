@@ -18,13 +18,13 @@ from datasets import Dataset, load_from_disk
 from rich.console import Console
 from transformers import AutoModelForImageTextToText
 
-from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.cost.stage_memory import GIB, gib_text
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.adapter import add_adapters
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan
-from hf_mmparallel.planner.text import frozen_text, ms_text
-from hf_mmparallel.search.simulations import AS_FAST
+from hf_mmparallel.planning.simulations import AS_FAST
+from hf_mmparallel.planning.text import frozen_text, ms_text
 from hf_mmparallel.trainer import auto, start_report
 from tests import tiny
 from tests.distributed import run_distributed

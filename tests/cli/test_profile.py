@@ -14,8 +14,8 @@ from hf_mmparallel.cost import find_device
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
-from hf_mmparallel.profiling import device_constants, layer_profile, links
-from hf_mmparallel.profiling.layer_profile import Chunk
+from hf_mmparallel.planning import device_constants, layer_profile, links
+from hf_mmparallel.planning.layer_profile import Chunk
 from tests.distributed import run_distributed
 
 

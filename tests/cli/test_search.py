@@ -14,7 +14,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, plan_for_model
 from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES
-from hf_mmparallel.search.simulations import AS_FAST
+from hf_mmparallel.planning.simulations import AS_FAST
 from tests.cost.test_profile import profile_of
 
 GENERATOR = "image:layers=4,hidden=64,heads=4,intermediate=128,tokens=256"

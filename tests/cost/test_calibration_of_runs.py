@@ -24,11 +24,11 @@ from hf_mmparallel.cost.calibration import (
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
 from hf_mmparallel.cost.run_log import KINDS, TaskGroup, read_run_log
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
-from hf_mmparallel.search.comparison import StepComparer
+from hf_mmparallel.planning.comparison import StepComparer
 from tests.cost import models
 from tests.cost.test_profile import profile_of
 
-from ..search.measured_steps import (
+from ..planning.measured_steps import (
     CPU,
     SCALES,
     SPEC,

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_mmparallel.cost import analytic_costs, layer_flops, model_flops
 from hf_mmparallel.cost.stage_times import attended_squares, trainable_share
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.runtime.work import language_work
-from hf_mmparallel.steps.step_planner import StepPlanner
 from tests import tiny
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, VOCABULARY, model, text_model
 

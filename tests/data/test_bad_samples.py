@@ -8,6 +8,7 @@ from datasets import Dataset, Features, Image, Value
 from torch.utils.data import Subset
 
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.global_batches import GlobalBatch
@@ -16,7 +17,6 @@ from hf_mmparallel.data.step_batch import StepBatch, UnreadableBatch
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
 from .conversations import broken, conversation, image_file, llava_json, stored, without_decoding

@@ -16,7 +16,7 @@ from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.dataset_sizes import check_hub, measure_dataset, open_dataset
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.planner.inputs import read_model
+from hf_mmparallel.planning.inputs import read_model
 
 from .. import tiny
 from .conversations import conversation, image_file, llava_json

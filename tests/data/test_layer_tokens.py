@@ -23,7 +23,7 @@ from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import layers_of
 from hf_mmparallel.modeling.unowned import hidden_of
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
-from tests.composed.test_composed import compose, make_samples
+from tests.modeling.test_composed import compose, make_samples
 from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset
 
 

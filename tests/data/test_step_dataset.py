@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatchSampler
 from hf_mmparallel.data.step_batch import StepData, pack, unpack
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is, seeded, stable_seed
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
 SPEC = model_spec()
@@ -135,7 +135,7 @@ def test_arrangement_program_and_reading_take_place_in_workers_and_equal_the_inl
         return iter(DataLoader(dataset, batch_sampler=draws, collate_fn=as_is, num_workers=num_workers))  # type: ignore
 
     inline, ahead = list(steps(0)), steps(2)
-    for name in ("hf_mmparallel.steps.step_planner.StepPlanner.__call__", f"{__name__}.Noisy.__getitem__"):
+    for name in ("hf_mmparallel.cost.step_planner.StepPlanner.__call__", f"{__name__}.Noisy.__getitem__"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("the main process does a worker's work"))
     for here, there in zip(inline, ahead, strict=True):
         assert here.step == there.step and here.global_batch == there.global_batch and here.program == there.program

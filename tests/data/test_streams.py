@@ -13,13 +13,13 @@ from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.bad_samples import BadSampleError
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
-from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
 from .conversations import image_file, without_decoding

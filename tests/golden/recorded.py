@@ -28,15 +28,8 @@ from benchmarks.search_quality import Case as Question
 from benchmarks.search_quality import multimodal_cases, text_cases
 from hf_mmparallel.cost import memory_timeline
 from hf_mmparallel.plan import ParallelPlan, StepPlan, SyncGroup
-from hf_mmparallel.schedule import (
-    Message,
-    Program,
-    ProgramError,
-    Task,
-    build_program,
-    find_representatives,
-)
-from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.planning.search import search_plans
+from hf_mmparallel.schedule import Message, Program, ProgramError, Task, build_program, find_representatives
 from tests.schedule.builders import Case, cases, timeline_of
 from tests.schedule.checker import DeadlockError, check_program
 

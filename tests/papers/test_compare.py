@@ -10,6 +10,7 @@ import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.papers.baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
 from hf_mmparallel.papers.compare import (
@@ -25,11 +26,10 @@ from hf_mmparallel.papers.compare import (
 )
 from hf_mmparallel.papers.encoders_replicated import ReplicatedEncoders
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
-from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.search import search_plans
-from hf_mmparallel.search.simulations import AS_FAST
-from hf_mmparallel.steps.step_planner import StepPlanner
+from hf_mmparallel.planning.options import ModuleOptions, ParallelConfig
+from hf_mmparallel.planning.problem import PlanningProblem
+from hf_mmparallel.planning.search import search_plans
+from hf_mmparallel.planning.simulations import AS_FAST
 from tests.cost.models import LAYERS, model
 from tests.deep_cases import deep
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from recovery_policies import instantiations
 
 from hf_mmparallel.cost import find_device
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from hf_mmparallel.resilience import plan_choice
 from hf_mmparallel.resilience.model_chain import TypicalMicrobatches, model_chain
@@ -28,7 +29,6 @@ from hf_mmparallel.resilience.plan_choice import (
 )
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import Slice, StateCopies, StateCopy, state_copies
-from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.resilience.models import MODELS, costs_of
 from tests.resilience.test_resilient_planner import CLUSTERS, planner_of
 

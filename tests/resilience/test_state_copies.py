@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_mmparallel.plan import (
-    LANGUAGE_MODEL,
-    Cut,
-    ModulePlugin,
-    ParameterSpec,
-    StorageSettings,
-    resolve_plan,
-)
+from hf_mmparallel.plan import LANGUAGE_MODEL, Cut, ModulePlugin, ParameterSpec, StorageSettings, resolve_plan
 from hf_mmparallel.resilience.state_copies import PlacedPlan, Slice, state_copies, value_bytes
 from tests.plan.specs import model_spec
 

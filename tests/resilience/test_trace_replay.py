@@ -16,14 +16,7 @@ from hf_mmparallel.resilience.plan_choice import copy_seconds
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, state_copies
-from hf_mmparallel.resilience.trace_replay import (
-    EventCosts,
-    Replay,
-    Trace,
-    read_trace,
-    regular_losses,
-    replay_trace,
-)
+from hf_mmparallel.resilience.trace_replay import EventCosts, Replay, Trace, read_trace, regular_losses, replay_trace
 from tests.resilience.test_resilient_planner import CLUSTERS, planner_of
 
 ROWS = "0,add,a\n0,add,b\n\n1500,remove,a\n1500,add,c\n1500,remove,c\n3000,add,a\n"

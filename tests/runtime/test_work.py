@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.callbacks.metrics import RankWindow, flops_utilisation, total_work
 from hf_mmparallel.cost import training_flops
 from hf_mmparallel.data.context_tokens import WORDS
 from hf_mmparallel.kernels.bitfield_attention.builders import causal_words, segments_of_lengths
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, plan_for_model
 from hf_mmparallel.runtime.work import ModuleWork, language_work
+from hf_mmparallel.trainer.metrics_callback import RankWindow, flops_utilisation, total_work
 from tests import tiny
 from tests.runtime.loopback import run_loopback
 

@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
-from hf_mmparallel.plan import (
-    LANGUAGE_MODEL,
-    ModulePlugin,
-    ParallelPlan,
-    StepPlan,
-    resolve_plan,
-    sync_groups,
-)
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import (
     GradientFlow,

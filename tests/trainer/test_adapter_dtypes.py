@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 from hf_mmparallel.data.randomness import seeded
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import ModulePlugin, resolve_plan
-from hf_mmparallel.planner.possible_sizes import check_matrices
+from hf_mmparallel.planning.possible_sizes import check_matrices
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed

@@ -16,10 +16,10 @@ from rich.console import Console
 from torch.utils.data import IterableDataset
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.cost import Hardware, analytic_costs, find_device
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.adapter import add_adapters
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -31,10 +31,10 @@ from hf_mmparallel.plan import (
     resolve_plan,
 )
 from hf_mmparallel.plan.layout import ModuleLayout
-from hf_mmparallel.planner.possible_sizes import possible_sizes, stage_tp_sizes
-from hf_mmparallel.profiling.device_detection import products_in
-from hf_mmparallel.search.problem import Candidate, PlanningProblem
-from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.planning.device_detection import products_in
+from hf_mmparallel.planning.possible_sizes import possible_sizes, stage_tp_sizes
+from hf_mmparallel.planning.problem import Candidate, PlanningProblem
+from hf_mmparallel.planning.simulations import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import find_saved_plan, training_samples
 from hf_mmparallel.trainer.build import PreparedModel, compute_dtype, prepare_model

@@ -18,13 +18,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel._device import HostClock
 from hf_mmparallel.arrange.balance import Balance
-from hf_mmparallel.callbacks import LogLineCallback, LossProgressCallback, RecoveryCallback, metrics
-from hf_mmparallel.callbacks.log_lines import log_line
-from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, forward_metrics, mean_of
-from hf_mmparallel.callbacks.step_timelines import cost_from
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.runtime.work import ModuleWork, StepRecord, TimedTask
 from hf_mmparallel.schedule import Span, Task
+from hf_mmparallel.trainer import metrics_callback as metrics
+from hf_mmparallel.trainer.log_lines import LogLineCallback, LossProgressCallback, log_line
+from hf_mmparallel.trainer.metrics_callback import RankWindow, efficiency, forward_metrics, mean_of
+from hf_mmparallel.trainer.recovery_callback import RecoveryCallback
+from hf_mmparallel.trainer.timeline_callback import cost_from
 from hf_mmparallel.world import World
 from tests.cost.models import model
 from tests.distributed import run_distributed

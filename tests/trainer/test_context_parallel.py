@@ -19,12 +19,12 @@ from hf_mmparallel import (
 )
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import resolve_plan
-from hf_mmparallel.planner.possible_sizes import check_context
+from hf_mmparallel.planning.possible_sizes import check_context
 from hf_mmparallel.trainer.build import prepare_context
 from tests import tiny
-from tests.composed import test_composed as parts
 from tests.distributed import run_distributed
 from tests.folders import run_folder
+from tests.modeling import test_composed as parts
 
 from . import runs
 from .test_features import assert_same_evaluations, evaluations, finished

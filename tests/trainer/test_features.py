@@ -214,7 +214,7 @@ class Drawn(TorchDispatchMode):
 
 def custom() -> Any:
     """A composed model with a projector of the user's own class."""
-    from tests.composed import test_composed as parts
+    from tests.modeling import test_composed as parts
 
     torch.manual_seed(0)
     projector = torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 24))

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import RankMemory, analytic_costs, find_device
+from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Workloads, resolve_plan, sync_groups
-from hf_mmparallel.planner.answer import check_memory
-from hf_mmparallel.planner.settings import Settings
-from hf_mmparallel.steps.step_planner import StepPlanner
+from hf_mmparallel.planning.answer import check_memory
+from hf_mmparallel.planning.settings import Settings
 from hf_mmparallel.trainer import loaders, oversized_samples, start_report
 from hf_mmparallel.trainer.loaders import training_planner
 from hf_mmparallel.trainer.oversized_samples import LargeSamples, LimitWatch, MemoryRatio, allocated_since

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.adapters import peft_models
-from hf_mmparallel.adapters.peft_models import base_model_of, is_peft_model, unwrap_peft_model, with_adapters_of
+from hf_mmparallel.modeling import peft_models
+from hf_mmparallel.modeling.peft_models import base_model_of, is_peft_model, unwrap_peft_model, with_adapters_of
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.trainer.build import adapter_configs
 from tests import tiny

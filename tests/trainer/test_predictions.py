@@ -13,12 +13,13 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from hf_mmparallel.callbacks import PredictionCallback, prediction
 from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.calibration import calibrate_logs, without_calibration
 from hf_mmparallel.cost.run_log import RUN_LOG, read_run_log
+from hf_mmparallel.planning.comparison import DATA
 from hf_mmparallel.runtime import executor
-from hf_mmparallel.search.comparison import DATA
+from hf_mmparallel.trainer import prediction_callback as prediction
+from hf_mmparallel.trainer.prediction_callback import PredictionCallback
 from tests import tiny
 from tests.distributed import run_distributed
 

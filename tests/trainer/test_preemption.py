@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_mmparallel.callbacks import preemption
+from hf_mmparallel.trainer import preemption_callback as preemption
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
 

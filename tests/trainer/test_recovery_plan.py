@@ -13,13 +13,13 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 from transformers.integrations import WandbCallback
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-from hf_mmparallel.callbacks import RecoveryCallback
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, resolve_plan
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilience_settings import ResilienceSettings
 from hf_mmparallel.trainer.build import PreparedModel
+from hf_mmparallel.trainer.recovery_callback import RecoveryCallback
 from hf_mmparallel.trainer.recovery_plan import NodeLayouts, node_layouts
 from hf_mmparallel.trainer.survival import JoinState, Survival
 from tests import tiny

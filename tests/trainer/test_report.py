@@ -18,14 +18,14 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.cost.arrangement_choice import ArrangementChoice
 from hf_mmparallel.data.size_sources import draw_samples
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import ModulePlugin, PlannedFor, SampleSizes, Workloads, resolve_plan, sync_groups
-from hf_mmparallel.planner.answer import Inputs, predict_plan
-from hf_mmparallel.planner.inputs import ModelSource, Samples
-from hf_mmparallel.planner.settings import Settings
-from hf_mmparallel.steps.arrangement_choice import ArrangementChoice
+from hf_mmparallel.planning.answer import Inputs, predict_plan
+from hf_mmparallel.planning.inputs import ModelSource, Samples
+from hf_mmparallel.planning.settings import Settings
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.build import RowChoice

@@ -43,7 +43,7 @@ def test_only_the_world_uses_the_default_group_and_knows_backends():
         if calls.search(line)
     }
     # The command line names backends, and profiles layers on a group that is none.
-    allowed = ("planner/environment.py", "profiling/layer_profile.py")
+    allowed = ("planning/environment.py", "planning/layer_profile.py")
     assert not {where for where in found if not where.startswith(allowed)}
 
 

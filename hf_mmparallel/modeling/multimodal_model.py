@@ -1,0 +1,264 @@
+"""Models composed of unimodal encoders and a language model, as one `PreTrainedModel`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
+
+from .._versions import CACHE, takes_cache
+from .encoder_parts import LogitScale, cast_weights, keep_weights
+from .features import flat_features
+from .loading import without_weights
+from .multimodal_backbone import MultimodalBackbone, MultimodalPreTrainedModel
+from .multimodal_config import MultimodalCallbacks, MultimodalConfig
+from .spec import ModulePart
+from .unimodal import UnimodalParts
+
+
+class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
+    """
+    Encoders with projectors and a language model with its head, trained and saved as one model.
+
+    Args:
+        modules (`dict[str, Any]`, *optional*): Ready `encoders`, `projectors`, `language_model` and `lm_head`.
+        projectors (`dict[str, nn.Module]`, *optional*): The modules of encoders with a `"custom"` projector.
+        callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
+
+    Example:
+
+    ```python
+    >>> model = MultimodalModel.from_unimodal({"vision": encoder}, language_model, token_ids={"vision": 100})
+    >>> list(model.model.projectors)
+    ['vision']
+    ```
+    """
+
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(
+        self,
+        config: MultimodalConfig,
+        modules: dict[str, Any] | None = None,
+        projectors: dict[str, nn.Module] | None = None,
+        callbacks: MultimodalCallbacks | None = None,
+    ):
+        super().__init__(config)
+        ready = dict(modules or {})
+        ready["projectors"] = {**(ready.get("projectors") or {}), **(projectors or {})}
+        self.model = MultimodalBackbone(config, ready, callbacks)
+        text = config.text_config
+        self.lm_head = nn.Linear(text.hidden_size, text.vocab_size, bias=config.lm_head_bias)
+        if ready.get("lm_head") is not None:
+            self.lm_head.weight, self.lm_head.bias = ready["lm_head"].weight, ready["lm_head"].bias
+            keep_weights(self.lm_head)
+        embeddings = self.model.get_input_embeddings()
+        embeddings_name = next(name for name, module in self.model.named_modules() if module is embeddings)
+        self._tied_weights_keys = {"lm_head.weight": f"model.{embeddings_name}.weight"}
+        self.loss_type = "ForConditionalGeneration"
+        self.input_modalities: Any = ("text", *config.encoder_names)
+        self.post_init()
+
+    def without_weights(self) -> MultimodalModel:
+        """Returns a model of the same configuration, projectors and callbacks, with weights of its own."""
+        # the configuration does not say how to build a projector of the user's own class
+        custom = {
+            name: without_weights(projector)
+            for name, projector in self.model.projectors.items()
+            if self.config.settings(name).projector == "custom"
+        }
+        return type(self)(copy.deepcopy(self.config), projectors=custom, callbacks=self.model.callbacks)
+
+    @classmethod
+    def from_unimodal(
+        cls,
+        encoders: Mapping[str, PreTrainedModel | PreTrainedConfig | str],
+        language_model: PreTrainedModel | PreTrainedConfig | str,
+        token_ids: Mapping[str, int],
+        projectors: str | nn.Module | Mapping[str, str | nn.Module] = "mlp",
+        encoder_settings: Mapping[str, Mapping[str, Any]] | None = None,
+        callbacks: MultimodalCallbacks | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MultimodalModel:
+        """
+        Composes a model from unimodal models. Live models are used directly, not copied.
+
+        Args:
+            encoders (`dict[str, PreTrainedModel | PreTrainedConfig | str]`):
+                Encoder -> model, config (random weights), id or folder. Of CLIP, Whisper etc. only the encoder is
+                used.
+            language_model (`PreTrainedModel | PreTrainedConfig | str`): A causal language model, in the same forms.
+            token_ids (`dict[str, int]`): Encoder -> id of its placeholder token.
+            projectors (`str | nn.Module | dict`, *optional*):
+                `"linear"`, `"mlp"` or a module; or encoder -> projector.
+            encoder_settings (`dict[str, dict]`, *optional*): Encoder -> further fields of [`EncoderSettings`].
+            callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
+            dtype (`torch.dtype`, *optional*): Dtype of all weights; by default each module keeps its own.
+
+        Returns:
+            [`MultimodalModel`]: The model, in training mode if the language model is.
+        """
+        parts = UnimodalParts.load(encoders, language_model, projectors, dtype)
+        without_output = tuple((callbacks or MultimodalCallbacks()).after_encoder)
+        config = parts.config(token_ids, encoder_settings or {}, without_output, dtype)
+        model = cls(config, parts.modules, callbacks=callbacks)
+        decoder = parts.decoder
+        if model.generation_config is not None and getattr(decoder, "generation_config", None) is not None:
+            model.generation_config = decoder.generation_config
+        model.train(decoder.training)
+        cast_weights(model if dtype is not None else model.model.projectors, dtype or decoder.dtype)
+        cast_weights(model.lm_head, dtype or decoder.dtype)
+        return model
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def get_features(self, name: str, **inputs) -> BaseModelOutputWithPooling:
+        """See [`~MultimodalBackbone.get_features`]."""
+        return self.model.get_features(name, **inputs)
+
+    def multimodal_parts(self) -> dict[str, ModulePart]:
+        """Returns the encoders, each with its projector, as modules of a plan; their names are also modalities."""
+        return {
+            name: ModulePart(
+                tower=f"model.encoders.{name}",
+                prefixes=(f"model.projectors.{name}",),
+                features={name: partial(self.model.get_features, name)},
+                inputs={name: self.model.encoder_inputs.names(name)},
+                placeholders={name: self.config.settings(name).token_id},
+            )
+            for name in self.model.encoders
+        }
+
+    @takes_cache
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        input_features: torch.Tensor | None = None,
+        mm_encoder_outputs: dict[str, Any] | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast | tuple:
+        """
+        Computes the logits, and the loss if there are `labels`; other arguments, `shift_labels` and
+        `num_items_in_batch` are as in transformers.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Token ids with placeholders.
+            cache (`Cache`, *optional*): Called `past_key_values` before transformers 5.24.
+            inputs_embeds (`torch.FloatTensor` of shape `(batch, sequence, hidden_size)`, *optional*):
+                Replaces the embeddings of `input_ids`, which are then optional and only locate the placeholders.
+            labels (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Targets; -100 is ignored.
+            pixel_values, input_features (`torch.FloatTensor`, *optional*):
+                Main input of an encoder; `<encoder>_pixel_values` etc. if several encoders have the same input.
+            mm_encoder_outputs (`dict[str, ModelOutput]`, *optional*):
+                Encoder -> `get_features`, in place of its inputs.
+            logits_to_keep (`int | torch.Tensor`, *optional*, defaults to 0): Last positions with logits, 0 for all.
+        """
+        return_dict = kwargs.pop("return_dict", None)
+        loss_kwargs = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            pixel_values=pixel_values,
+            input_features=input_features,
+            mm_encoder_outputs=mm_encoder_outputs,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = LogitScale.of(self.config.text_config).apply(self.lm_head(hidden_states[:, keep]))
+        loss = None
+        if labels is not None or loss_kwargs.get("shift_labels") is not None:
+            vocab_size = self.config.text_config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE: outputs.get(CACHE)},
+        )
+        return output if return_dict is not False else output.to_tuple()
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """Allows the inputs of all encoders in `generate`."""
+        known = self.model.encoder_inputs.entries
+        super()._validate_model_kwargs(  # pyright: ignore[reportAttributeAccessIssue]
+            {key: value for key, value in model_kwargs.items() if key not in known}
+        )
+
+    def _maybe_prepare_encoder_kwargs_for_generation(
+        self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, *args, **kwargs
+    ) -> dict[str, Any]:
+        """Runs the encoders once before the prefill; `generate` drops their outputs afterwards."""
+        entries = self.model.encoder_inputs.entries
+        batch = {key: value for key, value in model_kwargs.items() if key in entries}
+        encoder_inputs, _ = self.model.encoder_inputs.split(batch)
+        outputs = {name: self.get_features(name, **inputs) for name, inputs in encoder_inputs.items()}
+        given = model_kwargs.get("mm_encoder_outputs") or {}
+        self.model._check_encoder_outputs(given, encoder_inputs)
+        rest = {key: value for key, value in model_kwargs.items() if key not in entries}
+        return {**rest, "mm_encoder_outputs": {**given, **outputs}}
+
+    def _expand_inputs_for_generation(
+        self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids=None, **model_kwargs
+    ):
+        """Repeats the features of each sample, with any number of items, for beams and multiple return sequences."""
+        outputs = model_kwargs.pop("mm_encoder_outputs", None)
+        if outputs and expand_size > 1:
+            outputs = {
+                name: self._expand_features(name, output, input_ids, model_kwargs.get("inputs_embeds"), expand_size)
+                for name, output in outputs.items()
+            }
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            expand_size, is_encoder_decoder, input_ids, **model_kwargs
+        )
+        return input_ids, model_kwargs if outputs is None else {**model_kwargs, "mm_encoder_outputs": outputs}
+
+    def _expand_features(self, name: str, output: Any, input_ids, inputs_embeds, expand_size: int) -> Any:
+        ids = None if input_ids is None or input_ids.numel() == 0 else input_ids
+        counts = self.model.get_placeholder_mask(name, ids, inputs_embeds).sum(-1).tolist()
+        features = flat_features(output.pooler_output)
+        if sum(counts) != features.shape[0]:
+            raise ValueError(
+                f"Encoder `{name}` returned {features.shape[0]} feature tokens for {sum(counts)} placeholder tokens. "
+                "Tokenize with one placeholder per feature token."
+            )
+        repeated = [part for part in features.split(counts) for _ in range(expand_size)]
+        return BaseModelOutputWithPooling(pooler_output=torch.cat(repeated))
+
+
+AutoConfig.register(MultimodalConfig.model_type, MultimodalConfig)
+AutoModel.register(MultimodalConfig, MultimodalBackbone)
+for _auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+    _auto_class.register(MultimodalConfig, MultimodalModel)
