@@ -1,7 +1,7 @@
 """
-Cost models, analytic or measured: the time of each task and the memory of each rank.
+Cost models, analytic or measured: the time of each task and the memory of each rank; a step planned and predicted.
 
-Uses `plan` only and no torch; imported by the search, the planner, and what predicts or measures steps.
+Uses plans, arrangements and schedules, and no torch; imported by what plans, predicts, runs or measures steps.
 """
 
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops, predicts_times

@@ -1,7 +1,7 @@
 """
 Reads datasets and makes the inputs of each task: readers, sample sizes, collators, packing, the loader of steps.
 
-Uses `steps`, `modeling` and below; may be imported by the engine, the planner and the Trainer. What packing does not
+Uses `cost`, `modeling` and below; may be imported by the engine, the planner and the Trainer. What packing does not
 need is loaded on first use, so that torch and transformers are enough for it.
 """
 

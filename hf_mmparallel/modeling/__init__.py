@@ -1,7 +1,8 @@
 """
-The description of a model, its division into modules and stages, and loading of the parameters that a rank owns.
+The description of a model, its division into modules and stages, and loading of the parameters that a rank owns;
+composed models, and adapters.
 
-Uses `plan`, `kernels`, `adapters` and the world; imported by `composed`, `profiling`, `data`, `runtime` and above.
+Uses `plan`, `kernels` and the world; imported by `data`, `runtime` and above.
 """
 
 from .features import count_feature_tokens

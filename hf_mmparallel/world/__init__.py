@@ -1,5 +1,6 @@
 """
-The processes that train together. Imports nothing of the package but `_environment`; all code on ranks may import it.
+The processes that train together, and the launcher whose processes go on when others die. Imports nothing of the
+package but `_environment`; all code on ranks may import it.
 """
 
 from .failure import RemoteRankError, failures_left_to, is_lost_connection, raise_on_all_ranks, refuse_once
