@@ -134,17 +134,19 @@ def _check_command(line: str, words: list[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def _check_install(words: list[str]) -> None:
-    """Fails if a file of versions, or an extra, is missing."""
+    """Fails if a file of versions or an extra is missing, or for a package that setup.cfg does not know."""
     assert words.pop(0) == "install"
     if "--constraint" in words:
         place = words.index("--constraint")
         assert (ROOT / words[place + 1]).is_file()
         del words[place : place + 2]
-    extras = ConfigParser()
-    extras.read(ROOT / "setup.cfg")
-    (name,) = words
-    package, extra = re.fullmatch(r"([\w.]+)(?:\[(\w+)\])?", name).groups()
-    assert package in (".", "hf_mmparallel") and (extra is None or extra in extras["options.extras_require"])
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    for name in (word for word in words if word != "--no-deps"):
+        package, extra = re.fullmatch(r"([\w.]+)(?:\[(\w+)\])?", name).groups()
+        own, extras = package in (".", "hf_mmparallel"), setup["options.extras_require"]
+        required = "\n".join([setup["options"]["install_requires"], *dict(extras).values()])
+        assert (extra in extras if extra else own) or re.search(rf"^{package}\b", required, re.MULTILINE)
 
 
 def _check(block: Block, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

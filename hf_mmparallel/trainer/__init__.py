@@ -1,4 +1,6 @@
-"""The Trainer, its arguments and callbacks. Nothing imports it but users; `sft.py` needs TRL, and is loaded by its names."""
+"""
+The Trainer, its arguments and callbacks. Nothing imports it but users; `sft.py` needs TRL, and is loaded by its names.
+"""
 
 from .arguments import MultimodalTrainingArguments
 from .own_loop import ParallelLoader, ParallelModel, prepare
