@@ -12,10 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cost import LayerCosts, RankMemory, predicts_times
+from ..cost import CostModel, LayerCosts, RankMemory, predicts_times
 from ..cost.calibration import CalibratedLayers
+from ..cost.memory import sample_features
 from ..cost.profile import MeasuredLayers
 from ..cost.stage_memory import gib_text
+from ..cost.step_planner import Prediction
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, SyncGroup, stage_parameters
 from ..runtime.groups import channels_of_step, collective_groups
 from ..schedule import GradientFlow, Timeline
@@ -332,6 +334,7 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         ("Samples", samples_text(answer)),
         ("Costs", f"{costs_text(answer)}; frozen: {frozen_text(answer.costs.spec)}"),
         ("Groups", groups_text(answer.plan, answer.prediction.planned.step, answer.sync_groups)),
+        ("Boundaries", boundaries_text(answer.costs, answer.prediction)),
     ]
     result = answer.result
     text = "none: the sizes are given"
@@ -428,6 +431,24 @@ def groups_text(plan: ParallelPlan, step: StepPlan, sync_groups: Sequence[SyncGr
         f"{len(groups)} besides the world, {len(channels):,} pairs of ranks that exchange messages; up to {fullest} "
         "of both on a rank"
     )
+
+
+def boundaries_text(costs: CostModel, prediction: Prediction) -> str:
+    """What crosses each boundary between modules in a step, how long a message takes, and which replicas meet."""
+    plan, timeline, texts = prediction.plan, prediction.timeline, []
+    modules = np.array([key[0] for key in timeline.graph.stages])[timeline.graph.columns[0]]
+    sources, targets = modules[timeline.graph.links]
+    for edge in plan.edges:
+        there = (sources == edge.source) & (targets == edge.target)
+        back = (sources == edge.target) & (targets == edge.source)
+        parts = ["gradients back"] * bool(back.any())
+        if costs.spec.modules[edge.source].is_encoder:
+            num_bytes = float(sample_features(costs, prediction.sizes, edge.source).sum())
+            parts.insert(0, f"{num_bytes / 2**20:,.3g} MiB of features in a step")
+        parts.append(f"messages of up to {ms_text(timeline.durations.messages[there | back].max(initial=0.0))}")
+        parts.append(f"{plural(plan.modules[edge.source].dp_size, 'replica')} to {plan.modules[edge.target].dp_size}")
+        texts.append(f"{edge.source} to {edge.target}: {', '.join(parts)}")
+    return "; ".join(texts) or "none: the model has one module"
 
 
 def print_runners_up(console: Console, result: SearchResult) -> None:

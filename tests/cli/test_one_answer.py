@@ -64,7 +64,7 @@ def ask(model, tmp_path, run):
 
 def lines_of(out: str) -> dict[str, str]:
     """Label -> text of a report without line breaks."""
-    parts = re.split(rf" ({'|'.join((*LABELS, 'Groups', 'Figures', 'Plan', 'Step'))}) ", out)
+    parts = re.split(rf" ({'|'.join((*LABELS, 'Groups', 'Boundaries', 'Figures', 'Plan', 'Step'))}) ", out)
     return {label: text for label, text in zip(parts[1::2], parts[2::2], strict=True) if label in LABELS}
 
 
