@@ -7,7 +7,7 @@ Uses `plan`, `kernels` and the world; imported by `data`, `runtime` and above.
 
 from .features import count_feature_tokens
 from .lazy_logits import whole_logits
-from .loss import accuracy_and_entropy, token_loss
+from .loss import accuracy_and_entropy, check_given_loss, given_loss, token_loss
 from .prepare import prepare_stages
 from .spec import ModulePart, build_model_spec, module_parts
 from .stages import ModuleStage
@@ -20,8 +20,10 @@ __all__ = [
     "accuracy_and_entropy",
     "build_model_spec",
     "check_causal",
+    "check_given_loss",
     "check_supported",
     "count_feature_tokens",
+    "given_loss",
     "is_unowned",
     "module_parts",
     "prepare_stages",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 
 from .._device import to_device
 from ..plan import MAX_LOGITS
@@ -32,6 +35,36 @@ def token_loss(
             logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets, num_items_in_batch=1
         )
     return loss, num_tokens
+
+
+def given_loss(function: Callable[..., Tensor], logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    The same of a function like `compute_loss_func` of the Trainer, which gets outputs with these logits and labels
+    that are not shifted, and divides a sum over target tokens by `num_items_in_batch`.
+    """
+    (targets,) = to_device((labels,), logits.device)
+    loss = function(CausalLMOutput(logits=logits), targets, num_items_in_batch=torch.ones((), device=logits.device))
+    return loss.float(), (labels[..., 1:] != IGNORE_INDEX).sum()
+
+
+def check_given_loss(function: Callable[..., Tensor], num_words: int) -> None:
+    """Raises `ValueError` unless a function's loss adds up over rows and is divided by `num_items_in_batch`."""
+    logits = torch.randn(2, 4, num_words, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[IGNORE_INDEX, 0, 1, 1], [IGNORE_INDEX, IGNORE_INDEX, 1, 0]])
+
+    def loss_of(rows: slice, num_items: int) -> float:
+        outputs = CausalLMOutput(logits=logits[rows])
+        return float(function(outputs, labels[rows], num_items_in_batch=torch.tensor(num_items)))
+
+    whole, halved = loss_of(slice(0, 2), 1), loss_of(slice(0, 2), 2)
+    by_rows = loss_of(slice(0, 1), 1) + loss_of(slice(1, 2), 1)
+    for what, found in (("twice as many items", 2 * halved), ("one row after the other", by_rows)):
+        if abs(found - whole) > 1e-4 * abs(whole):
+            raise ValueError(
+                f"`compute_loss_func` does not sum over target tokens and divide by `num_items_in_batch`: with {what} "
+                f"a batch has the loss {found:.5g} in place of {whole:.5g}. Let it do so, since a plan adds up "
+                "microbatches."
+            )
 
 
 def of_targets(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import patch_environment
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .._device import clock_of
@@ -24,7 +24,7 @@ from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
-from ..modeling import accuracy_and_entropy, module_parts, prepare_stages, token_loss
+from ..modeling import accuracy_and_entropy, given_loss, module_parts, prepare_stages, token_loss
 from ..modeling.adapter import Adapter
 from ..modeling.compiled_layers import Compilation, compile_layers
 from ..modeling.loading import put_parts_of, without_weights
@@ -78,6 +78,7 @@ class EngineOptions:
     """Settings of an engine beside the plan."""
 
     label_smoothing: float = 0.0  # as in the Trainer
+    loss_function: Callable[..., Tensor] | None = None  # in place of the model's own, see `given_loss`
     seed: int = 0  # base of the seeds of dropout
     load: LoadFunction | None = None  # loads the owned weights after pruning
     costs: CostModel | None = None  # the same on all ranks; context parallelism cuts tokens by them
@@ -197,7 +198,7 @@ class ParallelEngine(nn.Module):
         """Makes executor, gradient sums and checks of steps, for parameters that stay the same objects."""
         named = dict(self.model.named_parameters())
         self.trained = [p for p in named.values() if p.requires_grad]
-        by_ranks, smoothing = self.process_groups.by_ranks, self.options.label_smoothing
+        by_ranks = self.process_groups.by_ranks
         self.updated = [self.slices.updated_tensor(p) for p in self.trained]
         self.storage = {
             named[name]: self.plan.modules[self.spec.used_at[name][0][0]].storage
@@ -220,7 +221,7 @@ class ParallelEngine(nn.Module):
         passes = {key: self._passes_of(key, sums) for key in self.stages}
         self.passes = TaskHooks({key: of_stage for key, of_stage in passes.items() if of_stage is not None})
         functions = StepFunctions(
-            lambda logits, labels, shifted: token_loss(self.model, logits, labels, smoothing, shifted),
+            self._loss,
             accuracy_and_entropy if self.options.token_metrics else None,
             self.gradient_sync.start,
             self._seed_task,
@@ -236,6 +237,12 @@ class ParallelEngine(nn.Module):
                 *((g.ranks, g.stages, g.parameters, g.shard_size, g.zero_stage) for g in self.divided_groups)
             ),
         )
+
+    def _loss(self, logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
+        """The loss summed over target tokens, and their number."""
+        if self.options.loss_function is not None:
+            return given_loss(self.options.loss_function, logits, labels)
+        return token_loss(self.model, logits, labels, self.options.label_smoothing, shifted)
 
     def _passes_of(self, key: StageKey, sums: GradientSums) -> StagePasses | LastBackward | None:
         """Makes what happens beside the computation in the tasks of a stage."""
@@ -331,7 +338,8 @@ class ParallelEngine(nn.Module):
             for shard in shards.on_rank(self.rank):
                 if len(shard.holders) > 1 and not self.spec.parameters[name].trainable and not shard.zero_cut:
                     frozen.setdefault(shard.holders, {})[name] = held(name, shard.holders)
-        has_loss = "labels" in inspect.signature(self.model.forward).parameters
+        has_loss = self.options.loss_function is None
+        has_loss = has_loss and "labels" in inspect.signature(self.model.forward).parameters
         stages = {
             key: stage
             for key, stage in self.stages.items()

@@ -271,14 +271,15 @@ AS_STOCK = {
 FOR_SCRIPTS = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank")
 
 # arguments of `Trainer`
-TRAINER_ARGUMENTS: Mapping[str, Refused] = {
+TRAINER_ARGUMENTS: Mapping[str, Refused | Differs] = {
+    "compute_loss_func": Differs(
+        "gets outputs with logits and labels alone, has to sum over target tokens and divide by `num_items_in_batch`, "
+        "and is refused with `cp_size` above 1"
+    ),
     "model_init": Refused(
         _is_given,
         "the plan, each rank's part and the optimizer are made once, of one model",
         "Pass `model`, and launch each trial of a search.",
-    ),
-    "compute_loss_func": Refused(
-        _is_given, "the loss is the model's own, summed over the target tokens of the global batch", _LEAVE_OUT
     ),
     "optimizers": Refused(
         lambda value: value[0] is None and value[1] is not None,
@@ -392,7 +393,7 @@ def check_trainer_arguments(given: Mapping[str, Any]) -> None:
     """Raises `ValueError` for the first argument of `Trainer` that can't hold under a plan."""
     for name, value in given.items():
         entry = TRAINER_ARGUMENTS.get(name)
-        if entry is not None and entry.is_refused(value):
+        if isinstance(entry, Refused) and entry.is_refused(value):
             raise _refusal(f"`{name}`", entry)
 
 

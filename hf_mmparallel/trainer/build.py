@@ -27,7 +27,7 @@ from ..data.mask_rules import MaskRule, PositionRule
 from ..data.packing import ATTENTION, PackingCollator
 from ..data.randomness import seeded
 from ..kernels.varlen_attention import use_varlen_attention
-from ..modeling import build_model_spec
+from ..modeling import build_model_spec, check_given_loss
 from ..modeling.adapter import Adapter, adapter_names, add_adapters
 from ..modeling.checkpoint_reader import checkpoint_files
 from ..modeling.compiled_layers import Compilation
@@ -326,6 +326,7 @@ def build_engine(
     forward_context: Callable[[], AbstractContextManager],
     joins: bool = False,
     token_metrics: bool = False,
+    loss_function: Callable[..., Any] | None = None,
 ) -> tuple[ParallelEngine, int]:
     """
     Prepares this rank's part of a model, in place; returns the engine, and the samples of a global batch. Collective.
@@ -339,6 +340,8 @@ def build_engine(
     check_storage(spec, plan)
     check_host_memory(prepared.costs, plan, world)
     check_global_batch(plugin.modules, global_batch_size)
+    if loss_function is not None:
+        _check_loss_function(loss_function, prepared.model, plan)
     load: LoadFunction | None = None
     # A rank that joins gets its place in a plan, and its weights, later; until then it has all of the model, by itself
     # and without memory.
@@ -348,6 +351,7 @@ def build_engine(
         load = functools.partial(_load_layers, source, world.device)
     options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
+        loss_function=loss_function,
         seed=args.seed,
         load=load,
         costs=prepared.costs,
@@ -360,6 +364,17 @@ def build_engine(
         can_change_plan=args.resilience is not None,
     )
     return ParallelEngine(prepared.model, spec, plan, world, options), global_batch_size
+
+
+def _check_loss_function(function: Callable[..., Any], model: Any, plan: ParallelPlan) -> None:
+    """Raises `ValueError` for a `compute_loss_func` whose loss microbatches can't add up."""
+    cp_size = plan.modules[LANGUAGE_MODEL].cp_size
+    if cp_size > 1:
+        raise ValueError(
+            f"`compute_loss_func` can't be used with `cp_size={cp_size}` of `{LANGUAGE_MODEL}`, whose ranks have the "
+            "logits of parts of a row. Use `cp_size=1`, or leave the function out."
+        )
+    check_given_loss(function, model.config.get_text_config().vocab_size)
 
 
 def _load_layers(

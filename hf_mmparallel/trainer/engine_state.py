@@ -199,7 +199,14 @@ class EngineState:
                 layouts = node_layouts(prepared, MultimodalParallelPlugin(plan=plan), args, self._typical_batch(count))
             self.layouts = layouts, layouts.planner.adopt(plan)
         trainer.engine, trainer.global_batch_size = build.build_engine(
-            prepared, args, plugin, trainer.world, self.forward_context, self.joins, trainer.logs_token_metrics
+            prepared,
+            args,
+            plugin,
+            trainer.world,
+            self.forward_context,
+            self.joins,
+            trainer.logs_token_metrics,
+            trainer.compute_loss_func,
         )
         if self.joins:
             trainer.args.eval_on_start = False  # the training has begun

@@ -49,9 +49,10 @@ class MultimodalSFTConfig(SFTConfig, MultimodalTrainingArguments):
         return vars(self).get("packs_microbatches")
 
 
-_LEAVE_OUT = "Leave it out, or train without `parallel`."
 _SFT_ARGUMENTS: Mapping[str, Refused] = {
-    "loss_type": Refused(lambda value: value == "dft", "the loss is the model's own, summed over targets", _LEAVE_OUT),
+    "loss_type": Refused(
+        lambda value: value == "dft", "no rank sees a whole forward", "Give it as a `compute_loss_func`."
+    ),
     "activation_offloading": Refused(
         bool, "stages keep their own activations", 'Use `activation_checkpointing_kwargs={"offload": True}`.'
     ),

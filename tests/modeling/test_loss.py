@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_mmparallel.modeling import token_loss
+from hf_mmparallel.modeling import check_given_loss, given_loss, token_loss
 from tests import tiny
 
 torch.set_num_threads(1)
@@ -66,3 +66,20 @@ def test_shifted_labels_are_taken_as_they_are():
         for given, is_shifted in ((shifted, True), (labels, False))
     )
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_a_loss_of_a_user_is_summed_and_has_to_add_up():
+    model, labels, output = make_case()
+
+    def summed(outputs, labels, num_items_in_batch):
+        return model.loss_function(outputs.logits, labels, model.config.vocab_size, num_items_in_batch)
+
+    loss, num_tokens = given_loss(summed, output.logits, labels)
+    torch.testing.assert_close(loss / num_tokens, output.loss)
+    check_given_loss(summed, model.config.vocab_size)
+    for wrong in (
+        lambda outputs, labels, num_items_in_batch: summed(outputs, labels, None),
+        lambda outputs, labels, num_items_in_batch: summed(outputs, labels, num_items_in_batch) ** 2,
+    ):
+        with pytest.raises(ValueError, match="compute_loss_func"):
+            check_given_loss(wrong, model.config.vocab_size)

@@ -111,6 +111,7 @@ def words_of(family: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the constructor of a Trainer is given besides arguments, taken out of them, or the usual."""
     data = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
     optional = ("optimizers", "callbacks", "compute_metrics", "preprocess_logits_for_metrics", "sample_tokens")
+    optional += ("compute_loss_func",)
     return {
         "model": arguments.pop("model", None) or tiny.FAMILIES[family](),
         "train_dataset": data,
@@ -118,6 +119,14 @@ def words_of(family: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "data_collator": tiny.collate(family),
         **{name: arguments.pop(name) for name in optional if name in arguments},
     }
+
+
+def with_small_normalizers(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A loss of a user: cross entropy, and the squared logarithm of what the softmax divides by (z-loss)."""
+    logits, targets = outputs.logits[..., :-1, :].float().flatten(0, 1), labels[..., 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+    losses = (losses + 1e-2 * logits.logsumexp(-1) ** 2) * (targets != -100)
+    return losses.sum() / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def draw_nothing() -> None:

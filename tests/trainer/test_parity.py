@@ -141,6 +141,18 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "llava, a loss of the user, copies, tp 2 with stages": (
+        "llava",
+        6,
+        {VISION: {"tp_size": 2}, LM: {"dp_size": 2, "pp_size": 2}},
+        {"compute_loss_func": runs.with_small_normalizers},
+    ),
+    "llama, tied, a loss of the user, tp 2": (
+        "llama_tied",
+        2,
+        {LM: {"tp_size": 2}},
+        {"compute_loss_func": runs.with_small_normalizers},
+    ),
     "llava, zero bubble with more memory": ("llava", 3, {"modules": PP2, "schedule": "zero_bubble_h2"}, {}),
     "llava, frozen vision, zero bubble": (
         "llava",
@@ -169,6 +181,7 @@ CORE = (
     "llama, tied, tp 2, virtual stages, recomputed",
     "llava, zero bubble",
     "llava, zero bubble and virtual stages on shared ranks",
+    "llama, tied, a loss of the user, tp 2",
     "llava, tp 4 of vision on the ranks of stages that share tokens",
     "llava, dp 3 x pp 2 of vision on the ranks of dp 2 x pp 3, ZeRO",
     "llama, tied, tp 2, split backwards, recomputed",
