@@ -240,9 +240,14 @@ class ParallelEngine(nn.Module):
 
     def _loss(self, logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
         """The loss summed over target tokens, and their number."""
-        if self.options.loss_function is not None:
-            return given_loss(self.options.loss_function, logits, labels)
-        return token_loss(self.model, logits, labels, self.options.label_smoothing, shifted)
+        if self.options.loss_function is None:
+            return token_loss(self.model, logits, labels, self.options.label_smoothing, shifted)
+        if shifted:
+            raise ValueError(
+                "The batch has `shift_labels`, but `compute_loss_func` gets labels that are not shifted. Let the "
+                "collator give `labels` in their place."
+            )
+        return given_loss(self.options.loss_function, logits, labels)
 
     def _passes_of(self, key: StageKey, sums: GradientSums) -> StagePasses | LastBackward | None:
         """Makes what happens beside the computation in the tasks of a stage."""
