@@ -197,7 +197,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     # the stock Trainer gathers all outputs, of which batches without images have fewer
-    metrics = trainer.evaluate(ignore_keys=["cache", "image_outputs"])
+    metrics = trainer.evaluate(ignore_keys=["cache", "past_key_values", "image_outputs"])
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
     trainer.save_model()

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +32,9 @@ def other_processor() -> dict[str, str]:
     An environment in which numpy, its BLAS and the C library use no vector unit that only some processors have, and
     sets of strings have another order.
     """
-    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__  # type: ignore[attr-defined]
-
-    known = [name for name in __cpu_dispatch__ if __cpu_features__.get(name)]
+    core = "numpy._core" if np.__version__ >= "2" else "numpy.core"
+    numbers: Any = import_module(f"{core}._multiarray_umath")
+    known = [name for name in numbers.__cpu_dispatch__ if numbers.__cpu_features__.get(name)]
     return {
         **os.environ,
         "PYTHONHASHSEED": "1",
