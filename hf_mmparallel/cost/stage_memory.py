@@ -76,6 +76,16 @@ class RankMemory:
     def total_gib(self) -> float:
         return self.total / GIB
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """What the memory of the device consists of, in words."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer,
+            "activations": self.activations,
+        }
+
     def __add__(self, other: RankMemory) -> RankMemory:
         return RankMemory(
             self.weights + other.weights,

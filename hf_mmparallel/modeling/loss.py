@@ -47,14 +47,15 @@ def given_loss(function: Callable[..., Tensor], logits: Tensor, labels: Tensor) 
     return loss.float(), (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def check_given_loss(function: Callable[..., Tensor], num_words: int) -> None:
+def check_given_loss(function: Callable[..., Tensor], num_words: int, device: torch.device | str = "cpu") -> None:
     """Raises `ValueError` unless a function's loss adds up over rows and is divided by `num_items_in_batch`."""
-    logits = torch.randn(2, 4, num_words, generator=torch.Generator().manual_seed(0))
-    labels = torch.tensor([[IGNORE_INDEX, 0, 1, 1], [IGNORE_INDEX, IGNORE_INDEX, 1, 0]])
+    # on the device of the run, where the function may have tensors of its own, such as weights of words
+    logits = torch.randn(2, 4, num_words, generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.tensor([[IGNORE_INDEX, 0, 1, 1], [IGNORE_INDEX, IGNORE_INDEX, 1, 0]], device=device)
 
     def loss_of(rows: slice, num_items: int) -> float:
         outputs = CausalLMOutput(logits=logits[rows])
-        return float(function(outputs, labels[rows], num_items_in_batch=torch.tensor(num_items)))
+        return float(function(outputs, labels[rows], num_items_in_batch=torch.tensor(num_items, device=device)))
 
     whole, halved = loss_of(slice(0, 2), 1), loss_of(slice(0, 2), 2)
     by_rows = loss_of(slice(0, 1), 1) + loss_of(slice(1, 2), 1)

@@ -72,13 +72,7 @@ def fullest_rank(predictions: Sequence[Prediction]) -> tuple[int, RankMemory]:
 
 def largest_part(memory: RankMemory) -> str:
     """The largest part of a rank's memory."""
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "activations": memory.activations,
-    }
-    return max(parts, key=lambda name: parts[name])
+    return max(memory.parts, key=memory.parts.__getitem__)
 
 
 def slower_text(best: RankedPlan, other: RankedPlan) -> str:

@@ -317,13 +317,7 @@ def memory_text(answer: Answer) -> str:
 
 
 def _parts(memory: RankMemory) -> str:
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-    }
-    shares = {name: value / memory.total for name, value in parts.items() if memory.total}
+    shares = {name: value / memory.total for name, value in memory.parts.items() if memory.total}
     return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 

@@ -161,11 +161,5 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _prediction(memory: RankMemory) -> str:
-    parts = {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-    }
-    shares = ", ".join(f"{name} {value / GIB:.3g}" for name, value in parts.items() if value)
+    shares = ", ".join(f"{name} {value / GIB:.3g}" for name, value in memory.parts.items() if value)
     return f"Predicted are {memory.total_gib:.3g} GiB ({shares})"

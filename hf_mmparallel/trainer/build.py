@@ -148,10 +148,22 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
         return wrap_with_adapters(model, spec, configs)
 
 
-def preparing_init(
+def whole_model(
+    model: Any, given: dict[str, Any], plugin: MultimodalParallelPlugin | None, args: TrainingArguments
+) -> Any:
+    """A model for the stock Trainer with all settings of its modules, also those that a `model_init` of it makes."""
+    whole = load_whole(model)
+    if plugin is not None and model is not None:
+        return prepare_single_process(whole, plugin, args)
+    if plugin is not None and given.get("model_init") is not None:
+        given["model_init"] = _preparing_init(given["model_init"], plugin, args)
+    return whole
+
+
+def _preparing_init(
     model_init: Callable[..., Any], plugin: MultimodalParallelPlugin, args: TrainingArguments
 ) -> Callable[[Any], Any]:
-    """A `model_init` of the stock Trainer whose models have all settings of their modules."""
+    """A `model_init` whose models have all settings of their modules."""
     num_arguments = number_of_arguments(model_init)
 
     def prepared(trial: Any) -> Any:
@@ -341,7 +353,7 @@ def build_engine(
     check_host_memory(prepared.costs, plan, world)
     check_global_batch(plugin.modules, global_batch_size)
     if loss_function is not None:
-        _check_loss_function(loss_function, prepared.model, plan)
+        _check_loss_function(loss_function, prepared.model, plan, world.device)
     load: LoadFunction | None = None
     # A rank that joins gets its place in a plan, and its weights, later; until then it has all of the model, by itself
     # and without memory.
@@ -366,7 +378,7 @@ def build_engine(
     return ParallelEngine(prepared.model, spec, plan, world, options), global_batch_size
 
 
-def _check_loss_function(function: Callable[..., Any], model: Any, plan: ParallelPlan) -> None:
+def _check_loss_function(function: Callable[..., Any], model: Any, plan: ParallelPlan, device: torch.device) -> None:
     """Raises `ValueError` for a `compute_loss_func` whose loss microbatches can't add up."""
     cp_size = plan.modules[LANGUAGE_MODEL].cp_size
     if cp_size > 1:
@@ -374,7 +386,7 @@ def _check_loss_function(function: Callable[..., Any], model: Any, plan: Paralle
             f"`compute_loss_func` can't be used with `cp_size={cp_size}` of `{LANGUAGE_MODEL}`, whose ranks have the "
             "logits of parts of a row. Use `cp_size=1`, or leave the function out."
         )
-    check_given_loss(function, model.config.get_text_config().vocab_size)
+    check_given_loss(function, model.config.get_text_config().vocab_size, device)
 
 
 def _load_layers(

@@ -90,9 +90,8 @@ class MultimodalParallelTrainer(Trainer):
     ```python
     >>> args = MultimodalTrainingArguments("out", global_batch_size=8, per_device_train_batch_size=2, max_steps=1)
     >>> trainer = MultimodalParallelTrainer(model, args, data_collator=collator, train_dataset=dataset)
-    >>> result = trainer.train()
+    >>> trainer.train().global_step
     {'train_runtime': ...}
-    >>> result.global_step
     1
     ```
     """
@@ -148,11 +147,7 @@ class MultimodalParallelTrainer(Trainer):
     ) -> None:
         """The stock Trainer, with the settings of modules that need no ranks."""
         args = build.single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
-        whole: Any = build.load_whole(model)
-        if plugin is not None and model is not None:
-            whole = build.prepare_single_process(whole, plugin, args)
-        elif plugin is not None and given.get("model_init") is not None:
-            given["model_init"] = build.preparing_init(given["model_init"], plugin, args)
+        whole = build.whole_model(model, given, plugin, args)
         self.loss_is_scaled_for_ga = None
         args = choose_collator(args, given, whole)
         super().__init__(model=whole, args=args, **given)
@@ -287,9 +282,8 @@ class MultimodalParallelTrainer(Trainer):
         stock = super()._get_num_items_in_batch(batch_samples, device)
         if stock is not None or not self._run.weighs_batches or not all("labels" in batch for batch in batch_samples):
             return stock
-        counts: Any = self.accelerator.gather(
-            torch.tensor(sum(map(self._run.num_targets, batch_samples)), device=device)
-        )
+        own = torch.tensor(sum(map(self._run.num_targets, batch_samples)), device=device)
+        counts: Any = self.accelerator.gather(own)
         return counts.sum()
 
     # Training
@@ -301,9 +295,7 @@ class MultimodalParallelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """
-        Weighs the mean loss of an arranged batch by its target tokens, where the model takes no `num_items_in_batch`.
-        """
+        """Weighs the mean loss of an arranged batch by its targets, if the model takes no `num_items_in_batch`."""
         # evaluation has the batches of the stock Trainer; arranged ones have as many targets as the arrangement gives
         if num_items_in_batch is None or not (model.training and self._run.weighs_batches):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -473,7 +465,8 @@ class MultimodalParallelTrainer(Trainer):
                     self._save_rng_state(str(writes.folder))
                 self._run.note_best(folder)
                 if self.args.should_save:
-                    self._save_state(writes.folder)
+                    save_trainer_state(writes.folder, self.state, [*self.callback_handler.callbacks, self.control])
+                    self._run.steps.save(writes.folder, self.state.global_step)
             if not self.args.async_save:
                 self._run.finish_save()
 
@@ -489,11 +482,6 @@ class MultimodalParallelTrainer(Trainer):
             return super()._finalize_training(*args, **kwargs)
         finally:
             self.state.best_model_checkpoint = best
-
-    def _save_state(self, folder: Path) -> None:
-        """Writes the state of the Trainer with that of its callbacks, and the position in the data."""
-        save_trainer_state(folder, self.state, [*self.callback_handler.callbacks, self.control])
-        self._run.steps.save(folder, self.state.global_step)
 
     @under_plan
     def _save_rng_state(self, output_dir: str) -> None:
@@ -570,8 +558,7 @@ class MultimodalParallelTrainer(Trainer):
         """Adds the plan, its picture and the measured efficiency to the stock model card."""
         if self.engine is None:
             return super().create_model_card(*args, **kwargs)
-        # the stock Trainer calls it for adapters
-        self.model.create_or_update_model_card = self._engine.sharded.write_adapter_card
+        self.model.create_or_update_model_card = self._engine.sharded.write_adapter_card  # called for adapters
         try:
             super().create_model_card(*args, **kwargs)
         finally:
