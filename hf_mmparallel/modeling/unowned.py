@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -62,6 +63,10 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -
     return args, {**kwargs, name: hidden}
 
 
+# before Python 3.11.8 two threads that parse at once fail with "AST constructor recursion depth mismatch"
+_PARSING = threading.Lock()
+
+
 @cache
 def _returns_tuple(cls: type[nn.Module]) -> bool:
     """Returns whether a layer's forward returns a tuple, by its source since return annotations are often wrong."""
@@ -69,7 +74,8 @@ def _returns_tuple(cls: type[nn.Module]) -> bool:
         source = inspect.getsource(inspect.unwrap(cls.forward))
     except OSError:
         return False
-    tree = ast.parse(textwrap.dedent(source))
+    with _PARSING:
+        tree = ast.parse(textwrap.dedent(source))
     tuples = {
         target.id
         for node in ast.walk(tree)
