@@ -49,8 +49,9 @@ class ModulePlugin:
         pp_size (`int`, *optional*, defaults to 1): Pipeline stages.
         tp_size (`int`, *optional*, defaults to 1): Ranks that share each layer's matrices.
         cp_size (`int`, *optional*, defaults to 1):
-            Context-parallel ranks, which share the tokens of a microbatch; language model only. Above 1 the samples
-            are packed into one row, and the attention function is `"bitfield"`.
+            Context-parallel ranks, which share a microbatch. Those of the language model share its tokens: the samples
+            are packed into one row, and the attention function is `"bitfield"`. Those of an encoder share its images,
+            frames and clips, each of which one rank computes.
         cp_method (`str`, *optional*, defaults to `"lpt"`):
             How tokens are assigned to ranks: by attention work, the heaviest block first (`"lpt"`), or one of the
             baselines `"zigzag"`, `"contiguous"` and `"random"`.

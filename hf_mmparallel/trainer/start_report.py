@@ -85,7 +85,7 @@ def sample_tokens(
     batch = collator([_sample(dataset, index) for index in indices])
     if "input_ids" not in batch:
         return None
-    num_feature_tokens = count_feature_tokens(batch, spec) if spec.placeholders else {}
+    num_feature_tokens = count_feature_tokens(batch, spec.placeholders)
     tokens = {LANGUAGE_MODEL: max(1, batch["input_ids"].numel() // samples)}  # of a packed row the mean
     for name in spec.encoders:
         modalities = {feature.modality for feature in spec.modules[name].features}
@@ -325,6 +325,11 @@ class PlanReport:
                 f"{cp_size} ranks share the tokens of each microbatch of `{LANGUAGE_MODEL}`: its samples are packed "
                 'into one row, and its attention function is "bitfield".'
             )
+        lines += [
+            f"{module.cp_size} ranks share the images, frames and clips of each microbatch of `{name}`, whole ones."
+            for name, module in plan.modules.items()
+            if module.cp_size > 1 and name != LANGUAGE_MODEL
+        ]
         note = "" if core_per_rank(context.world) else " It is not measured here: the ranks share cores."
         if not says_times:
             note = " It only compares plans: a CPU's speed is unknown, its times are not predicted."
