@@ -38,6 +38,7 @@ from .columns import format_sentence
 from .engine_callback import not_worth_a_run
 from .loaders import base_planner, training_planner
 from .model_card import SCHEDULE, WORKLOADS
+from .module_groups import settings_lines
 from .oversized_samples import LargeSamples
 from .training_sizes import RunContext, TrainingSizes, representative_batch
 
@@ -312,6 +313,7 @@ class PlanReport:
             lines.append(sentence)
         if cp_size == 1:
             lines.append(str(self.rows))
+        lines += settings_lines(self.engine.options.module_settings)
         says_times = predicts_times(self.engine.costs)
         name = arrangement_name(planner.arrangement)
         lines += arrangement_lines(name, size_origin(context), prediction, says_times)
