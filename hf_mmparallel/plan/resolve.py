@@ -57,10 +57,31 @@ def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
         )
 
 
+<<<<<<< HEAD
+def _check_chain(spec: ModuleSpec, module: ModulePlan) -> None:
+    """Raises `ValueError` for a layout that goes block by block through a module whose blocks are no chain."""
+    num_stages = max(len(stages) for stages in module.replicas)
+    for is_asked, setting in (
+        (num_stages > 1, f"`pp_size={num_stages}`"),
+        (module.tp_size > 1, f"`tp_size={module.tp_size}`"),
+        (module.sharding.zero_stage > 1, f"`zero_stage={module.sharding.zero_stage}`"),
+        (module.storage.offload_params, "`offload_params=True`"),
+    ):
+        if is_asked and not spec.is_chain:
+            raise ValueError(
+                f"{setting} of `{spec.name}`: the blocks of its `{spec.stack}` are no chain of equal layers that it "
+                "could be cut by. Use `dp_size` above 1 for more ranks, with `zero_stage=1` for less memory."
+            )
+
+
+def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
+    if cp_size > 1 and spec.name != LANGUAGE_MODEL:
+=======
 def _check_cp(spec: ModuleSpec, cp_size: int, context: ContextSettings) -> None:
     if spec.name == LANGUAGE_MODEL:
         return
     if cp_size > 1 and not spec.is_encoder:
+>>>>>>> main
         raise ValueError(
             f"`cp_size={cp_size}` of `{spec.name}`: its tokens can't be divided, only those of the language model and "
             "the images of encoders. Use `cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
@@ -173,6 +194,7 @@ def resolve_plan(
     plan = plan_from(in_order, spec, schedule, num_microbatches, split_backward=wanted)
     for name, planned in plan.modules.items():
         _check_sharding(name, planned)
+        _check_chain(spec.modules[name], planned)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
@@ -280,6 +302,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             **asdict(module.storage),
         )
         _check_sharding(name, module)
+        _check_chain(spec.modules[name], module)
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")

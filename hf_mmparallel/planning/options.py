@@ -148,7 +148,11 @@ class ModuleOptions:
 
     @property
     def max_stages(self) -> int:
-        return 1 if self.module_spec.inner_features else min(self.module_spec.num_layers, self.problem.num_ranks)
+        return (
+            1
+            if self.module_spec.inner_features or not self.module_spec.is_chain
+            else min(self.module_spec.num_layers, self.problem.num_ranks)
+        )
 
     def allows(self, size: str, value: int) -> bool:
         """Checks that the user has left this size open or set it to this value."""

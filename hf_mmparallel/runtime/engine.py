@@ -67,7 +67,7 @@ from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .payloads import keeps_rows_split
 from .sharded_model import ShardedModel
-from .step_check import SIGNS, StepCheck, StepTotals, add_up
+from .step_check import SIGNS, LossWeights, StepCheck, StepTotals, add_up
 from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
 from .work import StepResult
 
@@ -126,6 +126,7 @@ class ParallelEngine(nn.Module):
         self.signs = dict.fromkeys(SIGNS, False)  # what this rank has noticed
         self.num_signs = dict.fromkeys(SIGNS, 0)  # how many ranks have noticed it, after the last training step
         self.step_index = 0
+        self._weighed = LossWeights()  # of the losses of the last training step
         self._token_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of `accuracy_and_entropy`
         self.asked: Any = None  # when the last training step was asked for, a mark of the clock
         self.data_ms = 0.0  # how long this rank waited for it
@@ -411,6 +412,7 @@ class ParallelEngine(nn.Module):
         accumulate_in_float32(self.trained)
         if self._first_step is not None:
             self._first_step.start()
+        self._weigh_losses(batch)
         with self._own_randomness():
             result = self._run(batch, self.planner)
         totals, num_unused = self._totals(result, batch)
@@ -433,6 +435,20 @@ class ParallelEngine(nn.Module):
         self._compare_steps(batch)
         self.model.eval()
         return self._run(batch, None, on_logits)
+
+    def _weigh_losses(self, batch: StepBatch) -> None:
+        """Counts the targets of all losses of a step before it runs. Collective, if there are generators."""
+        if not self.spec.generators:
+            return
+        names = (LANGUAGE_MODEL, *self.spec.generators)
+        numbers = torch.zeros(len(names), dtype=torch.int64)
+        for (module, replica, *_), inputs in batch.batches.items():
+            if module in names and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
+                numbers[names.index(module)] += self.stages[module, replica, 0].num_targets(inputs)
+        counts = self.world.all_reduce(numbers, activity="counting targets").tolist()
+        weights = {name: part.generator.settings.loss_weight for name, part in self.parts.items() if part.generator}
+        self._weighed = LossWeights.of(dict(zip(names, counts, strict=True)), weights)
+        self.executor.functions.loss_factors.update(self._weighed.factors)
 
     def _compare_steps(self, batch: StepBatch) -> None:
         """Raises on all ranks unless they are about to run the same step. Collective."""
@@ -490,15 +506,14 @@ class ParallelEngine(nn.Module):
 
     def _totals(self, result: StepResult, batch: StepBatch) -> tuple[StepTotals, int]:
         """Sums a step's numbers over the ranks, and how many parameters each has that it did not use."""
-        assert all(task.module == LANGUAGE_MODEL for task in result.losses), "other losses would not be comparable"
-        losses = [pair for task, pair in result.losses.items() if self.leads_cp_rank(task)]
+        losses = [(task.module, *pair) for task, pair in result.losses.items() if self.leads_cp_rank(task)]
         replicas = {
             key: inputs
             for key, inputs in batch.batches.items()
             if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
         }
         noticed = {**self.signs, _UNUSED: self.gradient_sync.num_unused()}
-        totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed)
+        totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed, self._weighed)
         return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -519,8 +534,5 @@ class ParallelEngine(nn.Module):
 
 
 def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Maps modules to the entries of a batch that their encoders read."""
-    return {
-        name: frozenset(entry for modality in part.modalities for entry in part.input_names(modality))
-        for name, part in module_parts(model).items()
-    }
+    """Maps modules to the entries of a batch that only they read: media of encoders, targets of generators."""
+    return {name: frozenset(part.entries) for name, part in module_parts(model).items()}

@@ -323,4 +323,5 @@ def test_what_crosses_an_edge_is_features_or_hidden_states():
     spec = with_module(spec, LANGUAGE_MODEL, features=(FeatureSpec("image"),))
     assert LANGUAGE_MODEL not in spec.encoders and spec.generators == ("image",)
     assert spec.edge_features(LANGUAGE_MODEL, "image") == spec.language_model.features
-    assert spec.edge_width(LANGUAGE_MODEL, "image") == 24
+    assert spec.edge_width(LANGUAGE_MODEL, "image") == SPEC.language_model.hidden_size  # rows, which it projects
+    assert (spec.modalities("image"), spec.modalities(LANGUAGE_MODEL)) == (("image",), ())
