@@ -100,6 +100,8 @@ class ModuleSpec:
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""  # name of the submodule without the projector
     inner_features: bool = False  # features are read from inside the stack, which then can't be split into stages
+    # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
+    is_chain: bool = True
     head_dim: int | None = None  # width of an attention head; `hidden_size / num_heads` by default
     attention: str = "sdpa"  # the attention function, such as `"eager"`
     # tensors that the activation function saves for its backward: its input, and more if the model computes it in
@@ -215,16 +217,30 @@ class ModelSpec:
     def edge_features(self, source: str, target: str) -> tuple[FeatureSpec, ...] | None:
         """
         The features that go from one module to another, in the order of [`Edge.layers`]; `None` if hidden states do:
-        between the stages of a module, and from a module without features, as the language model of a plan with
-        generators.
+        between the stages of a module, and from a language model without features, in a plan that is only predicted.
         """
-        # the executor carries only features from one module to another, so that plans with generators don't run
-        return self.modules[source].features or None if source != target else None
+        features = self.modules[source].features
+        if source == target or not features:
+            return None
+        # of the language model each generator gets those at its own placeholders
+        return tuple(f for f in features if f.modality == target) if target in self._row_readers else features
+
+    @cached_property
+    def _row_readers(self) -> frozenset[str]:
+        """The generators that read hidden states at placeholders of their own."""
+        language_model = self.modules.get(LANGUAGE_MODEL)
+        rows = () if language_model is None else language_model.features
+        return frozenset(feature.modality for feature in rows) & {*self.generators}
+
+    def modalities(self, module: str) -> tuple[str, ...]:
+        """The modalities whose placeholders count as tokens of an encoder or a generator."""
+        own = tuple(dict.fromkeys(feature.modality for feature in self.modules[module].features))
+        return own if module != LANGUAGE_MODEL and own else (module,) if module in self._row_readers else ()
 
     def edge_width(self, source: str, target: str) -> int:
         """Width of the tensors that go from one module to another, or between the stages of one."""
-        # a module with features ends in a projector to the width of its target, others pass hidden states
-        return self.modules[source if self.edge_features(source, target) is None else target].hidden_size
+        # an encoder ends in a projector to the width of its target, others pass hidden states
+        return self.modules[target if source != target and self.modules[source].is_encoder else source].hidden_size
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:

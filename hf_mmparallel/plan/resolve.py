@@ -10,7 +10,7 @@ from .layout import ModuleLayout, plan_from
 from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
-from .parallel_plan import ModulePlan, ParallelPlan, fitting_virtual_stages
+from .parallel_plan import ContextSettings, ModulePlan, ParallelPlan, fitting_virtual_stages
 from .plugin import SIZES, ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
 
@@ -57,11 +57,40 @@ def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
         )
 
 
+<<<<<<< HEAD
+def _check_chain(spec: ModuleSpec, module: ModulePlan) -> None:
+    """Raises `ValueError` for a layout that goes block by block through a module whose blocks are no chain."""
+    num_stages = max(len(stages) for stages in module.replicas)
+    for is_asked, setting in (
+        (num_stages > 1, f"`pp_size={num_stages}`"),
+        (module.tp_size > 1, f"`tp_size={module.tp_size}`"),
+        (module.sharding.zero_stage > 1, f"`zero_stage={module.sharding.zero_stage}`"),
+        (module.storage.offload_params, "`offload_params=True`"),
+    ):
+        if is_asked and not spec.is_chain:
+            raise ValueError(
+                f"{setting} of `{spec.name}`: the blocks of its `{spec.stack}` are no chain of equal layers that it "
+                "could be cut by. Use `dp_size` above 1 for more ranks, with `zero_stage=1` for less memory."
+            )
+
+
 def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
     if cp_size > 1 and spec.name != LANGUAGE_MODEL:
+=======
+def _check_cp(spec: ModuleSpec, cp_size: int, context: ContextSettings) -> None:
+    if spec.name == LANGUAGE_MODEL:
+        return
+    if cp_size > 1 and not spec.is_encoder:
+>>>>>>> main
         raise ValueError(
-            f"`cp_size={cp_size}` of `{spec.name}`: context parallelism is only supported for the language model. Use "
-            "`cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+            f"`cp_size={cp_size}` of `{spec.name}`: its tokens can't be divided, only those of the language model and "
+            "the images of encoders. Use `cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+        )
+    if context != ContextSettings():
+        raise ValueError(
+            f"`cp_method={context.method!r}`, `cp_mode={context.mode!r}`, `cp_block={context.block}` of `{spec.name}` "
+            "say how the tokens of a row are divided, but an encoder's cp ranks share whole images, by their work. "
+            "Leave them out."
         )
 
 
@@ -184,7 +213,7 @@ def resolve_plan(
         plugin = _with_virtual_stages(plugin, module, schedule)
         _check_uncut(module, plugin.pp_size * (plugin.vp_size or 1))
         check_tp_size(module, plugin.tp_size)
-        _check_cp(module, plugin.cp_size)
+        _check_cp(module, plugin.cp_size, plugin.context)
         plugin.check_deepspeed_stages(name, plugin.pp_size)
         layouts[name] = ModuleLayout(
             split_layers(module.num_layers, plugin, name),
@@ -205,6 +234,7 @@ def resolve_plan(
     for name, planned in plan.modules.items():
         _check_experts(spec.modules[name], planned)
         _check_sharding(name, planned)
+        _check_chain(spec.modules[name], planned)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
@@ -300,7 +330,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
         for tp_size in module.tp_sizes:
             check_tp_size(spec.modules[name], tp_size)
         check_tp_sizes(spec.modules[name], module, module.tp_sizes)
-        _check_cp(spec.modules[name], module.cp_size)
+        _check_cp(spec.modules[name], module.cp_size, module.context)
         context = module.context  # validated by `ModulePlugin`, as are `sharding` and `storage`
         ModulePlugin(
             dp_size=module.dp_size,
@@ -313,6 +343,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
         )
         _check_experts(spec.modules[name], module)
         _check_sharding(name, module)
+        _check_chain(spec.modules[name], module)
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")

@@ -22,6 +22,7 @@ from ..cost import CostModel, analytic_costs, find_device
 from ..cost.layers import first_backward
 from ..cost.step_planner import StepPlanner
 from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
+from ..data.item_sharding import ItemSharder, Sharder
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
@@ -68,7 +69,7 @@ from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .payloads import keeps_rows_split
 from .sharded_model import ShardedModel
-from .step_check import SIGNS, StepCheck, StepTotals, add_up
+from .step_check import SIGNS, LossWeights, StepCheck, StepTotals, add_up
 from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
 from .work import StepResult
 
@@ -127,6 +128,7 @@ class ParallelEngine(nn.Module):
         self.signs = dict.fromkeys(SIGNS, False)  # what this rank has noticed
         self.num_signs = dict.fromkeys(SIGNS, 0)  # how many ranks have noticed it, after the last training step
         self.step_index = 0
+        self._weighed = LossWeights()  # of the losses of the last training step
         self._token_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of `accuracy_and_entropy`
         self.asked: Any = None  # when the last training step was asked for, a mark of the clock
         self.data_ms = 0.0  # how long this rank waited for it
@@ -145,7 +147,7 @@ class ParallelEngine(nn.Module):
         self.spec = with_tp_dims(model, spec, {name: module.tp_sizes for name, module in plan.modules.items()})
         self.plan = plan
         self.rank = world.rank
-        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
+        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._sharders(model))
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)  # of all ranks
         self.sharded = ShardedModel(model, self.spec, plan, world, self.options.adapter)
@@ -167,14 +169,22 @@ class ParallelEngine(nn.Module):
         self.current_sizes: SampleSizes | None = None
         self.current_workloads: Workloads | None = None
 
-    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder | None:
-        """Makes the sharder of the language model's microbatches; `None` without context parallelism."""
-        if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
-            return None
+    def _sharders(self, model: PreTrainedModel) -> dict[str, Sharder]:
+        """Makes the sharder of the chunks of each module with context parallelism."""
+        cp_sizes = {name: module.cp_size for name, module in self.plan.modules.items() if module.cp_size > 1}
+        return {
+            name: self._context_sharder(model)
+            if name == LANGUAGE_MODEL
+            else ItemSharder.of(model, self.spec, self.parts[name], name, cp_size)
+            for name, cp_size in cp_sizes.items()
+        }
+
+    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder:
+        """Makes the sharder of the language model's microbatches."""
         media = frozenset().union(*self.encoder_inputs.values())
         windows = layer_windows(model.config.get_text_config(), self.spec.language_model.num_layers)
         costs = layer_costs(self.costs, self.plan)
-        return ContextSharder(self.plan, self.rank, self.spec.placeholders, media, costs, windows)
+        return ContextSharder(self.plan, self.spec.placeholders, media, costs, windows)
 
     def _unused_inputs(self) -> dict[str, frozenset[str]]:
         """Maps modules to the entries of a batch that only other modules' encoders read."""
@@ -453,6 +463,7 @@ class ParallelEngine(nn.Module):
         accumulate_in_float32(self.trained)
         if self._first_step is not None:
             self._first_step.start()
+        self._weigh_losses(batch)
         with self._own_randomness():
             result = self._run(batch, self.planner)
         totals, num_unused = self._totals(result, batch)
@@ -475,6 +486,20 @@ class ParallelEngine(nn.Module):
         self._compare_steps(batch)
         self.model.eval()
         return self._run(batch, None, on_logits)
+
+    def _weigh_losses(self, batch: StepBatch) -> None:
+        """Counts the targets of all losses of a step before it runs. Collective, if there are generators."""
+        if not self.spec.generators:
+            return
+        names = (LANGUAGE_MODEL, *self.spec.generators)
+        numbers = torch.zeros(len(names), dtype=torch.int64)
+        for (module, replica, *_), inputs in batch.batches.items():
+            if module in names and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
+                numbers[names.index(module)] += self.stages[module, replica, 0].num_targets(inputs)
+        counts = self.world.all_reduce(numbers, activity="counting targets").tolist()
+        weights = {name: part.generator.settings.loss_weight for name, part in self.parts.items() if part.generator}
+        self._weighed = LossWeights.of(dict(zip(names, counts, strict=True)), weights)
+        self.executor.functions.loss_factors.update(self._weighed.factors)
 
     def _compare_steps(self, batch: StepBatch) -> None:
         """Raises on all ranks unless they are about to run the same step. Collective."""
@@ -532,15 +557,14 @@ class ParallelEngine(nn.Module):
 
     def _totals(self, result: StepResult, batch: StepBatch) -> tuple[StepTotals, int]:
         """Sums a step's numbers over the ranks, and how many parameters each has that it did not use."""
-        assert all(task.module == LANGUAGE_MODEL for task in result.losses), "other losses would not be comparable"
-        losses = [pair for task, pair in result.losses.items() if self.leads_cp_rank(task)]
+        losses = [(task.module, *pair) for task, pair in result.losses.items() if self.leads_cp_rank(task)]
         replicas = {
             key: inputs
             for key, inputs in batch.batches.items()
             if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
         }
         noticed = {**self.signs, _UNUSED: self.gradient_sync.num_unused()}
-        totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed)
+        totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed, self._weighed)
         return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -561,8 +585,5 @@ class ParallelEngine(nn.Module):
 
 
 def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Maps modules to the entries of a batch that their encoders read."""
-    return {
-        name: frozenset(entry for modality in part.modalities for entry in part.input_names(modality))
-        for name, part in module_parts(model).items()
-    }
+    """Maps modules to the entries of a batch that only they read: media of encoders, targets of generators."""
+    return {name: frozenset(part.entries) for name, part in module_parts(model).items()}

@@ -43,6 +43,8 @@ class StepFunctions:
     before_forward: Callable[[Task], None] = lambda task: None  # may seed the forward
     forward_context: Callable[[], AbstractContextManager] = nullcontext  # such as autocast
     passes: TaskHooks = field(default_factory=TaskHooks)  # gathers weights and sums gradients in tasks
+    # generator -> what its loss is multiplied with to count like the loss of a target token; set for each step
+    loss_factors: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -224,6 +226,11 @@ class _Step:
             if self.inputs.makes_logits(task):
                 losses = self.losses(task, outputs[0])
                 outputs = outputs[1:]
+            elif self.inputs.makes_loss(task):
+                total, outputs = outputs[0], []
+                losses = [total * executor.functions.loss_factors.get(task.module, 1.0)]
+                count = stage.num_targets(self.inputs.host_batch(task))
+                self.result.losses[task] = (total.detach(), torch.tensor(count))
         check_feature_tokens(self.inputs, task, outputs)
         if needs_graph or self.unsent[task]:  # logits of an evaluation have neither, and are not kept
             self.running[task.key] = _RunningTask(outputs, losses, leaves)
