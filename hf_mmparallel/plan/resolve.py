@@ -57,7 +57,6 @@ def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
         )
 
 
-<<<<<<< HEAD
 def _check_chain(spec: ModuleSpec, module: ModulePlan) -> None:
     """Raises `ValueError` for a layout that goes block by block through a module whose blocks are no chain."""
     num_stages = max(len(stages) for stages in module.replicas)
@@ -74,14 +73,10 @@ def _check_chain(spec: ModuleSpec, module: ModulePlan) -> None:
             )
 
 
-def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
-    if cp_size > 1 and spec.name != LANGUAGE_MODEL:
-=======
 def _check_cp(spec: ModuleSpec, cp_size: int, context: ContextSettings) -> None:
     if spec.name == LANGUAGE_MODEL:
         return
     if cp_size > 1 and not spec.is_encoder:
->>>>>>> main
         raise ValueError(
             f"`cp_size={cp_size}` of `{spec.name}`: its tokens can't be divided, only those of the language model and "
             "the images of encoders. Use `cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."

@@ -68,13 +68,9 @@ class WorkSums:
 
 def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> AbstractContextManager:
     """
-    <<<<<<< HEAD
-        Counts what a module computes on in a forward, on the first rank of the mesh: at the first stage of the language
-        model or a generator, and the attention of every stage of an encoder.
-    =======
-        Counts what a module computes on in a forward: at the first stage of the language model, on the first rank of the
-        mesh, and the attention of every stage of an encoder, on the first rank of each cp rank, which has its own images.
-    >>>>>>> main
+    Counts what a module computes on in a forward: at the first stage of the language model or of a generator, on the
+    first rank of the mesh, and the attention of every stage of an encoder, on the first of each cp rank, which has
+    images of its own.
     """
     firsts = [tp_group[0] for tp_group in inputs.planned_stage(task).mesh]
     if inputs.rank not in firsts:
