@@ -263,8 +263,8 @@ def check_module_names(encoders: tuple[str, ...], generators: tuple[str, ...] = 
         for place, (other, _) in enumerate(names):
             if other.startswith(name + "_") or (other == name and place != number):
                 raise ValueError(
-                    f"Inputs of `{other}`, {names[place][1]}, can't be told from those of `{name}`, since the names of "
-                    f"modules are prefixes of inputs. Rename one of them."
+                    f"Inputs of `{other}`, {names[place][1]}, can't be told from those of `{name}`, since names "
+                    "of modules are prefixes of inputs. Rename one of them."
                 )
 
 

@@ -537,7 +537,7 @@ class ModuleStage:
         if not self.spec.placeholders:
             return {}
         if num_tokens is None:
-            counts = count_feature_tokens(inputs, self.spec)
+            counts = count_feature_tokens(inputs, self.spec.placeholders)
             num_tokens = {modality: sum(of_samples) for modality, of_samples in counts.items()}
         device, width = inputs["input_ids"].device, self.module_spec.hidden_size
         missing = torch.full((), torch.nan, dtype=self.input_dtype, device=device)

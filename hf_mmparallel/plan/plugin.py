@@ -23,7 +23,16 @@ from .parallel_plan import (
     write_data,
 )
 from .planned_for import PlannedFor
-from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
+from .reading import (
+    plain_data,
+    read_count,
+    read_flag,
+    read_list,
+    read_mapping,
+    read_name,
+    read_number,
+    reject_unknown_keys,
+)
 
 AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)
@@ -49,8 +58,9 @@ class ModulePlugin:
         pp_size (`int`, *optional*, defaults to 1): Pipeline stages.
         tp_size (`int`, *optional*, defaults to 1): Ranks that share each layer's matrices.
         cp_size (`int`, *optional*, defaults to 1):
-            Context-parallel ranks, which share the tokens of a microbatch; language model only. Above 1 the samples
-            are packed into one row, and the attention function is `"bitfield"`.
+            Context-parallel ranks, which share a microbatch. Those of the language model share its tokens: the samples
+            are packed into one row, and the attention function is `"bitfield"`. Those of an encoder share its images,
+            frames and clips, each of which one rank computes.
         cp_method (`str`, *optional*, defaults to `"lpt"`):
             How tokens are assigned to ranks: by attention work, the heaviest block first (`"lpt"`), or one of the
             baselines `"zigzag"`, `"contiguous"` and `"random"`.
@@ -99,6 +109,11 @@ class ModulePlugin:
             only. With `deepspeed` installed the step is that of `DeepSpeedCPUAdam`.
         offload_params (`bool`, *optional*, defaults to `False`):
             Whether the frozen weights of layers are in host memory and come to the device one layer ahead of use.
+        learning_rate (`float`, *optional*):
+            Learning rate of the module with its projector, at the top of the schedule, in place of that of the
+            arguments; logged as `learning_rate/vision`.
+        weight_decay (`float`, *optional*):
+            Weight decay of the module, of those of its parameters that have any: no norms and biases.
         deepspeed (`str` or `dict`, *optional*):
             DeepSpeed configuration, as the path of its JSON file or as a dict. Its ZeRO stage and the offloading of
             its optimizer become settings of this module; batch sizes, clipping, precision and optimizer in it must be
@@ -136,6 +151,8 @@ class ModulePlugin:
     master_weights: bool | None = None
     offload_optimizer: bool = False
     offload_params: bool = False
+    learning_rate: float | None = None
+    weight_decay: float | None = None
     deepspeed: str | dict[str, Any] | None = None
     cp_method: str = "lpt"
     cp_mode: str = "auto"
@@ -245,6 +262,14 @@ class ModulePlugin:
         for name in ("colocate_with", "attn_implementation"):
             if getattr(self, name) is not None:
                 read_name(getattr(self, name), f"`{name}`")
+        for name in ("learning_rate", "weight_decay"):
+            if getattr(self, name) is not None:
+                setattr(self, name, read_number(getattr(self, name), f"`{name}`"))
+                if self.freeze is True and self.peft_config is None:
+                    raise ValueError(
+                        f"`{name}={getattr(self, name)}` has no effect with `freeze=True`, which leaves nothing to "
+                        "train. Leave one of them out."
+                    )
         if isinstance(self.freeze, bool):
             return
         for pattern in [self.freeze] if isinstance(self.freeze, str) else read_list(self.freeze, "`freeze`"):

@@ -10,7 +10,7 @@ from .layout import ModuleLayout, plan_from
 from .methods import POLICIES, Schedule
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
-from .parallel_plan import ModulePlan, ParallelPlan, fitting_virtual_stages
+from .parallel_plan import ContextSettings, ModulePlan, ParallelPlan, fitting_virtual_stages
 from .plugin import SIZES, ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
 
@@ -73,11 +73,19 @@ def _check_chain(spec: ModuleSpec, module: ModulePlan) -> None:
             )
 
 
-def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
-    if cp_size > 1 and spec.name != LANGUAGE_MODEL:
+def _check_cp(spec: ModuleSpec, cp_size: int, context: ContextSettings) -> None:
+    if spec.name == LANGUAGE_MODEL:
+        return
+    if cp_size > 1 and not spec.is_encoder:
         raise ValueError(
-            f"`cp_size={cp_size}` of `{spec.name}`: context parallelism is only supported for the language model. Use "
-            "`cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+            f"`cp_size={cp_size}` of `{spec.name}`: its tokens can't be divided, only those of the language model and "
+            "the images of encoders. Use `cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+        )
+    if context != ContextSettings():
+        raise ValueError(
+            f"`cp_method={context.method!r}`, `cp_mode={context.mode!r}`, `cp_block={context.block}` of `{spec.name}` "
+            "say how the tokens of a row are divided, but an encoder's cp ranks share whole images, by their work. "
+            "Leave them out."
         )
 
 
@@ -162,7 +170,7 @@ def resolve_plan(
         plugin = _with_virtual_stages(plugin, module, schedule)
         _check_uncut(module, plugin.pp_size * (plugin.vp_size or 1))
         check_tp_size(module, plugin.tp_size)
-        _check_cp(module, plugin.cp_size)
+        _check_cp(module, plugin.cp_size, plugin.context)
         plugin.check_deepspeed_stages(name, plugin.pp_size)
         layouts[name] = ModuleLayout(
             split_layers(module.num_layers, plugin, name),
@@ -277,7 +285,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
         for tp_size in module.tp_sizes:
             check_tp_size(spec.modules[name], tp_size)
         check_tp_sizes(spec.modules[name], module, module.tp_sizes)
-        _check_cp(spec.modules[name], module.cp_size)
+        _check_cp(spec.modules[name], module.cp_size, module.context)
         context = module.context  # validated by `ModulePlugin`, as are `sharding` and `storage`
         ModulePlugin(
             dp_size=module.dp_size,

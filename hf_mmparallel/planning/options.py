@@ -53,7 +53,7 @@ class MeanMicrobatches:
         """
         layout, count = self.layout(cp_size), self.batch.num_samples
         if not padded:
-            layout = replace(layout, block=1)
+            layout = replace(layout, block=1, sharing=1)
         grows = padded and self.grows(cp_size)
         key = layout, min(max(1, round(count / num_samples)), count) if grows else count
         if key not in self._shares:
@@ -63,7 +63,7 @@ class MeanMicrobatches:
     def grows(self, cp_size: int) -> bool:
         """Tells whether a microbatch of several samples computes more than its samples alone."""
         layout = self.layout(cp_size)
-        return layout.padded or layout.block > 1
+        return layout.padded or layout.block > 1 or layout.sharing > 1
 
     def layout(self, cp_size: int) -> RowLayout:
         """Memory layout of the samples of a microbatch."""
@@ -172,10 +172,10 @@ class ModuleOptions:
             for size in range(1, largest + 1)
             if self.allows("tp_size", size) and not any(count % size for count in counts)
         ]
-        max_cp_size = self.problem.num_ranks if self.name == LANGUAGE_MODEL else 1
+        can_share = self.name == LANGUAGE_MODEL
         context = [
             1 << power
-            for power in range(max(1, max_cp_size).bit_length())
+            for power in range(self.problem.num_ranks.bit_length() if can_share else 1)
             if self.allows("cp_size", 1 << power) and (not power or self.tokens >= _MIN_TOKENS_PER_CP_RANK << power)
         ]
         given = self.problem.checkpointing.get(self.name)

@@ -21,6 +21,7 @@ from ..cost import CostModel, analytic_costs, find_device
 from ..cost.layers import first_backward
 from ..cost.step_planner import StepPlanner
 from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
+from ..data.item_sharding import ItemSharder, Sharder
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
@@ -144,7 +145,7 @@ class ParallelEngine(nn.Module):
         self.spec = with_tp_dims(model, spec, {name: module.tp_sizes for name, module in plan.modules.items()})
         self.plan = plan
         self.rank = world.rank
-        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
+        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._sharders(model))
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)  # of all ranks
         self.sharded = ShardedModel(model, self.spec, plan, world, self.options.adapter)
@@ -166,14 +167,22 @@ class ParallelEngine(nn.Module):
         self.current_sizes: SampleSizes | None = None
         self.current_workloads: Workloads | None = None
 
-    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder | None:
-        """Makes the sharder of the language model's microbatches; `None` without context parallelism."""
-        if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
-            return None
+    def _sharders(self, model: PreTrainedModel) -> dict[str, Sharder]:
+        """Makes the sharder of the chunks of each module with context parallelism."""
+        cp_sizes = {name: module.cp_size for name, module in self.plan.modules.items() if module.cp_size > 1}
+        return {
+            name: self._context_sharder(model)
+            if name == LANGUAGE_MODEL
+            else ItemSharder.of(model, self.spec, self.parts[name], name, cp_size)
+            for name, cp_size in cp_sizes.items()
+        }
+
+    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder:
+        """Makes the sharder of the language model's microbatches."""
         media = frozenset().union(*self.encoder_inputs.values())
         windows = layer_windows(model.config.get_text_config(), self.spec.language_model.num_layers)
         costs = layer_costs(self.costs, self.plan)
-        return ContextSharder(self.plan, self.rank, self.spec.placeholders, media, costs, windows)
+        return ContextSharder(self.plan, self.spec.placeholders, media, costs, windows)
 
     def _unused_inputs(self) -> dict[str, frozenset[str]]:
         """Maps modules to the entries of a batch that only other modules' encoders read."""

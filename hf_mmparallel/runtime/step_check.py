@@ -69,15 +69,18 @@ class StepCheck:
             for replica, microbatches in enumerate(replicas):
                 starts[module, replica] = total
                 total += len(microbatches)
-        # Places for samples, then for inputs, media and cuts of microbatches.
+        # Places for samples, then for inputs and media of microbatches, and for the cuts that have each sample.
         num_samples = len(step.samples)
         values: dict[int, Collection[int]] = dict(mark.samples)
         for kind, numbers in enumerate((mark.inputs, mark.media)):
             first = num_samples + kind * total
             values |= {first + starts[key[:2]] + key[2]: (number,) for key, number in numbers.items()}
-        first = num_samples + 2 * total + starts[LANGUAGE_MODEL, 0]
-        values |= {first + index: (checksum,) for index, checksum in mark.shardings.items()}
-        slack = np.zeros(num_samples + 3 * total, np.int64)
+        first, modules = num_samples + 2 * total, list(step.microbatches)
+        values |= {
+            first + modules.index(module) * num_samples + batch_index: (checksum,)
+            for (module, batch_index), checksum in mark.shardings.items()
+        }
+        slack = np.zeros(first + len(modules) * num_samples, np.int64)
         slack[num_samples + total : num_samples + 2 * total] = MEDIA_ROUNDING
         differ = self._differing(values, slack)
         if not differ:
@@ -86,8 +89,8 @@ class StepCheck:
         table = self._table(max(values.get(place, ()), default=None))
         if place < num_samples:
             raise RuntimeError(f"Sample {step.samples[place]} differs between ranks that share it ({table}). {_SEEDS}")
-        kind, number = divmod(place - num_samples, total)
-        if kind < 2:
+        if place < first:
+            number = (place - num_samples) % total
             module, replica = next(
                 key for key, start in starts.items() if 0 <= number - start < len(step.microbatches[key[0]][key[1]])
             )
@@ -96,11 +99,17 @@ class StepCheck:
                 f"The inputs of microbatch {index} of `{module}`, replica {replica}, differ between the ranks that "
                 f"compute it together ({table}). {_SEEDS}"
             )
-        raise RuntimeError(
-            f"The ranks cut the tokens of {len(differ)} of {sum(map(len, step.microbatches[LANGUAGE_MODEL]))} "
-            f"microbatches of the language model differently, the first of which is {place - first} ({table}). With "
+        number, batch_index = divmod(place - first, num_samples)
+        reason = (
             '`cp_mode="auto"` the cut follows from predicted times, which processors of different kinds can round '
             'differently: use `cp_mode="row"`.'
+            if modules[number] == LANGUAGE_MODEL
+            else "a collator whose `without_media` leaves out more than floating-point entries, ranks can't know the "
+            "images of others: keep the whole numbers that go with them, such as grids and sizes."
+        )
+        raise RuntimeError(
+            f"The ranks cut the chunk of `{modules[number]}` with sample {step.samples[batch_index]} differently for "
+            f"its cp ranks, and those of {len(differ) - 1} other samples ({table}). With {reason}"
         )
 
     def _differing(self, values: Mapping[int, Collection[int]], slack: np.ndarray) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data.context_tokens import WORDS, ChunkKey, ContextSharding
+from ..data.item_sharding import Sharding
 from ..data.step_batch import StepData
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
@@ -146,7 +147,7 @@ class StepInputs:
         """Returns [`~StepInputs.host_batch`] on the device, with the mask words of all that its tokens attend to."""
         if task.key not in self._on_device:
             sharding, inputs = self._sharding(task), send_known(self.host_batch(task), self.device)
-            if sharding is not None:
+            if isinstance(sharding, ContextSharding):
                 stage, cp_rank = self.planned_stage(task), self.cp_rank(task)
                 shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]
                 inputs[WORDS] = sharding.shard(cp_rank, self.groups[shared_by], self.device)
@@ -187,7 +188,7 @@ class StepInputs:
             return sharding.num_tokens
         key = _chunk_key(task)
         if key not in self._num_tokens:
-            self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec)
+            self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec.placeholders)
         return self._num_tokens[key]
 
     def num_local_tokens(self, task: Task) -> Mapping[str, int]:
@@ -211,8 +212,8 @@ class StepInputs:
                 self._owners[key] = FeatureOwners(order, owners, self.planned_stage(task).cp_size)
         return self._owners[key]
 
-    def _sharding(self, task: Task) -> ContextSharding | None:
-        """Returns how the tokens of a task are sharded over its cp ranks; `None` for one cp rank."""
+    def _sharding(self, task: Task) -> Sharding | None:
+        """Returns how the tokens or images of a task are sharded over its cp ranks; `None` for one cp rank."""
         return self._shardings.get(_chunk_key(task))
 
 

@@ -68,10 +68,12 @@ class WorkSums:
 
 def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> AbstractContextManager:
     """
-    Counts what a module computes on in a forward, on the first rank of the mesh: at the first stage of the language
-    model or a generator, and the attention of every stage of an encoder.
+    Counts what a module computes on in a forward: at the first stage of the language model or a generator, on the
+    first rank of the mesh, and the attention of every stage of an encoder, on the first rank of each cp rank, which
+    has its own images.
     """
-    if inputs.planned_stage(task).all_ranks[0] != inputs.rank:
+    firsts = [tp_group[0] for tp_group in inputs.planned_stage(task).mesh]
+    if inputs.rank not in firsts:
         return nullcontext()
     sums, spec = work.setdefault(task.module, WorkSums()), inputs.spec.modules[task.module]
     if task.module in inputs.plan.generators:
@@ -81,7 +83,7 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> 
         return nullcontext()
     if task.module != LANGUAGE_MODEL:
         return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, sums)
-    if task.stage == 0:
+    if task.stage == 0 and inputs.rank == firsts[0]:
         sums.add(*language_work(inputs.whole_batch(task), spec.windows))
     return nullcontext()
 
