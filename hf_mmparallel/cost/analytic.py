@@ -261,7 +261,7 @@ class AnalyticLayers:
         share = (0.5 if module_spec.name == LANGUAGE_MODEL else 1.0) / split
         flops = share * 4.0 * module_spec.attention_width
         if module_spec.attention != "eager":
-            return flops / self.device.attention_flops_per_ms(module_spec.attention)
+            return flops / self.device.attention_flops_per_ms(module_spec.attention) / self.engine.attention_share
         # eager attention materializes all scores: matrix products and memory traffic for all pairs, see `chunk_sizes`
         scores = (FUSED_SCORE_BYTES if self.engine.fused else SCORE_BYTES) * precision.compute / 2
         moved = share * scores * module_spec.num_heads

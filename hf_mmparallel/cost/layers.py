@@ -21,6 +21,7 @@ class Engine:
     # matrix products accumulate gradients in place
     fused: bool = False
     fused_loss: bool = False
+    attention_share: float = 1.0  # speed of its attention kernels over those of the device's `attention_efficiency`
     hidden_sums: bool = False  # tensor-parallel collectives overlap with matrix products
     blocking_messages: bool = False  # stages are idle while they send and receive
     # point-to-point, inside a node and between nodes; by default that of the links

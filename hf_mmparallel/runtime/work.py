@@ -68,9 +68,9 @@ class WorkSums:
 
 def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> AbstractContextManager:
     """
-    Counts what a module computes on in a forward: at the first stage of the language model or a generator, on the
-    first rank of the mesh, and the attention of every stage of an encoder, on the first rank of each cp rank, which
-    has its own images.
+    Counts what a module computes on in a forward: at the first stage of the language model or of a generator, on the
+    first rank of the mesh, and the attention of every stage of an encoder, on the first of each cp rank, which has
+    images of its own.
     """
     firsts = [tp_group[0] for tp_group in inputs.planned_stage(task).mesh]
     if inputs.rank not in firsts:
