@@ -425,7 +425,7 @@ class ModuleStage:
 
     def _blank_rows(self, inputs: Mapping[str, Any]) -> Tensor:
         """Rows that a later stage of a generator, which starts from hidden states, does not read."""
-        count = sum(count_feature_tokens(inputs, self.spec)[self.module_name])
+        count = sum(count_feature_tokens(inputs, self.spec.placeholders)[self.module_name])
         width, device = self.spec.language_model.hidden_size, inputs["input_ids"].device
         return torch.zeros(count, width, dtype=self.input_dtype, device=device)
 
