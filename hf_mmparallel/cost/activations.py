@@ -218,7 +218,7 @@ def is_split(attention: Sequence[Matrix]) -> bool:
 
 
 def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[str, float]:
-    """Share of each parameter of a layer on one rank of a tp group."""
+    """Share of each parameter of a layer on one rank of a tp group, or of those that share experts."""
     module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
     shape = LayerShape.of(module_spec, uses)
     inside, is_language = 0 <= index < module_spec.num_layers, module == LANGUAGE_MODEL
@@ -230,6 +230,8 @@ def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> 
         is_cut = inside or (is_language and (index == module_spec.num_layers or use.parameter.is_lookup))
         is_whole = use.parameter.replicated or len(use.parameter.shape) < 2 or name.startswith(whole)
         result[name] = 1.0 / tp_size if is_cut and not is_whole else 1.0
+        if use.parameter.num_experts and module_spec.expert_ranks:
+            result[name] = 1.0 / len(module_spec.expert_ranks)
     return result
 
 

@@ -18,6 +18,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 from .dtensors import whole_shape
+from .expert_parallel import experts_of
 from .features import feature_specs
 from .forward_inputs import meta_forward, meta_inputs
 from .generators import Generator
@@ -204,12 +205,15 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
     locations = _parameter_locations(model, parts, stacks)
     by_module: dict[str, list[ParameterSpec]] = {name: [] for name in parts}
+    experts = {id(p): module.num_experts for module in experts_of(model).values() for p in module.parameters()}
     for name, parameter in model.named_parameters():
         module, layer = locations[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(whole_shape(parameter))
         share = active_share(model, name, shape)
-        by_module[module].append(ParameterSpec(name, shape, layer, dtype, bool(parameter.requires_grad), share))
+        trainable, num_experts = bool(parameter.requires_grad), experts.get(id(parameter), 0)
+        entry = ParameterSpec(name, shape, layer, dtype, trainable, share, num_experts=num_experts)
+        by_module[module].append(entry)
     modules = {
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
     }

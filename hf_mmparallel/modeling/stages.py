@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
+from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
@@ -362,6 +363,18 @@ class ModuleStage:
         """Counts what the loss of this generator, or of the language model, is summed over in a batch."""
         generator = self.parts[self.module_name].generator
         return num_target_tokens(inputs) if generator is None else generator.num_targets(inputs)
+
+    def run_without_tokens(self, device: torch.device) -> Tensor:
+        """Runs the layers without tokens of this rank, see [`without_tokens`], and returns their output `[0, D]`."""
+        hidden = torch.zeros(0, self.module_spec.hidden_size, dtype=self.input_dtype, device=device)
+        with self.without_tokens():
+            for layer in self.own_layers.values():
+                hidden = layer(hidden)
+        return hidden
+
+    def without_tokens(self) -> AbstractContextManager:
+        """A block in which the layers of this stage have no tokens of this rank."""
+        return without_tokens(self.own_layers.values())
 
     def present(self, inputs: Mapping[str, Any]) -> list[str]:
         """Lists the modalities of this encoder for which a batch has inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,9 @@ class ParameterSpec:
     tp_dim: int | None = 0
     # equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor
     tp_blocks: int = 1
+    # experts, each of which has a slice along the first dimension, that expert parallelism can put on different ranks;
+    # 0 for what is not of experts
+    num_experts: int = 0
 
     @property
     def replicated(self) -> bool:
@@ -107,6 +111,8 @@ class ModuleSpec:
     windows: tuple[int, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
+    # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
+    expert_ranks: tuple[int, ...] = ()
 
     def row_shares(self, tp_size: int) -> int:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
@@ -130,6 +136,11 @@ class ModuleSpec:
     @property
     def head_width(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts of each of its mixtures that ranks can share, 0 without any; a common divisor if they differ."""
+        return math.gcd(*(parameter.num_experts for parameter in self.parameters))
 
     @cached_property
     def int8_weight(self) -> str | None:
