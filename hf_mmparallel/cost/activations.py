@@ -277,11 +277,9 @@ def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, tp_size: in
 
 def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
     """Saved bytes per token for the matrices that read the hidden state, and for adapters."""
-    num_copies = sum(matrix.saves_input(precision) for matrix in group[:-1])
-    if not precision.is_cast:
-        num_copies = min(1, num_copies)
     # tokens are sorted by expert, in a copy of each for every active one
-    saved = float(num_copies * group[0].copies * module_spec.hidden_size * precision.compute)
+    read = [matrix.copies for matrix in group[:-1] if matrix.saves_input(precision)]
+    saved = (sum(read) if precision.is_cast else max(read, default=0.0)) * module_spec.hidden_size * precision.compute
     for matrix in group:
         saved += matrix.adapter_rank * matrix.adapter_bytes
         if matrix.adapter_bytes > precision.stream:
