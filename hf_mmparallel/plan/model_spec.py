@@ -95,7 +95,8 @@ class ModuleSpec:
     # and for the last one
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""  # name of the submodule without the projector
-    inner_features: bool = False  # features are read from inside the stack, which then can't be split into stages
+    # layers whose outputs are read again behind the last one (DeepStack), to which they pass through all later stages
+    taps: tuple[int, ...] = ()
     head_dim: int | None = None  # width of an attention head; `hidden_size / num_heads` by default
     attention: str = "sdpa"  # the attention function, such as `"eager"`
     # tensors that the activation function saves for its backward: its input, and more if the model computes it in
@@ -105,6 +106,10 @@ class ModuleSpec:
     windows: tuple[int, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
+
+    def states_before(self, layer: int) -> int:
+        """Number of hidden states that enter a stage that begins with a layer: of the layer before it, and of taps."""
+        return 1 + sum(tap < layer - 1 for tap in self.taps)
 
     def row_shares(self, tp_size: int) -> int:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
