@@ -96,7 +96,8 @@ class ModuleSpec:
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""  # name of the submodule without the projector
     inner_features: bool = False  # features are read from inside the stack, which then can't be split into stages
-    head_dim: int | None = None  # width of an attention head; `hidden_size / num_heads` by default
+    # width of an attention head, the mean where layers differ in it; `hidden_size / num_heads` by default
+    head_dim: int | None = None
     attention: str = "sdpa"  # the attention function, such as `"eager"`
     # tensors that the activation function saves for its backward: its input, and more if the model computes it in
     # several steps
@@ -105,6 +106,13 @@ class ModuleSpec:
     windows: tuple[int, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
+    # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
+    hidden_shape: tuple[int, ...] = ()
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of the hidden state of a token between layers."""
+        return self.hidden_shape or (self.hidden_size,)
 
     def row_shares(self, tp_size: int) -> int:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
