@@ -347,6 +347,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     known: dict[tuple, StageCost] = {}
     shared: dict[tuple[str, int], PassTransfers | None] = {}
     result = {}
+    costs = costs.of_plan(plan)
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
             first_rank = _first_rank(costs, stage)
@@ -392,7 +393,7 @@ def _stage_cost(
     if waits_ms:
         waits = Polynomial(token=waits_ms)
         cost = replace(cost, work={**cost.work, **{part: cost.work[part] + waits for part in ("forward", "inputs")}})
-    if cp_size == 1:
+    if cp_size == 1 or module != LANGUAGE_MODEL:  # the cp ranks of an encoder have whole images
         return cost
     width = 2 * module_spec.num_kv_heads * module_spec.head_width / tp_size
     received = costs.value_bytes * width * (cp_size - 1) / cp_size

@@ -23,7 +23,16 @@ from .parallel_plan import (
     write_data,
 )
 from .planned_for import PlannedFor
-from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
+from .reading import (
+    plain_data,
+    read_count,
+    read_flag,
+    read_list,
+    read_mapping,
+    read_name,
+    read_number,
+    reject_unknown_keys,
+)
 
 AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)
@@ -36,7 +45,7 @@ SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
 NOT_SEARCHED = ("deepspeed",)
 # settings that a finished plan contains; the others are written beside the plan
-HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
+HELD_BY_PLAN = (*SIZES, "ep_size", *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
 
 
 @dataclass
@@ -49,8 +58,9 @@ class ModulePlugin:
         pp_size (`int`, *optional*, defaults to 1): Pipeline stages.
         tp_size (`int`, *optional*, defaults to 1): Ranks that share each layer's matrices.
         cp_size (`int`, *optional*, defaults to 1):
-            Context-parallel ranks, which share the tokens of a microbatch; language model only. Above 1 the samples
-            are packed into one row, and the attention function is `"bitfield"`.
+            Context-parallel ranks, which share a microbatch. Those of the language model share its tokens: the samples
+            are packed into one row, and the attention function is `"bitfield"`. Those of an encoder share its images,
+            frames and clips, each of which one rank computes.
         cp_method (`str`, *optional*, defaults to `"lpt"`):
             How tokens are assigned to ranks: by attention work, the heaviest block first (`"lpt"`), or one of the
             baselines `"zigzag"`, `"contiguous"` and `"random"`.
@@ -58,6 +68,10 @@ class ModulePlugin:
             `"row"` gathers all keys and values, `"segments"` only those of samples that are split over ranks; `"auto"`
             chooses the mode that is predicted to be faster.
         cp_block (`int`, *optional*, defaults to 128): Tokens per block, the unit that is assigned to a rank.
+        ep_size (`int`, *optional*, defaults to 1):
+            Ranks that share the experts of each layer of a mixture of experts, so many of the `dp_size * cp_size *
+            tp_size` ranks of a stage: each has some of the experts whole, and tokens travel to theirs. A multiple of
+            `tp_size`. With 1 each tensor-parallel group has a part of all experts.
         layers_per_stage (`list[int]`, *optional*): Number of layers of each stage; split evenly by default.
         vp_size (`int`, *optional*):
             Virtual stages of each of the `pp_size` ranks: stage `i` of `pp_size * vp_size` is on rank `i % pp_size` of
@@ -99,6 +113,11 @@ class ModulePlugin:
             only. With `deepspeed` installed the step is that of `DeepSpeedCPUAdam`.
         offload_params (`bool`, *optional*, defaults to `False`):
             Whether the frozen weights of layers are in host memory and come to the device one layer ahead of use.
+        learning_rate (`float`, *optional*):
+            Learning rate of the module with its projector, at the top of the schedule, in place of that of the
+            arguments; logged as `learning_rate/vision`.
+        weight_decay (`float`, *optional*):
+            Weight decay of the module, of those of its parameters that have any: no norms and biases.
         deepspeed (`str` or `dict`, *optional*):
             DeepSpeed configuration, as the path of its JSON file or as a dict. Its ZeRO stage and the offloading of
             its optimizer become settings of this module; batch sizes, clipping, precision and optimizer in it must be
@@ -122,6 +141,7 @@ class ModulePlugin:
     pp_size: int = 1
     tp_size: int = 1
     cp_size: int = 1
+    ep_size: int = 1
     layers_per_stage: list[int] | None = None
     vp_size: int | None = None
     split_backward: bool | None = None
@@ -136,6 +156,8 @@ class ModulePlugin:
     master_weights: bool | None = None
     offload_optimizer: bool = False
     offload_params: bool = False
+    learning_rate: float | None = None
+    weight_decay: float | None = None
     deepspeed: str | dict[str, Any] | None = None
     cp_method: str = "lpt"
     cp_mode: str = "auto"
@@ -145,7 +167,7 @@ class ModulePlugin:
     def __post_init__(self):
         self._read_deepspeed()
         self._check_types()
-        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "cp_block", "vp_size"):
+        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "ep_size", "cp_block", "vp_size"):
             size = getattr(self, name)
             if name == "vp_size" and size is None:
                 continue
@@ -245,6 +267,14 @@ class ModulePlugin:
         for name in ("colocate_with", "attn_implementation"):
             if getattr(self, name) is not None:
                 read_name(getattr(self, name), f"`{name}`")
+        for name in ("learning_rate", "weight_decay"):
+            if getattr(self, name) is not None:
+                setattr(self, name, read_number(getattr(self, name), f"`{name}`"))
+                if self.freeze is True and self.peft_config is None:
+                    raise ValueError(
+                        f"`{name}={getattr(self, name)}` has no effect with `freeze=True`, which leaves nothing to "
+                        "train. Leave one of them out."
+                    )
         if isinstance(self.freeze, bool):
             return
         for pattern in [self.freeze] if isinstance(self.freeze, str) else read_list(self.freeze, "`freeze`"):
@@ -294,6 +324,7 @@ class ModulePlugin:
             "vp_size": plan.vp_size,
             "tp_size": plan.tp_size,
             "cp_size": plan.cp_size,
+            "ep_size": plan.ep_size,
             "layers_per_stage": [stage.num_layers for stage in plan.replicas[0]],
             "split_backward": plan.splits_backward,
             "activation_checkpointing": plan.activation_checkpointing,
@@ -432,7 +463,7 @@ class MultimodalParallelPlugin:
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:
         """Module -> its explicitly given sizes, which a search keeps."""
-        return self._given(SIZES)
+        return self._given((*SIZES, "ep_size"))
 
     @property
     def fixed_sharding(self) -> dict[str, dict[str, Any]]:

@@ -70,6 +70,17 @@ def read_flag(value: Any, what: str) -> bool:
     return value
 
 
+def read_number(value: Any, what: str) -> float:
+    """Returns a number of at least 0, also `1e-5`, which YAML reads as text; raises `ValueError` for anything else."""
+    try:
+        number = float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{what} is `{value!r}`; it must be a number of at least 0.")
+    return number
+
+
 def read_name(value: Any, what: str) -> str:
     """Returns a string, raises `ValueError` for anything else."""
     if not isinstance(value, str):

@@ -20,6 +20,7 @@ from .._files import check_complete, reason_of
 from ..modeling.dtensors import from_shard, shard_as
 from ..world import World
 from .optimizer_slices import (
+    MODULE,
     STATE,
     cant_be_cut,
     named_groups,
@@ -183,7 +184,8 @@ def _states(
             settings_of_name, state = entries[name]
             saved.append(settings_of_name)
             states[parameter] = _state_of(name, parameter, state, group, folder)
-        without = groups[min(index, len(groups) - 1)] if groups else {}
+        alike = [other for other in groups if other.get(MODULE) == group.get(MODULE)]
+        without = alike[min(index, len(alike) - 1)] if alike else {}
         settings.append(_same_settings(saved, index, names, folder) if saved else without)
     return states, settings
 

@@ -286,6 +286,7 @@ def buckets(
 # Names of optimizers, and the keys of saved state: names of parameters, settings of groups, tensors of one rank.
 
 STATE = "optimizer.pt"
+MODULE = "module"  # in the settings of a group: the module whose learning rate or weight decay it has
 
 
 def named_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:

@@ -56,6 +56,8 @@ LIGER_LOSSES = (
 
 # fields of `TrainingArguments`
 ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
+    "learning_rate": Differs("That of modules without a `learning_rate` of their own; all follow one schedule."),
+    "weight_decay": Differs("That of modules without a `weight_decay` of their own."),
     "optim": Refused(
         lambda value: value in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in str(value),
         "it updates weights inside the backward, before replicas have summed their gradients",
@@ -203,12 +205,10 @@ AS_STOCK = {
     "output_dir",
     "num_train_epochs",
     "max_steps",
-    "learning_rate",
     "lr_scheduler_type",
     "lr_scheduler_kwargs",
     "warmup_steps",
     "optim_args",
-    "weight_decay",
     "adam_beta1",
     "adam_beta2",
     "adam_epsilon",

@@ -53,6 +53,7 @@ from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
 from .argument_table import LIGER_LOSSES
 from .arguments import MultimodalTrainingArguments, check_global_batch
+from .module_groups import check_given
 from .start_checks import check_model
 
 logger = get_logger(__name__)
@@ -153,6 +154,8 @@ def whole_model(
 ) -> Any:
     """A model for the stock Trainer with all settings of its modules, also those that a `model_init` of it makes."""
     whole = load_whole(model)
+    if plugin is not None:
+        check_given(given, plugin.modules)
     if plugin is not None and model is not None:
         return prepare_single_process(whole, plugin, args)
     if plugin is not None and given.get("model_init") is not None:

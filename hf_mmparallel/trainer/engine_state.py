@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from ..modeling import build_model_spec
 from ..modeling.loading import blank_model, check_gatherable, fill
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.peft_models import base_model_of, with_adapters_of
-from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, PlannedFor, SampleSizes
+from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
 from ..resilience.pipelines import module_settings
 from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimizer
@@ -48,9 +48,12 @@ from .auto import find_plan, report_search
 from .build import row_choice
 from .checkpoint_saves import CheckpointSaves
 from .engine_callback import EngineCallback
+from .given_optimizer import give_part, group_names
 from .loaders import StepLoaders
 from .log_lines import LogLineCallback, LossProgressCallback
 from .metrics_callback import ParallelMetricsCallback
+from .module_groups import own_settings, split_groups, split_names
+from .optimizer_state import stock_groups
 from .oversized_samples import allowed_bytes
 from .prediction_callback import PredictionCallback
 from .preemption_callback import PreemptionCallback, noting_signals
@@ -127,7 +130,8 @@ class EngineState:
     steps: TrainingSteps
     saves: CheckpointSaves
     evaluation_samples: SampleAgreement
-    stock_groups: list[list[str]]  # names of trained parameters, as the stock Trainer groups them
+    modules: Mapping[str, ModulePlugin]  # settings
+    stock_groups: list[list[str]]  # names of trained parameters, as the optimizer groups them
     planned_for: PlannedFor | None  # the run that the plan was made for
     arrangement: str  # if the arguments name none; the value of rank 0 decides
     train_steps: Any  # the dataset of the loader in use, whose items are steps
@@ -139,11 +143,13 @@ class EngineState:
         self.rank_costs: CostModel | None = None  # without a plan, to arrange samples by
         self.stock_batch_size: int | None = None  # see [`PlanReport`]
         self.layouts: tuple[NodeLayouts, Any] | None = None  # with `resilience`
+        self.rates: dict[str, float] = {}  # of modules with a learning rate of their own
         self.measured_sizes: dict[str, tuple[Any, Any]] = {}  # of `TrainingSizes`
 
     def begin_without_plan(self, args: Any, plugin: MultimodalParallelPlugin | None) -> None:
         """Prepares the batches of the stock Trainer, and warns of settings without effect. Collective."""
         trainer = self.trainer
+        self.modules = {} if plugin is None else plugin.modules
         self.pack(bool(getattr(args, "row_packing", None)))
         if getattr(args, "save_on_preemption", False):
             trainer.add_callback(PreemptionCallback(trainer.world))
@@ -166,10 +172,20 @@ class EngineState:
         self.rank_costs = replace(costs, packing=isinstance(trainer.data_collator, PackingCollator))
 
     def lay_out(
-        self, prepared: build.PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
+        self,
+        prepared: build.PreparedModel,
+        args: MultimodalTrainingArguments,
+        plugin: MultimodalParallelPlugin,
+        optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        """Decides on packing and a plan, and makes the engine. Collective."""
+        """Decides on packing and a plan, makes the engine, and gives an optimizer of the user its part. Collective."""
         trainer = self.trainer
+        self.modules = plugin.modules
+        if optimizer is None:
+            stock = stock_groups(trainer.get_decay_parameter_names(prepared.model), prepared.model)
+            self.stock_groups = split_names(stock, prepared.spec, self.modules)
+        else:
+            self.stock_groups = group_names(optimizer, prepared.model)
         if args.global_batch_size is None:
             self.stock_batch_size = build.resolve_batch(args, args.world_size)
         trainer.rows = row_choice(args.row_packing, prepared.model, prepared.spec, trainer.data_collator)
@@ -217,6 +233,8 @@ class EngineState:
         self.evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", trainer.world, "evaluation dataset")
         self.planned_for = plugin.planned_for
         self.arrangement = DEFAULT_ARRANGEMENT
+        if optimizer is not None:
+            give_part(optimizer, self.stock_groups, trainer.engine)
 
     def _typical_batch(self, count: int) -> tuple[int, SampleSizes | None]:
         """Number of samples of a global batch, and sizes of a typical one, the same on all ranks. Collective."""
@@ -289,6 +307,15 @@ class EngineState:
         trainer = self.trainer
         if wanted:
             trainer.data_collator = packing_collator(trainer.data_collator, trainer.model)
+
+    def split_groups(self, optimizer: Any) -> Any:
+        """A new optimizer, in which modules with a learning rate or weight decay of their own have groups."""
+        trainer = self.trainer
+        base = base_model_of(trainer.model)
+        if own_settings(self.modules):
+            spec = build_model_spec(base) if trainer.engine is None else trainer.model_spec
+            split_groups(optimizer, base, spec, self.modules, trainer.get_decay_parameter_names(base))
+        return optimizer
 
     def prepare_optimizer(self, optimizer: Any) -> None:
         """Gives a new optimizer its parts of the weights and its hooks. Collective."""

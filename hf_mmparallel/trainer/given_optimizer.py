@@ -10,7 +10,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 
+from ..plan import ModulePlugin
 from ..runtime.engine import ParallelEngine
+from .module_groups import check_given
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -29,8 +31,11 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def given_optimizer(given: Mapping[str, Any], args: Any) -> torch.optim.Optimizer | None:
+def given_optimizer(
+    given: Mapping[str, Any], args: Any, modules: Mapping[str, ModulePlugin]
+) -> torch.optim.Optimizer | None:
     """The optimizer given to a Trainer, if any; raises `ValueError` for one that can't be used with its arguments."""
+    check_given(given, modules)
     optimizer = given.get("optimizers", (None, None))[0]
     if optimizer is None:
         return None

@@ -49,6 +49,7 @@ from .evaluation import Evaluator
 from .given_optimizer import check_optimizer, check_schedule, give_part, group_names
 from .loaders import StepLoaders
 from .loop_settings import check_accelerator, check_settings, loop_arguments, on_one_process, with_optimizer
+from .module_groups import check_unscheduled, split_groups
 from .optimizer_state import SCHEDULER, load_optimizer_and_scheduler, scheduler_of_groups
 from .start_checks import check_launch, check_trainer
 from .start_report import PlanReport
@@ -442,6 +443,11 @@ def _lay_out(
             "`peft_config` in the plan adds adapters, which the optimizer does not have. Give a function that makes "
             "it from the model, such as `lambda model: AdamW(model.parameters())`."
         )
+    check_unscheduled(optimizer, plugin.modules)
+    groups = group_names(optimizer, prepared.model)
+    decaying = zip(groups, optimizer.param_groups, strict=True)
+    decayed = {name for names, group in decaying if group.get("weight_decay") for name in names}
+    split_groups(optimizer, prepared.model, prepared.spec, plugin.modules, decayed)
     groups = group_names(optimizer, prepared.model)
     if build.is_single_process(plugin, world.size):
         plugin = on_one_process(plugin, prepared.spec)

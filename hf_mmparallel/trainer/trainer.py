@@ -41,8 +41,9 @@ from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
-from .given_optimizer import give_part, given_optimizer, group_names
+from .given_optimizer import given_optimizer
 from .loaders import check_loader, follow_plan
+from .module_groups import learning_rates
 from .start_checks import check_launch, check_overrides, check_trainer
 from .survival import Survival
 from .training_sizes import TrainingSizes
@@ -161,7 +162,7 @@ class MultimodalParallelTrainer(Trainer):
         check_launcher(args)
         check_trainer(model, given)
         check_optimizer_class(plugin.modules, given)
-        optimizer = given_optimizer(given, args)
+        optimizer = given_optimizer(given, args, plugin.modules)
         self.args = args  # for `world`; the stock constructor sets those of its own loop
         with raise_on_all_ranks("preparing the model"):
             check_output_folder(args, self.world)
@@ -169,12 +170,7 @@ class MultimodalParallelTrainer(Trainer):
             self.model_spec = prepared.spec
             args = choose_collator(args, given, prepared.model)
             super().__init__(model=prepared.model, args=build.plan_arguments(args), **given)
-            decayed = self.get_decay_parameter_names(prepared.model)
-            stock = optimizer_state.stock_groups(decayed, prepared.model)
-            self._run.stock_groups = stock if optimizer is None else group_names(optimizer, prepared.model)
-            self._run.lay_out(prepared, args, plugin)
-            if optimizer is not None:
-                give_part(optimizer, self._run.stock_groups, self._engine)
+            self._run.lay_out(prepared, args, plugin, optimizer)
         self._run.begin_under_plan(args, plugin)
 
     # The model
@@ -207,6 +203,7 @@ class MultimodalParallelTrainer(Trainer):
             if self._run.steps.samples.skip and not {"loss", "train_loss"}.isdisjoint(logs):
                 logs["parallel/skipped_samples"] = self._run.steps.samples.num_skipped
             self._run.steps.finite.check()
+        logs.update(self._run.rates if "learning_rate" in logs else {})
         super().log(logs, start_time)
 
     # Data
@@ -287,6 +284,15 @@ class MultimodalParallelTrainer(Trainer):
         return counts.sum()
 
     # Training
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Modules with a learning rate or weight decay of their own have groups of their own."""
+        return self._run.split_groups(super().create_optimizer(model))
+
+    def _get_learning_rate(self) -> float:
+        """Notes those of modules, for the log of the step that they are used in."""
+        self._run.rates = learning_rates(self.optimizer)
+        return super()._get_learning_rate()
 
     def compute_loss(
         self,

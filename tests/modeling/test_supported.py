@@ -128,9 +128,11 @@ def test_layers_of_unknown_width_are_told_of():
 
 
 def test_numbers_of_unlike_layers_are_those_that_all_can_be_cut_by():
-    heads = {1: {"head_dim": 32}, 3: {"head_dim": 32, "num_key_value_heads": 2}}
+    full = {"head_dim": 32, "num_key_value_heads": 2}
     config = hf.CONFIG_MAPPING["gemma4_text"](
-        num_hidden_layers=4, head_dim=16, num_attention_heads=8, num_key_value_heads=4, per_layer_config=heads
+        **{**TEXT, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        per_layer_config={1: full, 3: full},
     )
     module = build_model_spec(build_on_meta(config)).language_model
     assert (module.num_heads, module.num_kv_heads, module.head_width) == (8, 2, 24)

@@ -217,7 +217,7 @@ def whole(*mesh: tuple[int, ...], layers: int = 6) -> tuple[Stage, ...]:
 
 PLAN = resolve({"dp_size": 2}, {"pp_size": 2, "tp_size": 2})
 UNLIKE = (whole((0,)), whole((1, 6)))  # of `vision`, on rank 0 and on the tp group of ranks 1 and 6
-ROWS, TWO = resolve({}, {"cp_size": 2}), resolve({}, {"dp_size": 2})
+ROWS, TWO = resolve({"cp_size": 2}, {"cp_size": 2}), resolve({}, {"dp_size": 2})
 
 
 def vision(*replicas: tuple[Stage, ...], stage: int = 0) -> ParallelPlan:
@@ -233,9 +233,9 @@ def on(*mesh: tuple[int, ...]) -> tuple[Stage, ...]:
     return whole(*mesh, layers=4)
 
 
-def in_context(*settings: Any, **named: Any) -> ParallelPlan:
-    module = dataclasses.replace(ROWS.modules[LANGUAGE_MODEL], context=ContextSettings(*settings, **named))
-    return dataclasses.replace(ROWS, modules={**ROWS.modules, LANGUAGE_MODEL: module})
+def in_context(*settings: Any, of: str = LANGUAGE_MODEL, **named: Any) -> ParallelPlan:
+    module = dataclasses.replace(ROWS.modules[of], context=ContextSettings(*settings, **named))
+    return dataclasses.replace(ROWS, modules={**ROWS.modules, of: module})
 
 
 GAP = (Stage((0, 2), ((2,),)), Stage((3, 4), ((3,),)))
@@ -258,7 +258,7 @@ BAD_PLANS = [
     (language(on((2,), (3,)), on((4, 5), (6, 7))), "`cp_size=2` of `language_model` .* tp groups of 1 and 2"),
     (language(UNEVEN_ROWS), "stages of `language_model` have 1 and 2 tp groups"),
     (language(on((2, 3), (3, 4))), "puts rank 3 twice"),
-    (vision(whole((0,), (1,))), "`cp_size=2` of `vision`: .* only supported for the language model"),
+    (in_context("zigzag", of="vision"), "`cp_method='zigzag'.*` of `vision` .* whole images"),
     (OTHER_EDGE, r"The plan's edges are \[.*\(1,\).*\], the model's \[.*'vision'.*\]"),
     (dataclasses.replace(PLAN, schedule="1f2b"), "no `1f2b`. Did you mean `1f1b`"),
     (in_context(method="zigzg"), "no `zigzg`. Did you mean `zigzag`"),
@@ -323,4 +323,5 @@ def test_what_crosses_an_edge_is_features_or_hidden_states():
     spec = with_module(spec, LANGUAGE_MODEL, features=(FeatureSpec("image"),))
     assert LANGUAGE_MODEL not in spec.encoders and spec.generators == ("image",)
     assert spec.edge_features(LANGUAGE_MODEL, "image") == spec.language_model.features
-    assert spec.edge_width(LANGUAGE_MODEL, "image") == 24
+    assert spec.edge_width(LANGUAGE_MODEL, "image") == SPEC.language_model.hidden_size  # rows, which it projects
+    assert (spec.modalities("image"), spec.modalities(LANGUAGE_MODEL)) == (("image",), ())

@@ -260,8 +260,11 @@ def run_loopback(
         media = frozenset(
             name for part in module_parts(own).values() for m in part.modalities for name in part.input_names(m)
         )
-        sharder = ContextSharder(plan, rank, spec.placeholders, media)
-        source = StepDataset(Reader(dataset, collator), RankInputs(plan, rank, sharder=sharder), 0)
+        sharders: dict = {}
+        for name, module in plan.modules.items():
+            if module.cp_size > 1:
+                sharders[name] = ContextSharder(plan, spec.placeholders, media)
+        source = StepDataset(Reader(dataset, collator), RankInputs(plan, rank, sharders=sharders), 0)
         batch = source.read(step)
         with torch.set_grad_enabled(training), torch.autocast("cpu", dtype, enabled=cast):
             return executor.run(program, batch)
