@@ -365,6 +365,10 @@ def _stage_memory(
         saved = entries.saved.copy()
         saved[1] += _array([_hidden(costs, module_spec)])[0]  # all rows, from which the first layer takes its share
         entries = replace(entries, saved=saved)
+    if layers[0] and entries.needed[1 + layers[0]]:  # the states of taps that it receives
+        saved, received = entries.saved.copy(), module_spec.states_before(layers[0]) - 1
+        saved[1 + layers[0]] += _array([_hidden(costs, module_spec) * received])[0]
+        entries = replace(entries, saved=saved)
     layer_indices = [
         i for i in range(-1, module_spec.num_layers + 1) if stage_holds(layers, module_spec.num_layers, i)
     ]
@@ -523,7 +527,8 @@ def _weights(
 def _sent_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
     """The tensors that a stage sends."""
     is_last = stop == module_spec.num_layers
-    out = Polynomial(token=feature_bytes(costs, module_spec)) if is_last else _hidden(costs, module_spec)
+    hidden = _hidden(costs, module_spec) * module_spec.states_before(stop)
+    out = Polynomial(token=feature_bytes(costs, module_spec)) if is_last else hidden
     gradient = needed[-1] if is_last else needed[stop + 1]
     # gradients of sent tensors are received and concatenated in a backward
     return (out, out, out * 2.0) if gradient else (Polynomial(), out, Polynomial())
@@ -545,7 +550,7 @@ def feature_bytes(costs: CostModel, module_spec: ModuleSpec, merged: bool = True
         return 0.0
     shape = LayerShape.of(module_spec, costs.spec.uses.get((module_spec.name, module_spec.num_layers), ()))
     share = min((share for share, _ in chain_widths(shape)), default=1.0) if merged else 1.0
-    copies = len(module_spec.features) if module_spec.inner_features else 1
+    copies = len(module_spec.features) if module_spec.taps else 1
     return share * copies * costs.spec.language_model.hidden_size * Precision.of(module_spec, costs.value_bytes).stream
 
 

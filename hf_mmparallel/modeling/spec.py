@@ -338,7 +338,7 @@ def _module_spec(
         parameters=parameters,
         features=features,
         tower=part.tower,
-        inner_features=any(feature.index is not None for feature in features),
+        taps=tuple(sorted(config.deepstack_visual_indexes)) if any(f.index is not None for f in features) else (),
         is_chain=is_chain,
         head_dim=_setting(config, "head_dim"),
         attention=getattr(config, "_attn_implementation", None) or "sdpa",

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,10 +46,18 @@ class StageRun:
 
     first: int  # the received hidden state replaces its input
     stop: int  # the layer at whose entry the forward stops
-    hidden: Tensor | None = None  # the received hidden state, `None` in a first stage
+    # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
+    received: dict[int, Tensor] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages
+    kept: dict[int, Tensor] = field(default_factory=dict)
     probe: bool = False  # stops at the entry of the first layer
     entered: bool = False
     dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The received hidden state that replaces the input of the first layer; `None` in a first stage."""
+        return self.received.get(self.first - 1)
 
 
 class LayerInterceptor:
@@ -99,18 +107,24 @@ class LayerInterceptor:
 
     def _after(self, index: int):
         """
-        Gives the received hidden state also as the output of layer `first - 1`, for encoders that select outputs of
-        layers (`vision_feature_layer=-2`): transformers records them behind each layer, and would find that of an
-        identity layer.
+        Gives received hidden states also as the outputs of the earlier layers that they are of, for encoders that read
+        outputs of layers behind the last one (DeepStack, `vision_feature_layer=-2`), and would find those of identity
+        layers; keeps the outputs of taps for later stages.
         """
 
         def hook(layer: nn.Module, args: tuple[Any, ...], output: Any):
             run = self.run
-            if run is None or run.hidden is None or index != run.first - 1:
+            if run is None:
                 return None
-            if isinstance(output, tuple):
-                return (run.hidden.to(output[0].dtype), *output[1:])
-            return run.hidden.to(output.dtype)
+            state = output[0] if isinstance(output, tuple) else output
+            is_given = index in run.received
+            if is_given:
+                state = run.received[index].to(state.dtype)
+            if index in run.taps:
+                run.kept[index] = state
+            if not is_given:
+                return None
+            return (state, *output[1:]) if isinstance(output, tuple) else state
 
         return hook
 
@@ -246,7 +260,7 @@ class _Encoded:
     """The result of an encoder's layers for one modality."""
 
     output: Any = None  # if its last layer was run
-    hidden: Tensor | None = None  # otherwise what leaves the layers
+    states: list[Tensor] = field(default_factory=list)  # otherwise what leaves the layers: a hidden state, and taps
 
 
 class ModuleStage:
@@ -328,12 +342,10 @@ class ModuleStage:
         with torch.no_grad():
             if self.parts[self.module_name].generator is not None:
                 encoded = self._generated(inputs, self._blank_rows(inputs), StageRun(*self.layers, probe=True))
-                assert encoded.hidden is not None
-                return [encoded.hidden.shape]
+                return [state.shape for state in encoded.states]
             for modality in self.present(inputs):  # one each for an encoder
-                encoded = self._encode(modality, inputs, StageRun(*self.layers, probe=True))
-                assert encoded.hidden is not None
-                shapes.append(encoded.hidden.shape)
+                (arrived,) = self._encode(modality, inputs, StageRun(*self.layers, probe=True)).states
+                shapes += [arrived.shape] * self.module_spec.states_before(self.layers[0])
         return shapes
 
     def __call__(
@@ -400,7 +412,7 @@ class ModuleStage:
             try:
                 output = function()
             except StageExit as exit_:
-                return _Encoded(hidden=exit_.hidden)
+                return _Encoded(states=[exit_.hidden, *run.kept.values()])
         assert run.entered or self.is_first, f"{self.module_name} never reached layer {run.first}"
         return _Encoded(output=output)
 
@@ -409,13 +421,12 @@ class ModuleStage:
         sent: list[Tensor] = []
         for number, modality in enumerate(self.present(inputs)):
             self.modality, self.is_first_run = modality, not number
-            received = None if self.is_first else hidden[number]
-            run = StageRun(*self.layers, hidden=received)
+            run = self._run(hidden[number * self._num_received :])
             encoded = self._encode(modality, inputs, run)
-            if encoded.hidden is None:
+            if self.is_last:
                 outputs[modality] = encoded.output
             else:
-                sent.append(self._to_wire_dtype(encoded.hidden, run.dtype))
+                sent += [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
         if not self.is_last:
             return self._checked_once(sent, hidden)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
@@ -423,11 +434,10 @@ class ModuleStage:
 
     def _run_generator(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor] | None, rows: Tensor) -> list[Tensor]:
         """Runs a generator on the rows of the language model; the last stage returns the loss summed over targets."""
-        run = StageRun(*self.layers, hidden=hidden[0] if hidden else None)
+        run = self._run(hidden or ())
         encoded = self._generated(inputs, rows, run)
-        if encoded.hidden is None:
-            return [encoded.output]
-        return self._checked_once([self._to_wire_dtype(encoded.hidden, run.dtype)], hidden or [])
+        states = [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
+        return self._checked_once(states, hidden or []) if states else [encoded.output]
 
     def _generated(self, inputs: Mapping[str, Any], rows: Tensor, run: StageRun) -> _Encoded:
         """Runs the layers of a range of a generator."""
@@ -441,6 +451,23 @@ class ModuleStage:
         count = sum(count_feature_tokens(inputs, self.spec.placeholders)[self.module_name])
         width, device = self.spec.language_model.hidden_size, inputs["input_ids"].device
         return torch.zeros(count, width, dtype=self.input_dtype, device=device)
+
+    def _run(self, states: Sequence[Tensor]) -> StageRun:
+        """A forward of this stage with the first of some hidden states, which it receives for a modality."""
+        first, stop = self.layers
+        # of the layer before, and those of taps in the order of their layers
+        layers = [first - 1, *self._taps_before(first)][: self._num_received]
+        received = dict(zip(layers, states, strict=False))
+        return StageRun(first, stop, received, () if self.is_last else self._taps_before(stop))
+
+    def _taps_before(self, layer: int) -> tuple[int, ...]:
+        """The taps whose states pass the border before a layer beside that of the layer before."""
+        return tuple(tap for tap in self.module_spec.taps if tap < layer - 1)
+
+    @property
+    def _num_received(self) -> int:
+        """Hidden states that the stage receives for a modality."""
+        return 0 if self.is_first else self.module_spec.states_before(self.layers[0])
 
     def _checked_once(self, outputs: list[Tensor], hidden: Sequence[Tensor]) -> list[Tensor]:
         """Returns the outputs; in the first call it refuses NaN, the value of unowned parameters."""
@@ -494,7 +521,7 @@ class ModuleStage:
     ) -> list[Tensor]:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features, num_tokens)
-        run = StageRun(*self.layers, hidden=None if self.is_first or not hidden else hidden[0])
+        run = self._run(hidden or ())
         with inject_features(self.model, self.parts, outputs) as feature_kwargs:
             if self._interceptor is None:
                 return self._last_outputs(self.model(**kwargs, **feature_kwargs))

@@ -99,9 +99,10 @@ class ModuleSpec:
     # and for the last one
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""  # name of the submodule without the projector
-    inner_features: bool = False  # features are read from inside the stack, which then can't be split into stages
     # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
     is_chain: bool = True
+    # layers whose outputs are read again behind the last one (DeepStack), to which they pass through all later stages
+    taps: tuple[int, ...] = ()
     head_dim: int | None = None  # width of an attention head; `hidden_size / num_heads` by default
     attention: str = "sdpa"  # the attention function, such as `"eager"`
     # tensors that the activation function saves for its backward: its input, and more if the model computes it in
@@ -113,6 +114,10 @@ class ModuleSpec:
     sequence_parallel: bool = False
     # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
     expert_ranks: tuple[int, ...] = ()
+
+    def states_before(self, layer: int) -> int:
+        """Number of hidden states that enter a stage that begins with a layer: of the layer before it, and of taps."""
+        return 1 + sum(tap < layer - 1 for tap in self.taps)
 
     def row_shares(self, tp_size: int) -> int:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""

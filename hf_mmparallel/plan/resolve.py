@@ -49,14 +49,6 @@ def check_tp_size(spec: ModuleSpec, tp_size: int) -> None:
             )
 
 
-def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
-    if pp_size > 1 and spec.inner_features:
-        raise ValueError(
-            f"`pp_size={pp_size}`: `{spec.name}` outputs features of inner layers (DeepStack), so it can't be split "
-            f"into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
-        )
-
-
 def _check_chain(spec: ModuleSpec, module: ModulePlan) -> None:
     """Raises `ValueError` for a layout that goes block by block through a module whose blocks are no chain."""
     num_stages = max(len(stages) for stages in module.replicas)
@@ -206,7 +198,6 @@ def resolve_plan(
             plugin = _on_ranks_of(layouts[host], plugin, name)
             host = layouts[host].host or host
         plugin = _with_virtual_stages(plugin, module, schedule)
-        _check_uncut(module, plugin.pp_size * (plugin.vp_size or 1))
         check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size, plugin.context)
         plugin.check_deepspeed_stages(name, plugin.pp_size)
@@ -320,7 +311,6 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
                     f"The stages of `{name}` replica {replica} have layers {bounds}, which do not cover 0 to "
                     f"{num_layers} in order. Give them consecutive ranges of the model's {num_layers} layers."
                 )
-            _check_uncut(spec.modules[name], len(stages))
             used.update(rank for stage in stages for rank in stage.all_ranks)
         for tp_size in module.tp_sizes:
             check_tp_size(spec.modules[name], tp_size)

@@ -150,11 +150,7 @@ class ModuleOptions:
 
     @property
     def max_stages(self) -> int:
-        return (
-            1
-            if self.module_spec.inner_features or not self.module_spec.is_chain
-            else min(self.module_spec.num_layers, self.problem.num_ranks)
-        )
+        return min(self.module_spec.num_layers, self.problem.num_ranks) if self.module_spec.is_chain else 1
 
     def allows(self, size: str, value: int) -> bool:
         """Checks that the user has left this size open or set it to this value."""
@@ -174,12 +170,15 @@ class ModuleOptions:
             for size in range(1, largest + 1)
             if self.allows("tp_size", size) and not any(count % size for count in counts)
         ]
-        can_share = self.name == LANGUAGE_MODEL
-        context = [
-            1 << power
-            for power in range(self.problem.num_ranks.bit_length() if can_share else 1)
-            if self.allows("cp_size", 1 << power) and (not power or self.tokens >= _MIN_TOKENS_PER_CP_RANK << power)
-        ]
+        if self.name == LANGUAGE_MODEL:
+            context = [
+                1 << power
+                for power in range(self.problem.num_ranks.bit_length())
+                if self.allows("cp_size", 1 << power)
+                and (not power or self.tokens >= _MIN_TOKENS_PER_CP_RANK << power)
+            ]
+        else:  # the images of an encoder are shared out where the user says so
+            context = [self.problem.fixed.get(self.name, {}).get("cp_size", 1)]
         given = self.problem.checkpointing.get(self.name)
         checkpointing = (False, True) if given is None and self._has_backward else (bool(given),)
         return tuple(

@@ -206,7 +206,7 @@ def _check_copies(name: str, plugin: ModulePlugin) -> None:
 def _units(spec: ModelSpec, selected_layers: Mapping[str, int]) -> Iterator[ChainUnit]:
     for name, module in spec.modules.items():
         last = min(selected_layers.get(name, module.num_layers), module.num_layers - 1)
-        cuts = [0] if module.inner_features else range(last + 1)
+        cuts = [0] if module.taps else range(last + 1)  # a unit's edge has one hidden state
         for bounds in pairwise((*cuts, module.num_layers)):
             yield ChainUnit(name, bounds)
 

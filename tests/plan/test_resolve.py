@@ -131,17 +131,18 @@ def test_freezing_is_not_undone():
     assert all(p.trainable for p in VISION.parameters)
 
 
-def test_deepstack_features_enter_at_their_layers_and_leave_a_stack_that_is_not_cut():
+def test_deepstack_features_enter_at_their_layers_and_leave_the_last_stage():
     spec = model_spec(deepstack=(0, 1, 2))
     plan = resolve({"dp_size": 2}, {"layers_per_stage": [1, 2, 1]}, spec)
     (edge,) = plan.edges
     assert edge.layers == (0, 0, 1, 2)
     assert plan.edge_stages(edge, 0) == {0: (0, 1), 1: (2, 3)}
-    with pytest.raises(ValueError, match=r"`pp_size=2`: .* \(DeepStack\).* Use `pp_size=1`, with `dp_size`"):
-        resolve({"pp_size": 2}, spec=spec)
-    cut = dataclasses.replace(resolve({"pp_size": 2}), edges=resolve(spec=spec).edges)
-    with pytest.raises(ValueError, match="DeepStack"):
-        check_plan(cut, spec)
+    cut = resolve({"pp_size": 3}, {"layers_per_stage": [1, 2, 1]}, spec)
+    check_plan(cut, spec)
+    assert cut.edge_stages(cut.edges[0], 0) == plan.edge_stages(edge, 0)
+    # the outputs of layers 0 to 2 pass to the last stage, where they are read; one of them may be the hidden state
+    assert [spec.modules["vision"].states_before(layer) for layer in range(1, 6)] == [1, 2, 3, 4, 4]
+    assert model_spec().modules["vision"].states_before(4) == 1
 
 
 @pytest.mark.parametrize(
