@@ -238,31 +238,51 @@ def _parameter_locations(
             layer = lengths[module]
         locations[name] = (module, layer)
     for module, part in parts.items():
-        early = [name for name, location in locations.items() if location == (module, -1) and inside(name, part.tower)]
-        for name in _used_after(model, part.tower, stacks[module], early):
-            locations[name] = (module, lengths[module])
+        inner = {name: layer for name, (owner, layer) in locations.items() if owner == module}
+        early, late = (
+            [name for name, layer in inner.items() if layer == place and inside(name, part.tower)]
+            for place in (-1, lengths[module])
+        )
+        # a language model has nothing but its norm and head behind the layers
+        for name, is_late in _misplaced(model, part.tower, stacks[module], early, late * bool(part.features)):
+            locations[name] = (module, -1 if is_late else lengths[module])
     return locations
 
 
-def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[str]) -> list[str]:
-    """Picks those of `names` that are registered before the layers but used only after them (OPT's last norm)."""
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+def _misplaced(
+    model: PreTrainedModel, tower: str, stack: str, early: Sequence[str], late: Sequence[str]
+) -> list[tuple[str, bool]]:
+    """
+    Picks those of `early` that are registered before the layers but used only after them (OPT's last norm), and those
+    of `late` that are registered after them but used only before (GLM-4V's first norm), which are `True`.
+    """
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in (*early, *late)}
     # embeddings and convolutions are always before the layers
-    unsure = {name: owner for name, owner in owners.items() if not isinstance(owner, (nn.Embedding, _ConvNd))}
+    unsure = [name for name in early if not isinstance(owners[name], (nn.Embedding, _ConvNd))]
     whole: Any = model.get_submodule(tower)
-    inputs = meta_inputs(whole) if unsure and isinstance(whole, PreTrainedModel) else None
+    inputs = meta_inputs(whole) if (unsure or late) and isinstance(whole, PreTrainedModel) else None
     if inputs is None:
         return []
     called: list[nn.Module] = []
-    watched = [*{id(owner): owner for owner in unsure.values()}.values(), last := layers_of(model, stack)[-1]]
-    hooks = [module.register_forward_pre_hook(lambda module, args: called.append(module)) for module in watched]
+    layers = layers_of(model, stack)
+    watched = {id(owner): owner for owner in (*map(owners.__getitem__, (*unsure, *late)), layers[0], layers[-1])}
+
+    def note(module: nn.Module, args: Any) -> None:
+        called.append(module)
+        if module is layers[0] and not unsure:
+            raise StopIteration  # what follows says no more
+
+    hooks = [module.register_forward_pre_hook(note) for module in watched.values()]
     try:
         meta_forward(whole, **inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    start = called.index(last) if last in called else len(called)
-    return [name for name, owner in unsure.items() if owner in called[start:] and owner not in called[:start]]
+    first, last = (called.index(layer) if layer in called else len(called) for layer in (layers[0], layers[-1]))
+    return [
+        *((name, False) for name in unsure if owners[name] in called[last:] and owners[name] not in called[:last]),
+        *((name, True) for name in late if owners[name] in called[:first] and owners[name] not in called[first:]),
+    ]
 
 
 def _tied(model: PreTrainedModel, locations: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
