@@ -319,7 +319,7 @@ class _Head:
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:
     """Memory of a stage on each of its ranks."""
     grid = (stage.cp_size, stage.tp_size)
-    planned = plan.modules[module]
+    planned, costs = plan.modules[module], costs.of_plan(plan)
     copies, sharding = planned.dp_size * grid[0], planned.sharding
     shards = _Shards(
         sharding.zero_stage, num_shards(planned), sharding.shard_size is None, sharding.reshard_after_forward
@@ -494,24 +494,27 @@ def _weights(
             num_bytes, gradient = num_values * value_bytes, num_values * max(value_bytes, FULL) * p.trainable
             narrow = num_bytes if p.trainable and value_bytes < FULL else 0.0
             result.largest[row] = max(result.largest[row], gradient + narrow)
-            over_tp = tp_size > 1 and p.replicated
+            shares_experts = bool(p.num_experts and spec.modules[module].expert_ranks)
+            over_tp = tp_size > 1 and p.replicated and not shares_experts
             if p.name in seen:
                 result.tied -= 0.0 if over_tp else gradient  # both uses are on this stage
                 continue
             seen.add(p.name)
             own = replace(shards, zero_stage=1) if p.name in spec.tied and used[p.name] == 1 else shards
+            if shares_experts:  # of which there are fewer copies
+                own = replace(own, count=max(1, own.count * tp_size // len(spec.modules[module].expert_ranks)))
             gathers, reduces = own.divides(GATHERS_IN_PASSES), own.divides(REDUCES_IN_PASSES)
-            num_slices = shards.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
+            num_slices = own.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
             if storage.offload_params and not p.trainable and 0 <= index < num_layers:
                 result.streamed[row] += num_bytes
             else:
-                result.total += num_bytes / (shards.count if gathers else 1)
+                result.total += num_bytes / (own.count if gathers else 1)
                 result.gathered[row] += num_bytes * gathers
             if p.trainable:
                 has_master = storage.has_master_weights and value_bytes < FULL
                 result.updated += num_values / num_slices * (FULL if has_master else value_bytes)
                 result.master += num_values / num_slices * FULL * has_master
-            result.gradients[row] += gradient / (shards.count if reduces else 1)
+            result.gradients[row] += gradient / (own.count if reduces else 1)
             result.reduced[row] += gradient * reduces
             if reduces and not can_put_off(spec.modules[module], spec.tied, p, index):
                 result.at_once += gradient

@@ -347,6 +347,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     known: dict[tuple, StageCost] = {}
     shared: dict[tuple[str, int], PassTransfers | None] = {}
     result = {}
+    costs = costs.of_plan(plan)
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
             first_rank = _first_rank(costs, stage)

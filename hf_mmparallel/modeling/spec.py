@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 from .dtensors import whole_shape
+from .expert_parallel import experts_of
 from .features import feature_specs
 from .forward_inputs import meta_forward, meta_inputs
+from .generators import Generator
 from .tensor_parallel import with_tp_dims
 
 ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}
@@ -30,8 +32,9 @@ class ModulePart:
     """
     Location of one module in a model, and the methods that compute its features.
 
-    A model can define a method `multimodal_parts() -> dict[str, ModulePart]` that describes its encoders; the language
-    model is then `get_decoder()` and everything that belongs to no encoder. For other models see [`module_parts`].
+    A model can define a method `multimodal_parts() -> dict[str, ModulePart]` that describes its encoders and
+    generators; the language model is then `get_decoder()` and everything that belongs to none of them. For other
+    models see [`module_parts`].
     """
 
     tower: str  # name, in the whole model, of the submodule with the layers
@@ -44,6 +47,14 @@ class ModulePart:
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # modality -> id of its placeholder token in `input_ids`
     placeholders: Mapping[str, int] = field(default_factory=dict)
+    first: tuple[str, ...] = ()  # submodules that come before the layers, among the prefixes
+    generator: Generator | None = None  # of a module behind the language model, which has no features but a loss
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Names all batch entries of which the module's features or its loss are computed."""
+        names = dict.fromkeys((*self.features, *self.inputs))
+        return tuple(entry for modality in names for entry in self.input_names(modality))
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -63,7 +74,10 @@ def inside(name: str, prefix: str) -> bool:
 
 
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
-    """Finds the modules of a model, the language model last. Raises `ValueError` for an encoder that is not found."""
+    """
+    Finds the modules of a model: encoders, the language model, generators. Raises `ValueError` for an encoder that is
+    not found.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     decoder = model.get_decoder()
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
@@ -75,8 +89,9 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
         for name, _ in model.named_parameters()
         if not inside(name, tower) and not any(inside(name, prefix) for prefix in assigned)
     )
-    parts[LANGUAGE_MODEL] = parts.get(LANGUAGE_MODEL, ModulePart(tower, tuple(rest)))
-    return parts
+    language_model = parts.pop(LANGUAGE_MODEL, ModulePart(tower, tuple(rest)))
+    encoders = {name: part for name, part in parts.items() if part.generator is None}
+    return {**encoders, LANGUAGE_MODEL: language_model, **{k: v for k, v in parts.items() if k not in encoders}}
 
 
 def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]) -> dict[str, ModulePart]:
@@ -190,15 +205,21 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
     locations = _parameter_locations(model, parts, stacks)
     by_module: dict[str, list[ParameterSpec]] = {name: [] for name in parts}
+    experts = {id(p): module.num_experts for module in experts_of(model).values() for p in module.parameters()}
     for name, parameter in model.named_parameters():
         module, layer = locations[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(whole_shape(parameter))
         share = active_share(model, name, shape)
-        by_module[module].append(ParameterSpec(name, shape, layer, dtype, bool(parameter.requires_grad), share))
+        trainable, num_experts = bool(parameter.requires_grad), experts.get(id(parameter), 0)
+        entry = ParameterSpec(name, shape, layer, dtype, trainable, share, num_experts=num_experts)
+        by_module[module].append(entry)
     modules = {
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
     }
+    generators = [name for name, part in parts.items() if part.generator is not None]
+    rows = tuple(FeatureSpec(name, "rows") for name in generators)
+    modules[LANGUAGE_MODEL] = replace(modules[LANGUAGE_MODEL], features=rows)
     placeholders = {modality: token for part in parts.values() for modality, token in part.placeholders.items()}
     return with_tp_dims(model, ModelSpec(modules, _tied(model, locations), placeholders))
 
@@ -230,8 +251,13 @@ def _parameter_locations(
         if inside(name, stack):
             passed.add(module)
             layer = int(name[len(stack) + 1 :].split(".", 1)[0])
+        elif any(inside(name, prefix) for prefix in parts[module].first):
+            layer = -1
         elif inside(name, parts[module].tower):
-            layer = lengths[module] if module in passed else -1
+            generator = parts[module].generator
+            # blocks that are no chain may read what is around them at any time
+            is_after = module in passed and (generator is None or generator.is_chain)
+            layer = lengths[module] if is_after else -1
         elif module == LANGUAGE_MODEL and base and inside(name, base):
             layer = -1
         else:
@@ -307,13 +333,16 @@ def _module_spec(
     tower = model.get_submodule(part.tower)
     layers = layers_of(model, stack)
     config = getattr(tower, "config", model.config)
-    hidden_size = _hidden_size(layers[0], config)
+    is_chain = part.generator is None or part.generator.is_chain
+    hidden_size = _hidden_size(layers[0], config) if is_chain or part.generator is None else part.generator.width
     if hidden_size is None:
         raise ValueError(
             f"The width of the layers of `{name}` is not known: neither `{type(layers[0]).__name__}` nor "
             f"`{type(config).__name__}` has a `hidden_size`, which a plan needs. Train it without `parallel`."
         )
-    num_heads = _setting(config, "num_attention_heads", "num_heads", "encoder_attention_heads") or 1
+    num_heads = (
+        (_setting(config, "num_attention_heads", "num_heads", "encoder_attention_heads") or 1) if is_chain else 1
+    )
     intermediate = _setting(config, "intermediate_size", "encoder_ffn_dim", "ffn_dim")
     if intermediate is None:
         intermediate = int(hidden_size * (_setting(config, "mlp_ratio") or 4))
@@ -330,6 +359,7 @@ def _module_spec(
         features=features,
         tower=part.tower,
         taps=tuple(sorted(config.deepstack_visual_indexes)) if any(f.index is not None for f in features) else (),
+        is_chain=is_chain,
         head_dim=_setting(config, "head_dim"),
         attention=getattr(config, "_attn_implementation", None) or "sdpa",
         activation_copies=activation_copies(

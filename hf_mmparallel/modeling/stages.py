@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
+from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output
 from .lazy_logits import return_lazy_logits, source_of
-from .loss import IGNORE_INDEX, token_loss
+from .loss import IGNORE_INDEX, num_target_tokens, token_loss
 from .spec import ModulePart, layers_of, module_parts
 from .unowned import hidden_of, identity_layer, is_unowned, with_hidden
 
@@ -339,6 +340,9 @@ class ModuleStage:
             return [torch.Size((batch, -(-length // self.row_shares), self.module_spec.hidden_size))]
         shapes = []
         with torch.no_grad():
+            if self.parts[self.module_name].generator is not None:
+                encoded = self._generated(inputs, self._blank_rows(inputs), StageRun(*self.layers, probe=True))
+                return [state.shape for state in encoded.states]
             for modality in self.present(inputs):  # one each for an encoder
                 (arrived,) = self._encode(modality, inputs, StageRun(*self.layers, probe=True)).states
                 shapes += [arrived.shape] * self.module_spec.states_before(self.layers[0])
@@ -355,12 +359,34 @@ class ModuleStage:
     ) -> list[Tensor]:
         """
         Runs the stage on the batch entries of its module, which every stage needs. The last stage returns the logits
-        `[batch, sequence, vocabulary]`, lazy ones if they are large, or the encoder's features `[feature tokens,
-        hidden]`, others the hidden states. Raises `ValueError` if features that enter at this stage are missing.
+        `[batch, sequence, vocabulary]`, lazy ones if they are large, and the rows of each generator, the encoder's
+        features `[feature tokens, hidden]`, or the generator's loss summed over targets; others the hidden states.
+        Raises `ValueError` if features that enter at this stage are missing.
         """
         if self.module_name == LANGUAGE_MODEL:
             return self._run_language_model(inputs, hidden, features or {}, num_tokens)
-        return self._run_encoder(inputs, hidden or [])
+        if self.parts[self.module_name].generator is None:
+            return self._run_encoder(inputs, hidden or [])
+        received = (features or {}).get(LANGUAGE_MODEL, ())
+        rows = next((value for value in received if value is not None), None)
+        return self._run_generator(inputs, hidden, self._blank_rows(inputs) if rows is None else rows)
+
+    def num_targets(self, inputs: Mapping[str, Any]) -> int:
+        """Counts what the loss of this generator, or of the language model, is summed over in a batch."""
+        generator = self.parts[self.module_name].generator
+        return num_target_tokens(inputs) if generator is None else generator.num_targets(inputs)
+
+    def run_without_tokens(self, device: torch.device) -> Tensor:
+        """Runs the layers without tokens of this rank, see [`without_tokens`], and returns their output `[0, D]`."""
+        hidden = torch.zeros(0, self.module_spec.hidden_size, dtype=self.input_dtype, device=device)
+        with self.without_tokens():
+            for layer in self.own_layers.values():
+                hidden = layer(hidden)
+        return hidden
+
+    def without_tokens(self) -> AbstractContextManager:
+        """A block in which the layers of this stage have no tokens of this rank."""
+        return without_tokens(self.own_layers.values())
 
     def present(self, inputs: Mapping[str, Any]) -> list[str]:
         """Lists the modalities of this encoder for which a batch has inputs."""
@@ -375,13 +401,16 @@ class ModuleStage:
     def _encode(self, modality: str, inputs: Mapping[str, Any], run: StageRun) -> _Encoded:
         """Runs the layers of a range on one modality of a batch."""
         part = self.parts[self.module_name]
-        names = part.input_names(modality)
-        kwargs = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        kwargs = {name: inputs[name] for name in part.input_names(modality) if inputs.get(name) is not None}
+        return self._intercepted(partial(part.features[modality], **kwargs), run)
+
+    def _intercepted(self, function: Callable[[], Any], run: StageRun) -> _Encoded:
+        """Runs the layers of a range in a forward of the module."""
         if self._interceptor is None:
-            return _Encoded(output=part.features[modality](**kwargs))
+            return _Encoded(output=function())
         with self._interceptor.running(run):
             try:
-                output = part.features[modality](**kwargs)
+                output = function()
             except StageExit as exit_:
                 return _Encoded(states=[exit_.hidden, *run.kept.values()])
         assert run.entered or self.is_first, f"{self.module_name} never reached layer {run.first}"
@@ -402,6 +431,26 @@ class ModuleStage:
             return self._checked_once(sent, hidden)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
         return self._checked_once(features, hidden) if outputs else features
+
+    def _run_generator(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor] | None, rows: Tensor) -> list[Tensor]:
+        """Runs a generator on the rows of the language model; the last stage returns the loss summed over targets."""
+        run = self._run(hidden or ())
+        encoded = self._generated(inputs, rows, run)
+        states = [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
+        return self._checked_once(states, hidden or []) if states else [encoded.output]
+
+    def _generated(self, inputs: Mapping[str, Any], rows: Tensor, run: StageRun) -> _Encoded:
+        """Runs the layers of a range of a generator."""
+        generator = self.parts[self.module_name].generator
+        assert generator is not None
+        kwargs = {name: inputs[name] for name in generator.entries if inputs.get(name) is not None}
+        return self._intercepted(partial(generator.loss, rows, **kwargs), run)
+
+    def _blank_rows(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Rows that a later stage of a generator, which starts from hidden states, does not read."""
+        count = sum(count_feature_tokens(inputs, self.spec.placeholders)[self.module_name])
+        width, device = self.spec.language_model.hidden_size, inputs["input_ids"].device
+        return torch.zeros(count, width, dtype=self.input_dtype, device=device)
 
     def _run(self, states: Sequence[Tensor]) -> StageRun:
         """A forward of this stage with the first of some hidden states, which it receives for a modality."""
@@ -475,14 +524,19 @@ class ModuleStage:
         run = self._run(hidden or ())
         with inject_features(self.model, self.parts, outputs) as feature_kwargs:
             if self._interceptor is None:
-                return [self._logits(self.model(**kwargs, **feature_kwargs))]
+                return self._last_outputs(self.model(**kwargs, **feature_kwargs))
             with self._interceptor.running(run):
                 try:
                     output = self.model(**kwargs, **feature_kwargs)
                 except StageExit as exit_:
                     return self._checked_once([self._to_wire_dtype(exit_.hidden, run.dtype)], hidden or [])
         assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
-        return self._checked_once([self._logits(output)], hidden or [])
+        return self._checked_once(self._last_outputs(output), hidden or [])
+
+    def _last_outputs(self, output: Any) -> list[Tensor]:
+        """Returns the logits of a forward, and the rows that generators start from."""
+        rows = [output.rows[feature.modality] for feature in self.module_spec.features]
+        return [self._logits(output), *rows]
 
     def _logits(self, output: Any) -> Tensor:
         """Returns the logits of a forward; records the model's own loss if it was computed."""
@@ -496,14 +550,16 @@ class ModuleStage:
         return output.logits
 
     def _text_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Drops what only encoders read (pixels, audio), and labels unless the model's own loss is wanted."""
-        encoder_inputs = {
-            name for part in self.parts.values() for modality in part.modalities for name in part.input_names(modality)
-        }
-        kwargs = {}
+        """
+        Drops what only encoders and generators read (pixels, audio, codes), and labels unless the model's own loss is
+        wanted.
+        """
+        generators = {name for part in self.parts.values() if part.generator is not None for name in part.entries}
+        encoders = {name for part in self.parts.values() for name in part.entries} - generators
+        kwargs: dict[str, Any] = {"output_rows": True} if self.module_spec.features and self.is_last else {}
         for name, value in inputs.items():
-            is_media = name in encoder_inputs and isinstance(value, Tensor) and value.is_floating_point()
-            if name not in ("labels", "shift_labels") and not is_media:
+            is_media = name in encoders and isinstance(value, Tensor) and value.is_floating_point()
+            if name not in ("labels", "shift_labels", *generators) and not is_media:
                 kwargs[name] = value
         labels = inputs.get("labels", inputs.get("shift_labels"))  # either works for comparing two losses
         if self.asks_own_loss and labels is not None and (labels[..., 1:] != IGNORE_INDEX).any():

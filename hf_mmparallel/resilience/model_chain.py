@@ -196,6 +196,11 @@ def _check_copies(name: str, plugin: ModulePlugin) -> None:
             "model, so that each node has the only copy of its share, which a failure takes with it. Use "
             "`zero_stage=0`, with more pipeline stages or a larger `tp_size` for less memory on each rank."
         )
+    if plugin.ep_size > 1:
+        raise ValueError(
+            f"`ep_size={plugin.ep_size}` of `{name}` shares experts among ranks that a failure may take with the "
+            "only copy of theirs. Use `ep_size=1`."
+        )
 
 
 def _units(spec: ModelSpec, selected_layers: Mapping[str, int]) -> Iterator[ChainUnit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -138,13 +138,32 @@ were lost.
 
 
 @dataclass(frozen=True)
+class LossWeights:
+    """How the losses of a step count: each is divided by its own targets in the global batch."""
+
+    num_targets: Mapping[str, int] = field(default_factory=dict)  # module -> its targets, in a model with generators
+    # generator -> the factor of its summed loss beside the summed loss of target tokens
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, num_targets: Mapping[str, int], weights: Mapping[str, float]) -> LossWeights:
+        """The weights of a step, whose gradients are divided by the number of target tokens at its end."""
+        tokens = max(num_targets[LANGUAGE_MODEL], 1)
+        factors = {name: weight * tokens / max(num_targets[name], 1) for name, weight in weights.items()}
+        return cls(num_targets, factors)
+
+
+@dataclass(frozen=True)
 class StepTotals:
     """Sums over all ranks of one step."""
 
-    loss: torch.Tensor  # float64 scalar on the device, over the target tokens of the global batch
+    # float64 scalar on the device, over the target tokens of the global batch, and generators with their factors
+    loss: torch.Tensor
     num_targets: int  # target tokens
     num_tokens: int  # input tokens with padding
     num_real_tokens: int  # input tokens without padding
+    # module -> its mean loss, of a model with generators
+    losses: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> torch.Tensor:
@@ -153,19 +172,22 @@ class StepTotals:
 
 def add_up(
     world: World,
-    losses: Iterable[tuple[torch.Tensor, torch.Tensor]],  # of each microbatch that this rank reports
+    # module, sum and targets of each microbatch that this rank reports
+    losses: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
     batches: Iterable[Mapping[str, Any]],  # of each that it counts the tokens of, in host memory
     signs: Mapping[str, int],
+    weighed: LossWeights,
 ) -> tuple[StepTotals, dict[str, int]]:
     """
     Adds up a step over all ranks: the totals, and `signs`, such as how many ranks have noticed each of [`SIGNS`].
     Collective. The host does not wait for the device, on which the loss stays.
     """
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    names = [LANGUAGE_MODEL, *weighed.factors]
+    sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
     numbers = torch.tensor([0, 0, 0, *signs.values()], dtype=torch.int64)
-    for of_microbatch, count in losses:
-        loss += of_microbatch
-        numbers[0] += count
+    for module, of_microbatch, count in losses:
+        sums[names.index(module)] += of_microbatch
+        numbers[0] += count if module == LANGUAGE_MODEL else 0
     for inputs in batches:
         ids = inputs["input_ids"]
         numbers[1] += ids.numel()
@@ -173,5 +195,8 @@ def add_up(
         mask = inputs.get("attention_mask") if words is None else words != 0
         numbers[2] += ids.numel() if mask is None or mask.dim() != 2 else int(mask.sum())
     targets, tokens, real, *num_signs = world.all_reduce(numbers, activity="adding up the step").tolist()
-    world.all_reduce(loss, activity="adding up the loss")
-    return StepTotals(loss, targets, tokens, real), dict(zip(signs, num_signs, strict=True))
+    world.all_reduce(sums, activity="adding up the loss")
+    by_module = dict(zip(names, sums, strict=True))
+    loss = sums[0] + sum(factor * by_module[name] for name, factor in weighed.factors.items())
+    means = {name: by_module[name] / max(count, 1) for name, count in weighed.num_targets.items()}
+    return StepTotals(loss, targets, tokens, real, means), dict(zip(signs, num_signs, strict=True))

@@ -116,8 +116,11 @@ class StepInputs:
 
     def makes_logits(self, task: Task) -> bool:
         """Returns whether the first output of the task's stage is logits, from which a loss is computed."""
-        is_sink = all(edge.source != task.module for edge in self.plan.edges)
-        return self.is_last(task) and (task.module == LANGUAGE_MODEL or is_sink)
+        return self.is_last(task) and task.module == LANGUAGE_MODEL
+
+    def makes_loss(self, task: Task) -> bool:
+        """Returns whether the only output of the task's stage is the loss of a generator."""
+        return self.is_last(task) and task.module in self.plan.generators
 
     def is_empty(self, task: Task) -> bool:
         """Returns whether a task has no samples and only takes part in collectives, see [`build_graph`]."""
@@ -227,7 +230,7 @@ def check_features_computed(inputs: StepInputs, task: Task) -> None:
         absent = [
             index for index, sample in enumerate(samples) if (edge.source, sample) not in inputs.step.location_of
         ]
-        for feature in inputs.spec.modules[edge.source].features:
+        for feature in inputs.spec.edge_features(edge.source, edge.target) or ():
             for index in absent:
                 count = inputs.num_feature_tokens(task)[feature.modality][index]
                 if count:

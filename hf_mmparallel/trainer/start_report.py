@@ -75,7 +75,7 @@ def sample_tokens(
 ) -> dict[str, int] | None:
     """
     Returns module -> mean tokens of the first samples, or of those at `indices`: length of the sequence, features of
-    an encoder; `None` without a dataset.
+    an encoder, rows of a generator; `None` without a dataset.
     """
     if dataset is None:
         return None
@@ -88,9 +88,9 @@ def sample_tokens(
         return None
     num_feature_tokens = count_feature_tokens(batch, spec.placeholders)
     tokens = {LANGUAGE_MODEL: max(1, batch["input_ids"].numel() // samples)}  # of a packed row the mean
-    for name in spec.encoders:
-        modalities = {feature.modality for feature in spec.modules[name].features}
-        tokens[name] = max(1, round(sum(sum(num_feature_tokens[m]) for m in modalities) / samples))
+    for name in (*spec.encoders, *spec.generators):
+        count = sum(sum(num_feature_tokens[modality]) for modality in spec.modalities(name))
+        tokens[name] = max(1, round(count / samples))
     return tokens
 
 

@@ -48,6 +48,18 @@ def language_spec(num_layers: int = 4) -> ModuleSpec:
     return ModuleSpec(LANGUAGE_MODEL, f"{prefix}.layers", *sizes, tuple(parameters), tower=f"{prefix}.layers")
 
 
+def with_experts(spec: ModelSpec, num_experts: int) -> ModelSpec:
+    """The model with experts in each layer of its decoder."""
+    language = spec.language_model
+    names = [f"{language.stack}.{layer}.mlp.experts.down_proj" for layer in range(language.num_layers)]
+    experts = tuple(
+        ParameterSpec(name, (num_experts, 16, 8), layer, active_share=2 / num_experts, num_experts=num_experts)
+        for layer, name in enumerate(names)
+    )
+    language = replace(language, parameters=language.parameters + experts)
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+
+
 def model_spec(
     vision_layers: int = 6, language_layers: int = 4, tied: bool = False, deepstack: tuple[int, ...] = ()
 ) -> ModelSpec:

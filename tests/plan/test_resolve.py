@@ -26,7 +26,7 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.plan.resolve import sharding_without_effect
-from tests.plan.specs import model_spec
+from tests.plan.specs import model_spec, with_experts
 
 SPEC = model_spec()
 VISION = SPEC.modules["vision"]
@@ -324,4 +324,39 @@ def test_what_crosses_an_edge_is_features_or_hidden_states():
     spec = with_module(spec, LANGUAGE_MODEL, features=(FeatureSpec("image"),))
     assert LANGUAGE_MODEL not in spec.encoders and spec.generators == ("image",)
     assert spec.edge_features(LANGUAGE_MODEL, "image") == spec.language_model.features
-    assert spec.edge_width(LANGUAGE_MODEL, "image") == 24
+    assert spec.edge_width(LANGUAGE_MODEL, "image") == SPEC.language_model.hidden_size  # rows, which it projects
+    assert (spec.modalities("image"), spec.modalities(LANGUAGE_MODEL)) == (("image",), ())
+
+
+EXPERTS = with_experts(SPEC, 12)
+
+
+@pytest.mark.parametrize(
+    ("language", "num_experts", "message"),
+    [
+        ({"dp_size": 2, "ep_size": 2}, 0, "`ep_size=2` of `language_model`: none of its layers has experts"),
+        ({"dp_size": 5, "ep_size": 5}, 12, "can't share 12 experts .* Leave `ep_size` out"),
+        ({"dp_size": 4, "ep_size": 3}, 12, "`ep_size=3` .*`dp_size=4` x .* Use one of 2, 4\\."),
+        ({"dp_size": 2, "tp_size": 2, "ep_size": 3}, 12, "Use one of 2, 4\\."),
+        ({"dp_size": 3, "cp_size": 2, "ep_size": 3}, 12, "Use one of 2, 6\\."),
+    ],
+)
+def test_ranks_that_cannot_share_experts_are_told(language: dict, num_experts: int, message: str):
+    spec = EXPERTS if num_experts else SPEC
+    with pytest.raises(ValueError, match=message):
+        resolve({}, language, spec)
+    alone = resolve({}, {key: size for key, size in language.items() if key != "ep_size"}, spec)
+    modules = {**alone.modules}
+    modules[LANGUAGE_MODEL] = dataclasses.replace(modules[LANGUAGE_MODEL], ep_size=language["ep_size"])
+    with pytest.raises(ValueError, match=message):  # also in a finished plan
+        check_plan(dataclasses.replace(alone, modules=modules), spec)
+
+
+def test_a_plan_keeps_the_ranks_that_share_experts(tmp_path):
+    plan = resolve({}, {"dp_size": 2, "cp_size": 2, "pp_size": 2, "ep_size": 4, "cp_block": 8}, EXPERTS)
+    plan.save(tmp_path / "plan.yaml")
+    assert ParallelPlan.load(tmp_path / "plan.yaml") == plan
+    module = plan.modules[LANGUAGE_MODEL]
+    assert module.layout == "dp 2 x pp 2 x cp 2, ep 4" and module.expert_groups(1) == [((3,), (4,), (7,), (8,))]
+    assert module.joint_replicas == 2
+    assert resolve({}, {"dp_size": 2, "cp_size": 2, "ep_size": 2}, EXPERTS).modules[LANGUAGE_MODEL].joint_replicas == 1

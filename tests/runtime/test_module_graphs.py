@@ -47,7 +47,7 @@ from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
 
-WIDTHS = {"audio": 2, "vision": 3, LANGUAGE_MODEL: 4, "speech": 5}
+WIDTHS = {"audio": 2, "vision": 3, LANGUAGE_MODEL: 4, "speech": 4}  # a generator gets rows of the language model
 PLACEHOLDERS = {"sound": 1, "image": 2, "voice": 3, "video": 4}
 FEATURES = {
     "audio": (FeatureSpec("sound", layer=1),),
@@ -56,7 +56,7 @@ FEATURES = {
 }
 TARGETS = {"audio": "vision", "vision": LANGUAGE_MODEL, LANGUAGE_MODEL: "speech"}
 SOURCES = {target: source for source, target in TARGETS.items()}
-LOSSES = (LANGUAGE_MODEL, "speech")  # modules whose last stage makes logits
+LOSSES = (LANGUAGE_MODEL, "speech")  # modules whose last stage makes logits, or the sum of what would be logits
 WORLD_SIZE = 5  # of modules that share ranks
 
 
@@ -191,6 +191,9 @@ class LinearStage:
         rows = enumerate(batch["origin"][0].tolist())
         return [(here, number - 1, place) for here, (number, place) in rows if number]
 
+    def num_targets(self, batch: Mapping[str, Any]) -> int:
+        return 1
+
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """Hidden states of this rank's tokens, from a leaf for each sample."""
         rows = [torch.zeros(WIDTHS[self.module], dtype=torch.float64)] * batch["input_ids"].shape[1]
@@ -218,7 +221,7 @@ class LinearStage:
             heads = torch.zeros_like(states)
             for here, sample, place in self.tokens(batch):
                 heads[here] = self.case.head(self.module, sample)[place]
-            outputs.append((states * heads)[None])
+            outputs.append((states * heads)[None] if self.module == LANGUAGE_MODEL else (states * heads).sum())
         for number, spec in enumerate(FEATURES.get(self.module, ())):
             chosen = states[ids == PLACEHOLDERS[spec.modality]]
             outputs.append(chosen @ self.case.projector(self.module, number))
