@@ -113,7 +113,7 @@ class Executor:
                 elif action.task is not None:
                     passes.begin(action.task, run.has_nothing(action.task))
                     ACTIVITY.waits = True
-                    run.queues.wait(action.task)
+                    run.result.arrivals += run.queues.wait(action.task, mark)
                     ACTIVITY.waits = False
                     ready = mark()
                     passes.compute(action.task)

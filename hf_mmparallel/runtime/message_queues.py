@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from .payloads import (
     slice_size,
 )
 from .step_inputs import StepInputs
+from .work import Arrival
 
 # Point-to-point messages between ranks.
 
@@ -207,6 +208,12 @@ class Incoming:
     slices: list[list[_ReceivedSlice]] = field(default_factory=list)  # of each route
     handles: list[Handle] = field(default_factory=list)  # the receives that are posted
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that come from other ranks."""
+        buffers = [received.buffer for arriving in self.slices for received in arriving]
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+
 
 class MessageQueues:
     """Receives and sends of one step on one rank."""
@@ -247,11 +254,17 @@ class MessageQueues:
             incoming.slices.append(arriving)
         self._received.setdefault(message.target, []).append(incoming)
 
-    def wait(self, task: Task) -> None:
-        """Waits for all messages to a task."""
+    def wait(self, task: Task, mark: Callable[[], Any] = lambda: None) -> list[Arrival]:
+        """Waits for all messages to a task; returns those from other modules, with marks of a clock."""
+        arrivals = []
         for incoming in self._received.get(task, ()):
+            started = mark() if incoming.message.crosses_boundary else None
             for handle in incoming.handles:
                 handle.wait()
+            if incoming.message.crosses_boundary:
+                ends = incoming.message.source.module, incoming.message.target.module
+                arrivals.append(Arrival(ends, incoming.num_bytes, started, mark()))
+        return arrivals
 
     def take_arrived(self, task: Task) -> list[Incoming]:
         """Returns the messages to a task, in the same order on all of its ranks."""

@@ -151,6 +151,24 @@ class TimedTask:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """A message from another module that a task has waited for."""
+
+    ends: tuple[str, str]  # the modules that sent and received it
+    num_bytes: int  # that came from other ranks
+    started: Any  # marks of the clock, before and after the wait
+    ended: Any
+
+
+@dataclass
+class BoundaryTraffic:
+    """What a rank received over a boundary in one direction."""
+
+    num_bytes: int = 0  # from other ranks
+    wait_ms: float = 0.0  # that tasks waited for it; the rest came beside other tasks
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """What was measured in one step on this rank."""
 
@@ -159,6 +177,8 @@ class StepRecord:
     step_ms: float = 0.0  # from the first action to the end of the gradient sums
     # by module, counted on one rank of those with the same
     work: Mapping[str, ModuleWork] = field(default_factory=dict)
+    # by the modules that sent and received: features one way, their gradients the other
+    boundaries: Mapping[tuple[str, str], BoundaryTraffic] = field(default_factory=dict)
 
 
 @dataclass
@@ -171,6 +191,7 @@ class StepResult:
     token_metrics: dict[Task, Tensor] = field(default_factory=dict)  # other sums over target tokens, if asked for
     work: dict[str, WorkSums] = field(default_factory=dict)
     marks: list[tuple[Task, Any, Any]] = field(default_factory=list)  # of the clock: each task's start and end
+    arrivals: list[Arrival] = field(default_factory=list)
     started_s: float = field(default_factory=time.time)  # by the host's clock
 
     def __post_init__(self) -> None:
@@ -197,4 +218,10 @@ class StepResult:
         timeline = [TimedTask(task, to_ms(ready), to_ms(done)) for task, ready, done in self.marks]
         self.marks.clear()
         work = {module: work.read() for module, work in self.work.items()}
-        return StepRecord(timeline, to_ms(self.ended), to_ms(self.summed), work)
+        boundaries: dict[tuple[str, str], BoundaryTraffic] = {}
+        for arrival in self.arrivals:
+            traffic = boundaries.setdefault(arrival.ends, BoundaryTraffic())
+            traffic.num_bytes += arrival.num_bytes
+            traffic.wait_ms += to_ms(arrival.ended) - to_ms(arrival.started)
+        self.arrivals.clear()
+        return StepRecord(timeline, to_ms(self.ended), to_ms(self.summed), work, boundaries)

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import FalconConfig, FalconForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
@@ -113,6 +114,18 @@ def cuts_of(family: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
 def test_stages_equal_the_whole_model(family, cuts):
     model = tiny.FAMILIES[family]().train()
     assert_same(model, make_plan(build_model_spec(model), cuts), make_batch(family))
+
+
+def test_a_first_norm_that_is_registered_behind_the_layers_is_in_the_first_stage():
+    vision = {**tiny.DEEP_VISION, "image_size": 32, "intermediate_size": 64}
+    config = transformers.Glm4vConfig(
+        vision_config=vision, text_config={**tiny.HEADS, **tiny.ROPE}, **tiny.QWEN_TOKENS, image_start_token_id=105
+    )
+    torch.manual_seed(0)
+    model = transformers.Glm4vForConditionalGeneration(config).train()
+    assert_same(
+        model, make_plan(build_model_spec(model), {"vision": [1, 3], LANGUAGE_MODEL: [2]}), make_batch("qwen2_vl")
+    )
 
 
 @pytest.mark.parametrize(

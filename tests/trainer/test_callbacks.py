@@ -239,7 +239,14 @@ def test_efficiency_is_in_the_log_timelines_on_disk_and_draws_are_equal(tmp_path
     _check_timeline(tmp_path / "out" / "timeline-2")
     files = [f"timeline-{step}.{kind}" for step in (1, 3) for kind in ("json", "png")]
     written = sorted(path.name for path in Path("elsewhere").iterdir())
-    assert written == [*files, "workloads-1.png", "workloads-3.png"]
+    boundaries = [f"boundaries-{step}.json" for step in (1, 3)]
+    assert written == [*boundaries, *files, "workloads-1.png", "workloads-3.png"]
+    back, there = json.loads((tmp_path / "out" / "boundaries-2.json").read_text())
+    assert (there["from"], there["to"], back["from"], back["to"]) == (VISION, LM, LM, VISION)
+    assert there["tokens"] == back["tokens"] > 0
+    # features of 64 float32 values for each placeholder, four an image, and their gradients, each crosses once
+    assert there["bytes"] == back["bytes"] > 0 and there["bytes"] % (4 * 64 * 4) == 0
+    assert all(row["wait_ms"] >= row["longest_wait_ms"] >= 0 for row in (there, back))
     assert not (tmp_path / "out" / "timeline-1.png").exists()
 
 
