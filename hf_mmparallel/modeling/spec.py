@@ -297,7 +297,8 @@ def _parameter_locations(
 def _order_of_use(model: PreTrainedModel, tower: str, stack: str, locations: Mapping[str, int]) -> dict[str, int]:
     """
     Maps parameters that are registered on the other side of the layers than they are used on to their location: after
-    the layers (OPT's last norm), or before them, as all that text does not use (Phi-4's encoders of images).
+    the layers (OPT's last norm), or before them (GLM-4V's first norm), as all that text does not use (Phi-4's encoders
+    of images).
     """
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in locations}
     # embeddings and convolutions are always before the layers
@@ -324,8 +325,9 @@ def _order_of_use(model: PreTrainedModel, tower: str, stack: str, locations: Map
     for name, owner in unsure.items():
         if locations[name] < 0 and owner in after and owner not in before:
             result[name] = len(layers_of(model, stack))
-        elif locations[name] >= 0 and output is not None and "input_ids" in inputs and owner not in after:
-            result[name] = -1
+        elif locations[name] >= 0 and output is not None and owner not in after:
+            if owner in before or "input_ids" in inputs:
+                result[name] = -1
     return result
 
 
