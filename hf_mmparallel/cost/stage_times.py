@@ -151,11 +151,7 @@ class LayerTable:
                 beside_ms, exposed_ms = transfers.of_pass(len(times), kind)
                 times += longer_ms(compute_ms, beside_ms, transfers.overlap_efficiency)
                 times[0] += exposed_ms
-        layers = times[1:-1].copy()
-        # the parts before and after the layers are on the same stages as the first and last one
-        layers[0] += times[0]
-        layers[-1] += times[-1]
-        return layers
+        return with_ends(times)
 
     def stage(self, stage: Stage) -> StageCost:
         """Cost of a stage on each of its ranks."""
@@ -173,6 +169,14 @@ class LayerTable:
             )
         launches: dict[Work, float] = {part: float(launched.sum()) for part, launched in own.launches.items()}
         return StageCost(work, launch_ms=launches, windows=tuple(windows), is_causal=self.is_causal)
+
+
+def with_ends(times: NDArray) -> NDArray:
+    """`[num_layers]` of `[num_layers + 2]`: the parts before and after the layers are with the first and last one."""
+    layers = times[1:-1].copy()
+    layers[0] += times[0]
+    layers[-1] += times[-1]
+    return layers
 
 
 def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_causal: bool) -> NDArray:

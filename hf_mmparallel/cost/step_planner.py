@@ -82,11 +82,13 @@ class StepPlanner:
 
     def with_arrangement(self, arrangement: str) -> StepPlanner:
         """The same planner with another arrangement; shares cached properties of the layout."""
-        result = replace(self, arrangement=arrangement)
-        result.__dict__.update(
-            representatives=self.representatives, stage_costs=self.stage_costs, sum_costs=self.sum_costs
-        )
-        return result
+        return replace(self, arrangement=arrangement).sharing(self, "representatives")
+
+    def sharing(self, other: StepPlanner, *names: str) -> StepPlanner:
+        """This planner with the cached properties of one whose plan has the same stages, and with those of `names`."""
+        for name in ("stage_costs", "sum_costs", "update_ms", *names):
+            self.__dict__[name] = getattr(other, name)
+        return self
 
     def with_token_limits(self, typical: SampleSizes) -> StepPlanner:
         """
@@ -154,6 +156,11 @@ class StepPlanner:
         """The costs of the gradient sums of [`~StepPlanner.representatives`]."""
         return GradientSumCosts(self.costs, self.plan, self.representatives.first_represented)
 
+    @cached_property
+    def update_ms(self) -> float:
+        """Time of clipping and the optimizer step."""
+        return optimizer_ms(self.costs, self.plan, self.sync_groups)
+
     def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
         """Plans the program of a step for all ranks, or for those in the part of `rank`."""
         cost = fitting = None
@@ -206,7 +213,7 @@ class StepPlanner:
         memory = memory_per_rank(
             self.costs, self.plan, planned.step, sizes, timeline.peak_in_flight, timeline.peak_held
         )
-        update_ms = optimizer_ms(self.costs, self.plan, self.sync_groups) if self.training else 0.0
+        update_ms = self.update_ms if self.training else 0.0
         utilisation = self.utilisation(sizes, timeline.iteration_ms + update_ms)
         return Prediction(self.plan, planned, sizes, timeline, memory, utilisation, update_ms)
 

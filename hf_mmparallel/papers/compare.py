@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from numpy.typing import NDArray
+
 from ..arrange import Arrangement
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
@@ -74,9 +76,9 @@ class UnawareOptions(ModuleOptions):
         super().__init__(problem, name)
         self.assumed = assumed
 
-    def layer_ms(self, kind: ParallelConfig, num_samples: float, padded: bool = True):
+    def layer_ms(self, kind: ParallelConfig, num_samples: float) -> NDArray:
         """See [`ModuleOptions`]."""
-        return self._layer_ms(self.assumed, kind, num_samples, padded)
+        return self._layer_ms(self.assumed, kind, num_samples)
 
 
 class _BaselineEvaluator:

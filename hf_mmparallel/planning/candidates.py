@@ -40,7 +40,7 @@ class EstimatedCandidate:
     estimates: Mapping[str, LayoutEstimate]
     colocated_with: Mapping[str, str]  # module -> the module whose ranks it shares
     num_microbatches: int  # of each replica of the language model
-    min_compute_ms: float = 0.0  # lower bound of the compute time of its slowest rank
+    least_ms: float = 0.0  # no step on the first batch is shorter
 
     @property
     def family(self) -> tuple:
@@ -107,8 +107,8 @@ class _Block:
     def candidate(self, index: int) -> EstimatedCandidate:
         """The candidate at an index."""
         estimates = {name: table.estimate(self.combinations.rows[name][index]) for name, table in self.tables.items()}
-        step_ms, min_compute_ms = (float(values[index]) for values in (self.step_ms, self.combinations.min_compute_ms))
-        return EstimatedCandidate(step_ms, estimates, self.colocated_with, self.num_microbatches, min_compute_ms)
+        step_ms, least_ms = (float(values[index]) for values in (self.step_ms, self.combinations.least_ms))
+        return EstimatedCandidate(step_ms, estimates, self.colocated_with, self.num_microbatches, least_ms)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class CandidateSpace:
 
     def num_within(self, step_ms: float) -> int:
         """Number of candidates with a lower bound of the step time below `step_ms`."""
-        return sum(int((block.combinations.min_compute_ms < step_ms).sum()) for block in self._blocks)
+        return sum(int((block.combinations.least_ms < step_ms).sum()) for block in self._blocks)
 
     def _in_order(self, score: NDArray, chosen: NDArray) -> Iterator[EstimatedCandidate]:
         """The chosen candidates, smallest score first."""

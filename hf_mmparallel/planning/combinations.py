@@ -51,8 +51,8 @@ class LayoutTable:
     slowest_stage_ms: NDArray  # forward and backward of a microbatch on the slowest stage
     warm_up_ms: NDArray  # the same through all stages, plus gradient sums and the optimizer step
     sums_ms: NDArray  # the gradient sums
-    min_compute_ms: NDArray  # lower bound for the slowest rank, with perfectly even microbatches without padding
-    mean_ms: NDArray  # mean compute time of a rank, without padding
+    least_ms: NDArray  # the busiest rank computes at least as long in a step
+    mean_ms: NDArray  # a rank computes at least as long on average
     state_bytes: NDArray  # estimate for the first stage, besides activations
     last_state_bytes: NDArray
     running_bytes: NDArray  # estimated transient bytes of a task
@@ -100,8 +100,7 @@ def _columns(
     placed = (kind, options.over_nodes(kind))
     bottleneck, slow = (options.slowest_stages_ms(config, num_samples)[pp_size - 1] for config in placed)
     whole, slow_whole = (float(options.layer_ms(config, num_samples).sum()) for config in placed)
-    unpadded_ms = options.slowest_stages_ms(kind, num_samples, padded=False)[pp_size - 1]
-    least_whole = float(options.layer_ms(kind, num_samples, padded=False).sum())
+    least_ms, least_whole = options.least_ms(kind)
     slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
     uneven, of_replicas = (options.unevenness(num_shares) for num_shares in (dp_size * count, dp_size))
     sums, updates = np.array([options.sums_and_update_ms(kind, dp_size, int(stages)) for stages in pp_size]).T
@@ -125,8 +124,8 @@ def _columns(
         + sums
         + updates,
         "sums_ms": sums,
-        "min_compute_ms": count * unpadded_ms,
-        "mean_ms": count * least_whole / pp_size,
+        "least_ms": least_ms[pp_size - 1] / dp_size,
+        "mean_ms": least_whole / dp_size / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size, dp_size=dp_size),
         "last_state_bytes": options.state_bytes(kind, pp_size, last=True, dp_size=dp_size),
         "saved_bytes": uneven * saved,
@@ -144,15 +143,15 @@ class Combinations:
     slowest_stage_ms: NDArray  # a microbatch on the slowest stage
     warm_up_ms: NDArray  # a microbatch through all stages in sequence, with gradient sums and the optimizer step
     sums_ms: NDArray  # the gradient sums
-    min_compute_ms: NDArray  # lower bound of the compute time of the slowest rank
-    mean_ms: NDArray  # mean compute time of a rank; the maximum over modules on separate ranks
+    least_ms: NDArray  # the busiest rank computes at least as long in a step
+    mean_ms: NDArray  # a rank computes at least as long on average; the maximum over modules on separate ranks
     mean_bytes: NDArray  # lower bound of the mean memory of a rank; the maximum over modules on separate ranks
 
     @classmethod
     def of(cls, name: str, table: LayoutTable) -> Combinations:
         """The layouts of one module."""
         family = 2 * table.kind + (table.pp_size > 1)
-        times = (table.slowest_stage_ms, table.warm_up_ms, table.sums_ms, table.min_compute_ms, table.mean_ms)
+        times = (table.slowest_stage_ms, table.warm_up_ms, table.sums_ms, table.least_ms, table.mean_ms)
         return cls({name: np.arange(len(family))}, family, table.num_ranks, *times, table.mean_bytes)
 
     def __len__(self) -> int:
@@ -183,7 +182,7 @@ class Combinations:
             left.slowest_stage_ms + right.slowest_stage_ms,
             left.warm_up_ms + right.warm_up_ms - hidden,
             left.sums_ms + right.sums_ms - hidden,
-            np.maximum(np.maximum(left.min_compute_ms, right.min_compute_ms), mean),
+            np.maximum(np.maximum(left.least_ms, right.least_ms), mean),
             mean,
             left.mean_bytes + right.mean_bytes,
         )
@@ -209,7 +208,7 @@ class Combinations:
             np.maximum(left.slowest_stage_ms, right.slowest_stage_ms),
             left.warm_up_ms + right.warm_up_ms if in_series else np.maximum(left.warm_up_ms, right.warm_up_ms),
             np.maximum(left.sums_ms, right.sums_ms),
-            np.maximum(left.min_compute_ms, right.min_compute_ms),
+            np.maximum(left.least_ms, right.least_ms),
             np.maximum(left.mean_ms, right.mean_ms),
             np.maximum(left.mean_bytes, right.mean_bytes),
         )

@@ -20,6 +20,7 @@ from ..cost.devices import host_step_ms
 from ..cost.row_sizes import RowLayout
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, streamed_transfers, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
+from ..cost.stage_times import with_ends
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
@@ -140,8 +141,9 @@ class ModuleOptions:
         self.microbatches = MeanMicrobatches(problem, name)
         self.storage = problem.storage_of(name)
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
-        self._slowest_stages: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
-        self._layers: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
+        self._slowest_stages: dict[tuple[ParallelConfig, float], NDArray] = {}
+        self._layers: dict[tuple[ParallelConfig, float], NDArray] = {}
+        self._least: dict[tuple, tuple[NDArray, float]] = {}
         self._states: dict[tuple[ParallelConfig, int, bool], tuple[float, float, float]] = {}
         self._sums: dict[tuple[ParallelConfig, int, int], tuple[float, float]] = {}
         self._unevenness: dict[int, float] = {}
@@ -304,24 +306,37 @@ class ModuleOptions:
         """Checks that a repeated layer has a backward, so that recomputation has an effect."""
         return bool(layer_table(self.problem.costs, self.name).backward[1:-1].any())
 
-    def layer_ms(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
-        """
-        Forward and backward time of a mean microbatch in each layer `[num_layers]`; without padding of the language
-        model's rows a lower bound for all arrangements.
-        """
-        key = self._timed(kind, num_samples, padded)
+    def layer_ms(self, kind: ParallelConfig, num_samples: float) -> NDArray:
+        """Forward and backward time of a mean microbatch in each layer `[num_layers]`."""
+        key = self._timed(kind, num_samples)
         if key not in self._layers:
-            self._layers[key] = self._layer_ms(self.costs(kind), kind, num_samples, padded)
+            self._layers[key] = self._layer_ms(self.costs(kind), kind, num_samples)
         return self._layers[key]
 
-    def _timed(self, kind: ParallelConfig, num_samples: float, padded: bool) -> tuple[ParallelConfig, float, bool]:
+    def _timed(self, kind: ParallelConfig, num_samples: float) -> tuple[ParallelConfig, float]:
         """What times of layers depend on."""
-        timed = kind if kind.shares_passes else replace(kind, sharding=ShardingSettings())
-        return timed, num_samples, padded and self.microbatches.grows(kind.cp_size)
+        return kind if kind.shares_passes else replace(kind, sharding=ShardingSettings()), num_samples
 
-    def _layer_ms(self, costs: CostModel, kind: ParallelConfig, num_samples: float, padded: bool) -> NDArray:
+    def least_ms(self, kind: ParallelConfig) -> tuple[NDArray, float]:
+        """
+        The least time that the samples of the first batch take in one replica: on the busiest of 1, 2, ... stages
+        `[max_stages]`, and in all stages together. It is their work alone, whatever microbatches they are in and in
+        whatever order these run: without padding, launches, and communication of copies.
+        """
+        key = kind.tp_size, kind.cp_size, kind.ep_size, kind.checkpointing
+        if key not in self._least:
+            table = layer_table(self.costs(kind), self.name, kind.tp_size, kind.checkpointing)
+            batch = self.microbatches.batch
+            # of each sample by itself, since attention in windows is no sum: it takes longer for several together
+            sizes = table.sizes(batch.tokens[self.name], batch.squares[self.name], kind.cp_size)[:2].sum(axis=2)
+            layers_ms = with_ends(((table.forward + table.backward)[:, :2] * sizes.T).sum(axis=1))
+            slowest_ms = partition_all(layers_ms, self.max_stages).slowest_stages_ms
+            self._least[key] = slowest_ms, float(layers_ms.sum())
+        return self._least[key]
+
+    def _layer_ms(self, costs: CostModel, kind: ParallelConfig, num_samples: float) -> NDArray:
         table = layer_table(costs, self.name, kind.tp_size, kind.checkpointing, kind.first_rank)
-        tokens, squares, _ = self._sizes(kind, num_samples, padded)
+        tokens, squares, _ = self._sizes(kind, num_samples)
         transfers = None
         if kind.shares_passes and kind.num_shards > 1:
             ranks = tuple(range(0, kind.num_shards * kind.tp_size, kind.tp_size))
@@ -345,11 +360,11 @@ class ModuleOptions:
         within = self.ranks_within_nodes(kind)
         return kind if within == float("inf") else replace(kind, first_rank=int(within))
 
-    def slowest_stages_ms(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
+    def slowest_stages_ms(self, kind: ParallelConfig, num_samples: float) -> NDArray:
         """float64 `[max_stages]`: time on the slowest of 1, 2, ... stages, see [`~ModuleOptions.layer_ms`]."""
-        key = self._timed(kind, num_samples, padded)
+        key = self._timed(kind, num_samples)
         if key not in self._slowest_stages:
-            costs = self.layer_ms(kind, num_samples, padded)
+            costs = self.layer_ms(kind, num_samples)
             self._slowest_stages[key] = partition_all(costs, self.max_stages).slowest_stages_ms
         return self._slowest_stages[key]
 

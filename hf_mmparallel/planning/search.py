@@ -81,7 +81,7 @@ def try_host_memory(simulations: Simulations, share: float) -> None:
     problems = list(offloading_problems(simulations.problem))
     above = islice(diversify(space.above_memory_limit()), _MAX_OFFLOADED if problems else 0)
     for estimated in above:
-        is_far = max(estimated.step_ms, estimated.min_compute_ms) >= simulations.best_ms
+        is_far = max(estimated.step_ms, estimated.least_ms) >= simulations.best_ms
         if is_far or num_simulated >= _MAX_SIMULATED_OFFLOADED or num_tasks > share * simulations.effort:
             return
         candidate = space.candidate(estimated)

@@ -165,7 +165,7 @@ _MAX_FEW_CANDIDATES = 1024
 _MAX_FEW_TASKS = 40_000
 _SLICE_MEMORY = 1.1  # tolerance of the memory limit for slices
 _MAX_PREDICTIONS = 16  # number of fastest steps whose predictions stay in memory
-_MAX_STEPS = 64  # number of arrangements that stay in memory
+_MAX_KEPT = 64  # number of arrangements, and of planners, that stay in memory
 FEW_RANKS = 8  # ranks up to which a problem is small
 MAX_ESTIMATE_RATIO = 1.3  # maximum ratio of the closed-form estimate to the step time
 
@@ -195,6 +195,7 @@ class Simulations:
         self.too_large: dict[str, Candidate] = {}
         self.over: dict[str, tuple[float, Candidate]] = {}  # too large by single samples only, with peak bytes
         self._steps: dict[tuple, StepPlan] = {}
+        self._planners: dict[tuple, StepPlanner] = {}
         self._later: dict[tuple[str, int], Prediction | None] = {}
 
     # Slices of candidates
@@ -210,7 +211,7 @@ class Simulations:
             is_far = estimated.step_ms > MAX_ESTIMATE_RATIO * best_ms
             if num_tried >= least and (is_far or num_tasks >= share * self.effort):
                 break
-            if estimated.min_compute_ms >= best_ms and num_tried >= least:
+            if estimated.least_ms >= best_ms and num_tried >= least:
                 continue
             candidate = self.space.candidate(estimated)
             tasks = self.screen_one(candidate, estimated)
@@ -353,7 +354,7 @@ class Simulations:
         for estimated in self.space:
             if estimated.step_ms > MAX_ESTIMATE_RATIO * best_ms or num_tasks > _MAX_FEW_TASKS:
                 break
-            if estimated.min_compute_ms >= best_ms:
+            if estimated.least_ms >= best_ms:
                 continue
             candidate = self.space.candidate(estimated)
             key = key_of(candidate)
@@ -393,7 +394,11 @@ class Simulations:
     def predict(self, candidate: Candidate, batch: SampleSizes, memory_bytes: float | None) -> Prediction:
         """Predicts a batch."""
         problem = replace(self.problem, global_batch_size=batch.num_samples, memory_bytes=memory_bytes)
-        planner = step_planner(problem, candidate)
+        # candidates with the same stages share what is known of these
+        splits = POLICIES[candidate.schedule].splits_backward
+        stages = (*candidate.layouts.items(), candidate.placement, candidate.vp_size, splits)
+        planner = step_planner(problem, candidate, self._planners.get(stages))
+        _keep(self._planners, stages, planner)
         workloads = planner.workloads(batch)
         layouts = tuple((name, replace(own, sharding=ShardingSettings())) for name, own in candidate.layouts.items())
         keeps_all = tuple(map(planner.plan.policy.keeps_all, (False, True)))
@@ -404,9 +409,7 @@ class Simulations:
         step = self._steps.get(key)
         if step is None:
             step = planner.assign_samples(range(batch.num_samples), workloads)
-            self._steps[key] = step
-            if len(self._steps) > _MAX_STEPS:
-                self._steps.pop(next(iter(self._steps)))
+            _keep(self._steps, key, step)
         return planner.predict(PlannedStep(step, batch, workloads))
 
 
@@ -420,16 +423,21 @@ def key_of(candidate: Candidate) -> str:
     return f"{candidate}; {candidate.schedule} x {candidate.vp_size}, {candidate.arrangement}"
 
 
-def step_planner(problem: PlanningProblem, candidate: Candidate) -> StepPlanner:
-    """The step planner of a candidate, as in training."""
+def _keep(kept: dict, key: tuple, value: Any) -> None:
+    """Puts a value among those that stay in memory."""
+    kept.pop(key, None)
+    kept[key] = value
+    if len(kept) > _MAX_KEPT:
+        kept.pop(next(iter(kept)))
+
+
+def step_planner(problem: PlanningProblem, candidate: Candidate, like: StepPlanner | None = None) -> StepPlanner:
+    """The step planner of a candidate, as in training; `like` is that of a candidate with the same stages."""
     plan = candidate.plan(problem.spec)
     dp_size = candidate.layouts[LANGUAGE_MODEL].dp_size
     microbatch_size = -(-problem.global_batch_size // (dp_size * candidate.num_microbatches))
-    return StepPlanner(
-        problem.costs,
-        plan,
-        sync_groups(problem.spec, plan),
-        microbatch_size,
-        candidate.arrangement,
-        memory_bytes=problem.memory_bytes,
+    groups = sync_groups(problem.spec, plan) if like is None else like.sync_groups
+    planner = StepPlanner(
+        problem.costs, plan, groups, microbatch_size, candidate.arrangement, memory_bytes=problem.memory_bytes
     )
+    return planner if like is None else planner.sharing(like)

@@ -207,6 +207,32 @@ def test_three_modules_are_divided_as_exhaustive_search_does(ranks, encoders, ge
     assert_best_estimate_is_exhaustive(problem_of(ranks, 2, spec=spec, checkpointing=never, arrangement="contiguous"))
 
 
+@settings(max_examples=40)
+@given(
+    st.integers(1, 6),
+    st.sampled_from([2, 6, 12]),
+    st.sampled_from([(), ("vision",), (LANGUAGE_MODEL,)]),
+    st.sampled_from([(0,), (1, 3)]),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_no_step_is_shorter_than_its_bound(ranks, batch, frozen, zero_stages, packing, seed):
+    """Whatever the layout, the schedule and the arrangement."""
+    rng = np.random.default_rng(seed)
+    problem = problem_of(ranks, batch, frozen, seed % 1000, zero_stages=zero_stages)
+    problem = replace(problem, costs=replace(problem.costs, packing=packing))
+    space = CandidateSpace(problem)
+    every = list(space)
+    for index in rng.choice(len(every), min(8, len(every)), replace=False).tolist():
+        schedule, vp_size = problem.schedules[rng.integers(len(problem.schedules))]
+        arrangement = problem.arrangements[rng.integers(len(problem.arrangements))]
+        order = {"schedule": schedule, "vp_size": vp_size, "arrangement": arrangement}
+        candidate = replace(space.candidate(every[index]), **order)
+        step_ms = step_planner(problem, candidate).predict_batch(problem.batches[0]).timeline.iteration_ms
+        assert every[index].least_ms <= step_ms * (1 + 1e-9), candidate
+        assert every[index].least_ms > 0.1 * step_ms, candidate
+
+
 CANDIDATES = [
     Candidate({"vision": ModuleLayout((4,), 2), LANGUAGE_MODEL: ModuleLayout((1, 3), 2, 1, 2)}, {}, 4),
     Candidate({"vision": ModuleLayout((2, 2), 1, 1, 2), LANGUAGE_MODEL: ModuleLayout((4,), 1, 2, 2)}, {}, 2),
