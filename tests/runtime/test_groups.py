@@ -72,7 +72,7 @@ def groups_of_rank() -> list[tuple[int, ...]]:
         gathered = torch.empty(len(ranks))
         dist.all_gather_single(gathered, torch.tensor([float(rank)]), group=group)
         assert tuple(dist.get_process_group_ranks(group)) == tuple(gathered.int().tolist()) == ranks
-        mesh = groups.tp_mesh(ranks)
+        mesh = groups.mesh(ranks)
         assert (mesh is not None) == (ranks in ((4, 2), (1, 3), (7, 5), (8, 6)))
         if mesh is not None:
             assert mesh.mesh.tolist() == list(ranks)
