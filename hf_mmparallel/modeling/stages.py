@@ -24,6 +24,7 @@ from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, Parameter
 from .adapter import adapter_names
 from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output
+from .forward_inputs import required_arguments
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
 from .spec import ModulePart, layers_of, module_parts
@@ -136,7 +137,7 @@ class LayerInterceptor:
         for index, layer in own.items():
             if index not in self._passed:
                 self._passed[index] = passed = identity_layer(layer)
-                # the same hooks: ours, and those by which transformers records hidden states
+                # the same hooks, also those that are added in a later forward
                 vars(passed).update({name: value for name, value in vars(layer).items() if "hooks" in name})
             self.layers[index] = self._passed[index]
         try:
@@ -245,6 +246,14 @@ def cast_values(model: nn.Module, dtype: torch.dtype) -> None:
     model._apply(cast)
 
 
+def _nan_tokens(values: Tensor, attention_mask: Any) -> Tensor:
+    """Returns which tokens of `[batch, sequence, ...]` have a NaN, padding apart if a mask tells it."""
+    tokens = values.isnan().flatten(2).any(-1) if values.dim() > 2 else values.isnan()
+    if isinstance(attention_mask, Tensor) and attention_mask.shape == tokens.shape:
+        return tokens & (attention_mask != 0).to(tokens.device)
+    return tokens
+
+
 @dataclass(frozen=True)
 class OwnLoss:
     """The loss of a model's own forward, and the loss that a plan sums for the same labels and logits; scalars."""
@@ -281,7 +290,7 @@ class ModuleStage:
         self.parts = module_parts(model) if parts is None else parts
         is_whole = self.is_first and self.is_last
         self._interceptor = None if is_whole else LayerInterceptor.of(layers_of(model, self.module_spec.stack))
-        self._checked = False
+        self._checked: set[frozenset[str]] = set()  # the names of the inputs of calls whose outputs were looked at
         self.row_shares = 1  # ranks among which the rows that it receives are divided
         # the next forward with logits and targets records the model's own loss
         self.asks_own_loss = False
@@ -293,6 +302,12 @@ class ModuleStage:
         head = model.get_output_embeddings()
         if module_name == LANGUAGE_MODEL and type(head) is nn.Linear and self.is_last:
             return_lazy_logits(head)
+
+    @cached_property
+    def _required_inputs(self) -> frozenset[str]:
+        """Inputs of encoders that the model's forward has to be given, also if it is given their outputs."""
+        names = {name for part in self.parts.values() for m in part.modalities for name in part.input_names(m)}
+        return frozenset(names.intersection(required_arguments(self.model)))
 
     @property
     def module_spec(self) -> ModuleSpec:
@@ -337,7 +352,7 @@ class ModuleStage:
             return []
         if self.module_name == LANGUAGE_MODEL:
             batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
-            return [torch.Size((batch, -(-length // self.row_shares), self.module_spec.hidden_size))]
+            return [torch.Size((batch, -(-length // self.row_shares), *self.module_spec.token_shape))]
         shapes = []
         with torch.no_grad():
             if self.parts[self.module_name].generator is not None:
@@ -428,16 +443,16 @@ class ModuleStage:
             else:
                 sent += [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
         if not self.is_last:
-            return self._checked_once(sent, hidden)
+            return self._checked_once(sent, hidden, inputs)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
-        return self._checked_once(features, hidden) if outputs else features
+        return self._checked_once(features, hidden, inputs) if outputs else features
 
     def _run_generator(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor] | None, rows: Tensor) -> list[Tensor]:
         """Runs a generator on the rows of the language model; the last stage returns the loss summed over targets."""
         run = self._run(hidden or ())
         encoded = self._generated(inputs, rows, run)
         states = [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
-        return self._checked_once(states, hidden or []) if states else [encoded.output]
+        return self._checked_once(states, hidden or [], inputs) if states else [encoded.output]
 
     def _generated(self, inputs: Mapping[str, Any], rows: Tensor, run: StageRun) -> _Encoded:
         """Runs the layers of a range of a generator."""
@@ -469,16 +484,23 @@ class ModuleStage:
         """Hidden states that the stage receives for a modality."""
         return 0 if self.is_first else self.module_spec.states_before(self.layers[0])
 
-    def _checked_once(self, outputs: list[Tensor], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the outputs; in the first call it refuses NaN, the value of unowned parameters."""
-        if self._interceptor is None or self._checked:
+    def _checked_once(
+        self, outputs: list[Tensor], hidden: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Returns the outputs; in the first call with each kind of inputs it refuses NaN, as of unowned parameters."""
+        kind = frozenset(inputs)
+        if self._interceptor is None or kind in self._checked:
             return outputs
-        self._checked = True
+        self._checked.add(kind)
         values = [source_of(output) for output in outputs]
-        if hidden:
+        if self.module_name == LANGUAGE_MODEL:
+            mask = inputs.get("attention_mask")
+            wrong = any(bool(rows.any()) for rows in map(_nan_tokens, values, [mask] * len(values)))
+            wrong = wrong and not any(bool(_nan_tokens(t, mask).any()) for t in hidden)
+        elif hidden:
             wrong = any(t.isnan().any() for t in values) and not any(t.isnan().any() for t in hidden)
         else:
-            # the model itself may produce NaN at single positions, such as padding
+            # an encoder itself may output NaN for padding
             wrong = any(t.isnan().all() for t in values if t.numel())
         if wrong:
             raise ValueError(
@@ -487,6 +509,18 @@ class ModuleStage:
                 f"`pp_size=1` or, for a hidden state, `layers_per_stage` with a longer last stage."
             )
         return outputs
+
+    def _check_shape(self, hidden: Tensor, inputs: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for hidden states other than those of a batch's tokens, which the next stage expects."""
+        tokens = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+        found, expected = tuple(hidden.shape), (*tokens, *self.module_spec.token_shape)
+        shares_rows = self.module_spec.sequence_parallel and found[1] <= expected[1]
+        if found != expected and not (shares_rows and found[::2] == expected[::2]):
+            raise ValueError(
+                f"The hidden states between the layers of `{self.module_name}` have the shape {found} for "
+                f"{tuple(tokens)} tokens, but the next stage expects {expected}. Use `pp_size=1` for it, with "
+                "`dp_size` or `tp_size` above 1 for more ranks."
+            )
 
     def _to_wire_dtype(self, hidden: Tensor, entry_dtype: torch.dtype | None) -> Tensor:
         """Casts a hidden state to the dtype in which it is sent, which must represent it exactly."""
@@ -507,8 +541,17 @@ class ModuleStage:
     def _feature(self, spec: FeatureSpec, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
         """Returns one feature tensor, empty if its modality is absent."""
         if spec.modality in outputs:
-            value = getattr(outputs[spec.modality], spec.field)
-            return flat_features(value if spec.index is None else value[spec.index])
+            value = getattr(outputs[spec.modality], spec.field, None)
+            features = None if value is None else flat_features(value if spec.index is None else value[spec.index])
+            width = self.spec.language_model.hidden_size
+            if features is None or features.shape[-1] != width:
+                found = "has none" if features is None else f"has some of width {features.shape[-1]}"
+                raise ValueError(
+                    f"The output of `get_{spec.modality}_features` has to have features `{spec.field}` of width "
+                    f"{width}, that of the hidden states of the language model, but that of "
+                    f"`{type(self.model).__name__}` {found}. Train it without `parallel`."
+                )
+            return features
         device = next((v.device for v in inputs.values() if isinstance(v, Tensor)), self.model.device)
         return torch.zeros(0, self.spec.language_model.hidden_size, dtype=self.input_dtype, device=device)
 
@@ -522,21 +565,36 @@ class ModuleStage:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features, num_tokens)
         run = self._run(hidden or ())
-        with inject_features(self.model, self.parts, outputs) as feature_kwargs:
+        with self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
             if self._interceptor is None:
-                return self._last_outputs(self.model(**kwargs, **feature_kwargs))
+                return self._last_outputs(self.model(**kwargs | feature_kwargs))
             with self._interceptor.running(run):
                 try:
-                    output = self.model(**kwargs, **feature_kwargs)
+                    output = self.model(**kwargs | feature_kwargs)
                 except StageExit as exit_:
-                    return self._checked_once([self._to_wire_dtype(exit_.hidden, run.dtype)], hidden or [])
+                    self._check_shape(exit_.hidden, inputs)
+                    return self._checked_once([self._to_wire_dtype(exit_.hidden, run.dtype)], hidden or [], inputs)
         assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
-        return self._checked_once(self._last_outputs(output), hidden or [])
+        return self._checked_once(self._last_outputs(output), hidden or [], inputs)
 
     def _last_outputs(self, output: Any) -> list[Tensor]:
         """Returns the logits of a forward, and the rows that generators start from."""
         rows = [output.rows[feature.modality] for feature in self.module_spec.features]
         return [self._logits(output), *rows]
+
+    @contextmanager
+    def _merging(self, outputs: Mapping[str, Any], run: StageRun) -> Iterator[None]:
+        """A forward, whose errors before the layers are those of a model that expects features of another form."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            if isinstance(error, ValueError) or not outputs or run.dtype is not None:
+                raise
+            raise ValueError(
+                f"`{type(self.model).__name__}` can't merge the features of {', '.join(outputs)}, which a plan passes "
+                f"to it as `[feature tokens, hidden]` without their encoder's other outputs ({type(error).__name__}: "
+                f"{error}). Train it without `parallel`."
+            ) from error
 
     def _logits(self, output: Any) -> Tensor:
         """Returns the logits of a forward; records the model's own loss if it was computed."""
@@ -556,7 +614,9 @@ class ModuleStage:
         """
         generators = {name for part in self.parts.values() if part.generator is not None for name in part.entries}
         encoders = {name for part in self.parts.values() for name in part.entries} - generators
-        kwargs: dict[str, Any] = {"output_rows": True} if self.module_spec.features and self.is_last else {}
+        kwargs: dict[str, Any] = dict.fromkeys(self._required_inputs)
+        if self.module_spec.features and self.is_last:
+            kwargs["output_rows"] = True
         for name, value in inputs.items():
             is_media = name in encoders and isinstance(value, Tensor) and value.is_floating_point()
             if name not in ("labels", "shift_labels", *generators) and not is_media:
@@ -585,10 +645,11 @@ class ModuleStage:
         for name in self.spec.encoders:
             specs = self.spec.modules[name].features
             for spec, value in zip(specs, features.get(name) or [None] * len(specs), strict=True):
-                if not num_tokens[spec.modality]:
+                is_required = self.parts[name].input_names(spec.modality)[0] in self._required_inputs
+                if not num_tokens[spec.modality] and not is_required:
                     continue
                 if value is None:
-                    if self.layers[0] <= spec.layer < self.layers[1]:
+                    if num_tokens[spec.modality] and self.layers[0] <= spec.layer < self.layers[1]:
                         raise ValueError(
                             f"The batch has {num_tokens[spec.modality]} `{spec.modality}` tokens, but no "
                             f"`{spec.field}` of `{name}` for layer {spec.layer}, which is in this stage "

@@ -103,7 +103,8 @@ class ModuleSpec:
     is_chain: bool = True
     # layers whose outputs are read again behind the last one (DeepStack), to which they pass through all later stages
     taps: tuple[int, ...] = ()
-    head_dim: int | None = None  # width of an attention head; `hidden_size / num_heads` by default
+    # width of an attention head, the mean where layers differ in it; `hidden_size / num_heads` by default
+    head_dim: int | None = None
     attention: str = "sdpa"  # the attention function, such as `"eager"`
     # tensors that the activation function saves for its backward: its input, and more if the model computes it in
     # several steps
@@ -114,6 +115,13 @@ class ModuleSpec:
     sequence_parallel: bool = False
     # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
     expert_ranks: tuple[int, ...] = ()
+    # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
+    hidden_shape: tuple[int, ...] = ()
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of the hidden state of a token between layers."""
+        return self.hidden_shape or (self.hidden_size,)
 
     def states_before(self, layer: int) -> int:
         """Number of hidden states that enter a stage that begins with a layer: of the layer before it, and of taps."""

@@ -24,7 +24,7 @@ from ..world import ACTIVITY
 from .groups import channels_of
 from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues, StepMessages, Transport
-from .payloads import Payload, Payloads, num_tokens_of
+from .payloads import Payload, Payloads
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
 from .weight_gradients import PutOffGradient, PutOffGradients, WeightGradients, cut_by_work
 from .work import StepResult, counting_work
@@ -167,7 +167,7 @@ class _Step:
             shapes = self.messages.shapes(payload, task)
         else:
             shapes = [output.shape for output in payload.select_outputs(self.running[task.key].outputs)]
-        num_tokens = sum(map(num_tokens_of, shapes))
+        num_tokens = sum(map(payload.num_tokens, shapes))
         self.queues.receive(message, payload, self.messages.routes(message, task, num_tokens))
 
     def send(self, message: Message) -> None:
@@ -248,7 +248,7 @@ class _Step:
         received: dict[str, list[Tensor | None]] = {}
         for payload, messages in _by_payload(self.queues.take_arrived(task)):
             shapes = self.messages.shapes(payload, task)
-            sizes = list(map(num_tokens_of, shapes))
+            sizes = list(map(payload.num_tokens, shapes))
             leaf = self.leaf(payload, messages, sum(sizes))
             leaf.requires_grad_(needs_graph and any(incoming.payload.needs_grad for incoming in messages))
             module = payload.producer[0]
@@ -326,7 +326,7 @@ class _Step:
         result: list[Tensor | None] = [None] * len(outputs)
         for payload, messages in _by_payload(self.queues.take_arrived(task)):
             crossed = payload.select_outputs(outputs)
-            sizes = [num_tokens_of(output.shape) for output in crossed]
+            sizes = [payload.num_tokens(output.shape) for output in crossed]
             total = self.queues.sum_gradients(messages, sum(sizes))
             pieces = [
                 piece.view(output.shape).to(output.dtype)
@@ -364,7 +364,7 @@ def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incomi
 
 def _flat_tokens(outputs: Sequence[Tensor], width: int) -> Tensor:
     """Joins all tokens of some outputs to `[num_tokens, width]`."""
-    pieces = [output.reshape(-1, output.shape[-1]) for output in outputs]
+    pieces = [output.reshape(-1, width) for output in outputs]
     if len(pieces) < 2:
         return pieces[0] if pieces else torch.zeros(0, width)
     return torch.cat(pieces)

@@ -32,7 +32,13 @@ def vision_spec(num_layers: int = 6, deepstack: tuple[int, ...] = ()) -> ModuleS
     features += [FeatureSpec("image", "deepstack_features", layer, i) for i, layer in enumerate(deepstack)]
     sizes = (num_layers, 8, 8, 8, 32)
     return ModuleSpec(
-        "vision", f"{tower}.layers", *sizes, tuple(parameters), tuple(features), tower, tuple(range(len(deepstack)))
+        "vision",
+        f"{tower}.layers",
+        *sizes,
+        tuple(parameters),
+        tuple(features),
+        tower,
+        taps=tuple(range(len(deepstack))),
     )
 
 
