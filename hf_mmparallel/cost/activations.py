@@ -153,7 +153,7 @@ def saved_activations(
     # per squared token only if attention saves something for each pair of tokens
     saved = _attention_saved(shape, precision) * (1 / split) + _mask_saved(shape, precision)
     saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, tp_size) for norm in shape.norms))
-    for group in [shape.attention, *shape.feed_forwards]:
+    for group in filter(None, [shape.attention, *shape.feed_forwards]):  # a block may have no attention
         saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision))
     for group in shape.feed_forwards:
         saved += Polynomial(token=_feed_forward_saved(module_spec, group, precision) / tp_size)

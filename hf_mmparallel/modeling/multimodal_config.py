@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -151,7 +151,7 @@ class MultimodalConfig(PreTrainedConfig):
     generator_settings: Any = None
     generator_names: Any = None
     # what the stock Trainer does not collect as predictions
-    keys_to_ignore_at_inference = ("past_key_values", "losses", "rows")
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "losses", "rows"]
 
     def __post_init__(self, **kwargs):
         configs, generators = self.encoder_configs or {}, self.generator_configs or {}

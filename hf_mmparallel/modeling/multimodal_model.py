@@ -27,6 +27,7 @@ from .encoder_parts import LogitScale, cast_weights, keep_weights
 from .features import flat_features
 from .generators import DiffusionGenerator, build_generator
 from .loading import without_weights
+from .loss import num_target_tokens
 from .multimodal_backbone import MultimodalBackbone, MultimodalPreTrainedModel
 from .multimodal_config import MultimodalCallbacks, MultimodalConfig
 from .spec import ModulePart
@@ -260,6 +261,15 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             losses["language_model"] = self.loss_function(
                 logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs
             )
+        if generated and num_generator_targets is None and loss_kwargs.get("num_items_in_batch") is not None:
+            own = num_target_tokens({"labels": labels, **loss_kwargs})
+            if int(loss_kwargs["num_items_in_batch"]) != own:
+                raise ValueError(
+                    f"`num_items_in_batch` says that batches with {int(loss_kwargs['num_items_in_batch'])} target "
+                    f"tokens are added, of which this one has {own}, but not how many targets generators have there. "
+                    "Give `num_generator_targets`, as `MultimodalParallelTrainer` does, or train without gradient "
+                    "accumulation."
+                )
         for name in generated:
             losses[name] = self._generator_loss(name, rows[name], targets[name], num_generator_targets)
         weights = {name: self.generators[name].settings.loss_weight for name in generated}
@@ -269,7 +279,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            losses={name: value.detach() for name, value in losses.items()} if generated else None,
+            losses={name: value.detach() for name, value in losses.items()} if self.generators else None,
             rows=rows if output_rows else None,
             **{CACHE: outputs.get(CACHE)},
         )

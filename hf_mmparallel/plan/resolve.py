@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 from .layout import ModuleLayout, plan_from
 from .methods import POLICIES, Schedule
@@ -36,6 +37,7 @@ def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> tuple[int,
 
 def check_tp_size(spec: ModuleSpec, tp_size: int) -> None:
     """Raises `ValueError` for a tensor-parallel size that does not divide the heads and columns of a module."""
+    _check_chain(spec, {"tp_size": (tp_size, tp_size > 1)})
     for count, what in (
         (spec.num_heads, "attention heads"),
         (spec.num_kv_heads, "key and value heads"),
@@ -49,20 +51,22 @@ def check_tp_size(spec: ModuleSpec, tp_size: int) -> None:
             )
 
 
-def _check_chain(spec: ModuleSpec, module: ModulePlan) -> None:
-    """Raises `ValueError` for a layout that goes block by block through a module whose blocks are no chain."""
-    num_stages = max(len(stages) for stages in module.replicas)
-    for is_asked, setting in (
-        (num_stages > 1, f"`pp_size={num_stages}`"),
-        (module.tp_size > 1, f"`tp_size={module.tp_size}`"),
-        (module.sharding.zero_stage > 1, f"`zero_stage={module.sharding.zero_stage}`"),
-        (module.storage.offload_params, "`offload_params=True`"),
-    ):
+def _check_chain(spec: ModuleSpec, settings: Mapping[str, tuple[Any, bool]]) -> None:
+    """Raises `ValueError` for a setting that goes block by block through a module whose blocks are no chain."""
+    for name, (value, is_asked) in settings.items():
         if is_asked and not spec.is_chain:
             raise ValueError(
-                f"{setting} of `{spec.name}`: the blocks of its `{spec.stack}` are no chain of equal layers that it "
-                "could be cut by. Use `dp_size` above 1 for more ranks, with `zero_stage=1` for less memory."
+                f"`{name}={value}` of `{spec.name}`: the blocks of its `{spec.stack}` are no chain of equal layers "
+                "that it could be cut by. Use `dp_size` above 1 for more ranks, with `zero_stage=1` for less memory."
             )
+
+
+def _check_stages(spec: ModuleSpec, module: ModulePlan) -> None:
+    """Refuses stages and sharding of a module whose blocks are no chain."""
+    num_stages, zero_stage = max(len(stages) for stages in module.replicas), module.sharding.zero_stage
+    offloads = module.storage.offload_params
+    cuts = {"pp_size": (num_stages, num_stages > 1), "zero_stage": (zero_stage, zero_stage > 1)}
+    _check_chain(spec, {**cuts, "offload_params": (offloads, offloads)})
 
 
 def _check_cp(spec: ModuleSpec, cp_size: int, context: ContextSettings) -> None:
@@ -220,7 +224,7 @@ def resolve_plan(
     for name, planned in plan.modules.items():
         _check_experts(spec.modules[name], planned)
         _check_sharding(name, planned)
-        _check_chain(spec.modules[name], planned)
+        _check_stages(spec.modules[name], planned)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
@@ -328,7 +332,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
         )
         _check_experts(spec.modules[name], module)
         _check_sharding(name, module)
-        _check_chain(spec.modules[name], module)
+        _check_stages(spec.modules[name], module)
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")
