@@ -312,22 +312,24 @@ def _order_of_use(model: PreTrainedModel, tower: str, stack: str, locations: Map
     if inputs is None:
         return {}
     called: list[nn.Module] = []
-    watched = [*{id(owner): owner for owner in unsure.values()}.values(), last := layers_of(model, stack)[-1]]
+    first, last = (layers_of(model, stack)[index] for index in (0, -1))
+    watched = {id(owner): owner for owner in (*unsure.values(), first, last)}.values()
     hooks = [module.register_forward_pre_hook(lambda module, args: called.append(module)) for module in watched]
     try:
         output = meta_forward(whole, **inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    start = called.index(last) if last in called else len(called)
-    before, after = called[:start], called[start:]
+    start, stop = (called.index(layer) if layer in called else len(called) for layer in (first, last))
+    before, after = called[:stop], called[stop:]
     result = {}
     for name, owner in unsure.items():
         if locations[name] < 0 and owner in after and owner not in before:
             result[name] = len(layers_of(model, stack))
-        elif locations[name] >= 0 and output is not None and owner not in after:
-            if owner in before or "input_ids" in inputs:
-                result[name] = -1
+        is_first = owner in called[:start] and owner not in called[start:]
+        is_unused = output is not None and "input_ids" in inputs and owner not in after
+        if locations[name] >= 0 and (is_first or is_unused):
+            result[name] = -1
     return result
 
 
